@@ -1,0 +1,6 @@
+"""The configuration: defaults, then a TOML file, then the command line. Imports no torch."""
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.config.manager import ConfigManager, to_toml
+
+__all__ = ["ConfigManager", "JobConfig", "to_toml"]

@@ -1,0 +1,70 @@
+"""A user's own module and the sections that it adds to the configuration."""
+
+import dataclasses
+import importlib
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.config.keys import section_class
+from torchtitan.errors import ConfigError
+
+
+def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
+    """`config_class` with the sections and keys of the dataclass `JobConfig` in a user's module.
+
+    A section that exists already gains the user's keys; a new section is added as it is.
+    """
+    where = "experimental.custom_args_module"
+    theirs = getattr(import_user_module(module_name, where), "JobConfig", None)
+    if not dataclasses.is_dataclass(theirs):
+        raise ConfigError(f"{where}: {module_name} has no dataclass named JobConfig.")
+    hints = typing.get_type_hints(theirs, include_extras=True)
+    known = {field.name for field in dataclasses.fields(config_class)}
+    sections = []
+    for field in dataclasses.fields(theirs):  # type: ignore[arg-type]
+        section = hints[field.name]
+        if not dataclasses.is_dataclass(section):
+            raise ConfigError(f"{where}: section {field.name} of {module_name}.JobConfig is not a dataclass.")
+        base = section_class(config_class, field.name) if field.name in known else None
+        merged = _frozen(section, base)
+        sections.append((field.name, merged, dataclasses.field(default_factory=merged)))
+    return dataclasses.make_dataclass("JobConfig", sections, bases=(config_class,), frozen=True)
+
+
+def _frozen(section: Any, base: Any) -> Any:
+    """A frozen copy of a user's section, on top of ours of the same name where there is one."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    ours = {field.name for field in dataclasses.fields(base)} if base else set()
+    fields: list[Any] = []
+    for field in dataclasses.fields(section):
+        if field.name in ours:
+            continue
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"experimental.custom_args_module: {section.__name__}.{field.name} needs a default.")
+        copy = (
+            dataclasses.field(default_factory=field.default_factory)
+            if field.default_factory is not dataclasses.MISSING
+            else dataclasses.field(default=field.default)
+        )
+        fields.append((field.name, hints[field.name], copy))
+    new = dataclasses.make_dataclass(section.__name__, fields, bases=(base,) if base else (), frozen=True)
+    new.__doc__ = (base or section).__doc__
+    return new
+
+
+def import_user_module(name: str, key: str) -> types.ModuleType:
+    """Imports a user's module, which may lie in the working directory."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise  # the module exists, something that it imports does not
+        raise ConfigError(
+            f"{key}: there is no module {name!r} in the working directory or on PYTHONPATH."
+        ) from None

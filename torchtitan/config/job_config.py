@@ -1,0 +1,30 @@
+"""`JobConfig`: every section of the TOML file."""
+
+from dataclasses import dataclass, field
+
+from torchtitan.config.output import Checkpoint, Job, Metrics, Profiling
+from torchtitan.config.precision import MX, Float8
+from torchtitan.config.system import ActivationCheckpoint, Comm, Experimental, MemoryEstimation, Parallelism
+from torchtitan.config.training import LRScheduler, Model, Optimizer, Training, Validation
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """One run, resolved. Each part of the code gets the section that it needs and never changes it."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
+    validation: Validation = field(default_factory=Validation)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
+    float8: Float8 = field(default_factory=Float8)
+    mx: MX = field(default_factory=MX)
+    comm: Comm = field(default_factory=Comm)
+    memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
+    experimental: Experimental = field(default_factory=Experimental)

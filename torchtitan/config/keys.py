@@ -1,0 +1,106 @@
+"""The keys of a configuration, read off its dataclasses: annotation, default, help, and what a value must be."""
+
+import dataclasses
+import types
+import typing
+from typing import Any, Literal
+
+import annotated_types
+from typing_extensions import Doc
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of the configuration: its annotation, default and help."""
+
+    annotation: Any
+    default: Any
+    help: str
+
+    @property
+    def is_bool(self) -> bool:
+        return _plain(self.annotation) is bool
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(_plain(self.annotation)) is list
+
+    @property
+    def choices(self) -> list[Any]:
+        return [value for arm in _arms(self.annotation) if typing.get_origin(_plain(arm)) is Literal for value in _plain(arm).__args__]
+
+    @property
+    def optional(self) -> bool:
+        return types.NoneType in _arms(self.annotation)
+
+    @property
+    def expected(self) -> str:
+        """'an integer above 0', 'one of bfloat16, float32' ..."""
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}" + (" or none" if self.optional else "")
+        names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+        if self.is_list:
+            return "a list of strings"
+        arms = [arm for arm in _arms(self.annotation) if arm is not types.NoneType]
+        kinds = [names.get(_plain(arm), str(_plain(arm))) for arm in arms]
+        kind = "a number" if "a number" in kinds else " or ".join(kinds)
+        limits = [_limit(item) for arm in [self.annotation, *arms] for item in _constraints(arm)]
+        return " ".join([kind, " and ".join(dict.fromkeys(filter(None, limits)))]).strip() + (
+            " or none" if self.optional else ""
+        )
+
+    @property
+    def shown_default(self) -> str:
+        if self.default is None:
+            return "none"
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        if isinstance(self.default, list):
+            return ",".join(self.default) or "empty"
+        return str(self.default) if self.default != "" else "empty"
+
+
+def fields_by_key(config_class: type) -> dict[str, Key]:
+    """Every "section.key" with its annotation, default and help."""
+    keys = {}
+    for section in dataclasses.fields(config_class):
+        cls = section_class(config_class, section.name)
+        hints = typing.get_type_hints(cls, include_extras=True)
+        defaults = cls()
+        for field in dataclasses.fields(cls):
+            annotation = hints[field.name]
+            docs = [item.documentation for item in _constraints(annotation) if isinstance(item, Doc)]
+            keys[f"{section.name}.{field.name}"] = Key(
+                annotation, getattr(defaults, field.name), docs[0] if docs else ""
+            )
+    return keys
+
+
+def section_class(config_class: type, name: str) -> Any:
+    return typing.get_type_hints(config_class)[name]
+
+
+def _constraints(annotation: Any) -> list[Any]:
+    return list(getattr(annotation, "__metadata__", ()))
+
+
+def _plain(annotation: Any) -> Any:
+    """The annotation without `Annotated` around it."""
+    return annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation
+
+
+def _arms(annotation: Any) -> list[Any]:
+    """The members of a union, or the one type."""
+    plain = _plain(annotation)
+    return list(plain.__args__) if typing.get_origin(plain) in (typing.Union, types.UnionType) else [annotation]
+
+
+def _limit(item: Any) -> str:
+    match item:
+        case annotated_types.Gt(gt):
+            return f"above {gt}"
+        case annotated_types.Ge(ge):
+            return f"of at least {ge}"
+        case annotated_types.Le(le):
+            return f"at most {le}"
+    return ""

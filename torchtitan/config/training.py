@@ -1,0 +1,111 @@
+"""Sections about what is trained, on what, and how: model, optimizer, schedule, data and batch, validation."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchtitan.config.fields import (
+    Annotated,
+    Doc,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which model."""
+
+    name: Annotated[str, Doc("Model family: llama2, llama3, or one that a custom_import registered.")] = "llama3"
+    flavor: Annotated[str, Doc("Size within the family, such as debugmodel, 1B, 8B, 70B.")] = "debugmodel"
+    tokenizer_path: Annotated[
+        str | None,
+        Doc("Tokenizer file or its folder: sentencepiece, tokenizer.json or tiktoken; none: the one shipped here."),
+    ] = None
+    converters: Annotated[
+        list[str], Doc("Converters to apply before parallelization, in order, such as float8.")
+    ] = field(default_factory=list)
+    print_after_conversion: Annotated[bool, Doc("Print the model once the converters have run.")] = False
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The update rule."""
+
+    name: Annotated[str, Doc("AdamW or Adam.")] = "AdamW"
+    lr: Annotated[PositiveFloat, Doc("Peak learning rate.")] = 8e-4
+    beta1: Annotated[Share, Doc("Decay of the first moment.")] = 0.9
+    beta2: Annotated[Share, Doc("Decay of the second moment.")] = 0.95
+    eps: Annotated[PositiveFloat, Doc("Added to the root of the second moment.")] = 1e-8
+    weight_decay: Annotated[NonNegativeFloat, Doc("Decoupled for AdamW, added to the gradient for Adam.")] = 0.1
+    implementation: Annotated[
+        Literal["for-loop", "foreach", "fused"], Doc("How the update runs; fused is fastest.")
+    ] = "fused"
+    early_step_in_backward: Annotated[bool, Doc("Update each parameter as soon as its gradient is there.")] = False
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    """Learning rate over the steps: linear warm-up, stable, decay."""
+
+    warmup_steps: Annotated[NonNegativeInt, Doc("Steps of linear warm-up.")] = 200
+    decay_ratio: Annotated[
+        Share | None, Doc("Share of the steps spent decaying at the end; none decays right after warm-up.")
+    ] = None
+    decay_type: Annotated[Literal["linear", "sqrt", "cosine"], Doc("Shape of the decay.")] = "linear"
+    lr_min: Annotated[Share, Doc("Learning rate at the last step, as a ratio of optimizer.lr.")] = 0.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """Data, batch, precision and length."""
+
+    dataset: Annotated[
+        str, Doc("Data set by name: python_stdlib, c4, c4_test, or one that a custom_import registered.")
+    ] = "python_stdlib"
+    dataset_path: Annotated[
+        str | None, Doc("Read this instead: a JSONL, Parquet or text file, a folder of them, or a hub id.")
+    ] = None
+    dataset_mixture: Annotated[
+        list[str], Doc("Weighted mixture instead, each entry `name or path:weight`; weights are shares of tokens.")
+    ] = field(default_factory=list)
+    text_column: Annotated[str, Doc("Column of a JSONL or Parquet file that holds the text.")] = "text"
+    shuffle: Annotated[bool, Doc("Shuffle the documents anew in each epoch.")] = True
+    document_mask: Annotated[bool, Doc("Keep attention within each document of a packed sequence.")] = False
+    record_sample_ids: Annotated[
+        bool, Doc("Debugging: write the ids of the documents in each batch to sample_ids/ in the dump folder.")
+    ] = False
+    local_batch_size: Annotated[PositiveInt, Doc("Sequences in one forward pass of one data-parallel rank.")] = 8
+    global_batch_size: Annotated[
+        int, Doc("Sequences in one optimizer step over all ranks; -1: local_batch_size times the ranks.")
+    ] = -1
+    seq_len: Annotated[PositiveInt, Doc("Tokens in a sequence.")] = 2048
+    max_norm: Annotated[PositiveFloat | PositiveInt, Doc("Gradients are scaled down to this total norm.")] = 1.0
+    steps: Annotated[PositiveInt, Doc("Optimizer steps.")] = 10000
+    enable_cpu_offload: Annotated[bool, Doc("Keep parameters and optimizer state in host memory.")] = False
+    mixed_precision_param: Annotated[
+        Literal["bfloat16", "float32"], Doc("dtype of the forward and backward computation, whatever the layout.")
+    ] = "bfloat16"
+    mixed_precision_reduce: Annotated[Literal["float32"], Doc("dtype in which gradients are summed.")] = "float32"
+    compile: Annotated[bool, Doc("Compile each transformer block with torch.compile.")] = False
+    gc_freq: Annotated[PositiveInt, Doc("Steps between garbage collections (at the same step on every rank).")] = 50
+    gc_debug: Annotated[bool, Doc("Collect garbage before every step and log what it found.")] = False
+    seed: Annotated[NonNegativeInt, Doc("Seed of weights and data order.")] = 0
+    deterministic: Annotated[bool, Doc("Refuse kernels whose result may differ from run to run.")] = False
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A loop over held-out text, between training steps."""
+
+    enabled: Annotated[bool, Doc("Measure the loss on held-out text every freq steps and after the last.")] = False
+    dataset: Annotated[
+        str | None, Doc("Data set by name; none: hold out one document in a hundred of the training data.")
+    ] = None
+    dataset_path: Annotated[str | None, Doc("File, folder or hub id to validate on.")] = None
+    text_column: Annotated[str, Doc("Column of a JSONL or Parquet file that holds the text.")] = "text"
+    local_batch_size: Annotated[PositiveInt, Doc("Sequences in one forward pass of one rank.")] = 8
+    freq: Annotated[PositiveInt, Doc("Training steps from one validation to the next.")] = 100
+    steps: Annotated[PositiveInt, Doc("Batches in one validation; the same ones each time.")] = 10

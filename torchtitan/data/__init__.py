@@ -1,0 +1,1 @@
+"""From files or the Hub to batches of tokens: tokenizers, document sources, packing, the resumable loader."""

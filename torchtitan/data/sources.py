@@ -1,0 +1,191 @@
+"""Document sources with random access: text files in segments, Python's standard library, and held-out parts."""
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from torchtitan.errors import DataError
+
+__all__ = ["Document", "Part", "Source", "StreamedSource", "TextFiles", "digest", "python_stdlib", "validation_split"]
+
+SMALLEST_SEGMENT, LARGEST_SEGMENT = 1 << 10, 1 << 16  # bytes
+SEGMENTS_PER_ROW = 8
+VALIDATION_SHARE = 100  # one document in so many is held out
+
+# Folders of the standard library that hold tests (some deliberately malformed), other packages or build settings.
+STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text to train on.
+
+    Attributes:
+        text: an empty one is passed over, without BOS and EOS.
+        id: for people and tests to see what was trained on.
+        starts: it is, or begins, a whole document, and so gets a BOS.
+        ends: it is, or ends, a whole document, and so gets an EOS.
+    """
+
+    text: str
+    id: str
+    starts: bool = True
+    ends: bool = True
+
+
+class Source(Protocol):
+    """Documents by index. `fingerprint` is the same wherever the same data lie, and changes when they do."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Document: ...
+
+
+class Drawn(NamedTuple):
+    """A document in the stream of a row, and the position, as JSON, after it."""
+
+    document: Document
+    epoch: int
+    next_position: Any
+
+
+class StreamedSource(Protocol):
+    """Documents that can only be read in order; it deals them to the rows of a batch itself."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
+        """The endless stream of one row, from `position` (None: the start). `seed` None: no shuffling."""
+        ...
+
+
+def digest(value: object) -> str:
+    """16 hexadecimal digits that stand for a JSON-able value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+class Span(NamedTuple):
+    """Bytes `start` to `stop` of a file, before both ends are moved to the next start of a line."""
+
+    file: int
+    start: int
+    stop: int
+
+
+class TextFiles:
+    """UTF-8 text files, each one document, which may be dealt in several segments.
+
+    Segments follow the rule of Hadoop's text splits: a segment holds the lines that start within its bytes, so that
+    sizes of files are all that is needed to lay them out, and nothing is read before its turn. A line longer than
+    64 KiB is cut at a character.
+
+    Args:
+        root: folder that names in `id` and `fingerprint` are relative to.
+        files: names relative to `root`.
+    """
+
+    def __init__(self, root: Path, files: Sequence[str], spans: Sequence[Span] | None = None) -> None:
+        self.root = root
+        self.files = files
+        self.sizes = [(root / name).stat().st_size for name in files]
+        whole = (Span(number, 0, size) for number, size in enumerate(self.sizes) if size)
+        self.spans = list(whole) if spans is None else list(spans)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([list(zip(self.files, self.sizes, strict=True)), self.spans])
+
+    def segmented(self, rows: int) -> "TextFiles":
+        """The same text, in segments small enough for one medium file to feed all rows of a batch."""
+        total = sum(span.stop - span.start for span in self.spans)
+        size = min(max(total // (SEGMENTS_PER_ROW * rows), SMALLEST_SEGMENT), LARGEST_SEGMENT)
+        return self.with_spans(
+            Span(span.file, start, min(start + size, span.stop))
+            for span in self.spans
+            for start in range(span.start, span.stop, size)
+        )
+
+    def with_spans(self, spans: "Iterator[Span]") -> "TextFiles":
+        return TextFiles(self.root, self.files, list(spans))
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, index: int) -> Document:
+        span = self.spans[index]
+        name, size = self.files[span.file], self.sizes[span.file]
+        path = self.root / name
+        try:
+            with path.open("rb") as file:
+                start, stop = (line_start(file, offset, size) for offset in (span.start, span.stop))
+                file.seek(start)
+                text = file.read(stop - start).decode("utf-8")
+        except OSError as error:
+            raise DataError(f"training.dataset_path: cannot read {path} ({error.strerror}).") from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"training.dataset_path: {path} is not UTF-8 text: byte {start + error.start} cannot be decoded; "
+                "convert the file, or leave it out."
+            ) from error
+        starts, ends = span.start == 0, span.stop == size
+        return Document(text, name if starts and ends else f"{name}@{span.start}", starts, ends)
+
+
+def line_start(file: BinaryIO, offset: int, size: int) -> int:
+    """The first start of a line at or after byte `offset`; of a character, where the line goes on for too long.
+
+    It never decreases as `offset` grows, so segments that meet at an offset neither overlap nor leave a gap.
+    """
+    if offset == 0 or offset >= size:
+        return min(offset, size)
+    file.seek(offset - 1)
+    line = file.readline(LARGEST_SEGMENT + 1)
+    if line.endswith(b"\n") or offset - 1 + len(line) == size:
+        return offset - 1 + len(line)
+    inside_character = 0
+    while inside_character < 3 and line[1 + inside_character] & 0b1100_0000 == 0b1000_0000:
+        inside_character += 1
+    return offset + inside_character
+
+
+def python_stdlib() -> TextFiles:
+    """The running Python's own standard library: about 12 MB of real text that every machine has."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(s for s in subfolders if s not in STDLIB_LEFT_OUT and not s.startswith("config-"))
+        inside = Path(folder).relative_to(root)
+        # _sysconfigdata*.py is written when Python is built and names the machine it was built on.
+        names += [(inside / f).as_posix() for f in files if f.endswith(".py") and not f.startswith("_sysconfigdata")]
+    return TextFiles(root, sorted(names))
+
+
+class Part:
+    """The documents of a source at some of its indices."""
+
+    def __init__(self, source: Source, indices: Sequence[int]) -> None:
+        self.source = source
+        self.indices = indices
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([self.source.fingerprint, len(self.source), len(self.indices), self.indices[0]])
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Document:
+        return self.source[self.indices[index]]
+
+
+class AllBut:
+    """The indices 0 to `length` except every `VALIDATION_SHARE`-th; a sequence that takes no memory."""

@@ -1,0 +1,51 @@
+"""How to say something: `from torchtitan.logging import logger`, and `init_logging` once at start."""
+
+import logging
+import sys
+
+logger = logging.getLogger("torchtitan")
+
+# What these say is of no use to our users: kernels of torchao not built for this torch, a deprecation inside torchao.
+NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
+
+GREY, YELLOW, RED, RESET = "\033[90m", "\033[33m", "\033[31m", "\033[0m"
+
+
+class ConsoleFormatter(logging.Formatter):
+    """`time message`; from warnings up also the level and, in a run of several processes, the rank."""
+
+    def __init__(self, rank: int, world_size: int, color: bool) -> None:
+        super().__init__("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+        self.rank_prefix = f"[rank {rank}] " if world_size > 1 else ""
+        self.color = color
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        time = super().formatTime(record, datefmt)
+        return f"{GREY}{time}{RESET}" if self.color else time
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        if record.levelno < logging.WARNING:
+            return line
+        level = record.levelname
+        if self.color:
+            level = f"{YELLOW if record.levelno < logging.ERROR else RED}{level}{RESET}"
+        return f"{self.rank_prefix}{level} {line}"
+
+
+def init_logging(rank: int, world_size: int, color: bool) -> None:
+    """Send the "torchtitan" logger to stdout: INFO and above on rank 0, WARNING and above on the others.
+
+    Call it before torchao is imported, for it to silence torchao's start-up messages. Calling it again replaces what
+    the call before set.
+
+    Args:
+        color: use ANSI colors where stdout is a terminal.
+    """
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(ConsoleFormatter(rank, world_size, color and sys.stdout.isatty()))
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False  # a library that configures the root logger must not print our lines a second time
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)

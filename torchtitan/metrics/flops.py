@@ -1,0 +1,121 @@
+"""Model FLOPs per token and the peak FLOP/s of devices: the two halves of model FLOPs utilization (MFU)."""
+
+import re
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+# Dense bf16 with float32 accumulation, FLOP/s, by the first pattern found in the device's name. Vendors' data sheets
+# often print the figure "with sparsity", twice these. Sources: NVIDIA data sheets of A100, A800, A10, A40, L4, L40,
+# L40S, H100 (one for SXM, PCIe, NVL), H200, GH200, HGX B200, GB200 NVL72; NVIDIA whitepapers of the GeForce Ampere, Ada
+# and Blackwell architectures for RTX cards; AMD data sheets of the Instinct MI300X, MI325X, MI350X, MI355X.
+BF16_PEAKS: tuple[tuple[str, float], ...] = (
+    (r"\bA[18]00\b", 312e12),
+    (r"\bH100 PCIe", 756e12),
+    (r"\bH[12]00 NVL", 835e12),
+    (r"\bH[128]00\b", 989e12),
+    (r"\bGH200\b", 989e12),
+    (r"\bH20\b", 148e12),
+    (r"\bGB200\b", 2500e12),
+    (r"\bB200\b", 2250e12),
+    (r"\bL40S\b", 362e12),
+    (r"\bL40\b", 181e12),
+    (r"\bL4\b", 121e12),
+    (r"\bA40\b", 149.7e12),
+    (r"\bA10\b", 125e12),
+    (r"\bRTX A6000\b", 154.8e12),
+    (r"\bRTX 3090\b(?! Ti)", 71e12),
+    (r"\bRTX 4090\b(?! [DL])", 165.2e12),
+    (r"\bRTX 5090\b(?! [DL])", 209.5e12),
+    (r"\bMI3(00X|25X)", 1307.4e12),
+    (r"\bMI350X", 2300e12),
+    (r"\bMI355X", 2500e12),
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What MFU is measured against.
+
+    Attributes:
+        flops: FLOP/s of one device.
+        source: where the number is from, for people.
+    """
+
+    flops: float
+    source: str
+
+
+def find_peak(device_type: str, device_name: str, dtype: torch.dtype) -> Peak | None:
+    """The peak of one device for products in `dtype`; None where it is unknown, as for float32 on a GPU.
+
+    Args:
+        device_type: "cuda" (looked up by name) or "cpu" (measured, in about 0.1 s).
+        device_name: as `torch.cuda.get_device_name()` spells it.
+        dtype: of the matrix products in training. Float8 and int8 training are measured against bf16 too, as is usual,
+            so that their MFU can be compared with bf16's.
+    """
+    if device_type == "cpu":
+        return Peak(measure_peak(dtype), f"{str(dtype).removeprefix('torch.')} product measured at start")
+    flops = known_peak(device_name) if dtype == torch.bfloat16 else None
+    return None if flops is None else Peak(flops, f"{device_name}, bf16 dense")
+
+
+def known_peak(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s from the table above, or None."""
+    if " MIG " in device_name:  # a slice of the device; its share of the peak is not in the name
+        return None
+    return next((flops for pattern, flops in BF16_PEAKS if re.search(pattern, device_name)), None)
+
+
+def measure_peak(dtype: torch.dtype, budget_seconds: float = 0.1) -> float:
+    """FLOP/s of the best of several square products on this CPU with the threads that torch has now.
+
+    Sizes double while the next product is likely to fit in what is left of the budget; then the largest is repeated.
+    """
+    best, size, repetitions = 0.0, 256, 0
+    matrix = torch.ones(size, size, dtype=dtype)
+    torch.mm(matrix, matrix)  # the first call loads kernels and starts threads
+    now = perf_counter()
+    end = now + budget_seconds
+    while repetitions < 3 or now < end:
+        start = perf_counter()
+        torch.mm(matrix, matrix)
+        now = perf_counter()
+        seconds = now - start
+        best = max(best, 2 * size**3 / seconds)
+        repetitions += 1
+        # Larger products come closer to the peak, up to about 2048: eight times the work, with room to repeat it.
+        if size < 2048 and now + 3 * 8 * seconds < end:
+            size *= 2
+            matrix = torch.ones(size, size, dtype=dtype)
+        elif repetitions >= 3 and now + seconds > end:
+            break
+    return best
+
+
+def flops_per_token(
+    num_params_without_embedding: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int
+) -> float:
+    """FLOPs of forward and backward for one token: 6 N + 12 L H Dh S.
+
+    The formula of PaLM (Chowdhery et al. 2022, appendix B), the field's convention: a multiply-add is two FLOPs, the
+    backward pass costs twice the forward, N leaves out the embedding table (a lookup) but not the output projection,
+    and attention counts as if every token saw the whole sequence. Causal attention needs only half of that term,
+    6 L H Dh S. Recomputation (activation checkpointing) does not count: it is no progress.
+
+    Args:
+        num_params_without_embedding: N of the whole model, not of one rank's shard.
+        n_heads: query heads, also under grouped-query attention.
+    """
+    return 6.0 * num_params_without_embedding + 12.0 * n_layers * n_heads * head_dim * seq_len
+
+
+def describe_mfu(peak: Peak | None) -> str:
+    """One line for the start of a run."""
+    if peak is None:
+        return "MFU is unknown: no peak FLOP/s is known for this device and dtype"
+    teraflops = peak.flops / 1e12
+    figure = f"{teraflops:.0f}" if teraflops >= 10 else f"{teraflops:.2f}"
+    return f"MFU counts 6N plus full attention; peak {figure} TFLOP/s ({peak.source})"

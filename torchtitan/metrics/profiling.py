@@ -1,0 +1,121 @@
+"""Traces of time (Chrome format, any device) and of memory (CUDA) while a run goes on."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from torchtitan.config.output import Profiling
+from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
+
+WARMUP_STEPS = 3  # traced and thrown away before each trace, which else would show the profiler's own start-up
+MAX_MEMORY_EVENTS = 100_000  # allocations and frees that a snapshot reaches back
+
+
+class Profiler:
+    """Use as a context around the training loop, with `step()` at the end of each step; does nothing where both keys
+    are off.
+
+    With `enable_profiling`, step N of every `profile_freq` (N a multiple of it) is written to
+    `<dump_folder>/<save_traces_folder>/iteration_N/rankR_trace.json`, for chrome://tracing or Perfetto. With
+    `enable_memory_snapshot`, `<dump_folder>/<save_memory_snapshot_folder>/iteration_N/rankR_memory_snapshot.pickle`
+    is written at the same steps, and `iteration_N_oom/...` when the device runs out of memory in step N, for
+    https://pytorch.org/memory_viz.
+
+    Args:
+        rank: every rank writes its own files.
+        device_type: "cuda" or "cpu".
+        start_step: the step resumed from; 0 for a new run.
+
+    Raises:
+        ConfigError: memory snapshots are wanted on a device other than CUDA.
+    """
+
+    def __init__(
+        self, profiling: Profiling, dump_folder: str | Path, *, rank: int, device_type: str, start_step: int
+    ) -> None:
+        if profiling.enable_memory_snapshot and device_type != "cuda":
+            raise ConfigError(
+                f"profiling.enable_memory_snapshot needs a CUDA device and this run is on {device_type}: "
+                "turn the key off (profiling.enable_profiling works here)"
+            )
+        self.freq = profiling.profile_freq
+        self.rank = rank
+        self.start_step = start_step
+        self.finished_step = start_step
+        self.traces = Path(dump_folder) / profiling.save_traces_folder
+        self.snapshots = Path(dump_folder) / profiling.save_memory_snapshot_folder
+        self.traces_written = 0
+        self.snapshotting = profiling.enable_memory_snapshot
+        self.profile: profile | None = None
+        if profiling.enable_profiling:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device_type == "cuda")
+            self.profile = profile(
+                activities=activities,
+                schedule=trace_schedule(start_step, self.freq),
+                on_trace_ready=self._save_trace,
+                record_shapes=True,
+                acc_events=False,
+            )
+
+    def __enter__(self) -> "Profiler":
+        if self.profile is not None:
+            logger.info(f"profiling one step in every {self.freq}; traces go to {self.traces}")
+            self.profile.__enter__()
+        if self.snapshotting:
+            logger.info(f"recording memory; a snapshot every {self.freq} steps goes to {self.snapshots}")
+            torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+        return self
+
+    def step(self) -> None:
+        """At the end of each training step."""
+        self.finished_step += 1
+        if self.profile is not None:
+            self.profile.step()
+        if self.snapshotting and self.finished_step % self.freq == 0:
+            self._save_snapshot(f"iteration_{self.finished_step}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.snapshotting:
+            if isinstance(error, torch.OutOfMemoryError):
+                self._save_snapshot(f"iteration_{self.finished_step + 1}_oom")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if self.profile is not None:
+            # Stopping hands over a step that has begun and not ended; a trace of that would mislead.
+            self.profile.on_trace_ready = None
+            self.profile.__exit__(kind, error, trace)
+            if error is None and self.traces_written == 0:
+                logger.warning(
+                    f"no trace was written: the run ended at step {self.finished_step}, before the next multiple of "
+                    f"profiling.profile_freq ({self.freq}); lower that key"
+                )
+
+    def _save_trace(self, finished: profile) -> None:
+        path = self.traces / f"iteration_{self.finished_step}" / f"rank{self.rank}_trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        finished.export_chrome_trace(str(path))
+        self.traces_written += 1
+        logger.info(f"wrote {path}")
+
+    def _save_snapshot(self, name: str) -> None:
+        path = self.snapshots / name / f"rank{self.rank}_memory_snapshot.pickle"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+        logger.info(f"wrote {path}")
+
+
+def trace_schedule(start_step: int, freq: int) -> Callable[[int], ProfilerAction]:
+    """Record the steps that are multiples of `freq`, counted from the start of the run also after a resume."""
+
+    def action(steps_done: int) -> ProfilerAction:
+        step = start_step + steps_done + 1
+        if step % freq == 0:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.WARMUP if step % freq >= freq - WARMUP_STEPS else ProfilerAction.NONE
+
+    return action

@@ -1,0 +1,281 @@
+"""`MetricsReporter`: measures the time of steps, and reports every `log_freq` of them."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torchtitan.config.output import Metrics
+from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
+from torchtitan.metrics.flops import Peak, describe_mfu
+from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value, WandbWriter, Writer
+
+Reading = float | int | torch.Tensor | Callable[[], float | int | torch.Tensor]
+"""A number, a tensor of one element, or a function that gives one: looked at only when a report is due."""
+
+Record = dict[str, Value]
+
+
+class MetricsReporter:
+    """Reports on the run at step 1, every `log_freq` steps, and the last step. Every rank makes one.
+
+    A step costs two clock readings: tensors are read, which waits for the device, only when a report is due. Use:
+
+        with MetricsReporter(...) as reporter:
+            for step in range(start_step + 1, total_steps + 1):
+                with reporter.waiting_for_data():
+                    batch = next(batches)
+                ...
+                reporter.step(step, loss=lambda: mean_over_ranks(loss), grad_norm=grad_norm, lr=lr)
+                with reporter.pause():
+                    checkpoint, validate
+
+    A report holds `loss` and `grad_norm` (of this step), `lr`, `tokens_per_second` (per device), `mfu` (0 to 1),
+    `step_seconds`, `data_wait_share` (0 to 1 of the time), `peak_memory_bytes` and `memory_share` (of the device, 0 to
+    1), `tokens_seen`, and what else `step` was given. Times and peak memory are since the report before. A number
+    that is unknown or not finite is None. Validation has entries of its own, with `validation_loss` and no `loss`.
+
+    Args:
+        dump_folder: gets `metrics.jsonl` (from rank 0) and the TensorBoard folder.
+        start_step: the step resumed from; 0 for a new run.
+        tokens_per_step: of the global batch.
+        flops_per_token: forward and backward; see `flops.flops_per_token`.
+        peak: FLOP/s of one device; None where unknown, then so is MFU.
+        peak_memory_bytes, reset_peak_memory: of this rank's device.
+        memory_capacity_bytes: of this rank's device; None where unknown.
+        synchronize: waits for the device, so that a pause begins when the steps before it have ended.
+        config: shown by Weights & Biases beside the numbers.
+
+    Raises:
+        ConfigError: the dump folder cannot be written, or wandb is wanted and not installed.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        dump_folder: str | Path,
+        *,
+        rank: int,
+        world_size: int,
+        total_steps: int,
+        start_step: int,
+        tokens_per_step: int,
+        flops_per_token: float,
+        peak: Peak | None,
+        peak_memory_bytes: Callable[[], int],
+        reset_peak_memory: Callable[[], None],
+        memory_capacity_bytes: int | None,
+        synchronize: Callable[[], None],
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.log_freq = metrics.log_freq
+        self.world_size = world_size
+        self.total_steps = total_steps
+        self.start_step = start_step
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.peak = peak
+        self.peak_memory_bytes = peak_memory_bytes
+        self.reset_peak_memory = reset_peak_memory
+        self.memory_capacity_bytes = memory_capacity_bytes
+        self.synchronize = synchronize
+        self.color = not metrics.disable_color_printing and sys.stdout.isatty()
+
+        self.writers = make_writers(metrics, Path(dump_folder), rank, world_size, start_step, config)
+        logger.info(describe_mfu(peak))
+        self._stack = ExitStack()
+        self._bar = self._stack.enter_context(progress_bar(total_steps, start_step)) if rank == 0 else None
+        self._first_report: tuple[int, float] | None = None  # step and time; later ones estimate the time left
+        self._start_window(start_step)
+
+    def __enter__(self) -> "MetricsReporter":
+        self._start_window(self.start_step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files and the progress bar."""
+        self._stack.close()
+        for writer in self.writers:
+            writer.close()
+
+    def due(self, step: int) -> bool:
+        """Whether `step` ends with a report: the same answer on every rank."""
+        return step == 1 or step % self.log_freq == 0 or step == self.total_steps
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Around getting a batch: its time is the data wait."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self._data_wait_seconds += perf_counter() - start
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what is not training (checkpoints, validation): its time counts in no rate. Waits for the device."""
+        self.synchronize()
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.synchronize()
+            self._paused_seconds += perf_counter() - start
+
+    def step(self, step: int, *, loss: Reading, grad_norm: Reading, lr: Reading, **extra: Reading) -> Record | None:
+        """At the end of each step. Returns the report where one was due.
+
+        Readings that are functions are called on every rank, in the order given, so they may be collective.
+        """
+        if self._bar is not None:
+            self._bar.update(1)
+        if not self.due(step):
+            return None
+        readings = {"loss": loss, "grad_norm": grad_norm, "lr": lr, **extra}
+        values = {name: read(reading) for name, reading in readings.items()}
+        # Only now, for reading waits for the device: the clock then tells the time of finished work.
+        measured = self._measure(step)
+        record = {name: values[name] for name in ("loss", "grad_norm", "lr")} | measured
+        record |= {name: values[name] for name in extra}
+        logger.info(self._line(step, record))
+        self._write(step, record)
+        self._start_window(step)
+        return record
+
+    def validation(self, step: int, loss: Reading, **extra: Reading) -> Record:
+        """Report the loss on held-out text after `step`: an entry of its own with `validation_loss`."""
+        record: Record = {"validation_loss": read(loss), "tokens_seen": step * self.tokens_per_step}
+        record |= {name: read(reading) for name, reading in extra.items()}
+        logger.info(f"step {step} | validation loss {record['validation_loss']:.4f}")
+        self._write(step, record)
+        return record
+
+    def _start_window(self, step: int) -> None:
+        self._window_step = step
+        self._window_start = perf_counter()
+        self._paused_seconds = 0.0
+        self._data_wait_seconds = 0.0
+        self.reset_peak_memory()
+
+    def _measure(self, step: int) -> Record:
+        seconds = perf_counter() - self._window_start - self._paused_seconds
+        steps = step - self._window_step
+        tokens_per_second = steps * self.tokens_per_step / seconds / self.world_size
+        memory = self.peak_memory_bytes()
+        return {
+            "tokens_per_second": tokens_per_second,
+            "mfu": tokens_per_second * self.flops_per_token / self.peak.flops if self.peak else None,
+            "step_seconds": seconds / steps,
+            "data_wait_share": self._data_wait_seconds / seconds,
+            "peak_memory_bytes": memory,
+            "memory_share": memory / self.memory_capacity_bytes if self.memory_capacity_bytes else None,
+            "tokens_seen": step * self.tokens_per_step,
+        }
+
+    def _write(self, step: int, record: Record) -> None:
+        for name, value in record.items():
+            if value is not None and not math.isfinite(value):
+                logger.warning(f"step {step}: {name} is {value}; written as null")
+                record[name] = None
+        for writer in self.writers:
+            writer.write(step, record)
+
+    def _line(self, step: int, record: Record) -> str:
+        def paint(code: int, text: str) -> str:
+            return f"\033[{code}m{text}\033[0m" if self.color else text
+
+        mfu, share = record["mfu"], record["memory_share"]
+        parts = [
+            paint(1, f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"),
+            paint(32, f"loss {record['loss']:.4f}"),
+            f"grad norm {record['grad_norm']:.3f}",
+            f"lr {record['lr']:.2e}",
+            paint(34, f"{record['tokens_per_second']:,.0f} tokens/s{'/device' if self.world_size > 1 else ''}"),
+            paint(36, f"MFU {'unknown' if mfu is None else format(mfu, '.1%')}"),
+            f"memory {(record['peak_memory_bytes'] or 0) / 2**30:.2f} GiB{'' if share is None else f' ({share:.0%})'}",
+            f"data wait {record['data_wait_share']:.1%}",
+        ]
+        if left := self._time_left(step):
+            parts.append(left)
+        return " | ".join(parts)
+
+    def _time_left(self, step: int) -> str:
+        """From the mean pace since the first report, pauses and all; the steps before it had start-up costs."""
+        now = perf_counter()
+        if self._first_report is None:
+            self._first_report = (step, now)
+            return ""
+        first_step, first_time = self._first_report
+        seconds = (now - first_time) / (step - first_step) * (self.total_steps - step)
+        return f"{duration(seconds)} left" if step < self.total_steps else ""
+
+
+def read(reading: Reading) -> float | int:
+    """The number itself. Waits for the device where it is a tensor there."""
+    value = reading() if callable(reading) else reading
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def duration(seconds: float) -> str:
+    """m:ss, h:mm:ss, or days and hours."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24}d {hours % 24}h"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+@contextmanager
+def progress_bar(total_steps: int, start_step: int) -> Iterator[Any]:
+    """A tqdm bar below the log lines where stderr is a terminal; elsewhere None, and plain lines."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    with (
+        logging_redirect_tqdm([logger]),
+        tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True) as bar,
+    ):
+        yield bar
+
+
+def make_writers(
+    metrics: Metrics,
+    dump_folder: Path,
+    rank: int,
+    world_size: int,
+    start_step: int,
+    config: Mapping[str, Any] | None,
+) -> list[Writer]:
+    """The writers of this rank. wandb comes first: where it is missing, nothing has been touched yet."""
+    writers: list[Writer] = []
+    selected = rank == 0 or metrics.save_for_all_ranks
+    try:
+        dump_folder.mkdir(parents=True, exist_ok=True)
+        if metrics.enable_wandb and selected:
+            writers.append(WandbWriter(dump_folder, rank, world_size, config))
+        if metrics.enable_tensorboard and selected:
+            folder = dump_folder / metrics.save_tb_folder / (f"rank_{rank}" if metrics.save_for_all_ranks else "")
+            writers.append(TensorBoardWriter(folder, start_step))
+        if rank == 0:
+            writers.append(JSONLWriter(dump_folder / "metrics.jsonl", start_step))
+    except OSError as error:
+        raise ConfigError(
+            f"job.dump_folder: metrics cannot be written to {dump_folder} ({error.strerror or error}); "
+            "choose a folder that can be written"
+        ) from error
+    return writers

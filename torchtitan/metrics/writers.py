@@ -1,0 +1,125 @@
+"""Where numbers go: each writer takes the values of one step and has `close()`."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
+
+Value = float | int | None
+"""Finite; None where a number is unknown or was not finite."""
+
+
+class Writer(Protocol):
+    def write(self, step: int, values: Mapping[str, Value]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JSONLWriter:
+    """`metrics.jsonl`: one strict JSON object a line, on disk as soon as it is written.
+
+    Lines of steps after `start_step` are what a killed run wrote past its last checkpoint; they are dropped, since
+    those steps run again, and so is a line that the kill cut short. A run from step 0 starts a new file, and moves an
+    old one to `metrics.1.jsonl`, `metrics.2.jsonl`, ...
+    """
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        if start_step == 0:
+            keep_old(path)
+        else:
+            drop_after(path, start_step)
+        self.file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        self.file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def keep_old(path: Path) -> None:
+    """Move a file that holds anything to the first free numbered name."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    number = 1
+    while (kept := path.with_suffix(f".{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)
+    logger.info(f"this run starts at step 0: the {path.name} of an earlier one is now {kept.name}")
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Keep the whole lines up to `step`. The file is replaced in one move, so a kill here loses nothing."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and 0 <= step_of(line) <= step]
+    if kept == lines:
+        return
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(descriptor, "wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(temporary, path.stat().st_mode)  # mkstemp's own is for the owner alone
+    os.replace(temporary, path)
+    logger.info(f"{path.name}: dropped {len(lines) - len(kept)} lines after step {step}, where this run resumes")
+
+
+def step_of(line: bytes) -> int:
+    """The step of a line, or -1 where it is not one of ours."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return -1
+
+
+class TensorBoardWriter:
+    """Event files, one tag for each key. TensorBoard hides what an earlier run wrote after `start_step`."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+
+        self.summary = SummaryWriter(str(folder), purge_step=start_step + 1)
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self.summary.add_scalar(name, value, step)
+        self.summary.flush()
+
+    def close(self) -> None:
+        self.summary.close()
+
+
+class WandbWriter:
+    """Weights & Biases; its own environment variables (WANDB_PROJECT, WANDB_NAME, WANDB_MODE, ...) apply."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int, config: Mapping[str, Any] | None) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                "metrics.enable_wandb is set, but wandb is not installed: `pip install wandb`, or turn the key off"
+            ) from None
+        name = os.environ.get("WANDB_NAME")
+        if rank > 0:
+            name = f"{name or folder.resolve().name}-rank{rank}"
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "torchtitan"),
+            dir=str(folder),
+            name=name,
+            config={**(config or {}), "rank": rank, "world_size": world_size},
+        )
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        self.run.log({name: value for name, value in values.items() if value is not None}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()

@@ -1,0 +1,25 @@
+"""Causal attention over packed sequences."""
+
+import torch
+import torch.nn.functional as F
+
+
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """softmax(q kᵀ / sqrt(head_dim)) v, each position seeing itself and those before it.
+
+    Args:
+        q: (batch, n_heads, seq, head_dim).
+        k, v: (batch, n_kv_heads, seq, head_dim); n_heads is a multiple of n_kv_heads.
+        document_ids: (batch, seq), any integers; where given, a position sees its own document only.
+
+    Returns:
+        (batch, n_heads, seq, head_dim) in the dtype of q.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if document_ids is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=same & causal, enable_gqa=grouped)

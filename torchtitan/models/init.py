@@ -1,0 +1,43 @@
+"""Initialization that gives the same weights under every layout."""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, std_of: Callable[[str], float | None], seed: int) -> None:
+    """Draws every parameter from a normal distribution cut at three standard deviations.
+
+    Each parameter has a generator of its own, seeded by `seed` and the parameter's name, and is drawn whole before a
+    rank keeps its share: so a weight does not depend on the mesh, on the pipeline stage, or on the order of
+    parameters. (Drawing into sharded parameters directly gives every rank the same numbers on CPU.) It costs the
+    memory of the largest parameter, once.
+
+    Args:
+        model: materialized, its parameters plain tensors or DTensors.
+        std_of: standard deviation by parameter name; None fills with 1.
+        seed: of the run.
+    """
+    for name, parameter in model.named_parameters():
+        name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+        std = std_of(name)
+        if std is None:
+            parameter.fill_(1.0)
+            continue
+        generator = torch.Generator(device=parameter.device).manual_seed(_seed(seed, name))
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std, generator=generator)
+        if isinstance(parameter, DTensor):
+            # src_data_rank=None: every rank has drawn the same, nothing is sent
+            share = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(share.to_local())
+        else:
+            parameter.copy_(whole)
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "big")

@@ -1,0 +1,85 @@
+"""Sizes of the Llama models. Imports no torch: they are needed to check a configuration before anything is built."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretching of low RoPE frequencies for long contexts, as Llama 3.1 does it.
+
+    Source: section 3.4.1 of "The Llama 3 Herd of Models" (arXiv 2407.21783) and the released model configurations.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_seq_len: int = 8192
+
+
+@dataclass(frozen=True)
+class LlamaArgs:
+    """Shape of one Llama.
+
+    Attributes:
+        dim: width of the residual stream.
+        n_kv_heads: heads of keys and values; fewer than n_heads is grouped-query attention.
+        ffn_dim: width inside the SwiGLU feed-forward.
+        vocab_size: None takes the tokenizer's.
+        tied_embeddings: the output layer uses the embedding's weight.
+    """
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int | None
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    def with_vocab_size(self, vocab_size: int) -> "LlamaArgs":
+        """These sizes with a vocabulary, where the flavor leaves it to the tokenizer."""
+        return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
+
+
+def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) -> LlamaArgs:
+    return LlamaArgs(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=32000, rope_theta=10000.0)
+
+
+def _llama3(
+    dim: int, n_layers: int, n_heads: int, ffn_dim: int, scaling: RopeScaling | None = None, tied: bool = False
+) -> LlamaArgs:
+    return LlamaArgs(dim, n_layers, n_heads, 8, ffn_dim, 128256, rope_scaling=scaling, tied_embeddings=tied)
+
+
+_DEBUG = LlamaArgs(dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, vocab_size=None)
+
+LLAMA2 = {
+    "debugmodel": replace(_DEBUG, rope_theta=10000.0),
+    "7B": _llama2(4096, 32, 32, 32, 11008),
+    "13B": _llama2(5120, 40, 40, 40, 13824),
+    "70B": _llama2(8192, 80, 64, 8, 28672),
+}
+LLAMA3_1 = {
+    "8B": _llama3(4096, 32, 32, 14336, RopeScaling()),
+    "70B": _llama3(8192, 80, 64, 28672, RopeScaling()),
+    "405B": _llama3(16384, 126, 128, 53248, RopeScaling()),
+}
+LLAMA3_2 = {
+    "1B": _llama3(2048, 16, 32, 8192, RopeScaling(factor=32.0), tied=True),
+    "3B": _llama3(3072, 28, 24, 8192, RopeScaling(factor=32.0), tied=True),
+}
+LLAMA3 = {
+    "debugmodel": _DEBUG,
+    # 1B and 3B exist as Llama 3.2 alone, 405B as 3.1 alone.
+    **LLAMA3_2,
+    "8B": _llama3(4096, 32, 32, 14336),
+    "70B": _llama3(8192, 80, 64, 28672),
+    "405B": LLAMA3_1["405B"],
+}

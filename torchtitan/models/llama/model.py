@@ -1,0 +1,141 @@
+"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783) as plain math. It knows nothing of parallelism or precision."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.models.attention import causal_attention
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.loss import chunked_cross_entropy
+from torchtitan.models.rope import apply_rope, rope_table
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, args: LlamaArgs) -> None:
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
+        """(batch, seq, dim) to the same. Heads are counted from the projections, which may hold a share of them."""
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_ids)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, args: LlamaArgs) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+        self.w2 = nn.Linear(args.ffn_dim, args.dim, bias=False)
+        self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each behind an RMSNorm and beside a residual connection."""
+
+    def __init__(self, args: LlamaArgs) -> None:
+        super().__init__()
+        self.attention = Attention(args)
+        self.feed_forward = FeedForward(args)
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, document_ids)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class TiedOutput(nn.Module):
+    """An output layer that multiplies by the embedding's weight. It has no parameter of its own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, so that it is not registered as a child a second time
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._embedding[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class Llama(nn.Module):
+    """A decoder-only transformer.
+
+    Args:
+        args: the sizes; `vocab_size` must be set.
+    """
+
+    def __init__(self, args: LlamaArgs) -> None:
+        super().__init__()
+        if args.vocab_size is None:
+            raise ValueError("LlamaArgs.vocab_size is None; set it with with_vocab_size()")
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        # A dict and not a list: a pipeline stage keeps the numbers of its layers.
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output = (
+            TiedOutput(self.tok_embeddings)
+            if args.tied_embeddings
+            else nn.Linear(args.dim, args.vocab_size, bias=False)
+        )
+        self._rope: torch.Tensor | None = None
+
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, document_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits, or with `labels` the summed cross-entropy.
+
+        Args:
+            tokens: (batch, seq) int64.
+            labels: (batch, seq) int64, the token that follows each one; `loss.IGNORE` has no loss.
+            document_ids: (batch, seq); where given, attention stays within a document.
+
+        Returns:
+            (batch, seq, vocab) logits, or the float32 sum of the loss over all tokens.
+        """
+        rope = self.rope(tokens.shape[1], tokens.device)
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h, rope, document_ids)
+        h = self.norm(h)
+        if labels is None:
+            return self.output(h)
+        return chunked_cross_entropy(self.output, self.output.weight, h, labels)
+
+    def rope(self, seq_len: int, device: torch.device) -> torch.Tensor:
+        """The table of rotations, kept from call to call. Not a buffer: it has no place in a state dict."""
+        if self._rope is None or self._rope.shape[0] != seq_len or self._rope.device != device:
+            self._rope = rope_table(
+                self.args.head_dim, seq_len, self.args.rope_theta, self.args.rope_scaling, device
+            )
+        return self._rope
+
+    def init_std(self, name: str) -> float | None:
+        """Standard deviation with which a parameter starts; None for the ones (norms) that start at 1.
+
+        0.02 as in GPT-2 and Llama, divided by sqrt(2 * depth) where a layer writes into the residual stream (Megatron,
+        arXiv 1909.08053). An embedding of its own starts at 1, the scale that the norms expect.
+        """
+        match name.split("."):
+            case [*_, "attention_norm" | "ffn_norm" | "norm", "weight"]:
+                return None
+            case ["tok_embeddings", "weight"]:
+                return 0.02 if self.args.tied_embeddings else 1.0
+            case ["layers", layer, _, "wo" | "w2", "weight"]:
+                return 0.02 / (2 * (int(layer) + 1)) ** 0.5
+        return 0.02

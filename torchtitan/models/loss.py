@@ -1,0 +1,68 @@
+"""Next-token cross-entropy without ever holding all the logits."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+IGNORE = -100  # label of a position that has no loss; the default of torch's cross_entropy
+
+# Logits are computed for so many tokens at once that they hold about this many numbers: 64 MiB in float32. A product
+# of fewer than 512 rows uses a GPU badly, so a chunk is never smaller.
+CHUNK_ELEMENTS = 2**24
+MIN_CHUNK_TOKENS = 512
+
+
+def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum over tokens, in float32, of the cross-entropy of (tokens, vocab) logits and (tokens,) labels."""
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+
+
+def chunked_cross_entropy(
+    output: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """`summed_cross_entropy(output(hidden), labels)`, a chunk of tokens at a time.
+
+    Gradients are taken chunk by chunk during the forward pass, while the chunk's logits are there, so nothing of the
+    size (tokens, vocab) outlives its chunk and nothing is computed twice.
+
+    Args:
+        output: the output layer, from (tokens, dim) to (tokens, vocab).
+        weight: its weight, (vocab, dim).
+        hidden: (batch, seq, dim).
+        labels: (batch, seq), IGNORE where there is no loss.
+
+    Returns:
+        The sum over tokens, a float32 scalar.
+    """
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
+    chunk = max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS // weight.shape[0])
+    if not torch.is_grad_enabled():
+        parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+        return torch.stack([summed_cross_entropy(output(part), label) for part, label in parts]).sum()
+    return _ChunkedCrossEntropy.apply(output, chunk, labels, hidden, weight)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, chunk, labels, hidden, weight):  # type: ignore[no-untyped-def, override]
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        hidden_grads = []
+        weight_grad: torch.Tensor | None = None
+        for part, label in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+            part = part.detach().requires_grad_()
+            with torch.enable_grad():
+                loss = summed_cross_entropy(output(part), label)
+            hidden_grad, grad = torch.autograd.grad(loss, [part, weight])
+            total += loss.detach()
+            hidden_grads.append(hidden_grad)
+            # The chunks' sum is kept in float32, as one product over all tokens would keep it.
+            weight_grad = grad if weight_grad is None else weight_grad.float() + grad
+        ctx.save_for_backward(torch.cat(hidden_grads), weight_grad)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+        hidden_grad, weight_grad = ctx.saved_tensors
+        return None, None, None, hidden_grad * grad, (weight_grad * grad).to(ctx.weight_dtype)

@@ -1,0 +1,48 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), with the frequency scaling of Llama 3.1."""
+
+import math
+
+import torch
+
+from torchtitan.models.llama.args import RopeScaling
+
+
+def rope_table(
+    head_dim: int, seq_len: int, theta: float, scaling: RopeScaling | None, device: torch.device
+) -> torch.Tensor:
+    """cos and sin of every position and frequency: (seq_len, head_dim / 2, 2), float32."""
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    if scaling is not None:
+        frequencies = _scale(frequencies, scaling)
+    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+
+def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Wavelengths longer than the original context are stretched by `factor`, short ones kept, those between blended.
+
+    Source: arXiv 2407.21783, section 3.4.1, and the parameters in Llama 3.1's released configurations.
+    """
+    rotations = scaling.original_seq_len * frequencies / (2 * math.pi)
+    keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotates each pair of neighbouring channels (2i, 2i + 1), the layout of Meta's checkpoints.
+
+    Args:
+        x: (batch, seq, heads, head_dim).
+        table: (seq, head_dim / 2, 2) float32, of `rope_table`.
+
+    Returns:
+        Like x; the rotation itself is computed in float32.
+    """
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
+        (even, odd), (cos, sin) = pairs.unbind(-1), table[:, None].unbind(-1)
+        rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+    else:  # one complex product is three times as fast as the six real operations
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table)[:, None])
+    return rotated.flatten(-2).to(x.dtype)

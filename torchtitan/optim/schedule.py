@@ -1,0 +1,32 @@
+"""Learning-rate schedule: warm-up, stable, decay (WSD, arXiv 2404.06395). A pure function of the step: no state."""
+
+import math
+
+from torchtitan.config.training import LRScheduler
+
+
+def lr_factor(step: int, steps: int, config: LRScheduler) -> float:
+    """Factor on the peak learning rate for update number `step`, counted from 1 to `steps`.
+
+    Warm-up: step / W up to 1 at step W. Decay: the last D updates, from 1 at the first of them towards lr_min, which
+    would be reached one update after the last (so that the last one still moves the weights). D is decay_ratio * steps,
+    or all that follow the warm-up. Where W + D exceed the run, first the warm-up, then the decay is cut short.
+    """
+    warmup = min(config.warmup_steps, steps)
+    decay = steps - warmup
+    if config.decay_ratio is not None:
+        decay = min(decay, round(config.decay_ratio * steps))
+    if step <= warmup:
+        return step / warmup
+    done = step - (steps - decay) - 1
+    if done <= 0:
+        return 1.0
+    progress = done / decay
+    match config.decay_type:
+        case "linear":
+            left = 1 - progress
+        case "sqrt":
+            left = 1 - math.sqrt(progress)
+        case "cosine":
+            left = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr_min + (1 - config.lr_min) * left

@@ -1,0 +1,46 @@
+"""Activation checkpointing (arXiv 1604.06174): compute activations again in the backward pass instead of keeping them."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from torchtitan.config.system import ActivationCheckpoint
+
+
+def _expensive_operations() -> set[Any]:
+    """Operations whose results selective-by-operation checkpointing keeps: products and attention."""
+    aten = torch.ops.aten
+    return {
+        aten.mm.default,
+        aten._scaled_mm.default,
+        aten._int_mm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+
+
+def apply_activation_checkpoint(blocks: Sequence[nn.Module], config: ActivationCheckpoint) -> None:
+    """Wraps the forward of blocks in place: every block ("full"), every n-th, or all but expensive operations ("op").
+
+    The forward method is replaced rather than the module, so that names in state dicts and filters stay as they are.
+    """
+    if config.mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
+    if config.mode == "selective" and config.selective_ac_option == "op":
+        keep = _expensive_operations()
+
+        def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if operation in keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    every = int(config.selective_ac_option) if config.mode == "selective" and "context_fn" not in options else 1
+    for block in blocks[every - 1 :: every]:
+        block.forward = functools.partial(checkpoint, block.forward, **options)

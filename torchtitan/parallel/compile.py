@@ -1,0 +1,21 @@
+"""torch.compile, one transformer block at a time: blocks are alike, so one compilation serves them all."""
+
+import shutil
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from torchtitan.errors import ConfigError
+
+
+def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
+    """Compiles the forward of each block in place (names in state dicts stay as they are).
+
+    Raises:
+        ConfigError: on a CPU without a C++ compiler, which inductor needs there.
+    """
+    if device_type == "cpu" and not (shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")):
+        raise ConfigError("training.compile needs a C++ compiler on CPU: install g++, or set training.compile = false.")
+    for block in blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True)

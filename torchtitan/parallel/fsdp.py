@@ -1,0 +1,49 @@
+"""Data parallelism: FSDP2, HSDP, DDP and one process, all through `fully_shard`.
+
+One process is a shard of one, DDP a copy of a shard of one: the same code computes in the same precision under every
+layout, with float32 weights and gradients around a computation in `param_dtype`.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+
+def apply_fsdp(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    cpu_offload: bool = False,
+) -> None:
+    """Shards each block, then what is left (the root).
+
+    The root's weights stay gathered from the beginning of the forward pass to the end of the backward pass. The output
+    layer must be among them: the chunked loss takes its gradient while the forward pass is running.
+
+    Args:
+        blocks: modules to gather and free one by one.
+        mesh: (dp_replicate, dp_shard).
+        param_dtype: of gathered weights, and so of the computation.
+        reduce_dtype: in which gradients are summed.
+    """
+    options = {
+        "mesh": mesh if mesh.size(0) > 1 else mesh["dp_shard"],
+        # Weights decide the dtype of activations; casting inputs would also round the table of rotations.
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    }
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+
+
+def set_last_microbatch(model: nn.Module, last: bool) -> None:
+    """Copies of the model exchange gradients after the last microbatch only. (Shards are summed after each one, which
+    keeps no more than a shard of the gradient.)"""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(last)
+        model.set_is_last_backward(last)

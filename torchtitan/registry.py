@@ -1,0 +1,41 @@
+"""A table from the names in a TOML file to what they stand for, open to a user's own entries."""
+
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+from torchtitan.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names of one kind of thing.
+
+    Args:
+        kind: what an entry is, for messages ("model").
+        key: the configuration key whose value is looked up ("model.name").
+        builtin: entries that are there from the start.
+    """
+
+    def __init__(self, kind: str, key: str, builtin: Mapping[str, T]) -> None:
+        self.kind = kind
+        self.key = key
+        self._entries = dict(builtin)
+
+    def register(self, name: str, entry: T) -> None:
+        """Adds an entry; a taken name is a ConfigError, since two meanings of one name help nobody."""
+        if self._entries.get(name, entry) is not entry:
+            raise ConfigError(f"A {self.kind} named {name!r} is registered already; choose another name.")
+        self._entries[name] = entry
+
+    def get(self, name: str) -> T:
+        """The entry, or a ConfigError that lists the names that exist."""
+        if name not in self._entries:
+            raise ConfigError(
+                f"{self.key}: unknown {self.kind} {name!r}{nearest(name, self.names())}; "
+                f"known: {', '.join(self.names())}."
+            )
+        return self._entries[name]
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
