@@ -27,13 +27,22 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be saved, found or loaded."""
 
 
-def nearest(name: str, known: "list[str]") -> str:
-    """' (did you mean ...?)' with the closest of `known`, or '' where nothing is close."""
-    from difflib import get_close_matches
+def nearest(name: str, known: list[str]) -> str:
+    """' (did you mean ...?)' with the closest of `known`, or '' where nothing is close.
 
-    # A key is often right but for its section: compare the last part too.
-    by_last = {key.rsplit(".", 1)[-1]: key for key in known}
-    close = get_close_matches(name, known, n=1) or [
-        by_last[last] for last in get_close_matches(name.rsplit(".", 1)[-1], list(by_last), n=1)
-    ]
-    return f" (did you mean {close[0]}?)" if close else ""
+    In a dotted name the last part counts first: a key is often right but for its section.
+    """
+    from difflib import SequenceMatcher
+
+    def likeness(left: str, right: str) -> float:
+        return SequenceMatcher(None, left.lower(), right.lower()).ratio()
+
+    section, _, last = name.rpartition(".")
+
+    def score(key: str) -> tuple[bool, float]:
+        key_section, _, key_last = key.rpartition(".")
+        return key_last == last, likeness(key_last, last) + likeness(key_section, section)
+
+    best = max(known, key=score, default="")
+    close = best and likeness(best.rpartition(".")[2], last) >= 0.6
+    return f" (did you mean {best}?)" if close else ""

@@ -36,13 +36,11 @@ def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
 
 
 def _frozen(section: Any, base: Any) -> Any:
-    """A frozen copy of a user's section, on top of ours of the same name where there is one."""
+    """A frozen copy of a user's section, on top of ours of the same name where there is one. A key that both have is
+    the user's, with its default."""
     hints = typing.get_type_hints(section, include_extras=True)
-    ours = {field.name for field in dataclasses.fields(base)} if base else set()
     fields: list[Any] = []
     for field in dataclasses.fields(section):
-        if field.name in ours:
-            continue
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"experimental.custom_args_module: {section.__name__}.{field.name} needs a default.")
         copy = (
@@ -61,10 +59,13 @@ def import_user_module(name: str, key: str) -> types.ModuleType:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
+        if name.startswith("."):  # relative to nothing
+            raise ModuleNotFoundError(name=name)
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise  # the module exists, something that it imports does not
         raise ConfigError(
-            f"{key}: there is no module {name!r} in the working directory or on PYTHONPATH."
+            f"{key}: there is no module {name!r} in the working directory or on PYTHONPATH; give a dotted name such as "
+            "my_package.my_module."
         ) from None

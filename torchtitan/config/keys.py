@@ -19,15 +19,16 @@ class Key:
 
     @property
     def is_bool(self) -> bool:
-        return _plain(self.annotation) is bool
+        return any(_plain(arm) is bool for arm in _arms(self.annotation))
 
     @property
     def is_list(self) -> bool:
-        return typing.get_origin(_plain(self.annotation)) is list
+        return any(typing.get_origin(_plain(arm)) is list for arm in _arms(self.annotation))
 
     @property
     def choices(self) -> list[Any]:
-        return [value for arm in _arms(self.annotation) if typing.get_origin(_plain(arm)) is Literal for value in _plain(arm).__args__]
+        literals = [_plain(arm) for arm in _arms(self.annotation) if typing.get_origin(_plain(arm)) is Literal]
+        return [value for literal in literals for value in literal.__args__]
 
     @property
     def optional(self) -> bool:
@@ -38,14 +39,17 @@ class Key:
         """'an integer above 0', 'one of bfloat16, float32' ..."""
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}" + (" or none" if self.optional else "")
-        names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-        if self.is_list:
-            return "a list of strings"
+        names = {
+            int: "an integer",
+            float: "a number",
+            bool: "true or false",
+            str: "a string",
+            list[str]: "a list of strings",
+        }
         arms = [arm for arm in _arms(self.annotation) if arm is not types.NoneType]
         kinds = [names.get(_plain(arm), str(_plain(arm))) for arm in arms]
-        kind = "a number" if "a number" in kinds else " or ".join(kinds)
         limits = [_limit(item) for arm in [self.annotation, *arms] for item in _constraints(arm)]
-        return " ".join([kind, " and ".join(dict.fromkeys(filter(None, limits)))]).strip() + (
+        return " ".join([" or ".join(kinds), " and ".join(dict.fromkeys(filter(None, limits)))]).strip() + (
             " or none" if self.optional else ""
         )
 
@@ -56,7 +60,7 @@ class Key:
         if isinstance(self.default, bool):
             return str(self.default).lower()
         if isinstance(self.default, list):
-            return ",".join(self.default) or "empty"
+            return ",".join(map(str, self.default)) or "empty"
         return str(self.default) if self.default != "" else "empty"
 
 

@@ -46,8 +46,9 @@ class ConfigManager:
         early = _raw_flags(argv)
         path = early.get("job.config_file")
         table = read_toml(path) if path else {}
-        module = early.get("experimental.custom_args_module") or _of_table(table, "experimental", "custom_args_module")
-        config_class = extend(self.config_class, module) if module else self.config_class
+        module = early.get("experimental.custom_args_module", _of_table(table, "experimental", "custom_args_module"))
+        # what is no string is reported below, with all other wrong types
+        config_class = extend(self.config_class, module) if module and isinstance(module, str) else self.config_class
         if {"--help", "-h"} & set(argv):
             print_help(config_class)
             raise SystemExit(0)
@@ -71,13 +72,12 @@ def build(config_class: type[JobConfig], values: Values) -> JobConfig:
 
 
 def to_toml(config: JobConfig) -> str:
-    """The resolved configuration as TOML that loads again to an equal one. Values of None are left out: all such
-    keys have None as their default."""
+    """The resolved configuration as TOML that loads again to an equal one. TOML has no null: None is written "none"."""
     import tomli_w
 
     return tomli_w.dumps(
         {
-            section: {key: value for key, value in keys.items() if value is not None}
+            section: {key: "none" if value is None else value for key, value in keys.items()}
             for section, keys in dataclasses.asdict(config).items()
         }
     )
@@ -116,20 +116,24 @@ def _values_of_file(path: str, table: dict[str, Any], keys: dict[str, Key], prob
 
 
 def _values_of_flags(argv: list[str], keys: dict[str, Key], problems: list[str]) -> Values:
-    given, left_over = _Parser(keys).parse_known_args(argv)
+    values: Values = {}
+    try:
+        given, left_over = _Parser(keys).parse_known_args(argv)
+    except ConfigError as error:  # a flag without its value; argparse stops at the first
+        problems.extend(error.problems)
+        return values
+    before = ""
     for argument in left_over:
         name = argument.split("=", 1)[0]
         if name.startswith("-"):
             problems.append(f"Command line: unknown flag {name}{nearest(name.lstrip('-'), list(keys))}.")
-        else:
+        elif not before.startswith("-") or "=" in before:  # else it is an unknown flag's value
             problems.append(f"Command line: {argument!r} belongs to no flag; flags are --section.key=value.")
-    values: Values = {}
+        before = argument
     for key, text in vars(given).items():
         spec = keys[key]
         value: Any = text
-        if text.lower() == "none" and spec.optional:
-            value = None
-        elif spec.is_list:
+        if spec.is_list:
             value = [item.strip() for item in text.split(",") if item.strip()]
         elif spec.is_bool:  # only these two words, where pydantic would also take "yes" or "1"
             value = {"true": True, "false": False}.get(text.lower(), text)
@@ -138,7 +142,10 @@ def _values_of_flags(argv: list[str], keys: dict[str, Key], problems: list[str])
 
 
 def _take(values: Values, key: str, spec: Key, value: Any, strict: bool, where: str, problems: list[str]) -> None:
-    """Adds the checked value, or a problem. `strict` refuses a string for a number."""
+    """Adds the checked value, or a problem. `strict` refuses a string for a number. "none" is None if that may be."""
+    if spec.optional and isinstance(value, str) and value.lower() == "none":
+        values[key] = None
+        return
     try:
         values[key] = pydantic.TypeAdapter(spec.annotation).validate_python(value, strict=strict)
     except pydantic.ValidationError:

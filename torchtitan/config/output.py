@@ -58,15 +58,13 @@ class Checkpoint:
     export_dtype: Annotated[
         Literal["float16", "bfloat16", "float32"], Doc("dtype of a weights-only last checkpoint.")
     ] = "float32"
-    create_seed_checkpoint: Annotated[
-        bool, Doc("Save the initial state as step 0 from one process, and stop.")
-    ] = False
+    create_seed_checkpoint: Annotated[bool, Doc("Save the initial state as step 0 from one process, and stop.")] = False
     async_mode: Annotated[
         Literal["disabled", "async", "async_with_pinned_mem"], Doc("Write checkpoints while training goes on.")
     ] = "disabled"
     keep_latest_k: Annotated[NonNegativeInt, Doc("Checkpoints to keep; 0 keeps all, 1 is refused.")] = 10
     load_step: Annotated[int, Doc("Step to resume from; -1 is the newest.")] = -1
-    exclude_from_loading: Annotated[
-        list[str], Doc("Parts not to load: model, optimizer, dataloader, train_state.")
-    ] = field(default_factory=list)
+    exclude_from_loading: Annotated[list[str], Doc("Parts not to load: model, optimizer, dataloader, train_state.")] = (
+        field(default_factory=list)
+    )
     enable_first_step_checkpoint: Annotated[bool, Doc("Also save after step 1, to find a full disk early.")] = False

@@ -24,9 +24,9 @@ class Model:
         str | None,
         Doc("Tokenizer file or its folder: sentencepiece, tokenizer.json or tiktoken; none: the one shipped here."),
     ] = None
-    converters: Annotated[
-        list[str], Doc("Converters to apply before parallelization, in order, such as float8.")
-    ] = field(default_factory=list)
+    converters: Annotated[list[str], Doc("Converters to apply before parallelization, in order, such as float8.")] = (
+        field(default_factory=list)
+    )
     print_after_conversion: Annotated[bool, Doc("Print the model once the converters have run.")] = False
 
 
@@ -82,7 +82,7 @@ class Training:
         int, Doc("Sequences in one optimizer step over all ranks; -1: local_batch_size times the ranks.")
     ] = -1
     seq_len: Annotated[PositiveInt, Doc("Tokens in a sequence.")] = 2048
-    max_norm: Annotated[PositiveFloat | PositiveInt, Doc("Gradients are scaled down to this total norm.")] = 1.0
+    max_norm: Annotated[PositiveFloat, Doc("Gradients are scaled down to this total norm.")] = 1.0
     steps: Annotated[PositiveInt, Doc("Optimizer steps.")] = 10000
     enable_cpu_offload: Annotated[bool, Doc("Keep parameters and optimizer state in host memory.")] = False
     mixed_precision_param: Annotated[

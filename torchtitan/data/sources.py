@@ -1,21 +1,20 @@
-"""Document sources with random access: text files in segments, Python's standard library, and held-out parts."""
+"""Document sources: the protocols, and text files in segments, of which Python's standard library is one."""
 
 import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from torchtitan.errors import DataError
 
-__all__ = ["Document", "Part", "Source", "StreamedSource", "TextFiles", "digest", "python_stdlib", "validation_split"]
+__all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "digest", "python_stdlib"]
 
 SMALLEST_SEGMENT, LARGEST_SEGMENT = 1 << 10, 1 << 16  # bytes
 SEGMENTS_PER_ROW = 8
-VALIDATION_SHARE = 100  # one document in so many is held out
 
 # Folders of the standard library that hold tests (some deliberately malformed), other packages or build settings.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -39,7 +38,10 @@ class Document:
 
 
 class Source(Protocol):
-    """Documents by index. `fingerprint` is the same wherever the same data lie, and changes when they do."""
+    """Documents by index. `fingerprint` is the same wherever the same data lie, and changes when they do.
+
+    Reading happens in a thread of the loader's. A document that cannot be used is an empty `Document`.
+    """
 
     @property
     def fingerprint(self) -> str: ...
@@ -50,11 +52,17 @@ class Source(Protocol):
 
 
 class Drawn(NamedTuple):
-    """A document in the stream of a row, and the position, as JSON, after it."""
+    """A document in the stream of a row.
+
+    Attributes:
+        document: what was drawn.
+        epoch: how often the row's share of the documents was read before, from 0.
+        position: from which the stream goes on after this document; JSON.
+    """
 
     document: Document
     epoch: int
-    next_position: Any
+    position: Any
 
 
 class StreamedSource(Protocol):
@@ -64,7 +72,8 @@ class StreamedSource(Protocol):
     def fingerprint(self) -> str: ...
 
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
-        """The endless stream of one row, from `position` (None: the start). `seed` None: no shuffling."""
+        """The endless stream of one of `rows` rows, from `position` (None: the start); it never yields the same
+        document twice in an epoch. `seed` None: no shuffling. A row without documents is a DataError."""
         ...
 
 
@@ -91,12 +100,16 @@ class TextFiles:
     Args:
         root: folder that names in `id` and `fingerprint` are relative to.
         files: names relative to `root`.
+        spans: the bytes that each segment begins in; None: a segment for each file that is not empty.
+        sizes: of the files in bytes, where they are known.
     """
 
-    def __init__(self, root: Path, files: Sequence[str], spans: Sequence[Span] | None = None) -> None:
+    def __init__(
+        self, root: Path, files: Sequence[str], spans: Sequence[Span] | None = None, sizes: Sequence[int] | None = None
+    ) -> None:
         self.root = root
         self.files = files
-        self.sizes = [(root / name).stat().st_size for name in files]
+        self.sizes = [(root / name).stat().st_size for name in files] if sizes is None else sizes
         whole = (Span(number, 0, size) for number, size in enumerate(self.sizes) if size)
         self.spans = list(whole) if spans is None else list(spans)
 
@@ -104,18 +117,22 @@ class TextFiles:
     def fingerprint(self) -> str:
         return digest([list(zip(self.files, self.sizes, strict=True)), self.spans])
 
-    def segmented(self, rows: int) -> "TextFiles":
-        """The same text, in segments small enough for one medium file to feed all rows of a batch."""
+    def cut(self, pieces: int) -> "TextFiles":
+        """The same text in about so many segments, of 1 to 64 KiB, each within one file."""
         total = sum(span.stop - span.start for span in self.spans)
-        size = min(max(total // (SEGMENTS_PER_ROW * rows), SMALLEST_SEGMENT), LARGEST_SEGMENT)
+        size = min(max(total // pieces, SMALLEST_SEGMENT), LARGEST_SEGMENT)
         return self.with_spans(
             Span(span.file, start, min(start + size, span.stop))
             for span in self.spans
             for start in range(span.start, span.stop, size)
         )
 
-    def with_spans(self, spans: "Iterator[Span]") -> "TextFiles":
-        return TextFiles(self.root, self.files, list(spans))
+    def for_rows(self, rows: int) -> "TextFiles":
+        """The same text, in segments small enough for one medium file to feed all rows of a batch."""
+        return self.cut(SEGMENTS_PER_ROW * rows)
+
+    def with_spans(self, spans: Iterable[Span]) -> "TextFiles":
+        return TextFiles(self.root, self.files, list(spans), self.sizes)
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -130,10 +147,10 @@ class TextFiles:
                 file.seek(start)
                 text = file.read(stop - start).decode("utf-8")
         except OSError as error:
-            raise DataError(f"training.dataset_path: cannot read {path} ({error.strerror}).") from error
+            raise DataError(f"{path} cannot be read ({error.strerror}).") from error
         except UnicodeDecodeError as error:
             raise DataError(
-                f"training.dataset_path: {path} is not UTF-8 text: byte {start + error.start} cannot be decoded; "
+                f"{path} is not UTF-8 text: byte {start + error.start} cannot be decoded; "
                 "convert the file, or leave it out."
             ) from error
         starts, ends = span.start == 0, span.stop == size
@@ -167,25 +184,3 @@ def python_stdlib() -> TextFiles:
         # _sysconfigdata*.py is written when Python is built and names the machine it was built on.
         names += [(inside / f).as_posix() for f in files if f.endswith(".py") and not f.startswith("_sysconfigdata")]
     return TextFiles(root, sorted(names))
-
-
-class Part:
-    """The documents of a source at some of its indices."""
-
-    def __init__(self, source: Source, indices: Sequence[int]) -> None:
-        self.source = source
-        self.indices = indices
-
-    @property
-    def fingerprint(self) -> str:
-        return digest([self.source.fingerprint, len(self.source), len(self.indices), self.indices[0]])
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Document:
-        return self.source[self.indices[index]]
-
-
-class AllBut:
-    """The indices 0 to `length` except every `VALIDATION_SHARE`-th; a sequence that takes no memory."""

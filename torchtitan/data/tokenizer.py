@@ -25,9 +25,7 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?")
 # Llama 3's rule for cutting text into words, and the names of its 256 special tokens (Llama 3 model card).
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 LLAMA3_SPECIAL_TOKENS = 256
 # tiktoken dies on runs of a million blanks; Llama's own code cuts runs at this length too.
@@ -200,9 +198,7 @@ def load_tiktoken(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
     reserved = (f"reserved_special_token_{number}" for number in range(LLAMA3_SPECIAL_TOKENS))
     names = [LLAMA3_NAMED.get(place) or next(reserved) for place in range(LLAMA3_SPECIAL_TOKENS)]
     special = {f"<|{name}|>": len(pieces) + place for place, name in enumerate(names)}
-    encoding = tiktoken.Encoding(
-        fingerprint, pat_str=LLAMA3_SPLIT, mergeable_ranks=pieces, special_tokens=special
-    )
+    encoding = tiktoken.Encoding(fingerprint, pat_str=LLAMA3_SPLIT, mergeable_ranks=pieces, special_tokens=special)
     return Tokenizer(
         kind="tiktoken",
         vocab_size=encoding.n_vocab,

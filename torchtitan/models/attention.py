@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from torchtitan.models.attention_cpu import causal_attention_cpu
+
 
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
@@ -19,6 +21,14 @@ def causal_attention(
     """
     grouped = q.shape[1] != k.shape[1]
     if document_ids is None:
+        if (
+            q.device.type == "cpu"
+            and q.dtype == torch.bfloat16
+            and q.requires_grad
+            and not torch.compiler.is_compiling()
+        ):
+            repeats = q.shape[1] // k.shape[1]
+            return causal_attention_cpu(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
     causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 IGNORE = -100  # label of a position that has no loss; the default of torch's cross_entropy
 
 # Logits are computed for so many tokens at once that they hold about this many numbers: 64 MiB in float32. A product
-# of fewer than 512 rows uses a GPU badly, so a chunk is never smaller.
+# of fewer than 512 rows uses a GPU badly, and low-precision kernels want multiples of 32: so multiples of 512.
 CHUNK_ELEMENTS = 2**24
-MIN_CHUNK_TOKENS = 512
+CHUNK_MULTIPLE = 512
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def chunked_cross_entropy(
         The sum over tokens, a float32 scalar.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
-    chunk = max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS // weight.shape[0])
+    chunk = max(1, CHUNK_ELEMENTS // weight.shape[0] // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
     if not torch.is_grad_enabled():
         parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
         return torch.stack([summed_cross_entropy(output(part), label) for part, label in parts]).sum()

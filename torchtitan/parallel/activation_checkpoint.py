@@ -1,4 +1,4 @@
-"""Activation checkpointing (arXiv 1604.06174): compute activations again in the backward pass instead of keeping them."""
+"""Activation checkpointing (arXiv 1604.06174): compute activations again in backward instead of keeping them."""
 
 import functools
 from collections.abc import Sequence

@@ -47,9 +47,7 @@ def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) ->
             problems.append(f"parallelism.{key}: this kind of parallelism is not built yet; set it to 1.")
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     others = replicate * (
-        parallelism.tensor_parallel_degree
-        * parallelism.context_parallel_degree
-        * parallelism.pipeline_parallel_degree
+        parallelism.tensor_parallel_degree * parallelism.context_parallel_degree * parallelism.pipeline_parallel_degree
     )
     if shard == -1 and world_size % others == 0:
         shard = world_size // others

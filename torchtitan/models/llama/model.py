@@ -120,9 +120,7 @@ class Llama(nn.Module):
     def rope(self, seq_len: int, device: torch.device) -> torch.Tensor:
         """The table of rotations, kept from call to call. Not a buffer: it has no place in a state dict."""
         if self._rope is None or self._rope.shape[0] != seq_len or self._rope.device != device:
-            self._rope = rope_table(
-                self.args.head_dim, seq_len, self.args.rope_theta, self.args.rope_scaling, device
-            )
+            self._rope = rope_table(self.args.head_dim, seq_len, self.args.rope_theta, self.args.rope_scaling, device)
         return self._rope
 
     def init_std(self, name: str) -> float | None:

@@ -1,0 +1,58 @@
+# Sourced by run_train.sh and run_tests.sh. Sets PYTHON to an interpreter that has what this project needs: the one in
+# use if it has everything, else .venv's, which is made or brought up to date first.
+#   EXTRA=dev: also what the tests need.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+# Succeeds where interpreter $1 has the packages of pyproject.toml in fitting versions ("all"), or a torch ("torch").
+has() {
+    "$1" - "$ROOT/pyproject.toml" "$2" "${EXTRA:-}" 2>/dev/null <<'END'
+import re, sys
+from importlib.metadata import version
+text, wanted, extra = open(sys.argv[1]).read(), sys.argv[2], sys.argv[3]
+lists = [re.search(r"^dependencies = \[(.*?)^\]", text, re.M | re.S)]
+lists += [re.search(rf"^{extra} = \[(.*?)^\]", text, re.M | re.S)] if extra else []
+numbers = lambda v: [int(n) for n in re.findall(r"\d+", v)[:2]]
+for name, least, marker in re.findall(r'"([\w-]+)(?:>=([\d.]+))?([^"]*)"', "".join(l[1] for l in lists)):
+    if wanted == "torch" and name != "torch" or "python_version" in marker and sys.version_info >= (3, 11):
+        continue
+    assert numbers(version(name)) >= numbers(least or "0"), name
+END
+}
+
+python_fits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+
+for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10; do
+    if python_fits "$candidate"; then BASE="$candidate"; break; fi
+done
+if [ -z "${BASE:-}" ]; then
+    echo "Error: no Python from 3.10 to 3.13 found; install one, or name it: PYTHON=/path/to/python $0" >&2
+    exit 2
+fi
+
+if has "$BASE" all; then
+    PYTHON="$BASE"
+else
+    PYTHON="$ROOT/.venv/bin/python"
+    stamp="$ROOT/.venv/.installed${EXTRA:+-$EXTRA}"
+    wanted="$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        echo "Setting up .venv (once; a few minutes where packages must be downloaded) ..."
+        constraints="$(mktemp)"
+        trap 'rm -f "$constraints"' EXIT
+        cp "$ROOT/constraints.txt" "$constraints"
+        site=""
+        if has "$BASE" torch; then  # use that torch, and hold pip to it
+            site="--system-site-packages"
+            sed -i.bak '/^torch==/d' "$constraints"
+            "$BASE" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> "$constraints"
+        fi
+        [ -x "$PYTHON" ] || "$BASE" -m venv $site "$ROOT/.venv" || exit 1
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e "$ROOT${EXTRA:+[$EXTRA]}" || {
+            echo "Error: the packages could not be installed into .venv; see above." >&2
+            exit 1
+        }
+        echo "$wanted" > "$stamp"
+    fi
+fi

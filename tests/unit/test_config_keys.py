@@ -1,0 +1,227 @@
+"""Every key that users already have in their files: it loads from TOML and from a flag, with its type and default."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.errors import ConfigError
+
+# key: (default, other values that it takes)
+KEYS: dict[str, tuple[Any, ...]] = {
+    "job.dump_folder": ("./outputs", "runs/a b"),
+    "job.description": ("default job", "Llama, again = 100%"),
+    "job.print_args": (False, True),
+    "profiling.enable_profiling": (False, True),
+    "profiling.save_traces_folder": ("profile_traces", "t"),
+    "profiling.profile_freq": (10, 1),
+    "profiling.enable_memory_snapshot": (False, True),
+    "profiling.save_memory_snapshot_folder": ("memory_snapshot", "m"),
+    "metrics.log_freq": (10, 1),
+    "metrics.enable_tensorboard": (False, True),
+    "metrics.disable_color_printing": (False, True),
+    "metrics.save_tb_folder": ("tb", "board"),
+    "metrics.save_for_all_ranks": (False, True),
+    "metrics.enable_wandb": (False, True),
+    "model.name": ("llama3", "llama2"),
+    "model.flavor": ("debugmodel", "8B"),
+    "model.tokenizer_path": (None, "assets/tokenizer.model"),
+    "model.converters": ([], ["float8"], ["float8", "mx"]),
+    "model.print_after_conversion": (False, True),
+    "optimizer.name": ("AdamW", "Adam"),
+    "optimizer.lr": (8e-4, 3e-5, 1.0),
+    "optimizer.beta1": (0.9, 0.5),
+    "optimizer.beta2": (0.95, 0.999),
+    "optimizer.eps": (1e-8, 1e-15),
+    "optimizer.weight_decay": (0.1, 0.0),
+    "optimizer.implementation": ("fused", "for-loop", "foreach"),
+    "optimizer.early_step_in_backward": (False, True),
+    "lr_scheduler.warmup_steps": (200, 0),
+    "lr_scheduler.decay_ratio": (None, 0.1, 1.0),
+    "lr_scheduler.decay_type": ("linear", "sqrt", "cosine"),
+    "lr_scheduler.lr_min": (0.0, 0.1),
+    "training.dataset": ("python_stdlib", "c4"),
+    "training.dataset_path": (None, "data/text.jsonl"),
+    "training.local_batch_size": (8, 1),
+    "training.global_batch_size": (-1, 64),
+    "training.seq_len": (2048, 8192),
+    "training.max_norm": (1.0, 0.5),
+    "training.steps": (10000, 1),
+    "training.enable_cpu_offload": (False, True),
+    "training.mixed_precision_param": ("bfloat16", "float32"),
+    "training.mixed_precision_reduce": ("float32",),
+    "training.compile": (False, True),
+    "training.gc_freq": (50, 1),
+    "training.gc_debug": (False, True),
+    "training.seed": (0, 42),
+    "training.deterministic": (False, True),
+    "parallelism.data_parallel_replicate_degree": (1, 2),
+    "parallelism.data_parallel_shard_degree": (-1, 4),
+    "parallelism.fsdp_reshard_after_forward": ("default", "always", "never"),
+    "parallelism.tensor_parallel_degree": (1, 2),
+    "parallelism.disable_loss_parallel": (False, True),
+    "parallelism.enable_async_tensor_parallel": (False, True),
+    "parallelism.pipeline_parallel_degree": (1, 2),
+    "parallelism.pipeline_parallel_split_points": ([], ["layers.2", "layers.4"]),
+    "parallelism.pipeline_parallel_layers_per_stage": (None, 2),
+    "parallelism.pipeline_parallel_schedule": ("1F1B", "Interleaved1F1B"),
+    "parallelism.pipeline_parallel_schedule_csv": ("", None, "schedule.csv"),
+    "parallelism.pipeline_parallel_microbatch_size": (1, 2),
+    "parallelism.context_parallel_degree": (1, 2),
+    "parallelism.context_parallel_rotate_method": ("allgather", "alltoall"),
+    "parallelism.enable_compiled_autograd": (False, True),
+    "checkpoint.enable_checkpoint": (False, True),
+    "checkpoint.folder": ("checkpoint", "saved"),
+    "checkpoint.initial_load_path": (None, "other/checkpoint/step-10"),
+    "checkpoint.initial_load_model_weights_only": (True, False),
+    "checkpoint.interval": (500, 1),
+    "checkpoint.last_save_model_weights_only": (False, True),
+    "checkpoint.export_dtype": ("float32", "float16", "bfloat16"),
+    "checkpoint.create_seed_checkpoint": (False, True),
+    "checkpoint.async_mode": ("disabled", "async", "async_with_pinned_mem"),
+    "checkpoint.keep_latest_k": (10, 0),
+    "checkpoint.load_step": (-1, 20),
+    "checkpoint.exclude_from_loading": ([], ["optimizer", "dataloader"]),
+    "checkpoint.enable_first_step_checkpoint": (False, True),
+    "activation_checkpoint.mode": ("selective", "full", "none"),
+    "activation_checkpoint.selective_ac_option": ("2", "op"),
+    "float8.recipe_name": (None, "tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    "float8.enable_fsdp_float8_all_gather": (False, True),
+    "float8.precompute_float8_dynamic_scale_for_fsdp": (False, True),
+    "float8.force_recompute_fp8_weight_in_bwd": (False, True),
+    "float8.filter_fqns": ([], ["attention.wk", "output", "auto_filter_small_kn"]),
+    "float8.emulate": (False, True),
+    "mx.recipe_name": ("mxfp8",),
+    "mx.filter_fqns": (["output"], ["output", "wk"], []),
+    "mx.use_fp8_dim1_cast_triton_kernel": (True, False),
+    "comm.init_timeout_seconds": (300, 10),
+    "comm.train_timeout_seconds": (100, 10),
+    "comm.trace_buf_size": (20000, 0),
+    "memory_estimation.enabled": (False, True),
+    "memory_estimation.disable_fake_mode": (False, True),
+    "experimental.custom_import": ("", "my_package.models"),
+}
+
+
+def get(config: JobConfig, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def toml_file(folder: Path, values: dict[str, Any]) -> str:
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        tables.setdefault(section, {})[name] = value
+    path = folder / "run.toml"
+    path.write_text(tomli_w.dumps(tables))
+    return f"--job.config_file={path}"
+
+
+def flag_text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+def same(found: Any, expected: Any) -> bool:
+    return found == expected and type(found) is type(expected)
+
+
+def test_defaults() -> None:
+    config = ConfigManager().parse_args([])
+    assert {key: get(config, key) for key in KEYS} == {key: values[0] for key, values in KEYS.items()}
+    assert all(same(get(config, key), values[0]) for key, values in KEYS.items())
+    assert config.job.config_file is None and config.experimental.custom_args_module == ""
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_key_loads_from_toml_and_from_flags(key: str, tmp_path: Path) -> None:
+    for value in KEYS[key]:
+        from_flag = ConfigManager().parse_args([f"--{key}={flag_text(value)}"])
+        assert same(get(from_flag, key), value)
+        assert ConfigManager().parse_args([f"--{key}", flag_text(value)]) == from_flag
+        if value is not None:
+            from_file = ConfigManager().parse_args([toml_file(tmp_path, {key: value})])
+            assert same(get(from_file, key), value)
+
+
+def test_an_integer_is_a_number(tmp_path: Path) -> None:
+    for flag in ("--training.max_norm=2", toml_file(tmp_path, {"training.max_norm": 2})):
+        assert ConfigManager().parse_args([flag]).training.max_norm == 2.0
+
+
+def test_one_file_with_every_key(tmp_path: Path) -> None:
+    values = {key: values[-1] for key, values in KEYS.items()}
+    config = ConfigManager().parse_args([toml_file(tmp_path, values)])
+    assert {key: get(config, key) for key in KEYS} == values
+
+
+@pytest.mark.parametrize("key", [key for key, values in KEYS.items() if isinstance(values[0], bool)])
+def test_boolean_flags(key: str, tmp_path: Path) -> None:
+    section, name = key.split(".")
+    for value in (True, False):
+        opposite = toml_file(tmp_path, {key: not value})
+        bare = f"--{key}" if value else f"--{section}.no_{name}"
+        for flag in (bare, f"--{key}={str(value).lower()}"):
+            assert get(ConfigManager().parse_args([opposite, flag]), key) is value
+
+
+WRONG = [  # key, value in TOML, what the message must say was expected
+    ("training.steps", 0, "an integer above 0"),
+    ("training.steps", "10", "an integer above 0"),
+    ("training.steps", 5.5, "an integer above 0"),
+    ("training.steps", True, "an integer above 0"),
+    ("training.seq_len", -1, "an integer above 0"),
+    ("training.local_batch_size", 0, "an integer above 0"),
+    ("training.max_norm", 0, "a number above 0"),
+    ("training.max_norm", "1.0", "a number above 0"),
+    ("training.seed", -1, "an integer of at least 0"),
+    ("training.compile", "true", "true or false"),
+    ("training.compile", 1, "true or false"),
+    ("training.mixed_precision_param", "float16", "one of bfloat16, float32"),
+    ("training.mixed_precision_reduce", "bfloat16", "one of float32"),
+    ("optimizer.lr", -1e-3, "a number above 0"),
+    ("optimizer.lr", float("nan"), "a number above 0"),
+    ("optimizer.beta2", 1.5, "a number of at least 0 and at most 1"),
+    ("optimizer.weight_decay", -0.1, "a number of at least 0"),
+    ("lr_scheduler.warmup_steps", -1, "an integer of at least 0"),
+    ("lr_scheduler.decay_ratio", 1.1, "a number of at least 0 and at most 1 or none"),
+    ("lr_scheduler.decay_type", "cos", "one of linear, sqrt, cosine"),
+    ("model.name", 3, "a string"),
+    ("model.converters", "float8", "a list of strings"),
+    ("model.converters", [8], "a list of strings"),
+    ("metrics.log_freq", 0, "an integer above 0"),
+    ("checkpoint.keep_latest_k", -1, "an integer of at least 0"),
+    ("float8.recipe_name", "blockwise", "one of tensorwise, rowwise, rowwise_with_gw_hp or none"),
+    ("parallelism.tensor_parallel_degree", 0, "an integer above 0"),
+    ("parallelism.pipeline_parallel_layers_per_stage", 0, "an integer above 0 or none"),
+    ("parallelism.context_parallel_rotate_method", "ring", "one of allgather, alltoall"),
+    ("experimental.custom_args_module", 5, "a string"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), WRONG)
+def test_wrong_value_in_file(key: str, value: Any, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ConfigManager().parse_args([toml_file(tmp_path, {key: value})])
+    assert str(caught.value) == f"{tmp_path / 'run.toml'}: {key} must be {expected}, not {value!r}."
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--training.steps=many", "an integer above 0"),
+        ("--training.steps=0", "an integer above 0"),
+        ("--training.compile=1", "true or false"),
+        ("--training.compile=", "true or false"),
+        ("--optimizer.lr=none", "a number above 0"),
+        ("--optimizer.lr=", "a number above 0"),
+        ("--lr_scheduler.decay_type=", "one of linear, sqrt, cosine"),
+    ],
+)
+def test_wrong_value_on_command_line(flag: str, expected: str) -> None:
+    key, value = flag.split("=")
+    with pytest.raises(ConfigError) as caught:
+        ConfigManager().parse_args([flag])
+    assert str(caught.value) == f"{key} must be {expected}, not {value!r}."

@@ -1,0 +1,177 @@
+"""How defaults, file and command line become one configuration, and what a user reads where they cannot."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.config import ConfigManager, to_toml
+from torchtitan.config.job_config import JobConfig
+from torchtitan.config.manager import build
+from torchtitan.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return f"--job.config_file={path}"
+
+
+def problems_of(*argv: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        ConfigManager().parse_args(argv)
+    assert str(caught.value) == "\n".join(caught.value.problems)
+    return list(caught.value.problems)
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path, "[training]\nsteps = 7\nseq_len = 64\n[model]\nconverters = ['a', 'b']\n")
+    config = ConfigManager().parse_args(["--training.steps", "9", file, "--model.converters=c"])
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (9, 64, 8)
+    assert config.model.converters == ["c"]  # replaced, not added to
+    assert config.job.config_file == str(tmp_path / "run.toml")
+
+
+def test_the_last_of_equal_flags_wins() -> None:
+    config = ConfigManager().parse_args(["--training.steps=1", "--training.compile", "--training.steps=2"])
+    assert config.training.steps == 2
+    assert not ConfigManager().parse_args(["--training.compile", "--training.no_compile"]).training.compile
+
+
+def test_lists_are_one_comma_separated_value() -> None:
+    filters = ConfigManager().parse_args(["--float8.filter_fqns=attention.wk, output,,"]).float8.filter_fqns
+    assert filters == ["attention.wk", "output"]
+    assert ConfigManager().parse_args(["--mx.filter_fqns="]).mx.filter_fqns == []
+
+
+def test_defaults_are_not_shared_between_configurations() -> None:
+    ConfigManager().parse_args([]).model.converters.append("float8")
+    assert ConfigManager().parse_args([]).model.converters == []
+
+
+def test_none_is_written_as_a_word(tmp_path: Path) -> None:
+    file = write(tmp_path, "[lr_scheduler]\ndecay_ratio = 0.5\n[model]\ntokenizer_path = 'x'\n")
+    assert ConfigManager().parse_args([file, "--lr_scheduler.decay_ratio=none"]).lr_scheduler.decay_ratio is None
+    assert (
+        ConfigManager().parse_args([write(tmp_path, "[model]\ntokenizer_path = 'none'")]).model.tokenizer_path is None
+    )
+
+
+def test_configuration_is_frozen() -> None:
+    config = ConfigManager().parse_args([])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.training.steps = 5  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.training = config.training  # type: ignore[misc]
+
+
+def test_negative_numbers_are_values() -> None:
+    assert ConfigManager().parse_args(["--checkpoint.load_step", "-1"]).checkpoint.load_step == -1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[trainin]\nsteps = 1", "unknown section [trainin] (did you mean training?)."),
+        ("[wholly_other]\nsteps = 1", "unknown section [wholly_other]."),
+        ("[training]\nstep = 1", "unknown key training.step (did you mean training.steps?)."),
+        ("[training]\nlog_freq = 1", "unknown key training.log_freq (did you mean metrics.log_freq?)."),
+        ("[training]\nqqqqqqqq = 1", "unknown key training.qqqqqqqq."),
+        ("training = 3", "[training] must be a table of keys, not 3."),
+    ],
+)
+def test_bad_file(text: str, message: str, tmp_path: Path) -> None:
+    assert problems_of(write(tmp_path, text)) == [f"{tmp_path / 'run.toml'}: {message}"]
+
+
+@pytest.mark.parametrize("text", ["[training]\nsteps = ", "[training]\nsteps = 1\nsteps = 2", "[training", "steps: 1"])
+def test_file_that_is_not_toml(text: str, tmp_path: Path) -> None:
+    [problem] = problems_of(write(tmp_path, text), "--training.compile")
+    assert re.fullmatch(rf"{re.escape(str(tmp_path))}/run.toml: not valid TOML: .+\(at .+\)\.", problem)
+
+
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
+    [problem] = problems_of(f"--job.config_file={tmp_path / 'none.toml'}")
+    assert problem.startswith(f"job.config_file: there is no file {tmp_path / 'none.toml'}")
+    [problem] = problems_of(f"--job.config_file={tmp_path}")
+    assert problem == f"job.config_file: {tmp_path} cannot be read: Is a directory."
+    (tmp_path / "latin.toml").write_bytes(b"[job]\ndescription = '\xe9'")
+    [problem] = problems_of(f"--job.config_file={tmp_path / 'latin.toml'}")
+    assert problem == f"{tmp_path / 'latin.toml'}: not UTF-8 text (byte 21)."
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--training.step=5"], "Command line: unknown flag --training.step (did you mean training.steps?)."),
+        (["--training.step", "5"], "Command line: unknown flag --training.step (did you mean training.steps?)."),
+        (["--steps=5"], "Command line: unknown flag --steps (did you mean training.steps?)."),
+        (["--training.no_steps"], "Command line: unknown flag --training.no_steps (did you mean training.steps?)."),
+        (["steps=5"], "Command line: 'steps=5' belongs to no flag; flags are --section.key=value."),
+        (["--training.steps=5", "6"], "Command line: '6' belongs to no flag; flags are --section.key=value."),
+        (["--training.steps"], "Command line: argument --training.steps: expected one argument."),
+        (["--job.config_file"], "Command line: argument --job.config_file: expected one argument."),
+    ],
+)
+def test_bad_command_line(argv: list[str], message: str) -> None:
+    assert problems_of(*argv) == [message]
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    file = write(tmp_path, "[trainin]\nx = 1\n[model]\nflavour = '8B'\n[training]\nsteps = 'ten'\n")
+    problems = problems_of(file, "--training.seq_len=0", "--nothing.like=it", "--lr_scheduler.decay_type=cos")
+    named = ["[trainin]", "model.flavour", "training.steps", "--nothing.like", "--training.seq_len", "decay_type"]
+    assert len(problems) == len(named)
+    assert all(name in problem for name, problem in zip(named, problems, strict=True))
+    assert len(problems_of(file, "--training.seq_len")) == 4  # a flag without its value hides nothing of the file
+
+
+def resolved(config: JobConfig, folder: Path) -> JobConfig:
+    path = folder / "config.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    again = ConfigManager().parse_args([f"--job.config_file={path}"])
+    return dataclasses.replace(again, job=dataclasses.replace(again.job, config_file=config.job.config_file))
+
+
+def test_resolved_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
+    flags = [
+        '--job.description=a "quoted" \\ back\\slash, ünïcode 日本',
+        "--model.converters=float8,mx",
+        "--parallelism.pipeline_parallel_schedule_csv=none",  # its default is not none
+        "--lr_scheduler.decay_ratio=0.1",
+        "--optimizer.lr=1e-20",
+        "--training.max_norm=inf",
+        "--training.compile",
+    ]
+    config = ConfigManager().parse_args(flags)
+    assert resolved(config, tmp_path) == config
+    assert 'pipeline_parallel_schedule_csv = "none"' in to_toml(config)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: text.lower() != "none")
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "job.description": TEXT,
+        "model.tokenizer_path": st.none() | TEXT,
+        "model.converters": st.lists(TEXT),
+        "optimizer.lr": st.floats(min_value=0, exclude_min=True),
+        "optimizer.beta1": st.floats(0, 1),
+        "lr_scheduler.decay_ratio": st.none() | st.floats(0, 1),
+        "lr_scheduler.decay_type": st.sampled_from(["linear", "sqrt", "cosine"]),
+        "training.max_norm": st.floats(min_value=0, exclude_min=True),
+        "training.steps": st.integers(1, 2**62),
+        "training.compile": st.booleans(),
+        "parallelism.pipeline_parallel_layers_per_stage": st.none() | st.integers(1),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=VALUES)
+def test_round_trip_of_any_values(values: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = build(JobConfig, values)
+    assert resolved(config, tmp_path_factory.getbasetemp()) == config

@@ -1,0 +1,55 @@
+"""Names in a TOML file and what they stand for."""
+
+import pytest
+
+from torchtitan.errors import ConfigError, nearest
+from torchtitan.models import MODELS
+from torchtitan.registry import Registry
+
+
+def test_own_entries_stand_beside_the_builtin_ones() -> None:
+    builtin = {"blue": 1}
+    colors = Registry("color", "model.color", builtin)
+    colors.register("green", 2)
+    assert (colors.get("blue"), colors.get("green"), colors.names()) == (1, 2, ["blue", "green"])
+    assert builtin == {"blue": 1}
+
+
+def test_unknown_name_lists_the_names_that_exist() -> None:
+    colors = Registry("color", "model.color", {"green": 1, "blue": 2})
+    with pytest.raises(ConfigError) as caught:
+        colors.get("blu")
+    assert str(caught.value) == "model.color: unknown color 'blu' (did you mean blue?); known: blue, green."
+
+
+def test_taken_name_is_refused_but_the_same_entry_may_come_twice() -> None:
+    red = object()
+    colors = Registry("color", "model.color", {"red": red})
+    colors.register("red", red)
+    with pytest.raises(ConfigError, match="A color named 'red' is registered already"):
+        colors.register("red", object())
+
+
+def test_models() -> None:
+    assert set(MODELS.get("llama2").flavors) == {"debugmodel", "7B", "13B", "70B"}
+    assert set(MODELS.get("llama3").flavors) == {"debugmodel", "1B", "3B", "8B", "70B", "405B"}
+    with pytest.raises(ConfigError, match=r"model\.flavor: unknown flavor '7B'.*known: debugmodel, 1B, 3B, 8B"):
+        MODELS.get("llama3").flavor("7B")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("training.step", "training.steps"),
+        ("validation.step", "validation.steps"),
+        ("traning.steps", "training.steps"),
+        ("training.log_freq", "metrics.log_freq"),
+        ("steps", "training.steps"),
+        ("Training.Steps", "training.steps"),
+        ("training.zzz", None),
+    ],
+)
+def test_nearest_key(name: str, expected: str | None) -> None:
+    known = ["training.steps", "training.gc_freq", "validation.steps", "metrics.log_freq"]
+    assert nearest(name, known) == (f" (did you mean {expected}?)" if expected else "")
+    assert nearest(name, []) == ""

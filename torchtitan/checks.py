@@ -1,0 +1,154 @@
+"""Mistakes between keys, found before a process group or a model is made, and reported all at once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from torchtitan.config import JobConfig
+from torchtitan.config.manager import read_toml
+from torchtitan.converters import CONVERTERS
+from torchtitan.data.datasets import DATASETS
+from torchtitan.errors import ConfigError, nearest
+from torchtitan.models import MODELS
+from torchtitan.optim.optimizer import OPTIMIZERS
+from torchtitan.parallel.dims import ParallelDims, find_dims
+
+PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state"]
+
+
+def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
+    """The degrees of parallelism of a configuration that makes sense as a whole.
+
+    Args:
+        world_size: number of processes.
+        device_type: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: with a sentence for each mistake.
+    """
+    problems: list[str] = []
+    _collect(problems, lambda: MODELS.get(config.model.name).flavor(config.model.flavor))
+    _collect(problems, lambda: OPTIMIZERS.get(config.optimizer.name))
+    for name in config.model.converters:
+        _collect(problems, lambda name=name: CONVERTERS.get(name))  # type: ignore[misc]
+    if len(set(config.model.converters)) < len(config.model.converters):
+        problems.append("model.converters: a converter is named twice; each can be applied once.")
+    if not config.training.dataset_mixture:
+        _collect(problems, lambda: DATASETS.get(config.training.dataset))
+    dims = find_dims(config.parallelism, world_size, problems)
+    if dims is not None:
+        _check_batch(config, dims, problems)
+    _check_checkpoint(config, world_size, device_type, problems)
+    _check_not_built(config, device_type, problems)
+    _check_activation_checkpoint(config, problems)
+    _check_dump_folder(config, problems)
+    if problems or dims is None:
+        raise ConfigError(*problems)
+    return dims
+
+
+def global_batch_size(config: JobConfig, dims: ParallelDims) -> int:
+    """Sequences in an optimizer step."""
+    given = config.training.global_batch_size
+    return config.training.local_batch_size * dims.dp if given == -1 else given
+
+
+def _collect(problems: list[str], attempt: Callable[[], object]) -> None:
+    try:
+        attempt()
+    except ConfigError as error:
+        problems.extend(error.problems)
+
+
+def _check_batch(config: JobConfig, dims: ParallelDims, problems: list[str]) -> None:
+    rows, local = global_batch_size(config, dims), config.training.local_batch_size
+    if rows < 1:
+        problems.append(f"training.global_batch_size must be -1 or above 0, not {rows}.")
+    elif rows < dims.dp:
+        problems.append(
+            f"training.global_batch_size = {rows} is smaller than the {dims.dp} data-parallel ranks: "
+            "some would have no row; raise it, or start fewer processes."
+        )
+    elif rows % (local * dims.dp):
+        problems.append(
+            f"training.global_batch_size = {rows} is not a multiple of training.local_batch_size x data-parallel "
+            f"ranks = {local} x {dims.dp} = {local * dims.dp}."
+        )
+
+
+def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, problems: list[str]) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_latest_k == 1:
+        problems.append(
+            "checkpoint.keep_latest_k = 1 would leave nothing if the newest is damaged; use 2, or 0 for all."
+        )
+    if checkpoint.load_step < -1:
+        problems.append(f"checkpoint.load_step must be -1 (the newest) or a step, not {checkpoint.load_step}.")
+    if checkpoint.load_step != -1 and not checkpoint.enable_checkpoint:
+        problems.append("checkpoint.load_step is set, but checkpoint.enable_checkpoint is off; turn it on.")
+    for part in checkpoint.exclude_from_loading:
+        if part == "lr_scheduler":
+            problems.append(
+                "checkpoint.exclude_from_loading: the learning rate follows the step and has no state of its own; "
+                "exclude train_state to count steps from 0 again."
+            )
+        elif part not in PARTS_OF_CHECKPOINT:
+            problems.append(
+                f"checkpoint.exclude_from_loading: there is no part {part!r}{nearest(part, PARTS_OF_CHECKPOINT)}; "
+                f"known: {', '.join(PARTS_OF_CHECKPOINT)}."
+            )
+    if checkpoint.async_mode == "async_with_pinned_mem" and device_type == "cpu":
+        problems.append("checkpoint.async_mode = async_with_pinned_mem needs a GPU; use async.")
+    if checkpoint.create_seed_checkpoint:
+        if not checkpoint.enable_checkpoint:
+            problems.append("checkpoint.create_seed_checkpoint needs checkpoint.enable_checkpoint = true.")
+        if world_size > 1:
+            problems.append("checkpoint.create_seed_checkpoint needs one process (NGPU=1); every layout can load it.")
+
+
+def _check_not_built(config: JobConfig, device_type: str, problems: list[str]) -> None:
+    """A key that is switched on works or stops the run; these do not work yet."""
+    for key, on in {
+        "optimizer.early_step_in_backward": config.optimizer.early_step_in_backward,
+        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
+        "parallelism.enable_compiled_autograd": config.parallelism.enable_compiled_autograd,
+        "memory_estimation.enabled": config.memory_estimation.enabled,
+    }.items():
+        if on:
+            problems.append(f"{key} is not built yet; set it to false.")
+    if config.training.enable_cpu_offload and device_type == "cpu":
+        problems.append("training.enable_cpu_offload needs a GPU: on CPU everything is in host memory already.")
+    if config.profiling.enable_memory_snapshot and device_type == "cpu":
+        problems.append("profiling.enable_memory_snapshot needs a GPU; enable_profiling works on CPU too.")
+
+
+def _check_activation_checkpoint(config: JobConfig, problems: list[str]) -> None:
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isdecimal() and int(option) > 0):
+        problems.append(
+            f"activation_checkpoint.selective_ac_option must be 'op' or a number of layers above 0, not {option!r}."
+        )
+
+
+def _check_dump_folder(config: JobConfig, problems: list[str]) -> None:
+    folder = Path(config.job.dump_folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        problems.append(f"job.dump_folder: {folder} cannot be written ({error.strerror}); choose another folder.")
+        return
+    saved = folder / "config.toml"
+    if not saved.exists():
+        return
+    try:
+        theirs = read_toml(str(saved)).get("model", {})
+    except ConfigError:
+        return  # cut short by a crash; the run writes it anew
+    mine = config.model
+    if (theirs.get("name"), theirs.get("flavor")) != (mine.name, mine.flavor):
+        problems.append(
+            f"job.dump_folder: {folder} belongs to a run of {theirs.get('name')} {theirs.get('flavor')}, and this is "
+            f"{mine.name} {mine.flavor}; choose another --job.dump_folder."
+        )

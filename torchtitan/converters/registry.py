@@ -1,0 +1,63 @@
+"""The protocol of converters, and the registry that `model.converters` names."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from torchtitan.converters.float8 import Float8Converter
+from torchtitan.converters.target import Target
+from torchtitan.registry import Registry
+
+
+class ModelConverter(Protocol):
+    """One converter of one run."""
+
+    def convert(self, model: nn.Module) -> None:
+        """Changes the model in place. It is on the meta device, whole: not yet divided, compiled or wrapped.
+
+        Raises:
+            ConfigError: there is nothing in the model to convert, or a key of the section does not fit it.
+        """
+        ...
+
+    def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
+        """After each optimizer step, with the (parts of the) model on this rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class ConverterEntry:
+    """A converter as registered.
+
+    Attributes:
+        section: name of the section of the configuration that `build` gets; "" for a converter without one, which
+            gets None.
+        build: (section, target) to the converter. Raises ConfigError where the target cannot run it.
+    """
+
+    section: str
+    build: Callable[[Any, Target], ModelConverter]
+
+
+CONVERTERS: Registry[ConverterEntry] = Registry(
+    "converter", "model.converters", {"float8": ConverterEntry("float8", Float8Converter)}
+)
+
+
+def apply_converters(
+    model: nn.Module, names: Iterable[str], section_of: Callable[[str], Any], target: Target
+) -> list[ModelConverter]:
+    """Builds the converters called `names`, and applies them in this order.
+
+    Args:
+        section_of: from the name of a section to its content.
+    """
+    converters = []
+    for name in names:
+        entry = CONVERTERS.get(name)
+        converter = entry.build(section_of(entry.section) if entry.section else None, target)
+        converter.convert(model)
+        converters.append(converter)
+    return converters

@@ -1,0 +1,125 @@
+"""Data sets by name, path or hub id. Cheap to import: neither torch nor `datasets` comes with it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+
+from torchtitan.config.training import Training, Validation
+from torchtitan.data.dealing import Dealt, split
+from torchtitan.data.packing import Weighted
+from torchtitan.data.paths import open_path
+from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, python_stdlib
+from torchtitan.errors import DataError
+from torchtitan.registry import Registry
+
+__all__ = ["DATASETS", "OpenDataset", "documents_of", "training_sources", "validation_sources"]
+
+# (training.dataset_path or None, training.text_column) to documents
+OpenDataset = Callable[["str | None", str], "Source | StreamedSource"]
+
+
+def open_python_stdlib(path: str | None, text_column: str) -> Source | StreamedSource:
+    return python_stdlib() if path is None else open_path(path, text_column)
+
+
+def open_c4(path: str | None, text_column: str) -> Source | StreamedSource:
+    return open_path("allenai/c4/en" if path is None else path, text_column)
+
+
+def open_c4_test(path: str | None, text_column: str) -> Source | StreamedSource:
+    if path is None:
+        raise DataError("data set c4_test needs a dataset_path: a file or folder of C4's format (JSONL).")
+    return open_path(path, text_column)
+
+
+DATASETS: Registry[OpenDataset] = Registry(
+    "data set",
+    "training.dataset",
+    {"python_stdlib": open_python_stdlib, "c4": open_c4, "c4_test": open_c4_test},
+)
+
+Opened = tuple[str, "Source | StreamedSource", float]  # name, source, weight
+
+
+def open_named(key: str, dataset: str, path: str | None, text_column: str) -> Source | StreamedSource:
+    """A registered data set, read from `path` where one is given; errors begin with the key at fault."""
+    open_dataset = DATASETS.get(dataset)
+    try:
+        return open_dataset(path, text_column)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+
+
+def open_name_or_path(key: str, name: str, text_column: str) -> Source | StreamedSource:
+    # Any path can be read by the data sets that are here from the start.
+    dataset, path = (name, None) if name in DATASETS.names() else ("python_stdlib", name)
+    return open_named(key, dataset, path, text_column)
+
+
+def documents_of(name_or_path: str, text_column: str) -> Iterator[Document]:
+    """All documents of a data set, once, in the order that they lie in."""
+    source = open_name_or_path("dataset", name_or_path, text_column)
+    if hasattr(source, "__getitem__"):
+        return (source[index] for index in range(len(source)))  # type: ignore[arg-type]
+    drawn = source.documents(row=0, rows=1, seed=None, position=None)
+    return (document for document, epoch, _ in takewhile(lambda one: one.epoch == 0, drawn))
+
+
+def open_training(training: Training) -> list[Opened]:
+    if not training.dataset_mixture:
+        key = "training.dataset" if training.dataset_path is None else "training.dataset_path"
+        source = open_named(key, training.dataset, training.dataset_path, training.text_column)
+        return [(training.dataset_path or training.dataset, source, 1.0)]
+    key = "training.dataset_mixture"
+    entries = map(parse_entry, training.dataset_mixture)
+    return [(name, open_name_or_path(key, name, training.text_column), weight) for name, weight in entries]
+
+
+def parse_entry(entry: str) -> tuple[str, float]:
+    """Name or path, and weight, of an entry of a mixture."""
+    name, _, number = entry.rpartition(":")
+    try:
+        weight = float(number)
+    except ValueError:
+        name = ""
+    if not name or not 0 < weight < float("inf"):
+        raise DataError(
+            f"training.dataset_mixture: {entry!r} is not `name or path:weight` with a weight above 0, "
+            "such as `python_stdlib:0.7`."
+        )
+    return name, weight
+
+
+def as_rows(opened: Sequence[Opened], rows: int) -> list[Weighted]:
+    """Sources ready to be dealt to the rows of a batch."""
+    weighted = []
+    for name, source, weight in opened:
+        if isinstance(source, TextFiles):
+            source = source.for_rows(rows)
+        streamed = Dealt(source, name) if hasattr(source, "__getitem__") else source  # type: ignore[arg-type]
+        weighted.append(Weighted(streamed, name, weight))  # type: ignore[arg-type]
+    return weighted
+
+
+def training_sources(training: Training, rows: int, hold_out: bool) -> tuple[list[Weighted], list[object]]:
+    """What to train on, and, as JSON, what tells these data from others (before anything is held out of them).
+
+    Args:
+        rows: of a global batch.
+        hold_out: leave out the documents that `validation_sources` takes where it has no data set of its own.
+    """
+    opened = open_training(training)
+    data: list[object] = [[source.fingerprint, weight] for _, source, weight in opened]
+    if hold_out:
+        opened = [(name, split(source, False, name), weight) for name, source, weight in opened]
+    return as_rows(opened, rows), data
+
+
+def validation_sources(validation: Validation, training: Training, rows: int) -> list[Weighted]:
+    """What to validate on: the validation set, or one document in a hundred of the training set."""
+    if validation.dataset is None and validation.dataset_path is None:
+        held_out = [(name, split(source, True, name), weight) for name, source, weight in open_training(training)]
+        return as_rows([(f"What is held out of {name}", source, weight) for name, source, weight in held_out], rows)
+    key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
+    dataset = validation.dataset or "python_stdlib"
+    source = open_named(key, dataset, validation.dataset_path, validation.text_column)
+    return as_rows([(validation.dataset_path or dataset, source, 1.0)], rows)

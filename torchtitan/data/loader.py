@@ -1,0 +1,252 @@
+"""Batches for the ranks of a run, and the state from which they go on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtitan.config.training import Training, Validation
+from torchtitan.data.datasets import training_sources, validation_sources
+from torchtitan.data.packing import Corpus, Row, Window
+from torchtitan.data.prefetch import Prefetcher
+from torchtitan.data.sources import digest
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.errors import CheckpointError, ConfigError
+
+__all__ = ["Batch", "Loader", "ValidationLoader", "build_loader", "build_validation_loader", "merge_states"]
+
+PREFETCHED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences for one forward pass of one rank.
+
+    Attributes:
+        tokens: (rows, seq_len), int64.
+        labels: (rows, seq_len), int64: of each token, the one that follows.
+        document_ids: (rows, seq_len), int64, a number for each document of a sequence; None unless asked for.
+        sample_ids: for each row the ids of its documents; None unless asked for.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    document_ids: torch.Tensor | None
+    sample_ids: list[list[str]] | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a rank makes of the rows: which are its own, how many in a batch, and what goes with the tokens."""
+
+    own_rows: range
+    local_batch_size: int
+    document_ids: bool
+    sample_ids: bool
+
+
+def shape_of(training: Training, rows: int, local_batch_size: int, dp_rank: int, dp_size: int) -> Shape:
+    if rows % (dp_size * local_batch_size):
+        raise ConfigError(
+            f"training.global_batch_size: {rows} sequences cannot be cut into batches of training.local_batch_size = "
+            f"{local_batch_size} on {dp_size} data-parallel ranks; make it a multiple of {dp_size * local_batch_size}."
+        )
+    share = rows // dp_size
+    own_rows = range(dp_rank * share, (dp_rank + 1) * share)
+    return Shape(own_rows, local_batch_size, training.document_mask, training.record_sample_ids)
+
+
+def batch_of(windows: Sequence[Window], shape: Shape) -> Batch:
+    tokens = torch.tensor([window.tokens for window in windows], dtype=torch.int64)
+    return Batch(
+        tokens=tokens[:, :-1].contiguous(),
+        labels=tokens[:, 1:].contiguous(),
+        document_ids=torch.tensor([window.document_ids[:-1] for window in windows]) if shape.document_ids else None,
+        # The last token of a window is a label only; its document is none of the sample's unless it has others there.
+        sample_ids=[w.sample_ids[: w.document_ids[-2] + 1] for w in windows] if shape.sample_ids else None,
+    )
+
+
+def microbatches(rows: Sequence[Row], shape: Shape) -> list[Batch]:
+    """The next optimizer step's batches of one rank."""
+    windows = [row.next_window() for row in rows]
+    size = shape.local_batch_size
+    return [batch_of(windows[first : first + size], shape) for first in range(0, len(windows), size)]
+
+
+Positions = dict[str, Any]  # by number of the row, as JSON wants it
+
+
+class Loader:
+    """Endless optimizer steps' batches of one data-parallel rank, made ahead of time in a thread.
+
+    Attributes:
+        wait_seconds: how long `next` has waited for a batch, in all.
+    """
+
+    def __init__(self, corpus: Corpus, shape: Shape, identity: Mapping[str, Any], prefetch: int) -> None:
+        self._corpus = corpus
+        self._shape = shape
+        self._identity = dict(identity)
+        self._prefetch = prefetch
+        self._waited_before = 0.0
+        self._start([Row(corpus, number) for number in shape.own_rows])
+
+    def _start(self, rows: list[Row]) -> None:
+        self._positions: Positions = {str(row.number): row.state() for row in rows}
+        self._steps = Prefetcher(steps(rows, self._shape), self._prefetch)
+
+    @property
+    def wait_seconds(self) -> float:
+        return self._waited_before + self._steps.wait_seconds
+
+    def next(self) -> list[Batch]:
+        """The microbatches of the next optimizer step, `local_batch_size` sequences each.
+
+        Raises:
+            DataError: the data cannot be read, or are too small.
+        """
+        batches, self._positions = self._steps.next()
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was handed out so far, as JSON: this rank's part of the state, for `merge_states`."""
+        return {**self._identity, "epoch": epoch_of(self._positions), "positions": self._positions}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a merged state, of whatever number of ranks.
+
+        Raises:
+            CheckpointError: it was made with other data, another tokenizer, seed, batch size or sequence length.
+        """
+        check_identity(self._identity, state)
+        self.close()
+        self._waited_before = self.wait_seconds
+        positions = state["positions"]
+        self._start([Row(self._corpus, number, positions[str(number)]) for number in self._shape.own_rows])
+
+    def close(self) -> None:
+        """Stops reading ahead. Without it, the end of the process does."""
+        self._steps.close()
+
+
+def steps(rows: list[Row], shape: Shape) -> Iterator[tuple[list[Batch], Positions]]:
+    while True:
+        batches = microbatches(rows, shape)
+        yield batches, {str(row.number): row.state() for row in rows}
+
+
+def epoch_of(positions: Positions) -> int:
+    """How often every row has read its documents: for people."""
+    return min(position["epoch"] for position in positions.values())
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state from those of all data-parallel ranks, to be loaded by any number of them."""
+    positions: Positions = {}
+    for state in states:
+        positions.update(state["positions"])
+    return {**states[0], "epoch": min(state["epoch"] for state in states), "positions": positions}
+
+
+# Part of the state, and the key that it comes from.
+IDENTITY_KEYS = {
+    "data": "training.dataset, dataset_path or dataset_mixture, or the files there",
+    "tokenizer": "model.tokenizer_path",
+    "seed": "training.seed",
+    "shuffle": "training.shuffle",
+    "hold_out": "validation.enabled (which holds out documents)",
+    "seq_len": "training.seq_len",
+    "global_batch_size": "training.global_batch_size",
+}
+
+
+def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    differ = [
+        f"{key} (now {mine[part]}, in the checkpoint {theirs.get(part)})"
+        for part, key in IDENTITY_KEYS.items()
+        if mine[part] != theirs.get(part)
+    ]
+    if differ or len(theirs.get("positions", {})) != mine["global_batch_size"]:
+        raise CheckpointError(
+            "The checkpoint's place in the data does not fit this run: "
+            f"{'; '.join(differ) or 'it does not hold every row'}. Change it back, or begin the data anew with "
+            "--checkpoint.exclude_from_loading=dataloader."
+        )
+
+
+def build_loader(
+    training: Training,
+    tokenizer: Tokenizer,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    global_batch_size: int,
+    hold_out: bool,
+    prefetch: int = PREFETCHED_STEPS,
+) -> Loader:
+    """The training data of one data-parallel rank.
+
+    Args:
+        training: data set, batch, sequence length, seed.
+        tokenizer: makes the tokens.
+        dp_rank, dp_size: which of how many ranks that read different rows.
+        global_batch_size: sequences in an optimizer step over all ranks.
+        hold_out: leave out what `build_validation_loader` takes from the training data.
+        prefetch: optimizer steps made ahead.
+
+    Raises:
+        ConfigError: the rows do not divide into batches and ranks, or an unknown data set.
+        DataError: the data cannot be used.
+    """
+    shape = shape_of(training, global_batch_size, training.local_batch_size, dp_rank, dp_size)
+    sources, data = training_sources(training, global_batch_size, hold_out)
+    seed = training.seed if training.shuffle else None
+    corpus = Corpus(sources, tokenizer, global_batch_size, training.seq_len, seed)
+    identity = {
+        "data": digest(data),
+        "tokenizer": tokenizer.fingerprint,
+        "seed": training.seed,
+        "shuffle": training.shuffle,
+        "hold_out": hold_out,
+        "seq_len": training.seq_len,
+        "global_batch_size": global_batch_size,
+    }
+    return Loader(corpus, shape, identity, prefetch)
+
+
+class ValidationLoader:
+    """The same batches of one data-parallel rank each time that it is iterated over."""
+
+    def __init__(self, corpus: Corpus, shape: Shape, steps: int) -> None:
+        self._corpus = corpus
+        self._shape = shape
+        self._steps = steps
+        self._batches: list[Batch] = []
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        # They are few, and reading them anew may mean the network: keep them.
+        if not self._batches:
+            rows = [Row(self._corpus, number) for number in self._shape.own_rows]
+            self._batches = [batch for _ in range(self._steps) for batch in microbatches(rows, self._shape)]
+        return iter(self._batches)
+
+
+def build_validation_loader(
+    validation: Validation, training: Training, tokenizer: Tokenizer, *, dp_rank: int, dp_size: int
+) -> ValidationLoader:
+    """`validation.steps` batches of `validation.local_batch_size` held-out sequences for one data-parallel rank.
+
+    Raises:
+        ConfigError: an unknown data set.
+        DataError: the data cannot be used.
+    """
+    rows = dp_size * validation.local_batch_size
+    shape = shape_of(training, rows, validation.local_batch_size, dp_rank, dp_size)
+    sources = validation_sources(validation, training, rows)
+    corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
+    return ValidationLoader(corpus, shape, validation.steps)

@@ -1,0 +1,73 @@
+"""The next item is made in a thread while the current one is in use."""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+SECONDS_BETWEEN_LOOKS = 0.1  # how soon a thread that waits for a free place notices that nobody wants more
+SECONDS_TO_STOP = 2.0
+
+
+class Prefetcher(Generic[T]):
+    """An endless iterator, run ahead of its reader in a daemon thread.
+
+    Args:
+        items: used in the thread only.
+        depth: how many items may wait to be read.
+
+    Attributes:
+        wait_seconds: how long the reader has waited in all.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        self.wait_seconds = 0.0
+        self._failure: BaseException | None = None
+        self._ready: queue.Queue[T | BaseException] = queue.Queue(depth)
+        self._closed = threading.Event()
+        # The thread knows the queue and the event, not this object: dropping it, or the interpreter's end, stops it.
+        self._thread = threading.Thread(target=run_ahead, args=(items, self._ready, self._closed), daemon=True)
+        self._stop_at_the_end = weakref.finalize(self, self._closed.set)
+        self._thread.start()
+
+    def next(self) -> T:
+        """The next item; what the iterator raised is raised here."""
+        if self._failure is None and self._closed.is_set():
+            raise RuntimeError("The loader is closed.")
+        if self._failure is None:
+            start = time.perf_counter()
+            item = self._ready.get()
+            self.wait_seconds += time.perf_counter() - start
+            if not isinstance(item, BaseException):
+                return item
+            self._failure = item
+        raise self._failure
+
+    def close(self) -> None:
+        """Stops the thread. One that waits for the network is left behind: it ends when it next comes round."""
+        self._closed.set()
+        self._thread.join(SECONDS_TO_STOP)
+
+
+def run_ahead(items: Iterator[T], ready: "queue.Queue[T | BaseException]", closed: threading.Event) -> None:
+    try:
+        for item in items:
+            if not put(item, ready, closed):
+                return
+    except BaseException as error:  # whatever it is, it belongs to the reader
+        put(error, ready, closed)
+
+
+def put(item: T, ready: "queue.Queue[T]", closed: threading.Event) -> bool:
+    """Whether the item found a place before the reader was gone."""
+    while not closed.is_set():
+        try:
+            ready.put(item, timeout=SECONDS_BETWEEN_LOOKS)
+            return True
+        except queue.Full:
+            pass
+    return False

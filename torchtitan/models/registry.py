@@ -1,0 +1,51 @@
+"""`MODELS`: from `model.name` to what it takes to build and divide a model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchtitan.errors import ConfigError, nearest
+from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.llama.parallelize import parallelize
+from torchtitan.registry import Registry
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One family of models.
+
+    Attributes:
+        flavors: sizes by name: dataclasses with at least the attributes `n_layers`, `n_heads`, `n_kv_heads`,
+            `head_dim`, `vocab_size` and the method `with_vocab_size` of `LlamaArgs`.
+        build: from sizes to a module, called on the meta device. The module's forward takes (tokens, labels,
+            document_ids) and returns the summed loss; `init_std(name)` gives each parameter's initial deviation.
+        parallelize: as `llama.parallelize.parallelize`.
+    """
+
+    flavors: Mapping[str, Any]
+    build: Callable[[Any], nn.Module] = Llama
+    parallelize: Callable[..., None] = parallelize
+
+    def flavor(self, name: str) -> Any:
+        """The sizes called `name`, or a ConfigError that lists the names that exist."""
+        if name not in self.flavors:
+            known = list(self.flavors)
+            raise ConfigError(
+                f"model.flavor: unknown flavor {name!r}{nearest(name, known)}; known: {', '.join(known)}."
+            )
+        return self.flavors[name]
+
+
+MODELS: Registry[ModelSpec] = Registry(
+    "model",
+    "model.name",
+    {
+        "llama2": ModelSpec(LLAMA2),
+        "llama3": ModelSpec(LLAMA3),
+        "llama3.1": ModelSpec(LLAMA3_1),
+        "llama3.2": ModelSpec(LLAMA3_2),
+    },
+)

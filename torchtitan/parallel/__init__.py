@@ -1,0 +1,1 @@
+"""Degrees of parallelism, and one file for each technique."""

@@ -1,0 +1,312 @@
+"""The training loop, from a configuration to trained weights. See docs/architecture.md for the way a run goes."""
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.checkpoint import CheckpointManager
+from torchtitan.config import JobConfig, to_toml
+from torchtitan.converters import Target, apply_converters
+from torchtitan.data.loader import Batch, build_loader, build_validation_loader, merge_states
+from torchtitan.data.tokenizer import load_tokenizer
+from torchtitan.device import Device
+from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
+from torchtitan.metrics import MetricsReporter, Profiler, find_peak, flops_per_token
+from torchtitan.models import MODELS
+from torchtitan.models.init import init_weights
+from torchtitan.optim.clip import clip_grad_norm
+from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
+from torchtitan.optim.schedule import lr_factor
+from torchtitan.parallel.comm import init_process_group, set_timeout
+from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.fsdp import set_last_microbatch
+
+
+class Trainer:
+    """One run. All ranks make one, then call `train`, within a `with` that closes what it opened.
+
+    Args:
+        config: the run; checked (`checks.check`).
+        dims: its degrees of parallelism.
+        global_batch_size: sequences in an optimizer step.
+        device: this process's.
+
+    Raises:
+        UserError: what only shows when things are opened: data, tokenizer, checkpoint.
+    """
+
+    def __init__(self, config: JobConfig, dims: ParallelDims, global_batch_size: int, device: Device) -> None:
+        training = config.training
+        self.config = config
+        self.dims = dims
+        self.device = device
+        self.global_batch_size = global_batch_size
+        self.tokens_per_step = global_batch_size * training.seq_len
+        self.dump_folder = Path(config.job.dump_folder)
+        self.step = 0
+        self.tokens_seen = 0
+        self._closing = contextlib.ExitStack()
+
+        if training.deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+        torch.manual_seed(training.seed)
+        # Data first: a wrong path shows before anything expensive begins.
+        tokenizer = load_tokenizer(config.model.tokenizer_path)
+        self.args = MODELS.get(config.model.name).flavor(config.model.flavor).with_vocab_size(tokenizer.vocab_size)
+        if tokenizer.vocab_size > self.args.vocab_size:
+            raise ConfigError(
+                f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, but {config.model.name} "
+                f"{config.model.flavor} has a vocabulary of {self.args.vocab_size}; use the tokenizer of this model."
+            )
+        init_process_group(device, config.comm)
+        self._closing.callback(dist.destroy_process_group)
+        mesh = dims.build_mesh(device.type)
+        self.mesh = mesh
+        dp_rank = mesh.get_rank() if mesh.size() > 1 else 0
+        hold_out = config.validation.enabled
+        self.loader = build_loader(
+            training,
+            tokenizer,
+            dp_rank=dp_rank,
+            dp_size=dims.dp,
+            global_batch_size=global_batch_size,
+            hold_out=hold_out and config.validation.dataset is None and config.validation.dataset_path is None,
+        )
+        self._closing.callback(self.loader.close)
+        self.validation_loader = (
+            build_validation_loader(config.validation, training, tokenizer, dp_rank=dp_rank, dp_size=dims.dp)
+            if hold_out
+            else None
+        )
+
+        self.model = self._build_model()
+        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+        self.checkpoints = CheckpointManager(
+            config.checkpoint, self.dump_folder, self.model, self.optimizer, identity=dataclasses.asdict(self.args)
+        )
+        self._closing.callback(self.checkpoints.wait)
+        self._resume()
+        if dist.get_rank() == 0:
+            (self.dump_folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+
+    def _build_model(self) -> Any:
+        """Meta device, converters, parallelization, then memory and numbers."""
+        config = self.config
+        spec = MODELS.get(config.model.name)
+        with torch.device("meta"):
+            model = spec.build(self.args)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        embedding = model.tok_embeddings.weight.numel() if not self.args.tied_embeddings else 0
+        self.flops_per_token = flops_per_token(
+            self.parameters - embedding,
+            self.args.n_layers,
+            self.args.n_heads,
+            self.args.head_dim,
+            config.training.seq_len,
+        )
+        capability = torch.cuda.get_device_capability() if self.device.type == "cuda" else None
+        self.converters = apply_converters(
+            model,
+            config.model.converters,
+            lambda section: getattr(config, section),
+            Target(self.device.type, capability, config.training.compile),
+        )
+        if config.model.print_after_conversion:
+            logger.info(f"after conversion:\n{model}")
+        spec.parallelize(model, self.mesh, config.parallelism, config.activation_checkpoint, config.training)
+        model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.torch_device)
+        init_weights(model, model.init_std, config.training.seed)
+        return model
+
+    def _resume(self) -> None:
+        state = self.checkpoints.load()
+        if state is None:
+            return
+        self.step = state.get("step", 0)
+        self.tokens_seen = state.get("tokens_seen", 0)
+        if "dataloader" in state:
+            self.loader.load_state_dict(state["dataloader"])
+
+    def _state(self) -> dict[str, Any]:
+        """The JSON part of a checkpoint; complete on rank 0."""
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, self.loader.state_dict())
+        return {
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "dataloader": merge_states(states),
+        }
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._closing.close()
+        else:  # other ranks may be gone: wait for nobody
+            self.loader.close()
+
+    def train(self) -> None:
+        """Trains up to `training.steps`."""
+        config, steps = self.config, self.config.training.steps
+        if config.checkpoint.create_seed_checkpoint:
+            self.checkpoints.save(0, self._state)
+            return
+        if self.step >= steps:
+            logger.info(f"this run has finished its {steps} steps already; raise training.steps to go on")
+            return
+        self._announce()
+        world = (dist.get_rank(), dist.get_world_size())
+        with (
+            Profiler(
+                config.profiling, self.dump_folder, rank=world[0], device_type=self.device.type, start_step=self.step
+            ) as profiler,
+            self._reporter(*world) as reporter,
+            _garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
+        ):
+            first_step = self.step + 1
+            while self.step < steps:
+                with reporter.waiting_for_data():
+                    microbatches = self.loader.next()
+                self.step += 1
+                collect_garbage(self.step)
+                self._train_step(microbatches, reporter)
+                profiler.step()
+                last = self.step == steps
+                if self.validation_loader is not None and (last or self.step % config.validation.freq == 0):
+                    with reporter.pause():
+                        reporter.validation(self.step, self._validate(self.validation_loader))
+                if self.checkpoints.due(self.step, last):
+                    with reporter.pause():
+                        self.checkpoints.save(self.step, self._state, last)
+                if self.step == first_step:
+                    set_timeout(config.comm.train_timeout_seconds, self._groups())
+        self.checkpoints.wait()
+        logger.info(f"training finished after step {self.step}; everything is in {self.dump_folder}")
+
+    def _train_step(self, microbatches: Sequence[Batch], reporter: MetricsReporter) -> None:
+        training = self.config.training
+        # The loss is the mean over the tokens of the global batch. FSDP averages gradients over ranks and microbatches
+        # are summed, so a rank's share is its sum times the number of ranks, over all tokens.
+        total = torch.zeros((), device=self.device.torch_device)
+        for number, batch in enumerate(microbatches):
+            set_last_microbatch(self.model, last=number == len(microbatches) - 1)
+            loss = self._summed_loss(batch)
+            (loss * (self.dims.dp / self.tokens_per_step)).backward()
+            total += loss.detach()
+        grad_norm = clip_grad_norm(self.model.parameters(), training.max_norm)
+        lr = self.config.optimizer.lr * lr_factor(self.step, training.steps, self.config.lr_scheduler)
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for converter in self.converters:
+            converter.post_optimizer_hook([self.model])
+        self.tokens_seen += self.tokens_per_step
+        reporter.step(
+            self.step, loss=lambda: self._over_ranks(total) / self.tokens_per_step, grad_norm=grad_norm, lr=lr
+        )
+
+    def _summed_loss(self, batch: Batch) -> torch.Tensor:
+        """Over the tokens of a microbatch, in float32."""
+        tokens, labels, documents = (
+            None if tensor is None else tensor.to(self.device.torch_device, non_blocking=True)
+            for tensor in (batch.tokens, batch.labels, batch.document_ids)
+        )
+        return self.model(tokens, labels, documents)
+
+    @torch.no_grad()
+    def _validate(self, loader: Iterable[Batch]) -> torch.Tensor:
+        """Mean loss over the tokens of the validation batches."""
+        total, tokens = torch.zeros((), device=self.device.torch_device), 0
+        for batch in loader:
+            total += self._summed_loss(batch)
+            tokens += batch.labels.numel()
+        return self._over_ranks(total) / (tokens * self.dims.dp)
+
+    def _over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of a scalar."""
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    def _announce(self) -> None:
+        """What was decided, and why."""
+        config, training = self.config, self.config.training
+        microbatches = self.global_batch_size // (training.local_batch_size * self.dims.dp)
+        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        dtype = training.mixed_precision_param
+        saving = config.checkpoint
+        lines = {
+            "run": f"{config.job.description}, in {self.dump_folder}",
+            "device": f"{self.device.type} ({self.device.name}{threads}), {dist.get_world_size()} process(es)",
+            "layout": f"{self.dims}",
+            "model": f"{config.model.name} {config.model.flavor}, {self.parameters:,} parameters",
+            "precision": f"{dtype} products, float32 weights and gradient sums"
+            + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else ""),
+            "data": ", ".join(training.dataset_mixture) or training.dataset_path or training.dataset,
+            "batch": f"{self.global_batch_size} x {training.seq_len} = {self.tokens_per_step:,} tokens a step"
+            f" ({training.local_batch_size} x {self.dims.dp} ranks x {microbatches} microbatches)",
+            "steps": f"{self.step + 1} to {training.steps}, {training.steps * self.tokens_per_step:,} tokens in all",
+            "activations": {"none": "all kept", "full": "recomputed in every layer"}.get(
+                config.activation_checkpoint.mode,
+                f"recomputed selectively ({config.activation_checkpoint.selective_ac_option})",
+            ),
+            "compile": "each block" if training.compile else "off",
+            "checkpoints": f"every {saving.interval} steps to {self.checkpoints.folder}"
+            if saving.enable_checkpoint
+            else "off (--checkpoint.enable_checkpoint to save and resume)",
+        }
+        for name, line in lines.items():
+            logger.info(f"{name:12} {line}")
+
+    def _reporter(self, rank: int, world_size: int) -> MetricsReporter:
+        config, device = self.config, self.device
+        return MetricsReporter(
+            config.metrics,
+            self.dump_folder,
+            rank=rank,
+            world_size=world_size,
+            total_steps=config.training.steps,
+            start_step=self.step,
+            tokens_per_step=self.tokens_per_step,
+            flops_per_token=self.flops_per_token,
+            peak=find_peak(device.type, device.name, getattr(torch, config.training.mixed_precision_param)),
+            peak_memory_bytes=device.peak_memory_bytes,
+            reset_peak_memory=device.reset_peak_memory,
+            memory_capacity_bytes=device.memory_capacity_bytes(),
+            synchronize=device.synchronize,
+            config=dataclasses.asdict(config),
+        )
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        return [dist.group.WORLD, *self.mesh.get_all_groups()]
+
+
+@contextlib.contextmanager
+def _garbage_collection(freq: int, debug: bool) -> Iterator[Callable[[int], None]]:
+    """Python's collector runs when told, at the same step on every rank, so that no rank waits for another's."""
+
+    def collect(step: int) -> None:
+        if debug:
+            found = gc.collect()
+            logger.info(f"step {step}: garbage collection found {found} unreachable objects")
+        elif step % freq == 0:
+            gc.collect(1)
+
+    gc.collect()
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        gc.enable()
