@@ -139,7 +139,7 @@ def draw(axes: Axes, run: str, entries: list[Entry], x: str, key: str, smooth: i
         axes.plot(xs, ys, color=color, alpha=0.25, linewidth=1)
         ys = moving_average(ys, smooth)
     axes.plot(xs, ys, color=color, linewidth=1.6, marker=marker, markersize=5, label=run)
-    if key == "loss" and any("validation_loss" in entry for entry in entries):
+    if key == "loss" and any("validation_loss" in entry and x in entry for entry in entries):
         xs, ys = points(run, entries, x, "validation_loss")
         axes.scatter(xs, ys, color=color, marker="D", edgecolors="white", zorder=3, label=f"{run} (validation)")
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.converters import Target, apply_converters
-from torchtitan.data.loader import Batch, build_loader, build_validation_loader, merge_states
-from torchtitan.data.tokenizer import load_tokenizer
+from torchtitan.data import Batch, build_loader, build_validation_loader, load_tokenizer
 from torchtitan.device import Device
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak, flops_per_token
+from torchtitan.metrics.writers import JSONLWriter
 from torchtitan.models import MODELS
 from torchtitan.models.init import init_weights
 from torchtitan.optim.clip import clip_grad_norm
@@ -53,6 +53,7 @@ class Trainer:
         self.dump_folder = Path(config.job.dump_folder)
         self.step = 0
         self.tokens_seen = 0
+        self.sample_ids: JSONLWriter | None = None
         self._closing = contextlib.ExitStack()
 
         if training.deterministic:
@@ -103,7 +104,7 @@ class Trainer:
         config = self.config
         spec = MODELS.get(config.model.name)
         with torch.device("meta"):
-            model = spec.build(self.args)
+            model: Any = spec.build(self.args)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         embedding = model.tok_embeddings.weight.numel() if not self.args.tied_embeddings else 0
         self.flops_per_token = flops_per_token(
@@ -143,7 +144,7 @@ class Trainer:
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
-            "dataloader": merge_states(states),
+            "dataloader": self.loader.merge_states(states),
         }
 
     def __enter__(self) -> "Trainer":
@@ -167,6 +168,10 @@ class Trainer:
             logger.info(f"this run has finished its {steps} steps already; raise training.steps to go on")
             return
         self._announce()
+        if config.training.record_sample_ids:
+            path = self.dump_folder / "sample_ids" / f"rank_{dist.get_rank()}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            self.sample_ids = JSONLWriter(path, self.step)
         world = (dist.get_rank(), dist.get_world_size())
         with (
             Profiler(
@@ -193,6 +198,11 @@ class Trainer:
                 if self.step == first_step:
                     set_timeout(config.comm.train_timeout_seconds, self._groups())
         self.checkpoints.wait()
+        if self.checkpoints.last_save_failed:
+            raise CheckpointError(
+                "training finished, but its last checkpoint could not be saved (see above); make room and run the same "
+                "command again: it goes on from the checkpoint before."
+            )
         logger.info(f"training finished after step {self.step}; everything is in {self.dump_folder}")
 
     def _train_step(self, microbatches: Sequence[Batch], reporter: MetricsReporter) -> None:
@@ -213,6 +223,8 @@ class Trainer:
         for converter in self.converters:
             converter.post_optimizer_hook([self.model])
         self.tokens_seen += self.tokens_per_step
+        if self.sample_ids is not None:
+            self.sample_ids.write(self.step, {"ids": [ids for batch in microbatches for ids in batch.sample_ids or []]})
         reporter.step(
             self.step, loss=lambda: self._over_ranks(total) / self.tokens_per_step, grad_norm=grad_norm, lr=lr
         )
@@ -254,7 +266,7 @@ class Trainer:
             "model": f"{config.model.name} {config.model.flavor}, {self.parameters:,} parameters",
             "precision": f"{dtype} products, float32 weights and gradient sums"
             + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else ""),
-            "data": ", ".join(training.dataset_mixture) or training.dataset_path or training.dataset,
+            "data": self.loader.description,
             "batch": f"{self.global_batch_size} x {training.seq_len} = {self.tokens_per_step:,} tokens a step"
             f" ({training.local_batch_size} x {self.dims.dp} ranks x {microbatches} microbatches)",
             "steps": f"{self.step + 1} to {training.steps}, {training.steps * self.tokens_per_step:,} tokens in all",
@@ -290,7 +302,7 @@ class Trainer:
         )
 
     def _groups(self) -> list[dist.ProcessGroup]:
-        return [dist.group.WORLD, *self.mesh.get_all_groups()]
+        return [dist.distributed_c10d._get_default_group(), *self.mesh.get_all_groups()]
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ class CheckpointManager:
         self.optimizer = optimizer
         self.identity = identity
         self.failed_saves = 0
+        self.last_save_failed = False
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[None] | None = None
         if config.enable_checkpoint:
@@ -162,12 +163,13 @@ class CheckpointManager:
             last: of the run; then `last_save_model_weights_only` applies.
         """
         self.wait()
+        self.last_save_failed = False
         weights_only = last and self.config.last_save_model_weights_only
         train_state = {"weights_only": weights_only, "identity": self.identity, **state()}
         tensors = self._tensors(weights_only)
         temporary = temporary_folder(self.folder, step)
         asynchronous = self.config.async_mode != "disabled" and not last
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             if asynchronous:
                 self._pending = self._start(tensors, temporary, step, train_state)
@@ -225,11 +227,12 @@ class CheckpointManager:
 
     def _failed(self, step: int, error: BaseException) -> None:
         self.failed_saves += 1
+        self.last_save_failed = True
         if dist.get_rank() == 0:
             shutil.rmtree(temporary_folder(self.folder, step), ignore_errors=True)
         logger.error(
-            f"the checkpoint of step {step} could not be saved ({_first_line(error)}); training goes on, and the "
-            f"checkpoints before it are as they were"
+            f"the checkpoint of step {step} could not be saved ({_first_line(error)}); {self.failed_saves} failed so "
+            "far. Training goes on, and the checkpoints before it are as they were."
         )
 
 

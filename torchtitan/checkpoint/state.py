@@ -24,7 +24,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     """The optimizer's state, as `optimizer.state.<parameter>.<name>`. Learning rates and the like are left out: they
     are the configuration's, and would bring old settings back."""
     full = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
-    return {OPTIMIZER + key: value for key, value in full.items() if isinstance(value, torch.Tensor)}
+    tensors: dict[str, Any] = {key: value for key, value in full.items() if isinstance(value, torch.Tensor)}
+    return {OPTIMIZER + key: tensor for key, tensor in tensors.items()}
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Any]) -> None:

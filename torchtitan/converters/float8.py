@@ -1,6 +1,7 @@
 """Matrix products in float8, with scales computed anew each time, by torchao."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
@@ -47,9 +48,10 @@ class Float8Converter:
         decisions = decide(model, self.config.filter_fqns, "float8.filter_fqns", self.recipe, MULTIPLE_OF)
         chosen = {decision.fqn for decision in decisions if decision.converted}
         if not chosen:
-            rules = "; ".join(f"{decision.fqn}: {decision.reason}" for decision in decisions)
+            reasons = Counter(decision.reason for decision in decisions)
+            rules = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
             raise ConfigError(
-                f"model.converters: float8 would convert none of {len(decisions)} linear layers ({rules})."
+                f"model.converters: float8 would convert none of {len(decisions)} linear layers: {rules}."
             )
         config = Float8LinearConfig.from_recipe_name(self.recipe)
         if self.config.emulate:

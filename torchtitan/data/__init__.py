@@ -1,1 +1,37 @@
-"""From files or the Hub to batches of tokens: tokenizers, document sources, packing, the resumable loader."""
+"""From files or the Hub to batches of tokens: tokenizers, document sources, packing, the resumable loader.
+
+Names and tokenizers come without torch, so that a mistake in them shows at once; the loader's names import torch when
+they are first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.data.datasets import DATASETS
+from torchtitan.data.sources import Document, Drawn, Source, StreamedSource
+from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from torchtitan.data.loader import Batch, Loader, ValidationLoader, build_loader, build_validation_loader
+
+__all__ = [
+    "DATASETS",
+    "Batch",
+    "Document",
+    "Drawn",
+    "Loader",
+    "Source",
+    "StreamedSource",
+    "Tokenizer",
+    "ValidationLoader",
+    "build_loader",
+    "build_validation_loader",
+    "load_tokenizer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchtitan.data import loader
+
+    return getattr(loader, name)

@@ -14,7 +14,7 @@ from torchtitan.data.sources import digest
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError
 
-__all__ = ["Batch", "Loader", "ValidationLoader", "build_loader", "build_validation_loader", "merge_states"]
+__all__ = ["Batch", "Loader", "ValidationLoader", "build_loader", "build_validation_loader"]
 
 PREFETCHED_STEPS = 2
 
@@ -101,6 +101,20 @@ class Loader:
     def wait_seconds(self) -> float:
         return self._waited_before + self._steps.wait_seconds
 
+    @property
+    def description(self) -> str:
+        """What is read, in a few words."""
+        sources = self._corpus.sources
+        weights = sum(weighted.weight for weighted in sources)
+        shares = [f"{weighted.name} {weighted.weight / weights:.0%}" for weighted in sources]
+        tokenizer = self._corpus.tokenizer
+        return (
+            f"{', '.join(shares) if len(sources) > 1 else sources[0].name}"
+            f"{'' if self._identity['shuffle'] else ', not shuffled'}"
+            f"{', one document in 100 held out' if self._identity['hold_out'] else ''}"
+            f"; {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} tokens"
+        )
+
     def next(self) -> list[Batch]:
         """The microbatches of the next optimizer step, `local_batch_size` sequences each.
 
@@ -113,6 +127,14 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """What was handed out so far, as JSON: this rank's part of the state, for `merge_states`."""
         return {**self._identity, "epoch": epoch_of(self._positions), "positions": self._positions}
+
+    @staticmethod
+    def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One state from those of all data-parallel ranks, to be loaded by any number of them."""
+        positions: Positions = {}
+        for state in states:
+            positions.update(state["positions"])
+        return {**states[0], "epoch": epoch_of(positions), "positions": positions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a merged state, of whatever number of ranks.
@@ -140,14 +162,6 @@ def steps(rows: list[Row], shape: Shape) -> Iterator[tuple[list[Batch], Position
 def epoch_of(positions: Positions) -> int:
     """How often every row has read its documents: for people."""
     return min(position["epoch"] for position in positions.values())
-
-
-def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state from those of all data-parallel ranks, to be loaded by any number of them."""
-    positions: Positions = {}
-    for state in states:
-        positions.update(state["positions"])
-    return {**states[0], "epoch": min(state["epoch"] for state in states), "positions": positions}
 
 
 # Part of the state, and the key that it comes from.

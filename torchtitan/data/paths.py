@@ -1,10 +1,93 @@
 """A path or hub id to documents, by what is there."""
 
-from torchtitan.data.sources import Source, StreamedSource
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+from torchtitan.data.records import JsonLines, ParquetFiles
+from torchtitan.data.sources import Source, StreamedSource, TextFiles
+from torchtitan.data.streamed import open_compressed_jsonl, open_hub
 from torchtitan.errors import DataError
 
 __all__ = ["open_path"]
 
+JSONL, COMPRESSED, PARQUET = "JSONL", "compressed JSONL", "Parquet"
+KINDS = {
+    ".jsonl": JSONL,
+    ".json": JSONL,
+    ".ndjson": JSONL,
+    ".gz": COMPRESSED,
+    ".zst": COMPRESSED,
+    ".parquet": PARQUET,
+}
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(/[\w.-]+)?")
+LEFT_OUT = {"_SUCCESS"}  # what Spark leaves beside the files that it writes
+
 
 def open_path(path: str, text_column: str) -> Source | StreamedSource:
-    raise DataError("not yet")
+    """Documents of a JSONL, Parquet or text file, of a folder of files of one kind, or of a data set on the Hub.
+
+    Args:
+        path: file, folder, or, where there is none of that name, `owner/name` or `owner/name/configuration`.
+        text_column: holds the text in JSONL, in Parquet and on the Hub.
+
+    Raises:
+        DataError: nothing is there, or it is empty, of several kinds, or without the column.
+    """
+    place = Path(path).expanduser()
+    try:
+        if place.is_dir():
+            root, files = place, files_in(place)
+        elif place.is_file():
+            root, files = place.parent, [place.name]
+        elif looks_like_hub_id(path):
+            return open_hub(path, text_column)
+        else:
+            raise DataError(f"there is no file or folder {path}.")
+        files = [name for name in files if (root / name).stat().st_size]
+        if not files:
+            raise DataError(f"{path} is empty.")
+        return open_files(str(place), root, files, text_column)
+    except OSError as error:
+        raise DataError(f"{error.filename or path} cannot be read ({error.strerror}).") from error
+
+
+def looks_like_hub_id(path: str) -> bool:
+    """Whether somebody who writes this path means the Hub, when there is no such file or folder."""
+    place = Path(path)
+    of_a_file = place.suffix in KINDS or place.suffix == ".txt" or place.parent.is_dir()
+    return HUB_ID.fullmatch(path) is not None and not of_a_file
+
+
+def files_in(folder: Path) -> list[str]:
+    """Names of all files below a folder, hidden ones left out, in an order that is the same everywhere."""
+    names = []
+    for inside, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [
+            (Path(inside) / name).relative_to(folder).as_posix()
+            for name in files
+            if not name.startswith(".") and name not in LEFT_OUT
+        ]
+    return sorted(names)
+
+
+def open_files(path: str, root: Path, files: list[str], text_column: str) -> Source | StreamedSource:
+    kinds = Counter(kind_of(name) for name in files)
+    if len(kinds) > 1:
+        found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        raise DataError(f"{path} holds files of several kinds ({found}); keep one kind in a folder, or name one file.")
+    kind = next(iter(kinds))
+    if kind == JSONL:
+        return JsonLines(root, files, text_column)
+    if kind == PARQUET:
+        return ParquetFiles(root, files, text_column)
+    if kind == COMPRESSED:
+        return open_compressed_jsonl(path, str(root), files, text_column)
+    return TextFiles(root, files)
+
+
+def kind_of(name: str) -> str:
+    suffix = Path(name).suffix
+    return KINDS.get(suffix.lower(), f"text ({suffix or 'no suffix'})")

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-SECONDS_BETWEEN_LOOKS = 0.1  # how soon a thread that waits for a free place notices that nobody wants more
+SECONDS_BETWEEN_LOOKS = 0.05  # how soon a thread that waits for a free place notices that nobody wants more
 SECONDS_TO_STOP = 2.0
 
 
@@ -22,6 +22,7 @@ class Prefetcher(Generic[T]):
 
     Attributes:
         wait_seconds: how long the reader has waited in all.
+        close: call it to stop the thread. One that waits for the network is left behind, and ends when that is over.
     """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
@@ -29,10 +30,11 @@ class Prefetcher(Generic[T]):
         self._failure: BaseException | None = None
         self._ready: queue.Queue[T | BaseException] = queue.Queue(depth)
         self._closed = threading.Event()
-        # The thread knows the queue and the event, not this object: dropping it, or the interpreter's end, stops it.
-        self._thread = threading.Thread(target=run_ahead, args=(items, self._ready, self._closed), daemon=True)
-        self._stop_at_the_end = weakref.finalize(self, self._closed.set)
-        self._thread.start()
+        thread = threading.Thread(target=run_ahead, args=(items, self._ready, self._closed), daemon=True)
+        # The thread knows the queue and the event, not this object, so that dropping this object stops it. So does the
+        # end of the process: a thread that is inside a tokenizer when the interpreter goes would abort it.
+        self.close = weakref.finalize(self, stop, self._closed, thread)
+        thread.start()
 
     def next(self) -> T:
         """The next item; what the iterator raised is raised here."""
@@ -47,10 +49,11 @@ class Prefetcher(Generic[T]):
             self._failure = item
         raise self._failure
 
-    def close(self) -> None:
-        """Stops the thread. One that waits for the network is left behind: it ends when it next comes round."""
-        self._closed.set()
-        self._thread.join(SECONDS_TO_STOP)
+
+def stop(closed: threading.Event, thread: threading.Thread) -> None:
+    closed.set()
+    if thread is not threading.current_thread():
+        thread.join(SECONDS_TO_STOP)
 
 
 def run_ahead(items: Iterator[T], ready: "queue.Queue[T | BaseException]", closed: threading.Event) -> None:

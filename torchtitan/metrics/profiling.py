@@ -40,7 +40,7 @@ class Profiler:
         if profiling.enable_memory_snapshot and device_type != "cuda":
             raise ConfigError(
                 f"profiling.enable_memory_snapshot needs a CUDA device and this run is on {device_type}: "
-                "turn the key off (profiling.enable_profiling works here)"
+                "turn the key off (profiling.enable_profiling works here)."
             )
         self.freq = profiling.profile_freq
         self.rank = rank

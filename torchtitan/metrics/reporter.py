@@ -276,6 +276,6 @@ def make_writers(
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder: metrics cannot be written to {dump_folder} ({error.strerror or error}); "
-            "choose a folder that can be written"
+            "choose a folder that can be written."
         ) from error
     return writers

@@ -35,7 +35,7 @@ class JSONLWriter:
             drop_after(path, start_step)
         self.file = path.open("a", encoding="utf-8")
 
-    def write(self, step: int, values: Mapping[str, Value]) -> None:
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
         self.file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         self.file.flush()
 
@@ -106,7 +106,7 @@ class WandbWriter:
             import wandb
         except ImportError:
             raise ConfigError(
-                "metrics.enable_wandb is set, but wandb is not installed: `pip install wandb`, or turn the key off"
+                "metrics.enable_wandb is set, but wandb is not installed: `pip install wandb`, or turn the key off."
             ) from None
         name = os.environ.get("WANDB_NAME")
         if rank > 0:

@@ -36,11 +36,12 @@ class _CausalAttention(torch.autograd.Function):
         With P = exp(scale q kᵀ - logsumexp): dv = Pᵀ do, ds = P * (do vᵀ - rowsum(do * o)), dq = scale ds k,
         dk = scale dsᵀ q. Scores and sums over blocks are kept in float32.
         """
-        shape, dtype = ctx.saved_tensors[0].shape, ctx.saved_tensors[0].dtype
+        *saved, logsumexp = ctx.saved_tensors  # once: activation checkpointing unpacks them one time only
+        shape, dtype = out_grad.shape, out_grad.dtype
         seq, head_dim = shape[-2:]
         scale = head_dim**-0.5
-        q, k, v, out, out_grad = (t.reshape(-1, seq, head_dim) for t in (*ctx.saved_tensors[:4], out_grad))
-        logsumexp = ctx.saved_tensors[4].reshape(-1, seq, 1)
+        q, k, v, out, out_grad = (t.reshape(-1, seq, head_dim) for t in (*saved, out_grad))
+        logsumexp = logsumexp.reshape(-1, seq, 1)
         row_sums = (out_grad.float() * out.float()).sum(-1, keepdim=True)
         keys, values = k.float().mT, v.mT
         q_grad = torch.empty_like(q)

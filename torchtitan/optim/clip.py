@@ -15,8 +15,14 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
         The norm before clipping, a float32 scalar on the device, the same on every rank.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters], foreach=True)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if grads[0].device.type == "cpu":
+        # torch's CPU kernel sums in float32 one number after the other: 1e-4 off for a large sparse gradient, and
+        # differently so for each layout.
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]))
+    else:
+        norm = nn.utils.get_total_norm(grads, foreach=True)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = norm.float()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
     return norm

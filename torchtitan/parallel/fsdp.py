@@ -4,6 +4,8 @@ One process is a shard of one, DDP a copy of a shard of one: the same code compu
 layout, with float32 weights and gradients around a computation in `param_dtype`.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +32,7 @@ def apply_fsdp(
         param_dtype: of gathered weights, and so of the computation.
         reduce_dtype: in which gradients are summed.
     """
-    options = {
+    options: dict[str, Any] = {
         "mesh": mesh if mesh.size(0) > 1 else mesh["dp_shard"],
         # Weights decide the dtype of activations; casting inputs would also round the table of rotations.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),

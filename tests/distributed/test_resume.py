@@ -1,0 +1,88 @@
+"""A run that was stopped goes on as if nothing had been: on the same layout to the bit, on another to rounding."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import (
+    SMALL,
+    assert_equal_bit_for_bit,
+    checkpoint_steps,
+    into,
+    last_step,
+    lines_of,
+    losses,
+    started,
+    tensors_of,
+    train,
+)
+
+STEPS = 16
+FLAGS = (
+    *SMALL,
+    f"--training.steps={STEPS}",
+    "--training.local_batch_size=1",
+    "--training.record_sample_ids",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=4",
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two FSDP ranks, each step of two microbatches, shuffled data."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train(*FLAGS, into(folder), processes=2)
+    return folder
+
+
+def kill_at(step: int, folder: Path, *flags: str) -> None:
+    """Runs the command until this step has been reported, then ends all of its processes at once."""
+    with started(*FLAGS, *flags, into(folder), processes=2) as run:
+        run.wait_until(lambda: last_step(folder) >= step)
+        run.kill()
+    assert last_step(folder) < STEPS
+
+
+def sample_ids(folder: Path, ranks: int) -> dict[int, list[list[str]]]:
+    """By step, the ids of every row of the global batch."""
+    rows: dict[int, list[list[str]]] = {}
+    for rank in range(ranks):
+        for line in lines_of(folder / "sample_ids" / f"rank_{rank}.jsonl"):
+            rows.setdefault(line["step"], []).extend(line["ids"])
+    return rows
+
+
+def test_killed_twice_and_resumed_it_ends_bit_for_bit_the_same(uninterrupted: Path, tmp_path: Path) -> None:
+    kill_at(6, tmp_path)
+    assert checkpoint_steps(tmp_path) == [4]
+    kill_at(10, tmp_path)
+    assert 8 in checkpoint_steps(tmp_path)
+    output = train(*FLAGS, into(tmp_path), processes=2)
+    assert "loaded" in output
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert list(losses(tmp_path)) == list(range(1, STEPS + 1))
+    assert sample_ids(tmp_path, ranks=2) == sample_ids(uninterrupted, ranks=2)
+    assert_equal_bit_for_bit(tensors_of(tmp_path, STEPS), tensors_of(uninterrupted, STEPS))
+
+
+def test_checkpoints_written_in_the_background_resume_bit_for_bit(uninterrupted: Path, tmp_path: Path) -> None:
+    background = "--checkpoint.async_mode=async"
+    kill_at(11, tmp_path, background)
+    train(*FLAGS, into(tmp_path), background, processes=2)
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert_equal_bit_for_bit(tensors_of(tmp_path, STEPS), tensors_of(uninterrupted, STEPS))
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_another_number_of_processes_goes_on_with_the_same_samples(
+    processes: int, uninterrupted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(uninterrupted / "checkpoint" / "step-8", tmp_path / "checkpoint" / "step-8")
+    train(*FLAGS, into(tmp_path), "--training.steps=12", processes=processes)
+    after = range(9, 13)
+    assert list(losses(tmp_path)) == list(after)
+    expected = [losses(uninterrupted)[step] for step in after]
+    assert list(losses(tmp_path).values()) == pytest.approx(expected, abs=1e-5)
+    theirs = sample_ids(uninterrupted, ranks=2)
+    assert sample_ids(tmp_path, ranks=processes) == {step: theirs[step] for step in after}

@@ -1,0 +1,66 @@
+"""docs/extension.md: its command, run as it stands there, and the message that it shows."""
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOC = (ROOT / "docs" / "extension.md").read_text(encoding="utf-8")
+
+
+def run(arguments: list[str], folder: Path, python_path: str) -> subprocess.CompletedProcess[str]:
+    """`train.py` in one process, in an empty working directory."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{python_path}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture
+def command() -> tuple[list[str], str]:
+    """Arguments and PYTHONPATH of the command in the doc, with paths from the repository made absolute."""
+    line = re.search(r"```bash\n(.*\./run_train\.sh.*)\n```", DOC)
+    assert line, "docs/extension.md has no command"
+    words = shlex.split(line[1])
+    settings = dict(word.split("=", 1) for word in words[: words.index("./run_train.sh")])
+    flags = words[words.index("./run_train.sh") + 1 :]
+    return [f"--job.config_file={ROOT / settings['CONFIG_FILE']}", *flags], str(ROOT / settings["PYTHONPATH"])
+
+
+def test_the_command_of_the_doc_trains(command: tuple[list[str], str], tmp_path: Path) -> None:
+    done = run(command[0], tmp_path, command[1])
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    assert "rounding (4 bits): converted 12 of 15 linear layers" in log  # without output and two attention.wo
+    assert "my_llama tiny" in log and "sums; sentencepiece tokenizer" in log
+    folder = tmp_path / "outputs" / "my_extension"
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == [1, 2]
+    assert all(math.isfinite(entry["loss"]) for entry in entries)
+    assert "[rounding]\nbits = 4\n" in (folder / "config.toml").read_text()
+
+
+def test_code_in_the_doc_is_the_example(command: tuple[list[str], str]) -> None:
+    example = (Path(command[1]) / "my_extension.py").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
+    whole = [block for block in blocks if "..." not in block]
+    assert len(whole) >= 3
+    for block in whole:
+        for part in block.strip().split("\n\n\n"):
+            assert part in example, part
+
+
+def test_a_mistake_in_the_own_section_is_the_one_sentence_of_the_doc(
+    command: tuple[list[str], str], tmp_path: Path
+) -> None:
+    shown = re.search(r"```console\n\$ python train.py .*?(--rounding\S+)\n(Error: .*)\n```", DOC)
+    assert shown
+    done = run([command[0][0], shown[1]], tmp_path, command[1])
+    assert (done.returncode, done.stderr.strip()) == (2, shown[2])

@@ -1,0 +1,218 @@
+"""Starts real runs, as a user does, and reads what they leave behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from torchtitan.config import ConfigManager
+from torchtitan.logging import logger
+
+ROOT = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
+PATIENCE = 240  # seconds; for machines that do much else
+
+# Small, every step in metrics.jsonl, and a learning rate that does not depend on the number of steps.
+SMALL = (
+    "--training.seq_len=64",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=4",
+    "--training.mixed_precision_param=float32",
+    "--lr_scheduler.warmup_steps=2",
+    "--lr_scheduler.decay_ratio=0",
+    "--activation_checkpoint.mode=none",
+    "--metrics.log_freq=1",
+)
+TINY = (*SMALL, "--experimental.custom_import=tiny", "--model.name=tiny", "--model.flavor=narrow")
+CHECKPOINTS = ("--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
+
+
+def train_here(*flags: str) -> None:
+    """A run of one process in this process: no start-up to wait for."""
+    import train
+
+    before = logger.handlers, logger.level, logger.propagate
+    try:
+        train.run(ConfigManager().parse_args(flags))
+    finally:
+        logger.handlers, logger.level, logger.propagate = before
+
+
+class Run:
+    """A run that has been started, and all its processes, which are known by a variable in their environment.
+
+    Args:
+        command: program and arguments.
+        environment: on top of this process's.
+        folder: working directory.
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], folder: Path) -> None:
+        self.mark = f"RUN_OF_A_TEST={uuid.uuid4().hex}"
+        name, value = self.mark.split("=")
+        self.screen = tempfile.TemporaryFile()  # and no pipe, which would fill up, or wait for orphans
+        inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "NGPU")}
+        path = os.pathsep.join([str(ROOT), str(TESTS)])
+        self.process = subprocess.Popen(
+            command,
+            env={**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment, name: value},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=self.screen,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a process group of its own, as a shell gives to each command
+        )
+
+    def finish(self) -> tuple[int, str]:
+        """Waits for the end; (exit status, all that was on the screen). A signal -n is the status 128 + n."""
+        status = self.process.wait(PATIENCE)
+        return (status if status >= 0 else 128 - status), self.output()
+
+    def output(self) -> str:
+        """All that has been on the screen, normal output and errors."""
+        self.screen.seek(0)
+        return self.screen.read().decode(errors="replace")
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Until the condition holds; fails where the run ends before."""
+        for _ in range(PATIENCE * 50):
+            if condition():
+                return
+            assert self.process.poll() is None, f"the run has ended:\n{self.output()}"
+            time.sleep(0.02)
+        raise AssertionError("the run does not get there")
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """To the command's process group, as a terminal sends Ctrl-C."""
+        os.killpg(self.process.pid, number)
+
+    def pids(self) -> list[int]:
+        """All living processes of the run, those of other process groups and orphans too."""
+        return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if self.mark in variables_of(pid)]
+
+    def pid_of_rank(self, rank: int) -> int | None:
+        """The process of a rank; None while it is not there yet."""
+        return next((pid for pid in self.pids() if f"RANK={rank}" in variables_of(pid)), None)
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the run, as when the power fails."""
+        while pids := self.pids():
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            time.sleep(0.05)
+            self.process.poll()
+
+
+def variables_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    except OSError:  # it has ended meanwhile
+        return []
+
+
+@contextmanager
+def started(
+    *flags: str,
+    processes: int | None = 1,
+    command: Sequence[str] | None = None,
+    folder: Path = ROOT,
+    **environment: str,
+) -> Iterator[Run]:
+    """A run through `torchtitan.launch` in so many processes, or, with None, plain `python train.py`.
+
+    Args:
+        command: what to start instead.
+        folder: working directory.
+        environment: further variables.
+    """
+    program = [str(ROOT / "train.py"), *flags]
+    if command is not None:
+        program = [*command, *flags]
+    elif processes is not None:
+        program = [sys.executable, "-m", "torchtitan.launch", *program]
+    else:
+        program = [sys.executable, *program]
+    run = Run(program, {"NGPU": str(processes), **environment}, folder)
+    try:
+        yield run
+    finally:
+        run.kill()
+        run.process.wait()
+        run.screen.close()
+
+
+def train(*flags: str, **options: Any) -> str:
+    """A run that must succeed; what was on the screen."""
+    with started(*flags, **options) as run:
+        status, output = run.finish()
+    assert status == 0, output
+    return output
+
+
+def failure(*flags: str, **options: Any) -> tuple[int, str]:
+    """A run that must not succeed; (exit status, what was on the screen)."""
+    with started(*flags, **options) as run:
+        status, output = run.finish()
+        assert status != 0, output
+        assert run.pids() == []
+    return status, output
+
+
+def into(folder: Path) -> str:
+    return f"--job.dump_folder={folder}"
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a JSONL file; none while it is not there."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Loss by step. Fails where a step is there twice or is missing."""
+    lines = [line for line in lines_of(folder / "metrics.jsonl") if "loss" in line]
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def grad_norms(folder: Path) -> list[float]:
+    return [line["grad_norm"] for line in lines_of(folder / "metrics.jsonl") if "loss" in line]
+
+
+def last_step(folder: Path) -> int:
+    """The step that a run is at."""
+    return max((line["step"] for line in lines_of(folder / "metrics.jsonl")), default=0)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").iterdir())
+
+
+def tensors_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole."""
+    file = folder / "tensors.pt"
+    dcp_to_torch_save(folder / "checkpoint" / f"step-{step}", file)
+    tensors = torch.load(file)
+    file.unlink()
+    return tensors
+
+
+def assert_equal_bit_for_bit(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different

@@ -1,0 +1,19 @@
+"""A user's module: models small enough that a run of them is all start-up. `--experimental.custom_import=tiny`."""
+
+from dataclasses import replace
+
+from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.llama.args import LlamaArgs
+
+TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None)
+
+MODELS.register(
+    "tiny",
+    ModelSpec(
+        {
+            "narrow": TINY,
+            "wide": replace(TINY, dim=128),
+            "few_words": replace(TINY, vocab_size=100),
+        }
+    ),
+)

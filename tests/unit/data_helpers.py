@@ -1,0 +1,64 @@
+"""Small corpora on disk, and loaders of all ranks of a run in one process."""
+
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.config.training import Training
+from torchtitan.data import Loader, Tokenizer, build_loader, load_tokenizer
+
+TOKENIZER = load_tokenizer(None)
+
+
+def story(number: int, words: int = 20) -> str:
+    """A document whose tokens tell it from every other."""
+    return f"Story {number}: " + " ".join(f"w{number}x{word}" for word in range(words))
+
+
+def write_jsonl(path: Path, numbers: Iterable[int], words: int = 20) -> Path:
+    lines = [json.dumps({"text": story(number, words), "url": f"u{number}"}) + "\n" for number in numbers]
+    content = "".join(lines).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def training_on(path: Path | str | None, **changes: Any) -> Training:
+    settings: dict[str, Any] = {"seq_len": 32, "local_batch_size": 1, "record_sample_ids": True}
+    return Training(dataset_path=None if path is None else str(path), **{**settings, **changes})
+
+
+def loaders_of(
+    training: Training, rows: int, dp_size: int, *, tokenizer: Tokenizer = TOKENIZER, hold_out: bool = False
+) -> list[Loader]:
+    return [
+        build_loader(training, tokenizer, dp_rank=rank, dp_size=dp_size, global_batch_size=rows, hold_out=hold_out)
+        for rank in range(dp_size)
+    ]
+
+
+def global_batches(loaders: Sequence[Loader], steps: int) -> list[torch.Tensor]:
+    """`steps` tensors (global batch, seq_len + 1): the rows of all ranks in order, labels as the last column."""
+    return [
+        torch.cat([torch.cat([b.tokens, b.labels[:, -1:]], dim=1) for loader in loaders for b in loader.next()])
+        for _ in range(steps)
+    ]
+
+
+def sample_ids(loaders: Sequence[Loader], steps: int) -> list[list[str]]:
+    """For each row, the ids of the documents that it went through, in order, each once in a row."""
+    rows: list[list[str]] = []
+    for _step in range(steps):
+        of_step = [ids for loader in loaders for batch in loader.next() for ids in batch.sample_ids or []]
+        rows = rows or [[] for _ in of_step]
+        for row, ids in zip(rows, of_step, strict=True):
+            row += ids[1:] if row and row[-1] == ids[0] else ids
+    return rows
+
+
+def close(loaders: Iterable[Loader]) -> None:
+    for loader in loaders:
+        loader.close()

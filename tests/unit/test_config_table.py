@@ -1,0 +1,19 @@
+"""docs/config_keys.md is what scripts/config_table.py makes of the dataclasses as they are now."""
+
+import runpy
+from pathlib import Path
+
+from torchtitan.config import JobConfig
+from torchtitan.config.keys import fields_by_key
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_table_is_up_to_date_and_complete() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "config_table.py"))["render"]()
+    assert (ROOT / "docs" / "config_keys.md").read_text(encoding="utf-8") == page, (
+        "a key has changed: run scripts/config_table.py"
+    )
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(fields_by_key(JobConfig))
+    assert "| `steps` | `10000` | an integer above 0 | Optimizer steps. |" in rows

@@ -1,0 +1,275 @@
+"""The sequence of global batches: the same for every layout, and picked up where it was left."""
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+
+from torchtitan.config.training import Training, Validation
+from torchtitan.data import Loader, build_validation_loader
+from torchtitan.errors import CheckpointError, ConfigError, DataError
+
+ROWS = 8
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "corpus.jsonl", range(60))
+
+
+def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def saved(loaders: list[Loader]) -> dict:
+    return json.loads(json.dumps(Loader.merge_states([loader.state_dict() for loader in loaders])))
+
+
+@pytest.mark.parametrize("dp_size", [2, 4, 8])
+def test_every_layout_sees_the_same_global_batches(corpus: Path, dp_size: int) -> None:
+    one, several = (loaders_of(training_on(corpus), ROWS, size) for size in (1, dp_size))
+    # 40 steps are several epochs
+    assert equal(global_batches(one, 40), global_batches(several, 40))
+
+
+def test_microbatches_cut_the_rows_of_a_rank_in_order(corpus: Path) -> None:
+    whole = loaders_of(training_on(corpus, local_batch_size=8), ROWS, 1)[0].next()
+    parts = loaders_of(training_on(corpus, local_batch_size=2), ROWS, 1)[0].next()
+    assert [len(batch.tokens) for batch in parts] == [2, 2, 2, 2]
+    assert torch.equal(whole[0].tokens, torch.cat([batch.tokens for batch in parts]))
+    assert whole[0].tokens.dtype == whole[0].labels.dtype == torch.int64
+    assert torch.equal(whole[0].tokens[:, 1:], whole[0].labels[:, :-1])
+
+
+@pytest.mark.parametrize("dp_size", [1, 4])
+def test_another_number_of_ranks_goes_on_where_two_stopped(corpus: Path, dp_size: int) -> None:
+    expected = global_batches(loaders_of(training_on(corpus), ROWS, 1), 30)
+    two = loaders_of(training_on(corpus), ROWS, 2)
+    assert equal(global_batches(two, 7), expected[:7])
+    others = loaders_of(training_on(corpus), ROWS, dp_size)
+    for loader in others:
+        loader.load_state_dict(saved(two))
+    assert equal(global_batches(others, 23), expected[7:])
+
+
+def test_two_resumes_in_one_run(corpus: Path) -> None:
+    expected = global_batches(loaders_of(training_on(corpus), ROWS, 1), 30)
+    loaders, done, state = loaders_of(training_on(corpus), ROWS, 1), 0, None
+    for dp_size, steps in ((1, 9), (2, 5), (4, 16)):
+        close(loaders)
+        loaders = loaders_of(training_on(corpus), ROWS, dp_size)
+        for loader in loaders if state else []:
+            loader.load_state_dict(state)
+        assert equal(global_batches(loaders, steps), expected[done : done + steps])
+        state, done = saved(loaders), done + steps
+
+
+def test_a_loader_that_has_run_already_can_be_set_back(corpus: Path) -> None:
+    loaders = loaders_of(training_on(corpus), ROWS, 1)
+    start = saved(loaders)
+    expected = global_batches(loaders, 5)
+    loaders[0].load_state_dict(start)
+    assert equal(global_batches(loaders, 5), expected)
+
+
+def test_the_state_is_of_what_was_handed_out_not_of_what_was_read_ahead(corpus: Path) -> None:
+    loaders = loaders_of(training_on(corpus), ROWS, 1)
+    global_batches(loaders, 3)
+    before = saved(loaders)
+    time.sleep(0.2)  # time enough to read ahead
+    assert saved(loaders) == before
+    following = global_batches(loaders, 1)
+    again = loaders_of(training_on(corpus), ROWS, 1)
+    again[0].load_state_dict(before)
+    assert equal(global_batches(again, 1), following)
+
+
+def test_an_epoch_reads_every_document_once_and_the_next_in_another_order(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", range(48))
+    rows = sample_ids(loaders_of(training_on(corpus), 4, 2), 130)
+    every = {f"corpus.jsonl:{line}" for line in range(1, 49)}
+    first = [row[:12] for row in rows]
+    assert {id for row in first for id in row} == every
+    assert [row[12:24] for row in rows] != first
+    assert {id for row in rows for id in row[12:24]} == every
+    unshuffled = sample_ids(loaders_of(training_on(corpus, shuffle=False), 4, 1), 20)
+    assert unshuffled[1][:3] == ["corpus.jsonl:2", "corpus.jsonl:6", "corpus.jsonl:10"]
+
+
+def test_windows_hold_whole_documents_between_bos_and_eos(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", range(10))
+    loaders = loaders_of(training_on(corpus, shuffle=False, document_mask=True), 1, 1)
+    batches = [loaders[0].next()[0] for _ in range(12)]
+    stream = torch.cat([batch.tokens for batch in batches], dim=1)[0].tolist()
+    expected: list[int] = []
+    for number in range(10):
+        expected += [TOKENIZER.bos_id or 0, *TOKENIZER.encode(story(number)), TOKENIZER.eos_id]
+    assert stream == expected[: len(stream)]
+    # a new number at each BOS, and only there
+    for batch in batches:
+        assert batch.document_ids is not None
+        starts = (batch.tokens[0, 1:] == TOKENIZER.bos_id).long()
+        assert torch.equal(batch.document_ids[0].diff(), starts)
+        assert len(batch.sample_ids[0]) == batch.document_ids.max() + 1  # type: ignore[index]
+
+
+def test_ids_are_left_out_unless_asked_for(corpus: Path) -> None:
+    batch = loaders_of(training_on(corpus, record_sample_ids=False), ROWS, 1)[0].next()[0]
+    assert batch.document_ids is None and batch.sample_ids is None
+
+
+def test_seed_and_epoch_choose_the_order(corpus: Path) -> None:
+    one, same, other = (global_batches(loaders_of(training_on(corpus, seed=s), ROWS, 1), 3) for s in (1, 1, 2))
+    assert equal(one, same) and not equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seq_len": 16}, "training.seq_len (now 16, in the checkpoint 32)"),
+        ({"seed": 5}, "training.seed (now 5, in the checkpoint 0)"),
+        ({"shuffle": False}, "training.shuffle"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(corpus: Path, change: dict, named: str) -> None:
+    state = saved(loaders_of(training_on(corpus), ROWS, 1))
+    other = loaders_of(training_on(corpus, **change), ROWS, 1)[0]
+    with pytest.raises(CheckpointError) as caught:
+        other.load_state_dict(state)
+    assert named in str(caught.value)
+    assert "--checkpoint.exclude_from_loading=dataloader" in str(caught.value)
+
+
+def test_a_state_of_other_data_or_batch_is_refused(corpus: Path) -> None:
+    state = saved(loaders_of(training_on(corpus), ROWS, 1))
+    with pytest.raises(CheckpointError, match=r"training\.global_batch_size .now 4, in the checkpoint 8"):
+        loaders_of(training_on(corpus), 4, 1)[0].load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"validation\.enabled"):
+        loaders_of(training_on(corpus), ROWS, 1)[0].load_state_dict({**state, "hold_out": True})
+    with pytest.raises(CheckpointError, match=r"model\.tokenizer_path"):
+        loaders_of(training_on(corpus), ROWS, 1)[0].load_state_dict({**state, "tokenizer": "another"})
+    half = loaders_of(training_on(corpus), ROWS, 2)[0].state_dict()
+    with pytest.raises(CheckpointError, match="every row"):
+        loaders_of(training_on(corpus), ROWS, 1)[0].load_state_dict(half)
+    write_jsonl(corpus, range(61))
+    with pytest.raises(CheckpointError, match=r"training\.dataset"):
+        loaders_of(training_on(corpus), ROWS, 1)[0].load_state_dict(state)
+
+
+def test_the_same_data_elsewhere_are_the_same_data(corpus: Path, tmp_path: Path) -> None:
+    state = saved(loaders_of(training_on(corpus), ROWS, 1))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    moved = corpus.rename(elsewhere / corpus.name)
+    loaders_of(training_on(moved), ROWS, 1)[0].load_state_dict(state)
+
+
+def test_rows_that_cannot_be_divided_are_refused(corpus: Path) -> None:
+    with pytest.raises(ConfigError, match="make it a multiple of 6"):
+        loaders_of(training_on(corpus, local_batch_size=2), ROWS, 3)
+
+
+def test_more_rows_than_documents(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "few.jsonl", range(3))
+    with pytest.raises(DataError, match="3 documents for the 8 rows"):
+        loaders_of(training_on(corpus), ROWS, 1)
+
+
+def test_less_text_than_one_sequence(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "short.jsonl", range(8), words=1)
+    loader = loaders_of(training_on(corpus, seq_len=64), ROWS, 1)[0]
+    for _ in range(2):  # the second call neither hangs nor succeeds
+        with pytest.raises(DataError, match="shorter than one sequence"):
+            loader.next()
+
+
+def test_documents_without_text_are_no_endless_loop(tmp_path: Path) -> None:
+    corpus = tmp_path / "empty.jsonl"
+    corpus.write_text('{"text": ""}\n' * 20)
+    with pytest.raises(DataError, match="0 tokens"):
+        loaders_of(training_on(corpus), ROWS, 1)[0].next()
+
+
+def test_waiting_is_counted_and_a_closed_loader_says_so(corpus: Path) -> None:
+    loader = loaders_of(training_on(corpus), ROWS, 1)[0]
+    loader.next()
+    waited = loader.wait_seconds
+    assert waited > 0
+    loader.load_state_dict(loader.state_dict())
+    assert loader.wait_seconds >= waited
+    loader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        loader.next()
+
+
+def test_python_stdlib_is_ready_without_datasets_and_the_process_ends_in_mid_stream() -> None:
+    program = """
+        import sys
+        from torchtitan.config.training import Training
+        from torchtitan.data import DATASETS, load_tokenizer
+        assert "torch" not in sys.modules
+        from torchtitan.data import build_loader
+        training = Training(seq_len=128, local_batch_size=4)
+        loader = build_loader(training, load_tokenizer(None), dp_rank=0, dp_size=1, global_batch_size=8, hold_out=True)
+        print([tuple(batch.tokens.shape) for batch in loader.next()], "datasets" in sys.modules)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "[(4, 128), (4, 128)] False\n"), ended.stderr
+
+
+def test_validation_holds_other_documents_than_training(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", range(400))
+    training = training_on(corpus)
+    trained = {id for row in sample_ids(loaders_of(training, 4, 2, hold_out=True), 450) for id in row}
+    validation = Validation(enabled=True, local_batch_size=2, steps=5)
+    held_out = build_validation_loader(validation, training, TOKENIZER, dp_rank=0, dp_size=1)
+    assert len(held_out) == len(list(held_out)) == 5
+    validated = {id for batch in held_out for ids in batch.sample_ids or [] for id in ids}
+    assert len(trained) == 396
+    assert validated == {f"corpus.jsonl:{line}" for line in (100, 200, 300, 400)}
+
+
+def test_validation_gives_the_same_batches_each_time_and_each_rank_its_own() -> None:
+    validation = Validation(enabled=True, local_batch_size=2, steps=3)
+    training = Training(seq_len=64, local_batch_size=2)
+    loaders = [build_validation_loader(validation, training, TOKENIZER, dp_rank=r, dp_size=2) for r in range(2)]
+    first, second = ([batch.tokens for batch in loader] for loader in loaders)
+    assert equal(first, [batch.tokens for batch in loaders[0]])
+    assert not equal(first, second)
+
+
+def test_held_out_text_of_files_is_not_trained_on(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / f"{number}.txt").write_text("".join(f"{number} {line} of a text\n" for line in range(1000)))
+    training = training_on(tmp_path, seq_len=512)
+    trained = {id for row in sample_ids(loaders_of(training, 2, 1, hold_out=True), 400) for id in row}
+    validation = Validation(enabled=True, local_batch_size=2, steps=4)
+    batches = list(build_validation_loader(validation, training, TOKENIZER, dp_rank=0, dp_size=1))
+    validated = {id for batch in batches for ids in batch.sample_ids or [] for id in ids}
+    # ids name the file and the byte that a segment begins at
+    assert validated and not trained & validated
+
+
+def test_too_few_documents_to_hold_some_out(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", range(99))
+    with pytest.raises(DataError, match=r"99 documents, too few to hold one in 100 out.*validation\.dataset_path"):
+        loaders_of(training_on(corpus), 4, 1, hold_out=True)
+
+
+def test_a_validation_set_of_its_own(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", range(20))
+    other = write_jsonl(tmp_path / "other.jsonl", range(100, 120))
+    validation = Validation(enabled=True, dataset_path=str(other), local_batch_size=2, steps=2)
+    batches = build_validation_loader(validation, training_on(corpus), TOKENIZER, dp_rank=0, dp_size=1)
+    ids = {id for batch in batches for ids in batch.sample_ids or [] for id in ids}
+    assert ids and all(id.startswith("other.jsonl:") for id in ids)
+    missing = Validation(enabled=True, dataset_path=str(tmp_path / "missing.jsonl"))
+    with pytest.raises(DataError, match=r"^validation\.dataset_path: there is no file or folder"):
+        build_validation_loader(missing, training_on(corpus), TOKENIZER, dp_rank=0, dp_size=1)

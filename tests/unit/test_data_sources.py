@@ -1,0 +1,239 @@
+"""Files and folders of each kind, and what is said about those that cannot be used."""
+
+import itertools
+import json
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_helpers import TOKENIZER, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan.config.training import Training
+from torchtitan.data import DATASETS
+from torchtitan.data.dealing import permuted
+from torchtitan.data.paths import open_path
+from torchtitan.data.sources import TextFiles, python_stdlib
+from torchtitan.errors import ConfigError, DataError
+from torchtitan.logging import logger
+
+
+def texts(path: Path | str, text_column: str = "text") -> list[str]:
+    source = open_path(str(path), text_column)
+    assert hasattr(source, "__len__")
+    return [source[index].text for index in range(len(source))]
+
+
+@pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+# Text files
+
+
+@given(content=st.text(st.sampled_from("ab\n\r é☃😀\u2028"), max_size=400), pieces=st.integers(1, 20))
+def test_segments_of_a_file_join_to_the_file(
+    tmp_path_factory: pytest.TempPathFactory, content: str, pieces: int
+) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    content *= 20  # segments are 1 KiB or more
+    (folder / "one.txt").write_bytes(content.encode())
+    cut = TextFiles(folder, ["one.txt"]).cut(pieces)
+    documents = [cut[index] for index in range(len(cut))]
+    assert "".join(document.text for document in documents) == content
+    for document in documents[1:]:
+        assert not document.starts
+    for document in documents[:-1]:
+        assert not document.ends
+
+
+def test_a_line_longer_than_a_segment_is_cut_at_a_character(tmp_path: Path) -> None:
+    content = "x" + "é☃😀" * 50_000
+    (tmp_path / "line.txt").write_text(content, encoding="utf-8")
+    cut = TextFiles(tmp_path, ["line.txt"]).cut(3)
+    assert "".join(cut[index].text for index in range(len(cut))) == content
+    assert max(len(cut[index].text.encode()) for index in range(len(cut))) < 3 * (1 << 16)
+
+
+def test_one_text_file_feeds_every_row(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("".join(f"Line {line} of the book.\n" for line in range(5000)))
+    batches = global_batches(loaders_of(training_on(tmp_path / "book.txt"), 16, 2), 3)
+    assert len({tuple(row.tolist()) for batch in batches for row in batch}) == 48
+
+
+def test_a_folder_is_read_with_its_subfolders_and_without_hidden_files(tmp_path: Path) -> None:
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "inside" / "c.txt").write_text("third")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / ".hidden.jsonl").write_text("{}")
+    (tmp_path / "_SUCCESS").write_text("")
+    assert texts(tmp_path) == ["first", "second", "third"]
+
+
+def test_python_stdlib_is_source_code_without_tests() -> None:
+    source = python_stdlib()
+    ids = [source[index].id for index in range(len(source))]
+    assert {"json/decoder.py", "os.py"} <= set(ids)
+    assert not any("/test/" in id or "site-packages" in id for id in ids)
+    assert sum(source.sizes) > 5_000_000
+
+
+# JSONL
+
+
+def test_jsonl_files_are_read_by_line_whatever_the_line_ends(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"line {n}\nand \u2028 more"}, ensure_ascii=False) for n in range(3)]
+    (tmp_path / "a.jsonl").write_bytes("\r\n".join(lines[:2]).encode())
+    (tmp_path / "b.json").write_bytes((lines[2] + "\n").encode())
+    assert texts(tmp_path) == [f"line {n}\nand \u2028 more" for n in range(3)]
+
+
+def test_a_bad_line_is_skipped_counted_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "some_bad.jsonl", range(30))
+    lines = path.read_bytes().splitlines()
+    bad = [b"{not json", b'{"other": 1}', b'{"text": 5}', b"[1]", b'{"text": "\xff\xfe"}', b'{"text": null}']
+    path.write_bytes(b"\n".join(lines[:20] + bad + lines[20:]))
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        rows = sample_ids(loaders_of(training_on(path, shuffle=False), 1, 1), 130)
+    assert rows[0][:31] == [f"some_bad.jsonl:{line}" for line in [*range(1, 21), *range(27, 37), 1]]
+    assert "skipped some_bad.jsonl:21 (not JSON" in caplog.text
+    assert "skipped some_bad.jsonl:22 (no text in column 'text')" in caplog.text
+    assert caplog.text.count("skipped some_bad.jsonl:") == 5 < len(bad)
+
+
+def test_half_a_surrogate_pair_does_not_stop_the_run(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a \\ud83d b"}\n{"text": "\\ud83d\\ude00"}\n')
+    assert texts(tmp_path / "a.jsonl") == ["a \ufffd b", "😀"]
+
+
+def test_the_text_column_can_have_another_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"content": "here", "text": "not here"}\n')
+    assert texts(path, "content") == ["here"]
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_parquet(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    for part in range(2):
+        numbers = range(part * 10, part * 10 + 10)
+        pq.write_table(pa.table({"n": list(numbers), "text": [story(n) for n in numbers]}), folder / f"{part}.parquet")
+    assert texts(folder) == [story(number) for number in range(20)]
+    ids = sample_ids(loaders_of(training_on(folder), 2, 1), 100)
+    assert {id for row in ids for id in row} == {f"parquet[{index}]" for index in range(20)}
+    with pytest.raises(DataError, match=r"no text in a column 'body'; it has n \(int64\), text \(string\)"):
+        open_path(str(folder), "body")
+    with pytest.raises(DataError, match="no text in a column 'n'"):
+        open_path(str(folder), "n")
+    pq.write_table(pa.table({"text": ["a", None]}), tmp_path / "null.parquet")
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        assert texts(tmp_path / "null.parquet") == ["a", ""]
+    assert "skipped null.parquet[1]" in caplog.text
+
+
+# What cannot be used
+
+
+def test_bad_paths(tmp_path: Path) -> None:
+    empty_file, empty_folder, latin1 = tmp_path / "empty.txt", tmp_path / "empty", tmp_path / "latin1.txt"
+    empty_file.touch()
+    empty_folder.mkdir()
+    latin1.write_bytes("naïve\n".encode("latin1") * 200)
+    for path, message in [
+        (tmp_path / "missing", "there is no file or folder"),
+        ("missing/file.jsonl", "there is no file or folder missing/file.jsonl"),
+        (empty_file, "is empty"),
+        (empty_folder, "is empty"),
+    ]:
+        with pytest.raises(DataError, match=rf"^training\.dataset_path: .*{message}"):
+            loaders_of(training_on(path), 1, 1)
+    with pytest.raises(DataError, match=r"latin1\.txt is not UTF-8 text: byte 2 cannot be decoded"):
+        loaders_of(training_on(latin1, shuffle=False), 1, 1)[0].next()
+
+
+def test_a_folder_of_several_kinds(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", range(2))
+    (tmp_path / "README.md").write_text("about")
+    with pytest.raises(DataError, match=r"several kinds \(1 text \(\.md\), 1 JSONL\)"):
+        open_path(str(tmp_path), "text")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"body": "x", "id": 1}\n', "no text in a column 'text'; it has body, id: set training.text_column"),
+        ('[{"text": "x"},\n {"text": "y"}]\n', "not JSONL, one JSON object a line"),
+        ("plain text\n", "not JSONL"),
+        ("\n\n", "it holds no line"),
+    ],
+)
+def test_a_jsonl_file_without_text(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        open_path(str(path), "text")
+
+
+def test_what_is_no_parquet_file(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("no")
+    with pytest.raises(DataError, match="not a Parquet file"):
+        open_path(str(tmp_path / "a.parquet"), "text")
+
+
+def test_a_file_that_vanishes_is_an_error_of_the_next_batch(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"Line {line} of the book.\n" for line in range(5000)))
+    loader = loaders_of(training_on(path), 2, 1)[0]
+    loader.next()
+    path.unlink()
+    with pytest.raises(DataError, match=r"book\.txt cannot be read \(No such file"):
+        for _ in range(5000):
+            loader.next()
+
+
+def test_unknown_data_set_names_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"unknown data set 'pythonstdlib' \(did you mean python_stdlib\?\).*c4"):
+        loaders_of(Training(dataset="pythonstdlib", seq_len=8, local_batch_size=1), 1, 1)
+
+
+def test_c4_test_needs_a_path_and_reads_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^training\.dataset: data set c4_test needs a dataset_path"):
+        loaders_of(training_on(None, dataset="c4_test"), 1, 1)
+    path = write_jsonl(tmp_path / "data.json", range(5))
+    rows = sample_ids(loaders_of(training_on(path, dataset="c4_test", shuffle=False), 1, 1), 10)
+    assert rows[0][0] == "data.json:1"
+
+
+def test_a_data_set_of_the_users(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("mine " * 200)
+    DATASETS.register("mine_for_a_test", lambda path, text_column: TextFiles(tmp_path, ["a.txt"]))
+    batch = global_batches(loaders_of(training_on(None, dataset="mine_for_a_test", shuffle=False), 1, 1), 1)[0]
+    assert "mine mine" in TOKENIZER.decode(batch[0].tolist())
+
+
+# The order
+
+
+@given(length=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))
+def test_permuted_takes_each_index_to_another(length: int, key: int) -> None:
+    assert sorted(permuted(index, length, key) for index in range(length)) == list(range(length))
+
+
+def test_permuted_mixes_well() -> None:
+    order = [permuted(index, 10_000, key=7) for index in range(10_000)]
+    neighbours = sum(abs(a - b) < 100 for a, b in itertools.pairwise(order))
+    assert neighbours < 2 * 10_000 * 200 / 10_000  # by chance about 200 of 10,000
+    assert permuted(10**11, 10**12, key=7) < 10**12

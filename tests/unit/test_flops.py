@@ -1,0 +1,78 @@
+"""FLOPs of a token, peaks of devices, and what is said about them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan.metrics.flops import Peak, describe_mfu, find_peak, flops_per_token, known_peak
+from torchtitan.models.llama.args import LLAMA3, LlamaArgs
+from torchtitan.models.llama.model import Llama
+
+
+def test_formula_counts_what_torch_counts() -> None:
+    """torch's counter sees a query-key and a value product over the whole sequence, as the formula does."""
+    args = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=50)
+    seq_len = 32
+    with torch.device("meta"):
+        model = Llama(args)
+        tokens = torch.zeros(1, seq_len, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        model(tokens).sum().backward()
+    matrices = sum(
+        weight.numel() for name, weight in model.named_parameters() if weight.dim() == 2 and "tok" not in name
+    )
+    expected = flops_per_token(matrices, args.n_layers, args.n_heads, args.head_dim, seq_len)
+    assert counter.get_total_flops() / seq_len == pytest.approx(expected, rel=1e-3)
+
+
+def test_flops_of_llama_3_8b() -> None:
+    args = LLAMA3["8B"]
+    assert flops_per_token(7_504_924_672, args.n_layers, args.n_heads, args.head_dim, 8192) == pytest.approx(
+        5.79e10, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10", 125),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("Some Card 9000", None),
+    ],
+)
+def test_peaks_by_name(name: str, teraflops: float | None) -> None:
+    assert known_peak(name) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+
+
+def test_peak_of_a_gpu_is_known_for_bfloat16_alone() -> None:
+    peak = find_peak("cuda", "NVIDIA H200", torch.bfloat16)
+    assert peak is not None and peak.flops == 989e12 and "NVIDIA H200" in peak.source
+    assert find_peak("cuda", "NVIDIA H200", torch.float32) is None
+    assert find_peak("cuda", "Some Card 9000", torch.bfloat16) is None
+
+
+def test_peak_of_a_cpu_is_measured() -> None:
+    peak = find_peak("cpu", "any", torch.float32)
+    assert peak is not None and peak.source == "float32 product measured at start"
+    assert 1e7 < peak.flops < 1e15
+
+
+def test_description() -> None:
+    assert describe_mfu(None) == "MFU is unknown: no peak FLOP/s is known for this device and dtype"
+    assert describe_mfu(Peak(989e12, "H100")) == "MFU counts 6N plus full attention; peak 989 TFLOP/s (H100)"
+    assert "peak 0.25 TFLOP/s" in describe_mfu(Peak(0.25e12, "measured"))

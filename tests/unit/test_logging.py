@@ -1,0 +1,72 @@
+"""What reaches the screen from which rank."""
+
+import logging
+
+import pytest
+
+from torchtitan.logging import NOISY_LOGGERS, init_logging, logger
+
+pytestmark = pytest.mark.usefixtures("log")  # puts the logger back as it was
+
+
+def say(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    logger.info("all is well")
+    logger.warning("look here")
+    logger.error("it broke")
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out.splitlines()
+
+
+def test_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    init_logging(rank=0, world_size=1, color=True)  # no terminal here, so no colors
+    info, warning, error = say(capsys)
+    assert info.endswith(" all is well") and info[:4].isdigit()
+    assert warning.startswith("WARNING ") and warning.endswith(" look here")
+    assert error.startswith("ERROR ") and error.endswith(" it broke")
+
+
+def test_rank_0_of_several(capsys: pytest.CaptureFixture[str]) -> None:
+    init_logging(rank=0, world_size=4, color=False)
+    info, warning, _ = say(capsys)
+    assert "rank" not in info
+    assert warning.startswith("[rank 0] WARNING ")
+
+
+def test_other_ranks_speak_up_only_when_something_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    init_logging(rank=3, world_size=4, color=False)
+    lines = say(capsys)
+    assert [line.split(" ")[2] for line in lines] == ["WARNING", "ERROR"]
+    assert all(line.startswith("[rank 3] ") for line in lines)
+
+
+def test_two_calls_do_not_double_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    init_logging(rank=1, world_size=2, color=False)
+    init_logging(rank=0, world_size=1, color=False)
+    assert len(say(capsys)) == 3
+
+
+def test_a_configured_root_logger_does_not_double_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    other = logging.StreamHandler()
+    root.addHandler(other)
+    try:
+        init_logging(rank=0, world_size=1, color=False)
+        assert len(say(capsys)) == 3
+    finally:
+        root.removeHandler(other)
+
+
+def test_colors_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    init_logging(rank=0, world_size=1, color=True)
+    assert all("\033[" in line and line.count("\033[") % 2 == 0 for line in say(capsys))
+    init_logging(rank=0, world_size=1, color=False)
+    assert not any("\033[" in line for line in say(capsys))
+
+
+def test_noisy_libraries_are_quiet() -> None:
+    init_logging(rank=0, world_size=1, color=False)
+    assert all(not logging.getLogger(name).isEnabledFor(logging.WARNING) for name in NOISY_LOGGERS)

@@ -1,0 +1,124 @@
+"""The chunked loss against plain cross-entropy over all logits."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan.models import loss
+from torchtitan.models.loss import IGNORE, chunked_cross_entropy
+
+BATCH, SEQ, DIM, VOCAB = 3, 50, 16, 40
+
+
+@pytest.fixture(params=[1, 3, 15], ids=lambda chunks: f"{chunks}_chunks")
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many chunks for BATCH * SEQ tokens, the last one shorter than the others where that is not even."""
+    tokens = BATCH * SEQ // request.param if request.param > 1 else 160
+    monkeypatch.setattr(loss, "CHUNK_MULTIPLE", 10)
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", tokens * VOCAB)
+    return request.param
+
+
+def make(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
+    """An output layer, hidden states, and labels some of which are ignored."""
+    torch.manual_seed(0)
+    output = nn.Linear(DIM, VOCAB, bias=False, dtype=dtype)
+    nn.init.normal_(output.weight)
+    labels = torch.randint(VOCAB, (BATCH, SEQ))
+    labels[0, 3:9] = labels[2, 40:] = IGNORE
+    return output, torch.randn(BATCH, SEQ, DIM, dtype=dtype, requires_grad=True), labels
+
+
+def plain(output: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = output(hidden).float().flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def gradients(value: torch.Tensor, output: nn.Linear, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(value / 7, [hidden, output.weight])  # the trainer divides by the number of tokens
+
+
+def test_equals_plain_cross_entropy_in_float32(chunks: int) -> None:
+    output, hidden, labels = make()
+    calls = []
+    counted = output.register_forward_hook(lambda module, inputs, result: calls.append(len(result)))
+    total = chunked_cross_entropy(output, output.weight, hidden, labels)
+    counted.remove()
+    assert len(calls) == chunks and sum(calls) == BATCH * SEQ
+    expected = plain(output, hidden, labels)
+    assert total.dtype == torch.float32 and total.shape == ()
+    torch.testing.assert_close(total, expected)
+    for mine, theirs in zip(gradients(total, output, hidden), gradients(expected, output, hidden), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_bfloat16_is_as_close_to_float32_as_plain_cross_entropy(chunks: int) -> None:
+    output, hidden, labels = make(torch.bfloat16)
+    precise = nn.Linear(DIM, VOCAB, bias=False)
+    precise.weight.data.copy_(output.weight)
+    exact_hidden = hidden.detach().float().requires_grad_()
+    expected = plain(precise, exact_hidden, labels)
+    total = chunked_cross_entropy(output, output.weight, hidden, labels)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, expected, rtol=2e-3, atol=0)
+    exact = gradients(expected, precise, exact_hidden)
+    usual = gradients(plain(output, hidden, labels), output, hidden)
+    for mine, other, truth in zip(gradients(total, output, hidden), usual, exact, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine - truth).norm() <= 1.1 * (other - truth).norm()
+
+
+def test_without_gradients(chunks: int) -> None:
+    output, hidden, labels = make()
+    with torch.no_grad():
+        total = chunked_cross_entropy(output, output.weight, hidden, labels)
+    assert not total.requires_grad
+    torch.testing.assert_close(total, plain(output, hidden, labels).detach())
+
+
+def test_gradients_add_up_over_microbatches(chunks: int) -> None:
+    output, hidden, labels = make()
+    for _ in range(2):
+        chunked_cross_entropy(output, output.weight, hidden, labels).backward()
+    expected = torch.autograd.grad(plain(output, hidden, labels), output.weight)[0]
+    assert output.weight.grad is not None
+    torch.testing.assert_close(output.weight.grad, 2 * expected, atol=1e-5, rtol=1e-5)
+
+
+def test_all_labels_ignored(chunks: int) -> None:
+    output, hidden, labels = make()
+    total = chunked_cross_entropy(output, output.weight, hidden, torch.full_like(labels, IGNORE))
+    assert total == 0
+    assert all((gradient == 0).all() for gradient in gradients(total, output, hidden))
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_full_logits_are_never_held(grad: bool) -> None:
+    """With the real chunk size, at a vocabulary like that of Llama 3."""
+    tokens, vocab, dim = 1024, 100_000, 4
+    weight = nn.Parameter(torch.ones(vocab, dim))
+    hidden = torch.ones(2, tokens // 2, dim, requires_grad=True)
+    labels = torch.zeros(2, tokens // 2, dtype=torch.long)
+    with LargestTensor() as largest, torch.set_grad_enabled(grad):
+        total = chunked_cross_entropy(lambda part: F.linear(part, weight), weight, hidden, labels)
+        if grad:
+            total.backward()
+    assert total.item() == pytest.approx(tokens * torch.tensor(float(vocab)).log().item(), rel=1e-4)
+    assert largest.elements <= 512 * vocab  # the least chunk

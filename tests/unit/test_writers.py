@@ -1,0 +1,118 @@
+"""metrics.jsonl, TensorBoard and Weights & Biases."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchtitan.errors import ConfigError
+from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value, WandbWriter
+
+
+def write(path: Path, start_step: int, *steps: int, **values: Value) -> None:
+    writer = JSONLWriter(path, start_step)
+    for step in steps:
+        writer.write(step, values)
+    writer.close()
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def test_one_object_a_line_at_full_precision_as_soon_as_it_is_written(path: Path) -> None:
+    writer = JSONLWriter(path, 0)
+    writer.write(1, {"loss": 1 / 3, "mfu": None, "tokens_seen": 2**40})
+    assert json.loads(path.read_text()) == {"step": 1, "loss": 1 / 3, "mfu": None, "tokens_seen": 2**40}
+    writer.close()
+
+
+def test_numbers_that_json_has_not_are_refused(path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        write(path, 0, 1, loss=float("nan"))
+
+
+def test_resuming_drops_later_lines_and_has_nothing_twice(path: Path) -> None:
+    write(path, 0, 1, 2, 3, 4, 4)
+    write(path, 2, 3, 4, 5)
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+    write(path, 5, 6)
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("half", ['{"step": 2, "lo', '{"step": 2}', "{", '{"step"', "\x00\x00"])
+def test_resuming_drops_a_line_that_a_kill_cut_short(half: str, path: Path) -> None:
+    write(path, 0, 1)
+    with path.open("a") as file:
+        file.write(half)
+    write(path, 2, 3)
+    assert steps_in(path) == [1, 3]
+
+
+def test_resuming_keeps_the_files_permissions_and_leaves_no_other_file(path: Path) -> None:
+    write(path, 0, 1, 2)
+    os.chmod(path, 0o640)
+    write(path, 1, 2)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(path.parent) == ["metrics.jsonl"]
+
+
+def test_resuming_without_a_file_starts_one(path: Path) -> None:
+    write(path, 7, 8)
+    assert steps_in(path) == [8]
+
+
+def test_a_fresh_start_keeps_the_files_of_earlier_runs(path: Path, log: list[str]) -> None:
+    for loss in (1.0, 2.0, 3.0):
+        write(path, 0, 1, loss=loss)
+    losses = {file.name: json.loads(file.read_text())["loss"] for file in path.parent.iterdir()}
+    assert losses == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 3.0}
+    assert len(log) == 2 and log[0].endswith("the metrics.jsonl of an earlier one is now metrics.1.jsonl")
+
+
+def test_an_empty_file_is_not_kept(path: Path) -> None:
+    write(path, 0)
+    write(path, 0, 1)
+    assert os.listdir(path.parent) == ["metrics.jsonl"]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path / "tb", 0)
+    writer.write(1, {"loss": 8.25, "mfu": None, "tokens_seen": 4096})
+    writer.write(2, {"loss": 7.5, "mfu": 0.5})
+    assert scalars(tmp_path / "tb")["loss"] == [(1, 8.25), (2, 7.5)]  # before close: a killed run has them too
+    writer.close()
+    assert scalars(tmp_path / "tb") == {
+        "loss": [(1, 8.25), (2, 7.5)],
+        "tokens_seen": [(1, 4096.0)],
+        "mfu": [(2, 0.5)],
+    }
+
+
+def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
+    for start_step, steps, loss in [(0, (1, 2, 3), 1.0), (1, (2, 3, 4), 2.0)]:
+        writer = TensorBoardWriter(tmp_path, start_step)
+        for step in steps:
+            writer.write(step, {"loss": loss})
+        writer.close()
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+
+
+def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed, where it is
+    with pytest.raises(ConfigError, match=r"metrics\.enable_wandb .* `pip install wandb`"):
+        WandbWriter(tmp_path, 0, 1, {})

@@ -1,0 +1,198 @@
+"""Sources with random access whose documents are records with a text column: JSONL and Parquet files."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.data.sources import Document, digest
+from torchtitan.errors import DataError
+from torchtitan.logging import logger
+
+__all__ = ["JsonLines", "ParquetFiles", "Skipped", "check_columns", "text_of_line"]
+
+INDEX_CHUNK = 1 << 24  # bytes read at a time in search of line ends
+LINES_LOOKED_AT = 20  # of each file, to see whether it has the column at all
+LONGEST_LINE_LOOKED_AT = 1 << 26  # bytes
+SKIPS_LOGGED_SINGLY = 5
+
+
+class Skipped:
+    """Counts records that cannot be used, and says so: the first few singly, then at 10, 100, 1000, ...
+
+    Attributes:
+        count: so far, in this process; a record counts again in each epoch.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+
+    def add(self, where: str, reason: str) -> None:
+        self.count += 1
+        if self.count <= SKIPS_LOGGED_SINGLY:
+            logger.warning(f"{self.name}: skipped {where} ({reason})")
+        elif str(self.count).strip("0") == "1":
+            logger.warning(f"{self.name}: {self.count} records skipped so far")
+
+
+def text_of_line(line: bytes | str, text_column: str) -> str:
+    """The text in a line of JSON. ValueError, with the reason, where there is none."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    text = record.get(text_column)
+    if not isinstance(text, str):
+        raise ValueError(f"no text in column {text_column!r}")
+    return replace_surrogates(text)
+
+
+def replace_surrogates(text: str) -> str:
+    """JSON can spell half a surrogate pair, which is no character and which no tokenizer takes."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def check_columns(name: str, text_column: str, lines: Sequence[bytes | str]) -> None:
+    """A DataError unless one of these first lines has the column."""
+    columns: set[str] = set()
+    last_error = ValueError("it holds no line")
+    for line in lines:
+        try:
+            text_of_line(line, text_column)
+            return
+        except ValueError as error:
+            last_error = error
+        try:
+            record = json.loads(line)
+            columns.update(record if isinstance(record, dict) else ())
+        except ValueError:
+            pass
+    if columns:
+        raise missing_column(name, text_column, sorted(columns))
+    raise DataError(f"{name} is not JSONL, one JSON object a line ({last_error}).")
+
+
+def missing_column(name: str, text_column: str, columns: Sequence[str]) -> DataError:
+    return DataError(
+        f"{name} has no text in a column {text_column!r}; it has {', '.join(columns)}: "
+        "set training.text_column (or validation.text_column) to the one that holds the text."
+    )
+
+
+class JsonLines:
+    """Files of one JSON object a line. Lines that cannot be used are counted, logged and skipped.
+
+    Args:
+        root: folder that names in ids and `fingerprint` are relative to.
+        files: names relative to `root`.
+        text_column: key of the text.
+    """
+
+    def __init__(self, root: Path, files: Sequence[str], text_column: str) -> None:
+        import numpy as np
+
+        self.root = root
+        self.files = files
+        self.text_column = text_column
+        self.skipped = Skipped(root.name if len(files) > 1 else files[0])
+        for name in files:
+            check_columns(str(root / name), text_column, first_lines(root / name))
+        # Byte offset of each line's start and, at the end of each file, of its end.
+        self.offsets = [line_offsets(root / name) for name in files]
+        self.ends = np.cumsum([len(offsets) - 1 for offsets in self.offsets])
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([[name, int(offsets[-1])] for name, offsets in zip(self.files, self.offsets, strict=True)])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> Document:
+        file = int(self.ends.searchsorted(index, side="right"))
+        line = index - (int(self.ends[file - 1]) if file else 0)
+        start, stop = (int(offset) for offset in self.offsets[file][line : line + 2])
+        id = f"{self.files[file]}:{line + 1}"
+        try:
+            with (self.root / self.files[file]).open("rb") as opened:
+                opened.seek(start)
+                content = opened.read(stop - start)
+        except OSError as error:
+            raise DataError(f"{self.root / self.files[file]} cannot be read ({error.strerror}).") from error
+        try:
+            return Document(text_of_line(content, self.text_column) if content.strip() else "", id)
+        except ValueError as error:
+            self.skipped.add(id, str(error))
+            return Document("", id)
+
+
+def first_lines(path: Path) -> list[bytes]:
+    with path.open("rb") as file:
+        lines = (file.readline(LONGEST_LINE_LOOKED_AT) for _ in range(LINES_LOOKED_AT))
+        return [line for line in lines if line.strip()]
+
+
+def line_offsets(path: Path) -> Any:
+    """(lines + 1) int64: where each line starts, and where the last one ends."""
+    import numpy as np
+
+    found, position = [np.zeros(1, np.int64)], 0
+    with path.open("rb") as file:
+        while chunk := file.read(INDEX_CHUNK):
+            found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + position + 1)
+            position += len(chunk)
+    offsets = np.concatenate(found)
+    return offsets if offsets[-1] == position else np.append(offsets, position)
+
+
+class ParquetFiles:
+    """Parquet files, read through the memory-mapped copy that `datasets` keeps in its cache.
+
+    Args:
+        root: folder that names in ids and `fingerprint` are relative to.
+        files: names relative to `root`.
+        text_column: name of the column of strings.
+    """
+
+    def __init__(self, root: Path, files: Sequence[str], text_column: str) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        for name in files:
+            try:
+                schema = pq.read_schema(root / name)
+            except (OSError, pa.ArrowException) as error:
+                raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
+            strings = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+            if text_column not in strings:
+                raise missing_column(str(root / name), text_column, [f"{f.name} ({f.type})" for f in schema])
+
+        import datasets
+
+        datasets.disable_progress_bars()
+        self.files = files
+        self.sizes = [(root / name).stat().st_size for name in files]
+        self.text_column = text_column
+        self.name = root.name if len(files) > 1 else files[0]
+        self.skipped = Skipped(self.name)
+        paths = [str(root / name) for name in files]
+        try:
+            self.dataset = datasets.load_dataset("parquet", data_files=paths, split="train", columns=[text_column])
+        except Exception as error:  # datasets documents no class of its own for what can go wrong
+            raise DataError(f"{root} cannot be read as Parquet ({error}).") from error
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([list(zip(self.files, self.sizes, strict=True)), len(self.dataset)])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Document:
+        text, id = self.dataset[index][self.text_column], f"{self.name}[{index}]"
+        if text is None:
+            self.skipped.add(id, f"no text in column {self.text_column!r}")
+        return Document(text or "", id)

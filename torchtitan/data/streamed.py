@@ -1,0 +1,141 @@
+"""Data that are read in order, through `datasets`: on the Hub, or compressed files; shards are dealt to rows."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torchtitan.data.dealing import mixed, permuted
+from torchtitan.data.records import Skipped, check_columns, missing_column, text_of_line
+from torchtitan.data.sources import Document, Drawn, digest
+from torchtitan.errors import DataError
+from torchtitan.logging import logger
+
+__all__ = ["ShardedStream", "open_compressed_jsonl", "open_hub"]
+
+LINES_LOOKED_AT = 20
+
+
+class ShardedStream:
+    """Shards of a streamed data set, in another order in each epoch, dealt to rows as a whole.
+
+    Where there are fewer shards than rows, several rows read the same shard and each keeps its part of the documents.
+
+    Args:
+        dataset: a `datasets.IterableDataset`.
+        name: for messages.
+        identity: JSON that tells these data from others.
+        text_of: the text of a record; ValueError where it has none, and is skipped.
+    """
+
+    def __init__(self, dataset: Any, name: str, identity: object, text_of: Callable[[dict[str, Any]], str]) -> None:
+        self.dataset = dataset
+        self.name = name
+        self.identity = identity
+        self.text_of = text_of
+        self.skipped = Skipped(name)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([self.identity, self.dataset.num_shards])
+
+    def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
+        shards = self.dataset.num_shards
+        parts = -(-rows // shards)  # rows that share a shard, where there are not enough
+        # `number` documents of the shard were read by then, and `state` is where `datasets` goes on.
+        epoch, place, number, state = position or (0, row, 0, None)
+        found = position is not None
+        while True:
+            key = None if seed is None else mixed(mixed(seed) + epoch)
+            while place < shards * parts:
+                part, shard = divmod(place if key is None else permuted(place, shards * parts, key), shards)
+                for record, state_after in self.records(shard, state):
+                    number += 1
+                    if number % parts == part:
+                        found = True
+                        document = self.document(record, f"{self.name}[{shard}]:{number}")
+                        yield Drawn(document, epoch, [epoch, place, number, state_after])
+                place, number, state = place + rows, 0, None
+            if not found:
+                raise DataError(
+                    f"{self.name} has too few documents for the {rows} rows of a global batch; "
+                    "lower the batch size or add documents."
+                )
+            epoch, place, found = epoch + 1, row, False
+
+    def records(self, shard: int, state: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+        """The records of a shard, each with the state after it; from `state` on, where one is given."""
+        stream = self.dataset.shard(num_shards=self.dataset.num_shards, index=shard)
+        if state is not None:
+            stream.load_state_dict(state)
+        records = iter(stream)
+        while True:
+            try:
+                record = next(records, None)
+            except Exception as error:  # of the network, of a decoder, of a parser: each library has its own
+                raise DataError(f"{self.name}: shard {shard} cannot be read on ({brief(error)}).") from error
+            if record is None:
+                return
+            yield record, stream.state_dict()
+
+    def document(self, record: dict[str, Any], id: str) -> Document:
+        try:
+            return Document(self.text_of(record), id)
+        except ValueError as error:
+            self.skipped.add(id, str(error))
+            return Document("", id)
+
+
+def brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0]
+
+
+def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_column: str) -> ShardedStream:
+    """Compressed files of one JSON object a line; each file is a shard.
+
+    Args:
+        name: of the file or folder, for messages.
+        root: folder that `files` are relative to.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    # As lines of text, so that one that is not JSON costs no more than itself.
+    paths = [f"{root}/{file}" for file in files]
+    try:
+        lines = datasets.load_dataset("text", data_files=paths, split="train", streaming=True)
+        first = [record["text"] for record in itertools.islice(lines, LINES_LOOKED_AT)]
+    except Exception as error:
+        raise DataError(f"{name} cannot be read ({brief(error)}).") from error
+    check_columns(name, text_column, first)
+    return ShardedStream(lines, name, list(files), lambda record: text_of_line(record["text"], text_column))
+
+
+def open_hub(path: str, text_column: str) -> ShardedStream:
+    """The training split of a data set on the Hub, streamed.
+
+    Args:
+        path: `owner/name`, or `owner/name/configuration`.
+    """
+    import datasets
+
+    owner, name, *configuration = path.split("/")
+    logger.info(f"Opening {path} on the Hugging Face Hub")
+    try:
+        dataset = datasets.load_dataset(f"{owner}/{name}", *configuration, split="train", streaming=True)
+        first = next(iter(dataset), None)
+    except Exception as error:
+        raise DataError(
+            f"there is no file or folder {path}, and as a data set on the Hub it cannot be opened ({brief(error)}); "
+            "check the spelling, the network, and HF_TOKEN or HF_HUB_OFFLINE where they are set."
+        ) from error
+    if first is None:
+        raise DataError(f"the data set {path} on the Hub is empty.")
+    if not isinstance(first.get(text_column), str):
+        raise missing_column(path, text_column, sorted(first))
+
+    def text_of(record: dict[str, Any]) -> str:
+        if not isinstance(record.get(text_column), str):
+            raise ValueError(f"no text in column {text_column!r}")
+        return record[text_column]
+
+    return ShardedStream(dataset, path, path, text_of)
