@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtitan.config import ConfigManager
@@ -47,6 +48,8 @@ def train_here(*flags: str) -> None:
         train.run(ConfigManager().parse_args(flags))
     finally:
         logger.handlers, logger.level, logger.propagate = before
+        if dist.is_initialized():  # a run that fails leaves the group to the end of its process
+            dist.destroy_process_group()
 
 
 class Run:
@@ -200,7 +203,9 @@ def last_step(folder: Path) -> int:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").iterdir())
+    """Steps of the checkpoints that are there; what bears another name is none."""
+    names = [path.name for path in (folder / "checkpoint").glob("step-*")]
+    return sorted(int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdecimal())
 
 
 def tensors_of(folder: Path, step: int) -> dict[str, torch.Tensor]:

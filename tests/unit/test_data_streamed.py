@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, training_on, write_jsonl
+from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import Loader, build_validation_loader
@@ -20,7 +20,7 @@ from torchtitan.data.streamed import ShardedStream
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
-SHARDS, DOCUMENTS = 5, 24  # documents in a shard
+SHARDS, DOCUMENTS = 5, 25  # documents in a shard
 
 
 @pytest.fixture
@@ -47,17 +47,19 @@ def test_layouts_and_resumes_do_not_change_the_order(c4: Training, rows: int) ->
     assert len(got) == len(expected) and all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("rows", [2, 5, 10])
+@pytest.mark.parametrize("rows", [2, 5, 7, 10])
 def test_rows_share_the_documents_without_a_gap_or_a_repeat(c4: Training, rows: int) -> None:
     stream = open_path(str(c4.dataset_path), "text")
     assert isinstance(stream, ShardedStream)
     of_rows = [
-        [drawn.document.id for drawn in takewhile(lambda drawn: drawn.epoch == 0, stream.documents(row, rows, 0, None))]
+        [drawn.document for drawn in takewhile(lambda drawn: drawn.epoch == 0, stream.documents(row, rows, 0, None))]
         for row in range(rows)
     ]
-    ids = [id for row in of_rows for id in row]
-    assert len(ids) == len(set(ids)) == SHARDS * DOCUMENTS
     assert all(of_rows)
+    every = [document for row in of_rows for document in row]
+    assert len({document.id for document in every}) == SHARDS * DOCUMENTS
+    expected = [story(shard * 100 + number) for shard in range(SHARDS) for number in range(DOCUMENTS)]
+    assert sorted(document.text for document in every) == sorted(expected)
 
 
 def test_a_bad_line_is_skipped(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from torchtitan.config.output import Checkpoint, Job, Metrics, Profiling
-from torchtitan.config.precision import MX, Float8
+from torchtitan.config.precision import MX, Float8, Int8
 from torchtitan.config.system import ActivationCheckpoint, Comm, Experimental, MemoryEstimation, Parallelism
 from torchtitan.config.training import LRScheduler, Model, Optimizer, Training, Validation
 
@@ -24,6 +24,7 @@ class JobConfig:
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)
     float8: Float8 = field(default_factory=Float8)
+    int8: Int8 = field(default_factory=Int8)
     mx: MX = field(default_factory=MX)
     comm: Comm = field(default_factory=Comm)
     memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)

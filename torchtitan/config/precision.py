@@ -25,9 +25,29 @@ class Float8:
 
 
 @dataclass(frozen=True)
+class Int8:
+    """Matrix products in INT8 (converter int8)."""
+
+    recipe_name: Annotated[Literal["rowwise", "tensorwise"], Doc("One scale for each row, or for each tensor.")] = (
+        "rowwise"
+    )
+    output: Annotated[bool, Doc("Forward product in int8.")] = True
+    grad_input: Annotated[bool, Doc("Product of the input's gradient in int8.")] = True
+    grad_weight: Annotated[bool, Doc("Product of the weight's gradient in int8.")] = True
+    enable_fsdp_int8_all_gather: Annotated[bool, Doc("Gather sharded weights in int8, half the bytes of bf16.")] = False
+    filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=list)
+    emulate: Annotated[bool, Doc("Compute in high precision with int8 rounding, where the device has none.")] = False
+
+
+@dataclass(frozen=True)
 class MX:
     """Matrix products in microscaling formats (converter mx)."""
 
     recipe_name: Annotated[Literal["mxfp8"], Doc("Element format.")] = "mxfp8"
+    scale_calculation_mode: Annotated[
+        Literal["rceil", "floor", "even", "ceil"], Doc("How a block's scale is rounded to a power of two.")
+    ] = "rceil"
+    wgrad_with_hp: Annotated[bool, Doc("Product of the weight's gradient in high precision.")] = False
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
-    use_fp8_dim1_cast_triton_kernel: Annotated[bool, Doc("Use the Triton kernel for the cast along dim 1.")] = True
+    emulate: Annotated[bool, Doc("Compute in high precision with MX rounding, where the device has none.")] = False
+    use_fp8_dim1_cast_triton_kernel: Annotated[bool, Doc("No effect: torchao chooses the kernel now.")] = True

@@ -4,16 +4,18 @@ An entry of `filter_fqns` names whole components of a module's path, so `layers.
 `w13`. A component may be a glob: `layers.*.attention`, `layers.[01]`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError, nearest
 
 AUTO_FILTER_SMALL_KN = "auto_filter_small_kn"
-FLAGS = (AUTO_FILTER_SMALL_KN,)
+AUTO_FILTER_MEASURED = "auto_filter_measured"
+FLAGS = (AUTO_FILTER_SMALL_KN, AUTO_FILTER_MEASURED)
 
 
 @dataclass(frozen=True)
@@ -22,32 +24,54 @@ class Decision:
 
     Attributes:
         fqn: its path in the model.
-        k, n: inputs and outputs; its weight is (n, k).
+        m, k, n: of the product on one device, (m, k) x (k, n).
+        converter, recipe: that decided.
         converted: whether the converter takes it.
         reason: the rule that decided, for people.
     """
 
     fqn: str
+    m: int
     k: int
     n: int
+    converter: str
+    recipe: str
     converted: bool
     reason: str
 
 
+SizeRule = Callable[[int, int, int], str | None]
+"""From (M, K, N) to the reason not to convert such a layer, or None."""
+
+
+@dataclass(frozen=True)
+class FilterRules:
+    """What a recipe asks of a layer.
+
+    Attributes:
+        multiple_of: K, N and M must be multiples of this.
+        small_kn: thresholds of `auto_filter_small_kn`; None where a recipe has none.
+        measured: the measurement of `auto_filter_measured`.
+    """
+
+    multiple_of: int
+    small_kn: SizeRule | None
+    measured: SizeRule
+
+
 def decide(
-    model: nn.Module, entries: Sequence[str], key: str, too_small: str | None, multiple_of: int
+    model: nn.Module, entries: Sequence[str], converter: str, recipe: str, rules: FilterRules, target: Target
 ) -> list[Decision]:
-    """One decision for each `nn.Linear` of the model, in the model's order.
+    """One decision for each linear layer of the model, in the model's order.
 
     Args:
         entries: `filter_fqns`; never changed.
-        key: of the configuration that `entries` come from, for messages.
-        too_small: recipe whose thresholds `auto_filter_small_kn` applies (`SMALL_KN`); None where it has none.
-        multiple_of: the products' kernels need K and N to be multiples of this.
+        converter: its name, and that of its section.
 
     Raises:
-        ConfigError: an entry matches no module.
+        ConfigError: an entry matches no module, or asks for thresholds that the recipe does not have.
     """
+    key = f"{converter}.filter_fqns"
     modules = [name for name, _ in model.named_modules() if name]
     patterns = [entry for entry in entries if entry not in FLAGS]
     unmatched = [entry for entry in patterns if not any(matches(entry, name) for name in modules)]
@@ -56,21 +80,42 @@ def decide(
         raise ConfigError(
             *(f"{key}: {entry!r} matches no module of this model{nearest(entry, known)}." for entry in unmatched)
         )
-    auto = AUTO_FILTER_SMALL_KN in entries
-    decisions = []
-    for fqn, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        n, k = module.weight.shape
-        reason = None
+    if AUTO_FILTER_SMALL_KN in entries and rules.small_kn is None:
+        raise ConfigError(
+            f"{key}: there are no thresholds of {AUTO_FILTER_SMALL_KN} for {converter} {recipe}; "
+            f"use {AUTO_FILTER_MEASURED}, which measures them on this device."
+        )
+
+    def reason_against(fqn: str, linear: nn.Linear, k: int, n: int) -> str | None:
+        m = target.tokens
         hit = next((entry for entry in patterns if matches(entry, fqn)), None)
         if hit is not None:
-            reason = f"{key} names {hit}"
-        elif k % multiple_of or n % multiple_of:
-            reason = f"K = {k} and N = {n} are not both multiples of {multiple_of}"
-        elif auto and too_small is not None:
-            reason = small_kn(too_small, k, n)
-        decisions.append(Decision(fqn, k, n, reason is None, reason or "no rule against it"))
+            return f"{key} names {hit}"
+        if type(linear) is not nn.Linear:
+            return f"is a {type(linear).__name__} already"
+        for name, size in (("K", k), ("N", n), ("M", m)):
+            if size % rules.multiple_of:
+                return f"{name} = {size} is not a multiple of {rules.multiple_of}"
+        if AUTO_FILTER_SMALL_KN in entries and rules.small_kn is not None:
+            reason = rules.small_kn(m, k, n)
+            if reason:
+                return f"{AUTO_FILTER_SMALL_KN}: {reason}"
+        if AUTO_FILTER_MEASURED in entries:
+            reason = rules.measured(m, k, n)
+            if reason:
+                return f"{AUTO_FILTER_MEASURED}: {reason}"
+        return None
+
+    decisions = []
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            k, n = target.per_device(fqn, module.in_features, module.out_features)
+            reason = reason_against(fqn, module, k, n)
+            decisions.append(
+                Decision(
+                    fqn, target.tokens, k, n, converter, recipe, reason is None, reason or "no rule against it"
+                )
+            )
     return decisions
 
 
@@ -88,18 +133,18 @@ def suffixes(modules: Sequence[str]) -> list[str]:
     return sorted({".".join(parts[i:]) for parts in (name.split(".") for name in modules) for i in range(len(parts))})
 
 
-def small_kn(recipe: str, k: int, n: int) -> str | None:
-    """Why a layer is too small to gain from `recipe`, or None.
+# The thresholds of torchao's `_auto_filter_for_recipe` (torchao/float8/float8_linear_utils.py), measured on an H100.
 
-    The thresholds are torchao's (`torchao.float8.float8_linear_utils._auto_filter_for_recipe`), measured on an H100;
-    rowwise_with_gw_hp takes rowwise's.
-    """
-    if recipe == "tensorwise":
-        return f"{AUTO_FILTER_SMALL_KN}: K = {k} <= 4096 and N = {n} <= 1024" if k <= 4096 and n <= 1024 else None
+
+def too_small_for_tensorwise(m: int, k: int, n: int) -> str | None:
+    return f"K = {k} <= 4096 and N = {n} <= 1024" if k <= 4096 and n <= 1024 else None
+
+
+def too_small_for_rowwise(m: int, k: int, n: int) -> str | None:
     if n <= 2048:
-        return f"{AUTO_FILTER_SMALL_KN}: N = {n} <= 2048"
+        return f"N = {n} <= 2048"
     if k <= 1024:
-        return f"{AUTO_FILTER_SMALL_KN}: K = {k} <= 1024"
+        return f"K = {k} <= 1024"
     if n <= 4096 and k <= 2048:
-        return f"{AUTO_FILTER_SMALL_KN}: N = {n} <= 4096 and K = {k} <= 2048"
+        return f"N = {n} <= 4096 and K = {k} <= 2048"
     return None

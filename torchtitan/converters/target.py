@@ -1,6 +1,11 @@
 """What a converter needs to know of the run."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Division = Literal["colwise", "rowwise"]
+"""How tensor parallelism divides a linear layer: its outputs (N) or its inputs (K)."""
 
 
 @dataclass(frozen=True)
@@ -8,11 +13,30 @@ class Target:
     """Where a converted model will run.
 
     Attributes:
-        device_type: "cuda" or "cpu".
-        compute_capability: of a CUDA device, such as (9, 0); None on CPU.
+        device_type: "cuda", "cpu", or "meta" where a conversion is only explained: then every device will do.
+        device_name: of the hardware.
+        compute_capability: of a CUDA device, such as (9, 0); None elsewhere.
+        tokens: M of the products: sequences in a microbatch times tokens of a sequence on one device.
         compile: whether transformer blocks are compiled.
+        tensor_parallel: the degree.
+        divisions: by the end of a linear layer's path, how tensor parallelism divides it.
+        passes: by path, how often a layer runs for `tokens` tokens where that is not once (a chunked output layer).
     """
 
     device_type: str
+    device_name: str = ""
     compute_capability: tuple[int, int] | None = None
+    tokens: int = 512
     compile: bool = False
+    tensor_parallel: int = 1
+    divisions: Mapping[str, Division] = field(default_factory=dict)
+    passes: Mapping[str, int] = field(default_factory=dict)
+
+    def per_device(self, fqn: str, k: int, n: int) -> tuple[int, int]:
+        """(K, N) of the product that one device computes for a layer of `k` inputs and `n` outputs."""
+        division = next((way for end, way in self.divisions.items() if f".{fqn}".endswith(f".{end}")), None)
+        if division == "colwise":
+            n //= self.tensor_parallel
+        elif division == "rowwise":
+            k //= self.tensor_parallel
+        return k, n

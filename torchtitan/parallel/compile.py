@@ -15,7 +15,12 @@ def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
     Raises:
         ConfigError: on a CPU without a C++ compiler, which inductor needs there.
     """
-    if device_type == "cpu" and not (shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")):
+    if device_type == "cpu" and not has_cpp_compiler():
         raise ConfigError("training.compile needs a C++ compiler on CPU: install g++, or set training.compile = false.")
     for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True)
+
+
+def has_cpp_compiler() -> bool:
+    """Whether inductor can make CPU code here."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))

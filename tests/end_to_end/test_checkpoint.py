@@ -1,0 +1,261 @@
+"""Which checkpoints are kept, which is loaded, and what of it; and saves that fail."""
+
+import json
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from runs import (
+    CHECKPOINTS,
+    TINY,
+    assert_equal_bit_for_bit,
+    checkpoint_steps,
+    failure,
+    into,
+    lines_of,
+    losses,
+    started,
+    tensors_of,
+    train_here,
+)
+
+from torchtitan.errors import CheckpointError, ConfigError
+
+FLAGS = (*TINY, *CHECKPOINTS, "--optimizer.lr=1e-2")  # so that six steps can be seen in the loss
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with checkpoints of steps 2, 4 and 6. Not to be written to."""
+    folder = tmp_path_factory.mktemp("six_steps")
+    train_here(*FLAGS, into(folder), "--training.steps=6")
+    return folder
+
+
+def copy_of(run: Path, folder: Path) -> Path:
+    return shutil.copytree(run, folder / "copy")
+
+
+def train_state(folder: Path, step: int) -> dict[str, object]:
+    return json.loads((folder / "checkpoint" / f"step-{step}" / "train_state.json").read_text())
+
+
+def test_keeps_the_latest(tmp_path: Path) -> None:
+    train_here(*FLAGS, into(tmp_path), "--training.steps=8", "--checkpoint.keep_latest_k=2")
+    assert [path.name for path in sorted((tmp_path / "checkpoint").iterdir())] == ["step-6", "step-8"]
+
+
+def test_saves_after_the_first_step_when_asked(six_steps: Path, tmp_path: Path) -> None:
+    train_here(*FLAGS, into(tmp_path), "--training.steps=3", "--checkpoint.enable_first_step_checkpoint")
+    assert checkpoint_steps(tmp_path) == [1, 2, 3]
+    assert checkpoint_steps(six_steps) == [2, 4, 6]
+
+
+def test_resumes_from_the_newest(six_steps: Path, tmp_path: Path) -> None:
+    run = copy_of(six_steps, tmp_path)
+    shutil.rmtree(run / "checkpoint" / "step-6")
+    train_here(*FLAGS, into(run), "--training.steps=6")
+    assert losses(run) == losses(six_steps)
+    assert_equal_bit_for_bit(tensors_of(run, 6), tensors_of(six_steps, 6))
+
+
+def test_resumes_from_the_step_asked_for(six_steps: Path, tmp_path: Path) -> None:
+    run = copy_of(six_steps, tmp_path)
+    expected = {step: loss for step, loss in losses(run).items() if step <= 3}
+    train_here(*FLAGS, into(run), "--training.steps=3", "--checkpoint.load_step=2")
+    assert losses(run) == expected
+
+
+def test_a_finished_run_says_so_and_changes_nothing(
+    six_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(six_steps, tmp_path)
+    train_here(*FLAGS, into(run), "--training.steps=6")
+    assert "finished its 6 steps already" in capsys.readouterr().out
+    assert (run / "metrics.jsonl").read_bytes() == (six_steps / "metrics.jsonl").read_bytes()
+
+
+def test_a_finished_run_can_be_extended(six_steps: Path, tmp_path: Path) -> None:
+    run = copy_of(six_steps, tmp_path)
+    train_here(*FLAGS, into(run), "--training.steps=8")
+    assert list(losses(run)) == list(range(1, 9))
+    assert train_state(run, 8)["step"] == 8
+
+
+def test_a_step_that_is_not_there_is_refused(six_steps: Path, tmp_path: Path) -> None:
+    status, output = failure(
+        *FLAGS, into(copy_of(six_steps, tmp_path)), "--checkpoint.load_step=5", processes=None
+    )
+    assert status == 2
+    assert "checkpoint.load_step" in output
+    assert "2, 4, 6" in output
+    assert "Traceback" not in output
+
+
+def test_parts_can_be_left_out(six_steps: Path, tmp_path: Path) -> None:
+    run = copy_of(six_steps, tmp_path)
+    train_here(*FLAGS, into(run), "--training.steps=7", "--checkpoint.exclude_from_loading=dataloader,optimizer")
+    assert list(losses(run)) == list(range(1, 8))
+    # The first moment of Adam began anew: after one step it is a tenth of a gradient, of norm 1 at most.
+    moments = [tensor for name, tensor in tensors_of(run, 7).items() if name.endswith("exp_avg")]
+    assert torch.stack([moment.norm() for moment in moments]).norm() < 0.1 * 1.001
+    # The data too: the first rows of text again.
+    train_here(*FLAGS, into(tmp_path / "new"), "--training.steps=1")
+    assert train_state(run, 7)["dataloader"] == train_state(tmp_path / "new", 1)["dataloader"]
+
+
+def test_train_state_left_out_counts_from_one_again(six_steps: Path, tmp_path: Path) -> None:
+    run = copy_of(six_steps, tmp_path)
+    train_here(*FLAGS, into(run), "--training.steps=1", "--checkpoint.exclude_from_loading=train_state,optimizer")
+    assert list(losses(run)) == [1]
+    # with weights that are trained already
+    assert losses(run)[1] < losses(six_steps)[1] - 0.05
+
+
+def test_starts_from_the_weights_of_another_run(six_steps: Path, tmp_path: Path) -> None:
+    path = f"--checkpoint.initial_load_path={six_steps}/checkpoint/step-6"
+    train_here(*TINY, into(tmp_path), "--training.steps=1", path)
+    assert list(losses(tmp_path)) == [1]
+    assert losses(tmp_path)[1] < losses(six_steps)[1] - 0.05
+
+
+def test_starts_where_another_run_was(six_steps: Path, tmp_path: Path) -> None:
+    path = f"--checkpoint.initial_load_path={six_steps}/checkpoint/step-4"
+    everything = "--checkpoint.no_initial_load_model_weights_only"
+    train_here(*FLAGS, into(tmp_path), "--training.steps=6", path, everything)
+    assert losses(tmp_path) == {step: loss for step, loss in losses(six_steps).items() if step > 4}
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere"):
+        train_here(*TINY, into(tmp_path), "--training.steps=1", f"--checkpoint.initial_load_path={tmp_path}/nowhere")
+
+
+def test_the_last_can_be_the_weights_alone_in_another_dtype(six_steps: Path, tmp_path: Path) -> None:
+    weights_alone = ("--checkpoint.last_save_model_weights_only", "--checkpoint.export_dtype=bfloat16")
+    train_here(*FLAGS, into(tmp_path), "--training.steps=6", *weights_alone)
+    exported, whole = tensors_of(tmp_path, 6), tensors_of(six_steps, 6)
+    assert "output.weight" in exported
+    assert_equal_bit_for_bit(
+        exported, {name: tensor.bfloat16() for name, tensor in whole.items() if not name.startswith("optimizer.")}
+    )
+    assert any(name.startswith("optimizer.") for name in tensors_of(tmp_path, 4))
+    # It cannot be gone on from,
+    with pytest.raises(CheckpointError, match=r"weights alone.*initial_load_path"):
+        train_here(*FLAGS, into(tmp_path), "--training.steps=8")
+    # but a new run can start from it.
+    path = f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-6"
+    train_here(*TINY, into(tmp_path / "new"), "--training.steps=1", path)
+    assert losses(tmp_path / "new")[1] < losses(six_steps)[1] - 0.05
+
+
+def test_a_seed_checkpoint_gives_a_run_its_weights(six_steps: Path, tmp_path: Path) -> None:
+    train_here(*FLAGS, into(tmp_path), "--checkpoint.create_seed_checkpoint")
+    assert checkpoint_steps(tmp_path) == [0]
+    train_here(*FLAGS, into(tmp_path), "--training.steps=2", "--training.seed=0")
+    assert losses(tmp_path) == {step: loss for step, loss in losses(six_steps).items() if step <= 2}
+
+
+def test_a_save_that_was_cut_short_is_ignored_and_removed(six_steps: Path, tmp_path: Path) -> None:
+    run = copy_of(six_steps, tmp_path)
+    (run / "checkpoint" / "step-6").rename(run / "checkpoint" / "step-6.tmp")
+    train_here(*FLAGS, into(run), "--training.steps=5")
+    assert losses(run)[5] == losses(six_steps)[5]
+    assert [path.name for path in sorted((run / "checkpoint").iterdir())] == ["step-2", "step-4", "step-5"]
+
+
+def test_a_damaged_checkpoint_is_named(six_steps: Path, tmp_path: Path) -> None:
+    run = copy_of(six_steps, tmp_path)
+    newest = run / "checkpoint" / "step-6"
+    for file in newest.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"step-6.*checkpoint\.load_step"):
+        train_here(*FLAGS, into(run), "--training.steps=8")
+    (newest / "train_state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"step-6.*checkpoint\.load_step"):
+        train_here(*FLAGS, into(run), "--training.steps=8")
+
+
+def test_a_checkpoint_of_another_model_is_refused(six_steps: Path, tmp_path: Path) -> None:
+    run = copy_of(six_steps, tmp_path)
+    (run / "config.toml").unlink()  # which would be in the way before
+    status, output = failure(*FLAGS, into(run), "--model.flavor=wide", processes=None)
+    assert status == 2
+    assert "dim is 64, this run's is 128" in output
+    assert "Traceback" not in output
+
+
+def test_a_dump_folder_of_another_model_is_refused(six_steps: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job\.dump_folder: .* tiny narrow, and this is tiny wide"):
+        train_here(*FLAGS, into(copy_of(six_steps, tmp_path)), "--model.flavor=wide")
+
+
+def test_other_data_are_refused(six_steps: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"training\.seed .*exclude_from_loading=dataloader"):
+        train_here(*FLAGS, into(copy_of(six_steps, tmp_path)), "--training.steps=8", "--training.seed=1")
+
+
+def test_validation_disturbs_neither_training_nor_resuming(tmp_path: Path) -> None:
+    validating = (*FLAGS, "--validation.enabled", "--validation.freq=3", "--validation.steps=2")
+    train_here(*validating, into(tmp_path / "whole"), "--training.steps=6")
+    train_here(*validating, into(tmp_path / "parts"), "--training.steps=4")
+    train_here(*validating, into(tmp_path / "parts"), "--training.steps=6")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    lines = [line for line in lines_of(tmp_path / "whole" / "metrics.jsonl") if "validation_loss" in line]
+    assert [line["step"] for line in lines] == [3, 6]
+    assert lines[1]["validation_loss"] < lines[0]["validation_loss"]
+
+
+# A file-size limit stands for a full disk: writing fails in the same place, with an OSError, for root too.
+LIMIT = 100_000  # bytes; a checkpoint of the tiny model has several million
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_save_that_fails_stops_nothing_and_harms_nothing(
+    mode: str, six_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(six_steps, tmp_path)
+    flags = (*FLAGS, into(run), "--training.steps=10", f"--checkpoint.async_mode={mode}")
+    with full_disk(), pytest.raises(CheckpointError, match=r"last checkpoint could not be saved"):
+        train_here(*flags)
+    output = capsys.readouterr().out
+    assert "checkpoint of step 8 could not be saved" in output
+    assert "checkpoint of step 10 could not be saved" in output
+    assert "training goes on" in output.lower()
+    assert "File too large" in output
+    assert list(losses(run)) == list(range(1, 11))
+    assert [path.name for path in sorted((run / "checkpoint").iterdir())] == ["step-2", "step-4", "step-6"]
+    assert_equal_bit_for_bit(tensors_of(run, 6), tensors_of(six_steps, 6))
+    # With room again, the same command finishes.
+    train_here(*flags)
+    assert checkpoint_steps(run) == [2, 4, 6, 8, 10]
+
+
+def test_a_disk_that_is_full_for_one_rank_only_fails_the_save_on_all(tmp_path: Path) -> None:
+    (tmp_path / "full_disk.py").write_text(
+        "import os, resource, tiny\n"
+        f"if os.environ['RANK'] == '1': resource.setrlimit(resource.RLIMIT_FSIZE, ({LIMIT}, {LIMIT}))\n"
+    )
+    flags = (*FLAGS, "--experimental.custom_import=full_disk", "--training.steps=4", into(tmp_path))
+    with started(*flags, processes=2, folder=tmp_path) as run:
+        status, output = run.finish()
+    assert status == 2
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+    assert "checkpoint of step 2 could not be saved" in output
+    assert "File too large" in output
+    assert "Traceback" not in output
+    assert list((tmp_path / "checkpoint").iterdir()) == []

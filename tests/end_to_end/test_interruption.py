@@ -1,0 +1,75 @@
+"""Ctrl-C, SIGTERM, a killed process, a rank that fails: a short message, and nothing is left behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from runs import TINY, Run, failure, into, last_step, started
+
+ENDLESS = (*TINY, "--training.steps=100000")
+
+
+def assert_interrupted(run: Run) -> None:
+    status, output = run.finish()
+    assert status == 130, output
+    assert "Traceback" not in output
+    assert len(output.split("Interrupted", 1)[-1].splitlines()) <= 3, output
+    assert run.pids() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("processes", [None, 1, 2])
+def test_stopped_during_training(number: signal.Signals, processes: int | None, tmp_path: Path) -> None:
+    with started(*ENDLESS, into(tmp_path), processes=processes) as run:
+        run.wait_until(lambda: last_step(tmp_path) >= 2)
+        run.signal_group(number)
+        assert_interrupted(run)
+        assert "Interrupted" in run.output()
+
+
+@pytest.mark.parametrize("moment", ["launcher", "imports", "weights"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_stopped_while_it_starts(moment: str, processes: int, tmp_path: Path) -> None:
+    with started(*ENDLESS, into(tmp_path), processes=processes) as run:
+        if moment == "launcher":
+            time.sleep(0.3)
+        elif moment == "imports":
+            run.wait_until(lambda: run.pid_of_rank(0))
+            time.sleep(0.3)
+        else:
+            run.wait_until(lambda: "batch  " in run.output())
+        run.signal_group(signal.SIGINT)
+        assert_interrupted(run)
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    with started(*ENDLESS, into(tmp_path), processes=2) as run:
+        run.wait_until(lambda: last_step(tmp_path) >= 2)
+        pid = run.pid_of_rank(1)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        status, output = run.finish()
+        assert run.pids() == []
+    assert status == 128 + signal.SIGKILL
+    assert "rank 1 was ended by SIGKILL" in output
+
+
+def test_an_error_of_any_rank_reaches_the_screen(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(
+        "import os, tiny\n"
+        "from torchtitan.converters import CONVERTERS, ConverterEntry\n"
+        "class Faulty:\n"
+        "    def convert(self, model):\n"
+        "        pass\n"
+        "    def post_optimizer_hook(self, models):\n"
+        "        if os.environ['RANK'] == '1':\n"
+        "            raise ArithmeticError('no good')\n"
+        "CONVERTERS.register('faulty', ConverterEntry('', lambda section, target: Faulty()))\n"
+    )
+    faulty = ("--experimental.custom_import=faulty", "--model.converters=faulty")
+    status, output = failure(*ENDLESS, *faulty, into(tmp_path), processes=2, folder=tmp_path)
+    assert status == 1
+    assert "[rank 1] Traceback (most recent call last):" in output
+    assert "[rank 1] ArithmeticError: no good" in output

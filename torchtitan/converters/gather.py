@@ -1,0 +1,174 @@
+"""INT8 all-gather for FSDP2: sharded weights travel as int8 data with their float32 scales, in half of bf16's bytes.
+
+FSDP2 asks a sharded weight that has `fsdp_pre_all_gather` what to send, and `fsdp_post_all_gather` what to make of it.
+Shards are rows, so the scales of rows are a shard's own; the one scale of a whole tensor needs a reduction over the
+shards: one for all weights after each optimizer step (`set_tensorwise_scales`).
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.converters.quantize import LARGEST, SMALLEST_SCALE, Quantized, fused, quantize, quantize_with
+
+aten = torch.ops.aten
+# What FSDP2, initialization and optimizers do to a sharded weight that must give a sharded weight again.
+KEEP_TYPE = {
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.chunk.default,
+    aten.copy_.default,
+    aten.view.default,
+    aten.as_strided.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+    aten.clone.default,
+}
+
+
+class ShardedWeight(torch.Tensor):
+    """A weight in high precision, or a shard of it, that is gathered in int8.
+
+    Args:
+        tensor: (rows, columns).
+        recipe: of the scales.
+    """
+
+    tensor: torch.Tensor
+    recipe: Literal["rowwise", "tensorwise"]
+    scale: torch.Tensor | None
+    """(1, 1), of the whole tensor, where it has been computed already."""
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, recipe: str) -> "ShardedWeight":
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+
+    def __init__(self, tensor: torch.Tensor, recipe: Literal["rowwise", "tensorwise"]) -> None:
+        self.tensor = tensor
+        self.recipe = recipe
+        self.scale = None
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedWeight({self.tensor}, {self.recipe})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        recipes = {leaf.recipe for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)}
+        args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.tensor, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if func is aten.copy_.default or func not in KEEP_TYPE:
+            return out
+        (recipe,) = recipes
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: cls(tensor, recipe), out)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["tensor"], self.recipe
+
+    @staticmethod
+    def __tensor_unflatten__(inner, recipe, outer_size, outer_stride):  # type: ignore[no-untyped-def]
+        return ShardedWeight(inner["tensor"], recipe)
+
+    def fsdp_pre_all_gather(self, mesh, *unused):  # type: ignore[no-untyped-def]
+        """((int8 data, scales), metadata) of this shard."""
+        if self.recipe == "rowwise":
+            data, scale = fused(quantize)(self.tensor, "rowwise")
+            return (data, scale), None
+        if self.scale is None:  # before the first optimizer step
+            self.scale = tensorwise_scale(self.tensor.abs().amax().float(), mesh).view(1, 1)
+        return (fused(quantize_with)(self.tensor, self.scale),), self.scale
+
+    def fsdp_post_all_gather(self, outputs, scale, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
+        """The whole weight, and the tensors whose memory FSDP2 frees after use."""
+        data = outputs[0]
+        scale = outputs[1] if scale is None else scale
+        if out is not None:  # the same memory, filled anew
+            weight = out.to_local() if isinstance(out, DTensor) else out
+            weight.data_int8, weight.scale = data, scale
+            return None
+        return GatheredWeight(data, scale, param_dtype), outputs
+
+
+class GatheredWeight(torch.Tensor):
+    """A whole weight in int8 with its scale: (rows, columns), scale (rows, 1) or (1, 1).
+
+    It appears in high-precision `dtype` to autograd; only `Int8Matmul` can multiply by it.
+    """
+
+    data_int8: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> "GatheredWeight":
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, data.size(), strides=data.stride(), dtype=dtype, device=data.device
+        )
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+        self.data_int8 = data
+        self.scale = scale
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GatheredWeight({self.data_int8}, {self.scale})"
+
+    def quantized(self) -> Quantized:
+        return Quantized(self.data_int8, self.scale)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        if func in (aten.detach.default, aten.alias.default):
+            return cls(args[0].data_int8, args[0].scale, args[0].dtype)
+        # Anything else sees the weight in high precision.
+        args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.dequantize_all(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def dequantize_all(self) -> torch.Tensor:
+        return (self.data_int8.float() * self.scale).to(self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["data_int8", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner, dtype, outer_size, outer_stride):  # type: ignore[no-untyped-def]
+        return GatheredWeight(inner["data_int8"], inner["scale"], dtype)
+
+
+def tensorwise_scale(amax: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Scale of whole tensors from the largest magnitudes of their shards."""
+    if mesh.size() > 1:
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return (amax / LARGEST).clamp_min(SMALLEST_SCALE)
+
+
+@torch.no_grad()
+def set_tensorwise_scales(models: "list[nn.Module]") -> None:
+    """Computes the scales of all weights that are gathered with one scale each, in one reduction."""
+    weights = [
+        parameter
+        for model in models
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, ShardedWeight)
+    ]
+    if not weights:
+        return
+    mesh = weights[0].device_mesh
+    amax = torch.stack([weight._local_tensor.tensor.abs().amax().float() for weight in weights])
+    shard = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
+    for weight, scale in zip(weights, tensorwise_scale(amax, shard), strict=True):
+        weight._local_tensor.scale = scale.view(1, 1)

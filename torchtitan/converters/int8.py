@@ -1,0 +1,176 @@
+"""Matrix products in INT8 during training: forward, input gradient and weight gradient.
+
+Operands are rounded to int8 with one float32 scale for each row of the left and each column of the right operand
+("rowwise") or for each tensor ("tensorwise"), multiplied by `torch._int_mm` with int32 sums, and scaled back. Weights
+stay in high precision. The idea: SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.12422).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from torchtitan.config.precision import Int8
+from torchtitan.converters.filter import FilterRules
+from torchtitan.converters.linear import LinearConverter, Products
+from torchtitan.converters.measure import measured_reason
+from torchtitan.converters.local import on_local_shards
+from torchtitan.converters.target import Target
+from torchtitan.errors import ConfigError
+from torchtitan.parallel.compile import has_cpp_compiler
+
+# int8 tensor cores that torch._int_mm uses begin with Turing (7.5), NVIDIA's CUDA programming guide.
+FIRST_CAPABILITY = (7, 5)
+MULTIPLE_OF = 16  # torch._int_mm on CUDA wants K and N in multiples of 8, cuBLASLt is fast for 16
+LARGEST = 127.0  # -128 is left out: the range is symmetric
+SMALLEST_SCALE = 1e-30  # of a row of zeros, which stays zeros
+
+# Relative errors of output, input gradient and weight gradient on normal data against float32, measured with
+# tests/unit/test_int8.py's layer.
+KNOWN_ERRORS = {"rowwise": (0.010, 0.010, 0.011), "tensorwise": (0.014, 0.014, 0.014)}
+
+
+class Quantized(NamedTuple):
+    """int8 `data` and its float32 scale: high precision is data * scale, with a scale for each row or one for all.
+
+    data: (rows, columns); scale: (rows, 1) or (1, 1).
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+
+
+def quantize(x: torch.Tensor, recipe: Literal["rowwise", "tensorwise"]) -> Quantized:
+    """Rounds (rows, columns) to int8, to the nearest, with a scale for each row or one for all."""
+    x = x.float()
+    amax = x.abs().amax(1, keepdim=True)
+    if recipe == "tensorwise":
+        amax = amax.amax().view(1, 1)
+    scale = (amax / LARGEST).clamp_min(SMALLEST_SCALE)
+    return Quantized((x / scale).round().to(torch.int8), scale)
+
+
+class Int8Products(NamedTuple):
+    """Which of the three products are int8, and how their scales are laid out."""
+
+    recipe: Literal["rowwise", "tensorwise"]
+    output: bool
+    grad_input: bool
+    grad_weight: bool
+    emulate: bool
+
+
+def int8_matmul(a: Quantized, b_transposed: Quantized, emulate: bool, dtype: torch.dtype) -> torch.Tensor:
+    """a @ b, where b is given by its transpose: (m, k) and (n, k) to (m, n).
+
+    Emulated, the sums are float64, which holds every sum of int8 products exactly as int32 does.
+    """
+    if emulate:
+        product = (a.data.double() @ b_transposed.data.double().T).float()
+    else:
+        product = torch._int_mm(a.data, b_transposed.data.T)
+    return fused(_scale_back)(product, a.scale, b_transposed.scale.T, dtype)
+
+
+def _scale_back(
+    product: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    return (product.float() * row_scale * column_scale).to(dtype)
+
+
+def _quantize_transposed(x: torch.Tensor, recipe: Literal["rowwise", "tensorwise"]) -> Quantized:
+    return quantize(x.T, recipe)
+
+
+@functools.cache
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as one pass over its data: compiled where there is a compiler, since eagerly it would be seven."""
+    return torch.compile(function) if torch.cuda.is_available() or has_cpp_compiler() else function
+
+
+class Int8Matmul(torch.autograd.Function):
+    """x @ weight.T with the chosen products in int8. x: (tokens, k), weight: (n, k), out: (tokens, n)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, products):  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(x, weight)
+        ctx.products = products
+        if not products.output:
+            return x @ high_precision(weight).T
+        x_int8 = fused(quantize)(x, products.recipe)
+        return int8_matmul(x_int8, quantized_rows(weight, products.recipe), products.emulate, x.dtype)
+
+    @staticmethod
+    def backward(ctx, out_grad):  # type: ignore[no-untyped-def, override]
+        x, weight = ctx.saved_tensors
+        recipe, _, grad_input, grad_weight, emulate = ctx.products
+        weight = high_precision(weight)
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            if grad_input:  # sums over n: a scale for each column of the weight
+                rows, columns = fused(quantize)(out_grad, recipe), fused(_quantize_transposed)(weight, recipe)
+                x_grad = int8_matmul(rows, columns, emulate, x.dtype)
+            else:
+                x_grad = out_grad @ weight
+        if ctx.needs_input_grad[1]:
+            if grad_weight:  # sums over tokens: a scale for each column of both
+                out_columns = fused(_quantize_transposed)(out_grad, recipe)
+                x_columns = fused(_quantize_transposed)(x, recipe)
+                weight_grad = int8_matmul(out_columns, x_columns, emulate, weight.dtype)
+            else:
+                weight_grad = out_grad.T @ x
+        return x_grad, weight_grad, None
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer whose products are int8. Its weight is a plain parameter, in whatever precision it is given."""
+
+    products: Int8Products
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = on_local_shards(lambda x, weight: Int8Matmul.apply(x, weight, self.products), x, self.weight)
+        return out if self.bias is None else out + self.bias
+
+
+class Int8Converter(LinearConverter):
+    """Swaps linear layers for `Int8Linear`.
+
+    Raises:
+        ConfigError: the device has no int8 products and `emulate` is not set, or no product is left on.
+    """
+
+    name = "int8"
+
+    def __init__(self, config: Int8, target: Target) -> None:
+        super().__init__(config.filter_fqns, target)
+        capability = target.compute_capability
+        if capability is not None and capability < FIRST_CAPABILITY and not config.emulate:
+            raise ConfigError(
+                f"model.converters: int8 needs a GPU of compute capability 7.5 or above, and this one has "
+                f"{capability[0]}.{capability[1]}; remove int8, or set int8.emulate for its numerics without speed."
+            )
+        if not (config.output or config.grad_input or config.grad_weight):
+            raise ConfigError("int8: output, grad_input and grad_weight are all off; turn one on, or remove int8.")
+        self.recipe = config.recipe_name
+        self.settings = Int8Products(
+            config.recipe_name, config.output, config.grad_input, config.grad_weight, config.emulate
+        )
+        self.gather = config.enable_fsdp_int8_all_gather
+        known = KNOWN_ERRORS[config.recipe_name]
+        self.products = Products(
+            "" if config.emulate else "aten::_int_mm",
+            *(error if on else None for error, on in zip(known, self.settings[1:4], strict=True)),
+        )
+        self.rules = FilterRules(MULTIPLE_OF, None, lambda m, k, n: measured_reason(self, m, k, n))
+
+    @property
+    def description(self) -> str:
+        return f"int8 {self.settings}"
+
+    def swap(self, linear: nn.Linear) -> nn.Linear:
+        new = Int8Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        new.products = self.settings
+        new.weight, new.bias = linear.weight, linear.bias
+        return new

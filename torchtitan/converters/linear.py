@@ -1,0 +1,144 @@
+"""What all converters of linear layers share: filter, module swap, and the check that a swapped layer quantizes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torchtitan.converters.filter import Decision, FilterRules, decide
+from torchtitan.converters.measure import measured_rule
+from torchtitan.converters.target import Target
+from torchtitan.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of one converted layer, and how exact they are.
+
+    Attributes:
+        operation: name under which the profiler sees a low-precision product; "" where it is emulated.
+        output, grad_input, grad_weight: relative error (2-norm) against float32 that the recipe is known to have on
+            normal data; None for a product that stays in high precision.
+    """
+
+    operation: str
+    output: float | None
+    grad_input: float | None
+    grad_weight: float | None
+
+    @property
+    def forward(self) -> int:
+        """Low-precision products in a forward pass."""
+        return int(self.output is not None)
+
+    @property
+    def backward(self) -> int:
+        return int(self.grad_input is not None) + int(self.grad_weight is not None)
+
+
+class LinearConverter:
+    """Swaps linear layers for a subclass of `nn.Linear` whose weight stays a plain parameter.
+
+    A subclass sets the attributes and writes `swap`.
+
+    Attributes:
+        name: of the converter and its section.
+        recipe: within the converter.
+        products: of one layer.
+        decisions: one for each linear layer of the model, after `convert`.
+    """
+
+    name: str
+    recipe: str
+    products: Products
+    rules: FilterRules
+
+    def __init__(self, filter_fqns: Sequence[str], target: Target) -> None:
+        self.filter_fqns = tuple(filter_fqns)
+        self.target = target
+        self.decisions: list[Decision] = []
+
+    def swap(self, linear: nn.Linear) -> nn.Linear:
+        """A low-precision layer with the parameters of `linear`, on its device."""
+        raise NotImplementedError
+
+    def decide(self, model: nn.Module) -> list[Decision]:
+        """What `convert` would do with each linear layer of the model; changes nothing."""
+        return decide(model, self.filter_fqns, self.name, self.recipe, self.rules, self.target)
+
+    def convert(self, model: nn.Module) -> None:
+        self.decisions = self.decide(model)
+        chosen = [decision.fqn for decision in self.decisions if decision.converted]
+        if not chosen:
+            raise ConfigError(f"model.converters: {self.name} would convert no layer. {why_none(self.decisions)}")
+        if self.target.device_type != "meta":
+            self.check_swap()
+        for fqn in chosen:
+            parent, _, child = fqn.rpartition(".")
+            setattr(model.get_submodule(parent), child, self.swap(model.get_submodule(fqn)))  # type: ignore[arg-type]
+
+    def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
+        """Nothing, unless a recipe keeps something between steps."""
+
+    def check_swap(self) -> None:
+        """Compares a converted layer with its bf16 copy, forward and backward.
+
+        Raises:
+            ConfigError: a product is bit-identical (nothing was quantized) or far from the recipe's known error.
+        """
+        errors = relative_errors(self, self.target.device_type)
+        for product, error in errors.items():
+            expected = getattr(self.products, product)
+            if expected is None:
+                continue
+            what = f"model.converters: the {product} of a layer converted to {self.name} {self.recipe}"
+            if error == 0:
+                raise ConfigError(f"{what} is bit-identical to bf16: nothing was quantized. Remove the converter.")
+            if not error < FAR_OUTSIDE * expected:
+                raise ConfigError(
+                    f"{what} is {error:.3f} off (relative to bf16), where {expected:.3f} is normal: its kernel does not "
+                    "work on this device. Remove the converter, or set "
+                    f"{self.name}.emulate."
+                )
+
+
+FAR_OUTSIDE = 3.0  # times the known error
+SAMPLE_TOKENS, SAMPLE_INPUTS, SAMPLE_OUTPUTS = 256, 256, 512
+
+
+def relative_errors(converter: LinearConverter, device_type: str) -> dict[str, float]:
+    """Relative 2-norm distance of a converted layer's products from those of its bf16 copy, on normal data."""
+    generator = torch.Generator(device=device_type).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device_type).bfloat16()
+
+    linear = nn.Linear(SAMPLE_INPUTS, SAMPLE_OUTPUTS, bias=False, device=device_type, dtype=torch.bfloat16)
+    weight, x, out_grad = (
+        normal(SAMPLE_OUTPUTS, SAMPLE_INPUTS),
+        normal(SAMPLE_TOKENS, SAMPLE_INPUTS),
+        normal(SAMPLE_TOKENS, SAMPLE_OUTPUTS),
+    )
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    results = []
+    for module in (linear, converter.swap(linear)):
+        module.weight.grad = None
+        x_leaf = x.clone().requires_grad_()
+        with torch.enable_grad():
+            out = module(x_leaf)
+            grads = torch.autograd.grad(out, [x_leaf, module.weight], out_grad)
+        results.append([out.detach().float(), *(grad.float() for grad in grads)])
+    names = ("output", "grad_input", "grad_weight")
+    return {
+        name: float((low - high).norm() / high.norm()) for name, high, low in zip(names, *results, strict=True)
+    }
+
+
+def why_none(decisions: Sequence[Decision]) -> str:
+    """The rules that took every layer, with how many each."""
+    reasons: dict[str, list[str]] = {}
+    for decision in decisions:
+        reasons.setdefault(decision.reason, []).append(decision.fqn)
+    return " ".join(f"{len(fqns)} x {reason} ({fqns[0]}, ...)." for reason, fqns in reasons.items())
