@@ -50,6 +50,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.happened = False
+        self.by = ""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self)
 
@@ -57,6 +58,7 @@ class Interruption:
         if self.happened:
             return
         self.happened = True
+        self.by = signal.Signals(number).name
         timer = threading.Timer(self.SECONDS, os._exit, [INTERRUPTED])
         timer.daemon = True
         timer.start()
@@ -77,7 +79,10 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         if RANK == 0:
-            print("\nInterrupted. The same command goes on from the last checkpoint, if there is one.", file=sys.stderr)
+            print(
+                f"\nStopped by {interruption.by}. The same command goes on from the last checkpoint, if there is one.",
+                file=sys.stderr,
+            )
         end(INTERRUPTED)
     except ConfigError as error:  # the same on every rank
         if RANK == 0:

@@ -185,16 +185,20 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def losses(folder: Path) -> dict[int, float]:
-    """Loss by step. Fails where a step is there twice or is missing."""
+def reports(folder: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl says of training steps. Fails where a step is there twice, or not in its place."""
     lines = [line for line in lines_of(folder / "metrics.jsonl") if "loss" in line]
     steps = [line["step"] for line in lines]
-    assert steps == list(range(steps[0], steps[0] + len(steps)))
-    return {line["step"]: line["loss"] for line in lines}
+    assert steps == sorted(set(steps))
+    return lines
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in reports(folder)}
 
 
 def grad_norms(folder: Path) -> list[float]:
-    return [line["grad_norm"] for line in lines_of(folder / "metrics.jsonl") if "loss" in line]
+    return [line["grad_norm"] for line in reports(folder)]
 
 
 def last_step(folder: Path) -> int:

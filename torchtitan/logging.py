@@ -1,6 +1,7 @@
 """How to say something: `from torchtitan.logging import logger`, and `init_logging` once at start."""
 
 import logging
+import os
 import sys
 
 logger = logging.getLogger("torchtitan")
@@ -47,5 +48,6 @@ def init_logging(rank: int, world_size: int, color: bool) -> None:
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False  # a library that configures the root logger must not print our lines a second time
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler prints a line at each start and stop
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

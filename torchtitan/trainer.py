@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig, to_toml
-from torchtitan.converters import Target, apply_converters
+from torchtitan.converters import LinearConverter, apply_converters, checked_products, conversion_report
+from torchtitan.converters.report import summary, to_json, to_table
 from torchtitan.data import Batch, build_loader, build_validation_loader, load_tokenizer
 from torchtitan.device import Device
 from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.explain import conversion_target
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak, flops_per_token
 from torchtitan.metrics.writers import JSONLWriter
@@ -114,19 +116,28 @@ class Trainer:
             self.args.head_dim,
             config.training.seq_len,
         )
-        capability = torch.cuda.get_device_capability() if self.device.type == "cuda" else None
+        target = conversion_target(config, spec, self.device)
+        self.passes = model.passes(target.tokens) if hasattr(model, "passes") else {}
         self.converters = apply_converters(
-            model,
-            config.model.converters,
-            lambda section: getattr(config, section),
-            Target(self.device.type, capability, config.training.compile),
+            model, config.model.converters, lambda section: getattr(config, section), target
         )
+        self._report_conversion()
         if config.model.print_after_conversion:
             logger.info(f"after conversion:\n{model}")
         spec.parallelize(model, self.mesh, config.parallelism, config.activation_checkpoint, config.training)
         model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.torch_device)
         init_weights(model, model.init_std, config.training.seed)
         return model
+
+    def _report_conversion(self) -> None:
+        decisions = [converter.decisions for converter in self.converters if isinstance(converter, LinearConverter)]
+        if not decisions:
+            return
+        report = conversion_report(decisions)
+        logger.info(f"conversion to low precision:\n{to_table(report)}")
+        logger.info(summary(report))
+        if dist.get_rank() == 0:
+            (self.dump_folder / "conversion.json").write_text(to_json(report), encoding="utf-8")
 
     def _resume(self) -> None:
         state = self.checkpoints.load()
@@ -186,7 +197,8 @@ class Trainer:
                     microbatches = self.loader.next()
                 self.step += 1
                 collect_garbage(self.step)
-                self._train_step(microbatches, reporter)
+                with self._checked_products(len(microbatches)) if self.step == first_step else contextlib.nullcontext():
+                    self._train_step(microbatches, reporter)
                 profiler.step()
                 last = self.step == steps
                 if self.validation_loader is not None and (last or self.step % config.validation.freq == 0):
@@ -227,6 +239,15 @@ class Trainer:
             self.sample_ids.write(self.step, {"ids": [ids for batch in microbatches for ids in batch.sample_ids or []]})
         reporter.step(
             self.step, loss=lambda: self._over_ranks(total) / self.tokens_per_step, grad_norm=grad_norm, lr=lr
+        )
+
+    def _checked_products(self, microbatches: int) -> contextlib.AbstractContextManager[None]:
+        return checked_products(
+            self.converters,
+            microbatches,
+            self.passes,
+            recomputed=self.config.activation_checkpoint.mode != "none",
+            compiled=self.config.training.compile,
         )
 
     def _summed_loss(self, batch: Batch) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import Doc
 
 from torchtitan.converters import CONVERTERS, ConverterEntry, Target
-from torchtitan.converters.filter import decide
+from torchtitan.converters.filter import matches
 from torchtitan.data import DATASETS, Document
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
@@ -52,15 +52,16 @@ class RoundingConverter:
         self.config = config
 
     def convert(self, model: nn.Module) -> None:
-        decisions = decide(model, self.config.filter_fqns, "rounding.filter_fqns", too_small=None, multiple_of=1)
-        chosen = [decision.fqn for decision in decisions if decision.converted]
+        linears = [fqn for fqn, module in model.named_modules() if type(module) is nn.Linear]
+        left_alone = self.config.filter_fqns
+        chosen = [fqn for fqn in linears if not any(matches(entry, fqn) for entry in left_alone)]
         if not chosen:
             raise ConfigError("model.converters: rounding would convert no layer; shorten rounding.filter_fqns.")
         for fqn in chosen:
             linear = model.get_submodule(fqn)
             linear.__class__ = RoundedLinear  # the same weight and name, another forward
             linear.bits = self.config.bits  # type: ignore[assignment]
-        logger.info(f"rounding ({self.config.bits} bits): converted {len(chosen)} of {len(decisions)} linear layers")
+        logger.info(f"rounding ({self.config.bits} bits): converted {len(chosen)} of {len(linears)} linear layers")
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         """Nothing: weights are rounded anew in each forward pass."""

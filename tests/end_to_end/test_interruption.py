@@ -73,3 +73,16 @@ def test_an_error_of_any_rank_reaches_the_screen(tmp_path: Path) -> None:
     assert status == 1
     assert "[rank 1] Traceback (most recent call last):" in output
     assert "[rank 1] ArithmeticError: no good" in output
+
+
+def test_processes_do_not_outlive_the_launcher(tmp_path: Path) -> None:
+    # Else the same command, started again, would train in the same folder as they do.
+    with started(*ENDLESS, into(tmp_path), processes=2) as run:
+        run.wait_until(lambda: last_step(tmp_path) >= 2)
+        run.process.kill()
+        run.process.wait()
+        for _ in range(500):
+            if not run.pids():
+                return
+            time.sleep(0.02)
+        raise AssertionError("they do")

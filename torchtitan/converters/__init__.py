@@ -1,5 +1,20 @@
 """Converters: changes to a model before it is divided over devices. `CONVERTERS` is their registry."""
 
-from torchtitan.converters.registry import CONVERTERS, ConverterEntry, ModelConverter, Target, apply_converters
+from torchtitan.converters.filter import Decision
+from torchtitan.converters.guard import checked_products
+from torchtitan.converters.linear import LinearConverter
+from torchtitan.converters.registry import CONVERTERS, ConverterEntry, ModelConverter, apply_converters
+from torchtitan.converters.report import conversion_report
+from torchtitan.converters.target import Target
 
-__all__ = ["CONVERTERS", "ConverterEntry", "ModelConverter", "Target", "apply_converters"]
+__all__ = [
+    "CONVERTERS",
+    "ConverterEntry",
+    "Decision",
+    "LinearConverter",
+    "ModelConverter",
+    "Target",
+    "apply_converters",
+    "checked_products",
+    "conversion_report",
+]

@@ -112,9 +112,7 @@ def decide(
             k, n = target.per_device(fqn, module.in_features, module.out_features)
             reason = reason_against(fqn, module, k, n)
             decisions.append(
-                Decision(
-                    fqn, target.tokens, k, n, converter, recipe, reason is None, reason or "no rule against it"
-                )
+                Decision(fqn, target.tokens, k, n, converter, recipe, reason is None, reason or "no rule against it")
             )
     return decisions
 

@@ -1,36 +1,59 @@
 """Matrix products in float8, with scales computed anew each time, by torchao."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from torchtitan.config.precision import Float8
-from torchtitan.converters.filter import decide
+from torchtitan.converters.filter import FilterRules, too_small_for_rowwise, too_small_for_tensorwise
+from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Trace
+from torchtitan.converters.measure import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 
-# float8 tensor cores begin with Ada (8.9) and Hopper (9.0): NVIDIA's CUDA programming guide, table of capabilities.
+# float8 tensor cores begin with Ada (8.9): NVIDIA's CUDA programming guide, table of capabilities.
 FIRST_CAPABILITY = (8, 9)
 MULTIPLE_OF = 16  # torch._scaled_mm on CUDA; the CPU kernel takes any shape, but a model must not depend on that
 
+# Relative errors of output, input gradient and weight gradient on normal data: tests/unit/test_float8.py
+KNOWN_ERRORS = {
+    "tensorwise": (0.037, 0.059, 0.059),
+    "rowwise": (0.036, 0.036, 0.038),
+    "rowwise_with_gw_hp": (0.036, 0.036, None),
+}
 
-class Float8Converter:
+
+class Float8Converter(LinearConverter):
     """Swaps linear layers for torchao's `Float8Linear`, whose weight stays in high precision.
 
     Forward, input gradient and weight gradient each are a `torch._scaled_mm`; rowwise_with_gw_hp leaves the weight
     gradient in high precision. On a CPU the product is real too.
 
     Raises:
-        ConfigError: a key is not built yet, or the device has no float8 and `emulate` is not set.
+        ConfigError: the device has no float8 and `emulate` is not set, or keys contradict each other.
     """
 
+    name = "float8"
+
     def __init__(self, config: Float8, target: Target) -> None:
-        for key in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
-            if getattr(config, key):
-                raise ConfigError(f"float8.{key} is not built yet; weights are gathered in high precision. Unset it.")
+        super().__init__(config.filter_fqns, target)
+        self.recipe = config.recipe_name or "tensorwise"
+        self.gather = config.enable_fsdp_float8_all_gather
+        self.precompute = config.precompute_float8_dynamic_scale_for_fsdp
+        self.emulate = config.emulate
+        if self.gather and self.recipe != "tensorwise":
+            raise ConfigError(
+                f"float8.enable_fsdp_float8_all_gather needs float8.recipe_name = tensorwise, not {self.recipe}: "
+                "a shard does not hold what the other scales need. Unset one of them."
+            )
+        if self.precompute and not self.gather:
+            raise ConfigError(
+                "float8.precompute_float8_dynamic_scale_for_fsdp computes the scales of the float8 all-gather: set "
+                "float8.enable_fsdp_float8_all_gather too, or unset it."
+            )
         if config.force_recompute_fp8_weight_in_bwd:
             logger.warning("float8.force_recompute_fp8_weight_in_bwd has no effect any more in torchao; remove the key")
         capability = target.compute_capability
@@ -39,25 +62,34 @@ class Float8Converter:
                 f"model.converters: float8 needs a GPU of compute capability 8.9 or above, and this one has "
                 f"{capability[0]}.{capability[1]}; remove float8, or set float8.emulate for its numerics without speed."
             )
-        self.config = config
-        self.recipe = config.recipe_name or "tensorwise"
+        self.products = Products(
+            EMULATED_FLOAT8 if config.emulate else Trace("aten::_scaled_mm"), *KNOWN_ERRORS[self.recipe]
+        )
+        too_small = too_small_for_tensorwise if self.recipe == "tensorwise" else too_small_for_rowwise
+        self.rules = FilterRules(MULTIPLE_OF, too_small, lambda m, k, n: measured_reason(self, m, k, n))
 
-    def convert(self, model: nn.Module) -> None:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # a second of import
+    @property
+    def description(self) -> str:
+        return f"float8 {self.recipe}{' emulated' if self.emulate else ''}"
 
-        decisions = decide(model, self.config.filter_fqns, "float8.filter_fqns", self.recipe, MULTIPLE_OF)
-        chosen = {decision.fqn for decision in decisions if decision.converted}
-        if not chosen:
-            reasons = Counter(decision.reason for decision in decisions)
-            rules = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
-            raise ConfigError(
-                f"model.converters: float8 would convert none of {len(decisions)} linear layers: {rules}."
-            )
-        config = Float8LinearConfig.from_recipe_name(self.recipe)
-        if self.config.emulate:
-            config = dataclasses.replace(config, emulate=True)
-        convert_to_float8_training(model, module_filter_fn=lambda _, fqn: fqn in chosen, config=config)
-        logger.info(f"float8 ({self.recipe}): converted {len(chosen)} of {len(decisions)} linear layers")
+    def swap(self, linear: nn.Linear, gather: bool = False) -> nn.Linear:
+        from torchao.float8 import Float8LinearConfig  # a second of import
+        from torchao.float8.float8_linear import Float8Linear
+
+        config: Any = dataclasses.replace(
+            Float8LinearConfig.from_recipe_name(self.recipe),
+            emulate=self.emulate,
+            enable_fsdp_float8_all_gather=gather,
+        )
+        return Float8Linear.from_float(linear, config=config)
+
+    def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
+        return self.swap(linear, self.gather)
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
-        """Nothing: scales are computed from the weights in each forward pass."""
+        """With precomputed scales: those of all weights, in one reduction."""
+        if self.precompute:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            for model in models:
+                precompute_float8_dynamic_scale_for_fsdp(model)

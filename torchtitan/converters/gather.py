@@ -5,7 +5,8 @@ Shards are rows, so the scales of rows are a shard's own; the one scale of a who
 shards: one for all weights after each optimizer step (`set_tensorwise_scales`).
 """
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,16 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.converters.quantize import LARGEST, SMALLEST_SCALE, Quantized, fused, quantize, quantize_with
+from torchtitan.converters.quantize import (
+    LARGEST,
+    SMALLEST_SCALE,
+    Quantized,
+    ScaleRecipe,
+    dequantize,
+    fused,
+    quantize,
+    quantize_with,
+)
 
 aten = torch.ops.aten
 # What FSDP2, initialization and optimizers do to a sharded weight that must give a sharded weight again.
@@ -43,7 +53,7 @@ class ShardedWeight(torch.Tensor):
     """
 
     tensor: torch.Tensor
-    recipe: Literal["rowwise", "tensorwise"]
+    recipe: ScaleRecipe
     scale: torch.Tensor | None
     """(1, 1), of the whole tensor, where it has been computed already."""
 
@@ -60,7 +70,7 @@ class ShardedWeight(torch.Tensor):
             requires_grad=tensor.requires_grad,
         )
 
-    def __init__(self, tensor: torch.Tensor, recipe: Literal["rowwise", "tensorwise"]) -> None:
+    def __init__(self, tensor: torch.Tensor, recipe: ScaleRecipe) -> None:
         self.tensor = tensor
         self.recipe = recipe
         self.scale = None
@@ -85,11 +95,12 @@ class ShardedWeight(torch.Tensor):
     def __tensor_unflatten__(inner, recipe, outer_size, outer_stride):  # type: ignore[no-untyped-def]
         return ShardedWeight(inner["tensor"], recipe)
 
-    def fsdp_pre_all_gather(self, mesh, *unused):  # type: ignore[no-untyped-def]
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
         """((int8 data, scales), metadata) of this shard."""
         if self.recipe == "rowwise":
             data, scale = fused(quantize)(self.tensor, "rowwise")
-            return (data, scale), None
+            # FSDP2 on one rank copies the first tensor and no other; there the scales need no gathering.
+            return ((data,), scale) if mesh.size() == 1 else ((data, scale), None)
         if self.scale is None:  # before the first optimizer step
             self.scale = tensorwise_scale(self.tensor.abs().amax().float(), mesh).view(1, 1)
         return (fused(quantize_with)(self.tensor, self.scale),), self.scale
@@ -99,7 +110,7 @@ class ShardedWeight(torch.Tensor):
         data = outputs[0]
         scale = outputs[1] if scale is None else scale
         if out is not None:  # the same memory, filled anew
-            weight = out.to_local() if isinstance(out, DTensor) else out
+            weight: Any = out.to_local() if isinstance(out, DTensor) else out
             weight.data_int8, weight.scale = data, scale
             return None
         return GatheredWeight(data, scale, param_dtype), outputs
@@ -132,14 +143,15 @@ class GatheredWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        if func in (aten.detach.default, aten.alias.default):
+        # as_strided: FSDP2 asks for the weight's own shape and strides.
+        if func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
             return cls(args[0].data_int8, args[0].scale, args[0].dtype)
         # Anything else sees the weight in high precision.
         args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.dequantize_all(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def dequantize_all(self) -> torch.Tensor:
-        return (self.data_int8.float() * self.scale).to(self.dtype)
+        return fused(dequantize)(self.data_int8, self.scale, self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["data_int8", "scale"], self.dtype
@@ -157,18 +169,18 @@ def tensorwise_scale(amax: torch.Tensor, mesh: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def set_tensorwise_scales(models: "list[nn.Module]") -> None:
+def set_tensorwise_scales(models: Sequence[nn.Module]) -> None:
     """Computes the scales of all weights that are gathered with one scale each, in one reduction."""
-    weights = [
-        parameter
+    sharded = [
+        (parameter.device_mesh, parameter._local_tensor)
         for model in models
         for parameter in model.parameters()
         if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, ShardedWeight)
     ]
-    if not weights:
+    if not sharded:
         return
-    mesh = weights[0].device_mesh
-    amax = torch.stack([weight._local_tensor.tensor.abs().amax().float() for weight in weights])
-    shard = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
-    for weight, scale in zip(weights, tensorwise_scale(amax, shard), strict=True):
-        weight._local_tensor.scale = scale.view(1, 1)
+    mesh = sharded[0][0]
+    shards = mesh[str(mesh.mesh_dim_names[-1])] if mesh.ndim > 1 and mesh.mesh_dim_names else mesh
+    amax = torch.stack([weight.tensor.abs().amax().float() for _, weight in sharded])
+    for (_, weight), scale in zip(sharded, tensorwise_scale(amax, shards), strict=True):
+        weight.scale = scale.view(1, 1)

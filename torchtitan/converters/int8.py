@@ -5,89 +5,39 @@ Operands are rounded to int8 with one float32 scale for each row of the left and
 stay in high precision. The idea: SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.12422).
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from torchtitan.config.precision import Int8
 from torchtitan.converters.filter import FilterRules
-from torchtitan.converters.linear import LinearConverter, Products
-from torchtitan.converters.measure import measured_reason
+from torchtitan.converters.gather import GatheredWeight, ShardedWeight, set_tensorwise_scales
+from torchtitan.converters.linear import LinearConverter, Products, Trace
 from torchtitan.converters.local import on_local_shards
+from torchtitan.converters.measure import measured_reason
+from torchtitan.converters.quantize import ScaleRecipe, fused, int8_matmul, quantize, quantize_transposed
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
-from torchtitan.parallel.compile import has_cpp_compiler
 
 # int8 tensor cores that torch._int_mm uses begin with Turing (7.5), NVIDIA's CUDA programming guide.
 FIRST_CAPABILITY = (7, 5)
 MULTIPLE_OF = 16  # torch._int_mm on CUDA wants K and N in multiples of 8, cuBLASLt is fast for 16
-LARGEST = 127.0  # -128 is left out: the range is symmetric
-SMALLEST_SCALE = 1e-30  # of a row of zeros, which stays zeros
 
 # Relative errors of output, input gradient and weight gradient on normal data against float32, measured with
 # tests/unit/test_int8.py's layer.
 KNOWN_ERRORS = {"rowwise": (0.010, 0.010, 0.011), "tensorwise": (0.014, 0.014, 0.014)}
 
 
-class Quantized(NamedTuple):
-    """int8 `data` and its float32 scale: high precision is data * scale, with a scale for each row or one for all.
-
-    data: (rows, columns); scale: (rows, 1) or (1, 1).
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor
-
-
-def quantize(x: torch.Tensor, recipe: Literal["rowwise", "tensorwise"]) -> Quantized:
-    """Rounds (rows, columns) to int8, to the nearest, with a scale for each row or one for all."""
-    x = x.float()
-    amax = x.abs().amax(1, keepdim=True)
-    if recipe == "tensorwise":
-        amax = amax.amax().view(1, 1)
-    scale = (amax / LARGEST).clamp_min(SMALLEST_SCALE)
-    return Quantized((x / scale).round().to(torch.int8), scale)
-
-
 class Int8Products(NamedTuple):
     """Which of the three products are int8, and how their scales are laid out."""
 
-    recipe: Literal["rowwise", "tensorwise"]
+    recipe: ScaleRecipe
     output: bool
     grad_input: bool
     grad_weight: bool
     emulate: bool
-
-
-def int8_matmul(a: Quantized, b_transposed: Quantized, emulate: bool, dtype: torch.dtype) -> torch.Tensor:
-    """a @ b, where b is given by its transpose: (m, k) and (n, k) to (m, n).
-
-    Emulated, the sums are float64, which holds every sum of int8 products exactly as int32 does.
-    """
-    if emulate:
-        product = (a.data.double() @ b_transposed.data.double().T).float()
-    else:
-        product = torch._int_mm(a.data, b_transposed.data.T)
-    return fused(_scale_back)(product, a.scale, b_transposed.scale.T, dtype)
-
-
-def _scale_back(
-    product: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    return (product.float() * row_scale * column_scale).to(dtype)
-
-
-def _quantize_transposed(x: torch.Tensor, recipe: Literal["rowwise", "tensorwise"]) -> Quantized:
-    return quantize(x.T, recipe)
-
-
-@functools.cache
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one pass over its data: compiled where there is a compiler, since eagerly it would be seven."""
-    return torch.compile(function) if torch.cuda.is_available() or has_cpp_compiler() else function
 
 
 class Int8Matmul(torch.autograd.Function):
@@ -98,30 +48,35 @@ class Int8Matmul(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.products = products
         if not products.output:
-            return x @ high_precision(weight).T
-        x_int8 = fused(quantize)(x, products.recipe)
-        return int8_matmul(x_int8, quantized_rows(weight, products.recipe), products.emulate, x.dtype)
+            return x @ _high_precision(weight).T
+        gathered = isinstance(weight, GatheredWeight)
+        weight_int8 = weight.quantized() if gathered else fused(quantize)(weight, products.recipe)
+        return int8_matmul(fused(quantize)(x, products.recipe), weight_int8, products.emulate, x.dtype)
 
     @staticmethod
     def backward(ctx, out_grad):  # type: ignore[no-untyped-def, override]
         x, weight = ctx.saved_tensors
         recipe, _, grad_input, grad_weight, emulate = ctx.products
-        weight = high_precision(weight)
+        weight = _high_precision(weight)
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             if grad_input:  # sums over n: a scale for each column of the weight
-                rows, columns = fused(quantize)(out_grad, recipe), fused(_quantize_transposed)(weight, recipe)
+                rows, columns = fused(quantize)(out_grad, recipe), fused(quantize_transposed)(weight, recipe)
                 x_grad = int8_matmul(rows, columns, emulate, x.dtype)
             else:
                 x_grad = out_grad @ weight
         if ctx.needs_input_grad[1]:
             if grad_weight:  # sums over tokens: a scale for each column of both
-                out_columns = fused(_quantize_transposed)(out_grad, recipe)
-                x_columns = fused(_quantize_transposed)(x, recipe)
+                out_columns = fused(quantize_transposed)(out_grad, recipe)
+                x_columns = fused(quantize_transposed)(x, recipe)
                 weight_grad = int8_matmul(out_columns, x_columns, emulate, weight.dtype)
             else:
                 weight_grad = out_grad.T @ x
         return x_grad, weight_grad, None
+
+
+def _high_precision(weight: torch.Tensor) -> torch.Tensor:
+    return weight.dequantize_all() if isinstance(weight, GatheredWeight) else weight
 
 
 class Int8Linear(nn.Linear):
@@ -160,7 +115,7 @@ class Int8Converter(LinearConverter):
         self.gather = config.enable_fsdp_int8_all_gather
         known = KNOWN_ERRORS[config.recipe_name]
         self.products = Products(
-            "" if config.emulate else "aten::_int_mm",
+            Trace("aten::mm", ("double",)) if config.emulate else Trace("aten::_int_mm"),
             *(error if on else None for error, on in zip(known, self.settings[1:4], strict=True)),
         )
         self.rules = FilterRules(MULTIPLE_OF, None, lambda m, k, n: measured_reason(self, m, k, n))
@@ -174,3 +129,14 @@ class Int8Converter(LinearConverter):
         new.products = self.settings
         new.weight, new.bias = linear.weight, linear.bias
         return new
+
+    def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
+        new = self.swap(linear)
+        if self.gather:
+            new.weight = nn.Parameter(ShardedWeight(new.weight.data, self.settings.recipe))
+        return new
+
+    def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
+        """The scales of weights that are gathered tensorwise, in one reduction."""
+        if self.gather and self.recipe == "tensorwise":
+            set_tensorwise_scales(models)

@@ -7,9 +7,28 @@ import torch
 from torch import nn
 
 from torchtitan.converters.filter import Decision, FilterRules, decide
-from torchtitan.converters.measure import measured_rule
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Trace:
+    """How the profiler sees low-precision products.
+
+    Attributes:
+        operation: its name.
+        input_dtypes: where not empty, only those count whose first input has one of these dtypes, as the profiler
+            spells them.
+        per_product: how many of them a product takes.
+    """
+
+    operation: str
+    input_dtypes: tuple[str, ...] = ()
+    per_product: int = 1
+
+
+# An emulated product rounds both operands to float8 and back before a product in high precision.
+EMULATED_FLOAT8 = Trace("aten::_to_copy", ("c10::Float8_e4m3fn", "c10::Float8_e5m2"), 2)
 
 
 @dataclass(frozen=True)
@@ -17,12 +36,12 @@ class Products:
     """The products of one converted layer, and how exact they are.
 
     Attributes:
-        operation: name under which the profiler sees a low-precision product; "" where it is emulated.
+        trace: how they are recognized; None where they cannot be counted.
         output, grad_input, grad_weight: relative error (2-norm) against float32 that the recipe is known to have on
             normal data; None for a product that stays in high precision.
     """
 
-    operation: str
+    trace: Trace | None
     output: float | None
     grad_input: float | None
     grad_weight: float | None
@@ -63,6 +82,15 @@ class LinearConverter:
         """A low-precision layer with the parameters of `linear`, on its device."""
         raise NotImplementedError
 
+    def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
+        """`swap` for a layer of the model, which may be gathered in low precision too."""
+        return self.swap(linear)
+
+    @property
+    def description(self) -> str:
+        """All settings that bear on speed."""
+        raise NotImplementedError
+
     def decide(self, model: nn.Module) -> list[Decision]:
         """What `convert` would do with each linear layer of the model; changes nothing."""
         return decide(model, self.filter_fqns, self.name, self.recipe, self.rules, self.target)
@@ -76,7 +104,7 @@ class LinearConverter:
             self.check_swap()
         for fqn in chosen:
             parent, _, child = fqn.rpartition(".")
-            setattr(model.get_submodule(parent), child, self.swap(model.get_submodule(fqn)))  # type: ignore[arg-type]
+            setattr(model.get_submodule(parent), child, self.swap_in_model(model.get_submodule(fqn)))  # type: ignore[arg-type]
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         """Nothing, unless a recipe keeps something between steps."""
@@ -97,9 +125,8 @@ class LinearConverter:
                 raise ConfigError(f"{what} is bit-identical to bf16: nothing was quantized. Remove the converter.")
             if not error < FAR_OUTSIDE * expected:
                 raise ConfigError(
-                    f"{what} is {error:.3f} off (relative to bf16), where {expected:.3f} is normal: its kernel does not "
-                    "work on this device. Remove the converter, or set "
-                    f"{self.name}.emulate."
+                    f"{what} is {error:.3f} off from bf16, where {expected:.3f} is normal: its kernel does not work on "
+                    f"this device. Remove the converter, or set {self.name}.emulate."
                 )
 
 
@@ -131,9 +158,7 @@ def relative_errors(converter: LinearConverter, device_type: str) -> dict[str, f
             grads = torch.autograd.grad(out, [x_leaf, module.weight], out_grad)
         results.append([out.detach().float(), *(grad.float() for grad in grads)])
     names = ("output", "grad_input", "grad_weight")
-    return {
-        name: float((low - high).norm() / high.norm()) for name, high, low in zip(names, *results, strict=True)
-    }
+    return {name: float((low - high).norm() / high.norm()) for name, high, low in zip(names, *results, strict=True)}
 
 
 def why_none(decisions: Sequence[Decision]) -> str:

@@ -6,7 +6,7 @@ import statistics
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -78,9 +78,9 @@ def speedup(converter: "LinearConverter", m: int, k: int, n: int) -> float:
     out_grad = torch.randn(m, n, device=device, dtype=torch.bfloat16)
     high = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
     low = converter.swap(nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16))
-    forwards = [torch.compile(module) if converter.target.compile else module for module in (high, low)]
+    forwards: list[Any] = [torch.compile(module) if converter.target.compile else module for module in (high, low)]
 
-    def seconds(forward: nn.Module) -> float:
+    def seconds(forward: Any) -> float:
         start = perf_counter()
         forward(x).backward(out_grad)
         if device == "cuda":

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from torchtitan.converters.float8 import Float8Converter
+from torchtitan.converters.int8 import Int8Converter
+from torchtitan.converters.mx import MXConverter
 from torchtitan.converters.target import Target
 from torchtitan.registry import Registry
 
@@ -42,7 +44,13 @@ class ConverterEntry:
 
 
 CONVERTERS: Registry[ConverterEntry] = Registry(
-    "converter", "model.converters", {"float8": ConverterEntry("float8", Float8Converter)}
+    "converter",
+    "model.converters",
+    {
+        "float8": ConverterEntry("float8", Float8Converter),
+        "int8": ConverterEntry("int8", Int8Converter),
+        "mx": ConverterEntry("mx", MXConverter),
+    },
 )
 
 

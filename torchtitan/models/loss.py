@@ -13,6 +13,16 @@ CHUNK_ELEMENTS = 2**24
 CHUNK_MULTIPLE = 512
 
 
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens whose logits are computed at once."""
+    return max(1, CHUNK_ELEMENTS // vocab_size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+
+
+def chunks(tokens: int, vocab_size: int) -> int:
+    """How many such chunks there are."""
+    return -(-tokens // chunk_tokens(vocab_size))
+
+
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum over tokens, in float32, of the cross-entropy of (tokens, vocab) logits and (tokens,) labels."""
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
@@ -36,7 +46,7 @@ def chunked_cross_entropy(
         The sum over tokens, a float32 scalar.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
-    chunk = max(1, CHUNK_ELEMENTS // weight.shape[0] // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+    chunk = chunk_tokens(weight.shape[0])
     if not torch.is_grad_enabled():
         parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
         return torch.stack([summed_cross_entropy(output(part), label) for part, label in parts]).sum()

@@ -1,15 +1,16 @@
 """`MODELS`: from `model.name` to what it takes to build and divide a model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from torchtitan.converters.target import Division
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.llama.parallelize import parallelize
+from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_DIVISIONS, parallelize
 from torchtitan.registry import Registry
 
 
@@ -22,11 +23,13 @@ class ModelSpec:
             `head_dim`, `vocab_size` and the method `with_vocab_size` of `LlamaArgs`.
         build: from sizes to a module, called on the meta device. The module's forward takes (tokens, labels,
             document_ids) and returns the summed loss; `init_std(name)` gives each parameter's initial deviation.
+        divisions: how tensor parallelism divides the linear layers, as `llama.parallelize.TENSOR_PARALLEL_DIVISIONS`.
         parallelize: as `llama.parallelize.parallelize`.
     """
 
     flavors: Mapping[str, Any]
     build: Callable[[Any], nn.Module] = Llama
+    divisions: Mapping[str, Division] = field(default_factory=lambda: TENSOR_PARALLEL_DIVISIONS)
     parallelize: Callable[..., None] = parallelize
 
     def flavor(self, name: str) -> Any:

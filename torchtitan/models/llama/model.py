@@ -6,7 +6,7 @@ from torch import nn
 
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.loss import chunked_cross_entropy
+from torchtitan.models.loss import chunked_cross_entropy, chunks
 from torchtitan.models.rope import apply_rope, rope_table
 
 
@@ -116,6 +116,10 @@ class Llama(nn.Module):
         if labels is None:
             return self.output(h)
         return chunked_cross_entropy(self.output, self.output.weight, h, labels)
+
+    def passes(self, tokens: int) -> dict[str, int]:
+        """How often a linear layer runs for so many tokens, where that is not once."""
+        return {"output": chunks(tokens, self.output.weight.shape[0])}
 
     def rope(self, seq_len: int, device: torch.device) -> torch.Tensor:
         """The table of rotations, kept from call to call. Not a buffer: it has no place in a state dict."""

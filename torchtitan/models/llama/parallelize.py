@@ -5,10 +5,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
+from torchtitan.converters.target import Division
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.fsdp import apply_fsdp
+
+TENSOR_PARALLEL_DIVISIONS: dict[str, Division] = {
+    "attention.wq": "colwise",
+    "attention.wk": "colwise",
+    "attention.wv": "colwise",
+    "attention.wo": "rowwise",
+    "feed_forward.w1": "colwise",
+    "feed_forward.w3": "colwise",
+    "feed_forward.w2": "rowwise",
+    "output": "colwise",
+}
+"""Megatron's division (arXiv 1909.08053): heads and inner channels over the ranks, and the vocabulary."""
 
 
 def parallelize(

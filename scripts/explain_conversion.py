@@ -1,0 +1,43 @@
+"""Says which layers a run would convert to low precision, and why, without training.
+
+python scripts/explain_conversion.py [--json out.json] --job.config_file=FILE.toml --section.key=value ...
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan.config import ConfigManager
+from torchtitan.config.extension import import_user_module
+from torchtitan.errors import EXIT_STATUS, UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="file for the report as a list of objects", metavar="FILE")
+    arguments, flags = parser.parse_known_args()
+    try:
+        config = ConfigManager().parse_args(flags)
+        if config.experimental.custom_import:
+            import_user_module(config.experimental.custom_import, "experimental.custom_import")
+        from torchtitan.converters.report import summary, to_json, to_table
+        from torchtitan.explain import explain_conversion
+
+        report = explain_conversion(config)
+        print(to_table(report))
+        print(summary(report))
+        if arguments.json:
+            Path(arguments.json).write_text(to_json(report), encoding="utf-8")
+    except UserError as error:
+        sys.exit(_complain(str(error)))
+    except OSError as error:
+        sys.exit(_complain(f"--json: {arguments.json} cannot be written ({error.strerror})."))
+
+
+def _complain(message: str) -> int:
+    print(f"Error: {message}", file=sys.stderr)
+    return EXIT_STATUS
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""A user's mistake: one sentence that names the key and the remedy, exit status 2, and no traceback."""
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import SMALL, TINY, failure, into, train_here
+
+from torchtitan.errors import UserError
+
+
+def assert_message(status: int, output: str, *parts: str) -> None:
+    assert status == 2, output
+    assert "Traceback" not in output
+    assert "Error: " in output
+    for part in parts:
+        assert part in output
+
+
+# As a user types them
+
+
+def test_there_is_no_such_config_file() -> None:
+    assert_message(*failure("--job.config_file=none_such.toml", processes=None), "job.config_file", "none_such.toml")
+
+
+def test_the_config_file_is_malformed(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text("[training]\nsteps = = 3\n")
+    assert_message(*failure(f"--job.config_file={file}", processes=None), "bad.toml", "line 2")
+
+
+def test_mistakes_in_the_config_file_are_reported_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text('[training]\nsequence_len = 64\nsteps = "many"\n[optimiser]\nlr = 1.0\n')
+    status, output = failure(f"--job.config_file={file}", "--training.seq_len=-1", processes=None)
+    assert_message(
+        status,
+        output,
+        "unknown key training.sequence_len (did you mean training.seq_len?)",
+        "training.steps must be an integer above 0, not 'many'",
+        "unknown section [optimiser] (did you mean optimizer?)",
+        "--training.seq_len must be an integer above 0, not '-1'",
+    )
+
+
+def test_mistakes_between_keys_are_reported_at_once_and_by_one_rank(tmp_path: Path) -> None:
+    flags = ("--model.name=lama3", "--training.global_batch_size=7", into(tmp_path))
+    status, output = failure(*flags, processes=2)
+    assert_message(status, output)
+    assert output.count("model.name: unknown model 'lama3' (did you mean llama3?); known: llama2") == 1
+    assert output.count("training.global_batch_size = 7 is not a multiple") == 1
+    assert len(output.strip().splitlines()) == 2
+
+
+def test_more_processes_than_rows(tmp_path: Path) -> None:
+    status, output = failure(*SMALL, "--training.global_batch_size=1", into(tmp_path), processes=2)
+    assert_message(status, output, "training.global_batch_size = 1 is smaller than the 2 data-parallel ranks")
+
+
+def test_a_mistake_in_the_data_ends_all_ranks(tmp_path: Path) -> None:
+    flags = (f"--training.dataset_path={tmp_path}/none_such.jsonl", into(tmp_path / "run"))
+    status, output = failure(*SMALL, *flags, processes=2)
+    assert_message(status, output, "training.dataset_path", "none_such.jsonl")
+
+
+def test_the_dump_folder_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert_message(*failure(into(tmp_path / "file"), processes=None), "job.dump_folder", str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_a_number_of_processes_that_is_none(number: str) -> None:
+    status, output = failure(processes=1, NGPU=number)
+    assert_message(status, output, "NGPU", repr(number))
+
+
+def test_a_users_module_that_is_not_there(tmp_path: Path) -> None:
+    flags = ("--experimental.custom_import=none_such", into(tmp_path))
+    assert_message(*failure(*flags, processes=None), "experimental.custom_import", "none_such")
+
+
+# Without the start of a process for each
+
+
+def problem(*flags: str) -> str:
+    with pytest.raises(UserError) as caught:
+        train_here(*TINY, *flags)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["steps", "seq_len", "local_batch_size"])
+@pytest.mark.parametrize("value", ["0", "-4", "1.5", "few"])
+def test_a_size_that_is_none(key: str, value: str, tmp_path: Path) -> None:
+    text = problem(f"--training.{key}={value}", into(tmp_path))
+    assert f"--training.{key} must be an integer above 0, not '{value}'" in text
+
+
+def test_the_tokenizer_is_missing(tmp_path: Path) -> None:
+    text = problem(f"--model.tokenizer_path={tmp_path}/none_such", into(tmp_path))
+    assert "model.tokenizer_path" in text
+    assert "none_such" in text
+
+
+@pytest.mark.parametrize("content", [b"", b"just text\n", b'{"not": "a tokenizer"}', b"\x00\x01\x02"])
+def test_the_tokenizer_is_of_another_kind(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(content)
+    text = problem(f"--model.tokenizer_path={file}", into(tmp_path))
+    assert "model.tokenizer_path" in text
+    assert "tokenizer.model" in text
+
+
+def test_the_vocabulary_of_the_model_is_too_small(tmp_path: Path) -> None:
+    text = problem("--model.flavor=few_words", into(tmp_path))
+    assert "model.tokenizer_path: the tokenizer has 4096 tokens" in text
+    assert "tiny few_words has a vocabulary of 100" in text
+
+
+LINE = json.dumps({"text": "some words to train on", "url": "u"}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data.jsonl", None, "there is no file or folder"),
+        ("data.jsonl", b"", "is empty"),
+        ("data.jsonl", LINE.replace(b'"text"', b'"content"') * 1000, "training.text_column"),
+        ("data.txt", b"caf\xe9 " * 10_000, "is not UTF-8 text"),
+        ("data.jsonl", LINE * 3, "has 3 documents for the 4 rows"),
+        ("data.jsonl", LINE * 8, "shorter than one sequence"),
+        ("data.txt", b"a line\n" * 30, "documents for the 4 rows"),
+        ("data.parquet", b"no parquet", "is not a Parquet file"),
+        ("data.jsonl", b"no json\n" * 100, "is not JSONL"),
+    ],
+    ids=["missing", "empty", "no column", "not UTF-8", "few", "short", "short text", "not Parquet", "not JSONL"],
+)
+def test_data_that_cannot_be_used(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    text = problem(f"--training.dataset_path={file}", into(tmp_path / "run"))
+    assert message in text
+    assert name in text
+
+
+def test_a_validation_set_that_is_not_there(tmp_path: Path) -> None:
+    text = problem("--validation.enabled", f"--validation.dataset_path={tmp_path}/none_such.txt", into(tmp_path))
+    assert "validation.dataset_path" in text
+
+
+def test_a_vocabulary_that_is_too_small_is_found_before_a_large_model_is_made(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    pieces = {"<s>": 0, "</s>": 1, **{f"w{number}": number + 2 for number in range(40_000)}}
+    tokenizer.write_text(
+        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": pieces, "unk_token": "<s>"}})
+    )
+    text = problem("--model.name=llama2", "--model.flavor=7B", f"--model.tokenizer_path={tokenizer}", into(tmp_path))
+    assert "40002 tokens, but llama2 7B has a vocabulary of 32000" in text

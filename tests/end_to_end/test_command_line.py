@@ -1,0 +1,64 @@
+"""The ways to start a run, and that a run learns."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from runs import ROOT, SMALL, into, losses, train, train_here
+
+DEBUG_MODEL = f"--job.config_file={ROOT}/train_configs/debug_model.toml"
+
+
+def test_run_train_from_any_folder(tmp_path: Path) -> None:
+    output = train(
+        *SMALL,
+        "--training.steps=2",
+        command=[str(ROOT / "run_train.sh")],
+        folder=tmp_path,
+        processes=2,
+        PYTHON=sys.executable,
+    )
+    assert "FSDP 2" in output
+    assert "Llama debug model" in output  # of train_configs/debug_model.toml
+    assert list(losses(tmp_path / "outputs")) == [1, 2]
+
+
+def test_plain_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    train(*SMALL, "--training.steps=2", into(tmp_path), command=[*torchrun, str(ROOT / "train.py")])
+    assert list(losses(tmp_path)) == [1, 2]
+
+
+def test_the_saved_configuration_is_the_same_run(tmp_path: Path) -> None:
+    train(*SMALL, "--training.steps=3", "--training.seed=7", into(tmp_path / "first"), processes=None)
+    train_here(f"--job.config_file={tmp_path}/first/config.toml", into(tmp_path / "again"))
+    assert losses(tmp_path / "again") == pytest.approx(losses(tmp_path / "first"), abs=1e-5)
+
+
+def test_the_debug_model_learns(tmp_path: Path) -> None:
+    train(
+        DEBUG_MODEL,
+        "--training.seq_len=256",
+        "--training.local_batch_size=4",
+        "--training.steps=20",
+        into(tmp_path),
+        OMP_NUM_THREADS="2",
+    )
+    lines = losses(tmp_path)
+    assert lines[1] == pytest.approx(math.log(4096), abs=0.15)  # it knows nothing yet
+    assert lines[20] < 6.8
+
+
+@pytest.mark.full
+def test_the_debug_model_falls_under_4_5_in_100_steps(tmp_path: Path) -> None:
+    train(DEBUG_MODEL, into(tmp_path), OMP_NUM_THREADS="2")
+    assert losses(tmp_path)[100] < 4.5
+
+
+@pytest.mark.full
+def test_float8_ends_within_two_percent_of_bfloat16(tmp_path: Path) -> None:
+    train(DEBUG_MODEL, into(tmp_path / "bfloat16"), OMP_NUM_THREADS="2")
+    train(DEBUG_MODEL, "--model.converters=float8", into(tmp_path / "float8"), OMP_NUM_THREADS="2")
+    expected = losses(tmp_path / "bfloat16")[100]
+    assert losses(tmp_path / "float8")[100] == pytest.approx(expected, rel=0.02)

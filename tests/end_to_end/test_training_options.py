@@ -1,0 +1,53 @@
+"""Keys that change how a step is computed, and not what."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import SMALL, TINY, into, losses, train, train_here
+
+STEPS = "--training.steps=3"
+BFLOAT16 = "--training.mixed_precision_param=bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activation_checkpointing_changes_no_loss(dtype: str, tmp_path: Path) -> None:
+    flags = (*TINY, STEPS, f"--training.mixed_precision_param={dtype}")
+    train_here(*flags, into(tmp_path / "none"))
+    for mode, option in [("full", "2"), ("selective", "1"), ("selective", "2"), ("selective", "op")]:
+        folder = tmp_path / f"{mode}_{option}"
+        keys = [f"--activation_checkpoint.mode={mode}", f"--activation_checkpoint.selective_ac_option={option}"]
+        train_here(*flags, *keys, into(folder))
+        assert losses(folder) == pytest.approx(losses(tmp_path / "none"), abs=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPU needs g++")
+def test_compiled_losses_are_those_of_eager(tmp_path: Path) -> None:
+    train_here(*TINY, STEPS, into(tmp_path / "eager"))
+    train(*TINY, STEPS, "--training.compile", into(tmp_path / "compiled"))
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bfloat16")
+    train_here(*SMALL, STEPS, BFLOAT16, into(folder))
+    return folder
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float8_trains_a_little_off_bfloat16(
+    recipe: str, bfloat16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ("--model.converters=float8", f"--float8.recipe_name={recipe}")
+    train_here(*SMALL, STEPS, BFLOAT16, *keys, into(tmp_path))
+    # All of 6 blocks of 7 layers, and the output layer.
+    assert "43 of 43 linear layers" in capsys.readouterr().out
+    assert losses(tmp_path) == pytest.approx(losses(bfloat16), abs=3e-2)
+    assert losses(tmp_path)[3] != losses(bfloat16)[3]
+
+
+def test_all_converters_and_layers_of_a_filter_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("--model.converters=float8", "--float8.filter_fqns=output,attention.wk")
+    train_here(*SMALL, BFLOAT16, "--training.steps=1", *keys, into(tmp_path))
+    assert "36 of 43 linear layers" in capsys.readouterr().out

@@ -1,0 +1,75 @@
+"""What activation checkpointing computes a second time."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan.config.system import ActivationCheckpoint
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Llama
+from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+
+LAYERS = 4
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def llama() -> Llama:
+    torch.manual_seed(0)
+    model = Llama(LlamaArgs(dim=32, n_layers=LAYERS, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64)).bfloat16()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def step(model: Llama) -> tuple[list[torch.Tensor], Counter[str]]:
+    """Gradients, and how often each operation ran."""
+    tokens = torch.arange(32).reshape(2, 16)
+    with CountedOperations() as operations:
+        model(tokens, tokens).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], operations.count
+
+
+@pytest.mark.parametrize(
+    ("mode", "option", "products_again", "activations_again"),
+    [
+        ("full", "2", 7 * LAYERS, LAYERS),
+        ("selective", "1", 7 * LAYERS, LAYERS),
+        ("selective", "2", 7 * LAYERS // 2, LAYERS // 2),
+        ("selective", "op", 0, LAYERS),
+    ],
+)
+def test_what_is_computed_again(mode: str, option: str, products_again: int, activations_again: int) -> None:
+    expected, once = step(llama())
+    model = llama()
+    names = list(model.state_dict())
+    config = ActivationCheckpoint(mode=mode, selective_ac_option=option)  # type: ignore[arg-type]
+    apply_activation_checkpoint(list(model.layers.values()), config)
+    gradients, operations = step(model)
+    assert operations["mm"] - once["mm"] == products_again
+    assert operations["silu"] - once["silu"] == activations_again
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert operations[attention] - once[attention] == products_again // 7
+    assert all(map(torch.equal, gradients, expected))
+    assert list(model.state_dict()) == names
+
+
+def test_none_computes_nothing_again() -> None:
+    _, once = step(llama())
+    model = llama()
+    apply_activation_checkpoint(list(model.layers.values()), ActivationCheckpoint(mode="none"))
+    assert step(model)[1] == once

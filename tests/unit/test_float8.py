@@ -1,0 +1,151 @@
+"""float8 products: that they run, how exact they are, and which layers get them."""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan.config.precision import Float8
+from torchtitan.converters import Target, apply_converters
+from torchtitan.errors import ConfigError
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Llama
+
+CPU = Target("cpu")
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+
+
+class CountedProducts(TorchDispatchMode):
+    """Counts matrix products by operation, as they run: after tensor subclasses have had their say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not set(types) <= {torch.Tensor, nn.Parameter}:
+            return NotImplemented
+        if func in (torch.ops.aten._scaled_mm.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.count[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def convert(model: nn.Module, **keys: Any) -> nn.Module:
+    apply_converters(model, ["float8"], lambda section: Float8(**keys), CPU)
+    return model
+
+
+def converted(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
+
+
+def tiny_llama(n_layers: int = 2) -> Llama:
+    with torch.device("meta"):
+        return Llama(LlamaArgs(dim=64, n_layers=n_layers, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256))
+
+
+# Relative errors (output, input gradient, weight gradient) of one linear: float8 has 3 bits (E4M3) or 2 (E5M2) after
+# the point, rowwise scales fit better, and gw_hp keeps the weight gradient in bfloat16.
+ERRORS = {
+    "tensorwise": (0.037, 0.059, 0.059),
+    "rowwise": (0.036, 0.036, 0.038),
+    "rowwise_with_gw_hp": (0.036, 0.036, 0.003),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_run_in_float8_with_its_errors(recipe: str) -> None:
+    torch.manual_seed(0)
+    exact = nn.Sequential(nn.Linear(256, 512, bias=False))
+    low = convert(copy.deepcopy(exact), recipe_name=recipe).bfloat16()
+    x, grad = torch.randn(256, 256), torch.randn(256, 512)
+
+    def run(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = x.to(dtype).requires_grad_()
+        out = model(inputs)
+        out.backward(grad.to(dtype))
+        weight = next(model.parameters())
+        assert inputs.grad is not None
+        assert weight.grad is not None
+        return [tensor.detach().float() for tensor in (out, inputs.grad, weight.grad)]
+
+    with CountedProducts() as products:
+        ours = run(low, torch.bfloat16)
+    in_high_precision = 1 if recipe == "rowwise_with_gw_hp" else 0
+    assert products.count["_scaled_mm"] == 3 - in_high_precision
+    assert products.count["mm"] == in_high_precision
+    for mine, theirs, expected in zip(ours, run(exact, torch.float32), ERRORS[recipe], strict=True):
+        error = ((mine - theirs).norm() / theirs.norm()).item()
+        assert 0.6 * expected < error < 1.5 * expected
+
+
+def test_every_linear_layer_of_a_llama_is_converted_and_trains() -> None:
+    model = convert(tiny_llama())
+    assert len(converted(model)) == 2 * 7 + 1
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    tokens = torch.randint(256, (2, 16))
+    with CountedProducts() as products:
+        model(tokens, tokens).backward()
+    assert products.count == {"_scaled_mm": 3 * (2 * 7 + 1)}
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_names_and_weights_of_the_model_stay() -> None:
+    before, model = tiny_llama().state_dict(), convert(tiny_llama())
+    assert list(model.state_dict()) == list(before)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def test_no_recipe_is_tensorwise() -> None:
+    layer = convert(nn.Sequential(nn.Linear(32, 32)))[0]  # type: ignore[index]
+    assert layer.config.cast_config_input.scaling_granularity.name == "TENSORWISE"
+
+
+def test_the_users_list_stays_as_it_was() -> None:
+    entries = ["auto_filter_small_kn", "output"]
+    with pytest.raises(ConfigError):
+        convert(tiny_llama(), filter_fqns=entries)
+    assert entries == ["auto_filter_small_kn", "output"]
+
+
+def test_layers_in_the_filter_are_left_alone() -> None:
+    model = convert(tiny_llama(), filter_fqns=["output", "attention.wk", "layers.1"])
+    assert converted(model) == [
+        f"layers.0.{name}"
+        for name in ("attention.wq", "attention.wv", "attention.wo", *(f"feed_forward.w{n}" for n in (1, 2, 3)))
+    ]
+
+
+def test_nothing_to_convert_is_an_error_that_says_why() -> None:
+    # What a user of torchtitan's automatic filter gets from a small model: it would silently train in bfloat16.
+    with pytest.raises(ConfigError, match=r"float8 would convert no layer.* K = 64 <= 4096 and N = 64 <= 1024"):
+        convert(tiny_llama(), filter_fqns=["auto_filter_small_kn"])
+    with pytest.raises(ConfigError, match=r"float8 would convert no layer.* K = 24 is not a multiple of 16"):
+        convert(nn.Sequential(nn.Linear(24, 32)))
+
+
+def test_a_gpu_without_float8_is_refused_unless_emulated() -> None:
+    ampere = Target("meta", compute_capability=(8, 0))  # "meta": nothing is run on it
+    with pytest.raises(ConfigError, match=r"8\.9 .*float8\.emulate"):
+        apply_converters(nn.Sequential(nn.Linear(32, 32)), ["float8"], lambda _: Float8(), ampere)
+    model = nn.Sequential(nn.Linear(32, 32))
+    apply_converters(model, ["float8"], lambda _: Float8(emulate=True), ampere)
+    assert converted(model) == ["0"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"enable_fsdp_float8_all_gather": True, "recipe_name": "rowwise"},
+        {"precompute_float8_dynamic_scale_for_fsdp": True},
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"float8.{next(iter(keys))}"):
+        convert(tiny_llama(), **keys)

@@ -1,0 +1,70 @@
+"""The promise of the report, kept: low-precision products are counted in the first training step.
+
+Counting is done by torch's profiler, which sees operations in eager and in compiled code, in hooks and in the threads
+of the backward pass.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch.profiler import ProfilerActivity, profile
+
+from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Trace
+from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
+
+
+@contextmanager
+def checked_products(
+    converters: Sequence[object],
+    microbatches: int,
+    passes: Mapping[str, int],
+    recomputed: bool,
+    compiled: bool,
+) -> Iterator[None]:
+    """Around one training step: the low-precision products that run must be as many as the conversion promised.
+
+    Args:
+        converters: of the run, after they have converted; others than `LinearConverter` promise nothing.
+        microbatches: forward and backward passes in this step on this rank.
+        passes: by path, how often a layer runs in a pass where that is not once.
+        recomputed: activation checkpointing runs forward products again, which may add to the count.
+        compiled: the compiler fuses the casts of emulated products, which then cannot be counted.
+
+    Raises:
+        ConfigError: fewer products ran than promised, or, without recomputation, more.
+    """
+    promised: dict[Trace, int] = {}
+    names: dict[Trace, list[str]] = {}
+    for converter in converters:
+        if not isinstance(converter, LinearConverter) or converter.products.trace is None:
+            continue
+        trace, each = converter.products.trace, converter.products.forward + converter.products.backward
+        count = sum(passes.get(decision.fqn, 1) for decision in converter.decisions if decision.converted)
+        promised[trace] = promised.get(trace, 0) + microbatches * each * count
+        names.setdefault(trace, []).append(f"{converter.name} {converter.recipe}")
+    if not promised:
+        yield
+        return
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=False) as recorded:
+        yield
+    ran = dict.fromkeys(promised, 0)
+    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+        for trace in promised:
+            if event.name() == trace.operation and (
+                not trace.input_dtypes or (event.dtypes() and event.dtypes()[0] in trace.input_dtypes)
+            ):
+                ran[trace] += 1
+    for trace, wanted in promised.items():
+        what = " and ".join(names[trace])
+        if compiled and trace.operation == EMULATED_FLOAT8.operation:
+            logger.info(f"{what}: emulated and compiled, so its products cannot be counted")
+            continue
+        found = ran[trace] // trace.per_product
+        if found < wanted or (found > wanted and not recomputed):
+            raise ConfigError(
+                f"model.converters: {what} promised {wanted} low-precision products in this step, and {found} ran. "
+                "Something between conversion and training (parallelization, compile) takes layers out of low "
+                "precision; remove the converter, or the feature combined with it."
+            )
+        logger.info(f"{what}: {found} low-precision products ran in this step, {wanted} promised")

@@ -1,0 +1,83 @@
+"""Matrix products in microscaling formats: blocks of 32 numbers share a power-of-two scale (OCP MX specification 1.0).
+
+The layer is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it drops the bias, and stops quantizing
+under tensor parallelism without a word.)
+"""
+
+from torch import nn
+
+from torchtitan.config.precision import MX
+from torchtitan.converters.filter import FilterRules
+from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Trace
+from torchtitan.converters.measure import measured_reason
+from torchtitan.converters.target import Target
+from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
+
+FIRST_CAPABILITY = (10, 0)  # Blackwell: NVIDIA's CUDA programming guide, table of capabilities
+BLOCK = 32
+
+# Relative errors of output, input gradient and weight gradient on normal data against float32, by the rounding of
+# scales: tests/unit/test_mx.py.
+KNOWN_ERRORS = {
+    "rceil": (0.036, 0.036, 0.038),
+    "ceil": (0.036, 0.036, 0.038),
+    "even": (0.040, 0.040, 0.039),
+    "floor": (0.056, 0.056, 0.042),
+}
+
+
+class MXConverter(LinearConverter):
+    """Swaps linear layers for torchao's `MXFP8Linear`.
+
+    Raises:
+        ConfigError: the device has no MX products and `emulate` is not set.
+    """
+
+    name = "mx"
+
+    def __init__(self, config: MX, target: Target) -> None:
+        super().__init__(config.filter_fqns, target)
+        if not config.use_fp8_dim1_cast_triton_kernel:
+            logger.warning("mx.use_fp8_dim1_cast_triton_kernel has no effect: torchao chooses the kernel now")
+        capability = target.compute_capability
+        if not config.emulate and target.device_type == "cpu":
+            raise ConfigError(
+                "model.converters: a CPU has no mx products; remove mx, or set mx.emulate for its numerics."
+            )
+        if not config.emulate and capability is not None and capability < FIRST_CAPABILITY:
+            raise ConfigError(
+                f"model.converters: mx needs a GPU of compute capability 10.0 or above, and this one has "
+                f"{capability[0]}.{capability[1]}; remove mx, or set mx.emulate for its numerics without speed."
+            )
+        self.config = config
+        self.recipe = config.recipe_name
+        output, grad_input, grad_weight = KNOWN_ERRORS[config.scale_calculation_mode]
+        self.products = Products(
+            EMULATED_FLOAT8 if config.emulate else Trace("aten::_scaled_mm"),
+            output,
+            grad_input,
+            None if config.wgrad_with_hp else grad_weight,
+        )
+        self.rules = FilterRules(BLOCK, None, lambda m, k, n: measured_reason(self, m, k, n))
+
+    @property
+    def description(self) -> str:
+        return f"mx {self.config.recipe_name} {self.config.scale_calculation_mode} {self.config.wgrad_with_hp}"
+
+    def swap(self, linear: nn.Linear) -> nn.Linear:
+        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        new = MXFP8Linear(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            device="meta",
+            kernel_preference=KernelPreference.EMULATED if self.config.emulate else KernelPreference.AUTO,
+            scale_calculation_mode=ScaleCalculationMode[self.config.scale_calculation_mode.upper()],
+            wgrad_with_hp=self.config.wgrad_with_hp,
+        )
+        new.weight, new.bias = linear.weight, linear.bias
+        return new

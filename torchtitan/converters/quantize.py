@@ -1,0 +1,86 @@
+"""Rounding to int8 and back, and products of int8 matrices."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from torchtitan.parallel.compile import has_cpp_compiler
+
+LARGEST = 127.0  # -128 is left out: the range is symmetric
+SMALLEST_SCALE = 1e-30  # of a row of zeros, which stays zeros
+
+ScaleRecipe = Literal["rowwise", "tensorwise"]
+"""One scale for each row of a matrix, or one for the whole."""
+
+
+class Quantized(NamedTuple):
+    """int8 `data` and its float32 scale: high precision is data * scale.
+
+    data: (rows, columns); scale: (rows, 1) or (1, 1).
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+
+
+def quantize(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
+    """Rounds (rows, columns) to the nearest int8 numbers."""
+    amax = x.abs().amax(1, keepdim=True).float()
+    if recipe == "tensorwise":
+        amax = amax.amax(0, keepdim=True)
+    scale = (amax / LARGEST).clamp_min(SMALLEST_SCALE)
+    return Quantized(quantize_with(x, scale), scale)
+
+
+def quantize_with(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The int8 data of x at a given scale."""
+    return (x.float() / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+
+
+def quantize_transposed(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
+    """`quantize(x.T)`: the data contiguous, with a scale for each column of x."""
+    return quantize(x.T, recipe)
+
+
+def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (data.float() * scale).to(dtype)
+
+
+def int8_matmul(a: Quantized, b_transposed: Quantized, emulate: bool, dtype: torch.dtype) -> torch.Tensor:
+    """a @ b, where b is given by its transpose: (m, k) and (n, k) to (m, n).
+
+    Emulated, the sums are float64, which holds every sum of int8 products exactly as int32 does.
+    """
+    if emulate:
+        product = (a.data.double() @ b_transposed.data.double().T).float()
+    else:
+        product = torch._int_mm(a.data, b_transposed.data.T)
+    return fused(_scale_back)(product, a.scale, b_transposed.scale.T, dtype)
+
+
+def _scale_back(
+    product: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    return (product.float() * row_scale * column_scale).to(dtype)
+
+
+@functools.cache
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as one pass over its data: compiled where there is a compiler, since eagerly it would be seven.
+
+    Gradients do not flow through it.
+    """
+    if not (torch.cuda.is_available() or has_cpp_compiler()):
+        return function
+    compiled = torch.compile(function, dynamic=True)
+
+    def run(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():  # part of a larger compilation already
+            return function(*arguments)
+        # Parameters, leaves and results look alike to the compiler like this, so it compiles once for all.
+        with torch.no_grad():
+            return compiled(*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
+
+    return run
