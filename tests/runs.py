@@ -9,7 +9,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,13 @@ def train_here(*flags: str) -> None:
     import train
 
     before = logger.handlers, logger.level, logger.propagate
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in `Run`
     try:
         train.run(ConfigManager().parse_args(flags))
     finally:
         logger.handlers, logger.level, logger.propagate = before
+        torch.set_num_threads(threads)
         if dist.is_initialized():  # a run that fails leaves the group to the end of its process
             dist.destroy_process_group()
 
@@ -64,7 +67,7 @@ class Run:
     def __init__(self, command: Sequence[str], environment: dict[str, str], folder: Path) -> None:
         self.mark = f"RUN_OF_A_TEST={uuid.uuid4().hex}"
         name, value = self.mark.split("=")
-        self.screen = tempfile.TemporaryFile()  # and no pipe, which would fill up, or wait for orphans
+        self.screen = tempfile.TemporaryFile()  # noqa: SIM115  no pipe: it would fill up, or wait for orphans
         inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "NGPU")}
         path = os.pathsep.join([str(ROOT), str(TESTS)])
         self.process = subprocess.Popen(
@@ -77,9 +80,9 @@ class Run:
             start_new_session=True,  # a process group of its own, as a shell gives to each command
         )
 
-    def finish(self) -> tuple[int, str]:
+    def finish(self, patience: float = PATIENCE) -> tuple[int, str]:
         """Waits for the end; (exit status, all that was on the screen). A signal -n is the status 128 + n."""
-        status = self.process.wait(PATIENCE)
+        status = self.process.wait(patience)
         return (status if status >= 0 else 128 - status), self.output()
 
     def output(self) -> str:
@@ -112,10 +115,8 @@ class Run:
         """SIGKILL to every process of the run, as when the power fails."""
         while pids := self.pids():
             for pid in pids:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             time.sleep(0.05)
             self.process.poll()
 

@@ -126,7 +126,7 @@ LINE = json.dumps({"text": "some words to train on", "url": "u"}).encode() + b"\
         ("data.jsonl", None, "there is no file or folder"),
         ("data.jsonl", b"", "is empty"),
         ("data.jsonl", LINE.replace(b'"text"', b'"content"') * 1000, "training.text_column"),
-        ("data.txt", b"caf\xe9 " * 10_000, "is not UTF-8 text"),
+        ("data.txt", b"caf\xe9\n" * 10_000, "is not UTF-8 text"),
         ("data.jsonl", LINE * 3, "has 3 documents for the 4 rows"),
         ("data.jsonl", LINE * 8, "shorter than one sequence"),
         ("data.txt", b"a line\n" * 30, "documents for the 4 rows"),

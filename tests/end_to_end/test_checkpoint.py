@@ -87,9 +87,7 @@ def test_a_finished_run_can_be_extended(six_steps: Path, tmp_path: Path) -> None
 
 
 def test_a_step_that_is_not_there_is_refused(six_steps: Path, tmp_path: Path) -> None:
-    status, output = failure(
-        *FLAGS, into(copy_of(six_steps, tmp_path)), "--checkpoint.load_step=5", processes=None
-    )
+    status, output = failure(*FLAGS, into(copy_of(six_steps, tmp_path)), "--checkpoint.load_step=5", processes=None)
     assert status == 2
     assert "checkpoint.load_step" in output
     assert "2, 4, 6" in output

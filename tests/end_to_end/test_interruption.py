@@ -12,21 +12,22 @@ ENDLESS = (*TINY, "--training.steps=100000")
 
 
 def assert_interrupted(run: Run) -> None:
-    status, output = run.finish()
+    status, output = run.finish(patience=60)
     assert status == 130, output
     assert "Traceback" not in output
-    assert len(output.split("Interrupted", 1)[-1].splitlines()) <= 3, output
+    besides_the_log = [line for line in output.splitlines() if line and not line.startswith("20")]
+    assert len(besides_the_log) <= 1, output
     assert run.pids() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-@pytest.mark.parametrize("processes", [None, 1, 2])
-def test_stopped_during_training(number: signal.Signals, processes: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_stopped_during_training(number: signal.Signals, processes: int, tmp_path: Path) -> None:
     with started(*ENDLESS, into(tmp_path), processes=processes) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         run.signal_group(number)
         assert_interrupted(run)
-        assert "Interrupted" in run.output()
+        assert f"Stopped by {number.name}" in run.output()
 
 
 @pytest.mark.parametrize("moment", ["launcher", "imports", "weights"])

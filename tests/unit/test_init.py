@@ -50,7 +50,7 @@ def test_a_weight_does_not_depend_on_the_other_parameters() -> None:
 @pytest.mark.parametrize(
     ("name", "std"),
     [
-        ("tok_embeddings.weight", 1.0),
+        ("tok_embeddings.weight", 0.02),
         ("output.weight", 0.02),
         ("layers.0.attention.wq.weight", 0.02),
         ("layers.2.feed_forward.w3.weight", 0.02),

@@ -123,9 +123,7 @@ class CheckpointManager:
                 f"{path} could not be loaded: {_first_line(error)}. Choose another with --checkpoint.load_step, "
                 "or move the folder away."
             ) from error
-        if model:
-            self.model.load_state_dict(model)
-        if optimizer:
+        if optimizer:  # the model's tensors were read into place
             load_optimizer_tensors(self.model, self.optimizer, {key: tensors[key] for key in optimizer})
         left_out = f", without {', '.join(sorted(excluded))}" if excluded else ""
         logger.info(f"loaded {'the weights of ' if weights_only else ''}{path}{left_out}")

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 # By parameter name and not by number: so that another layout, and another order, can load it.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -16,8 +17,27 @@ OPTIMIZER = "optimizer."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights, under the names of the model's modules; DTensors where the model is sharded."""
-    return dict(model.state_dict())
+    """The weights, under the names of the model's modules, in their own memory; DTensors where the model is sharded.
+
+    They are in plain high precision, whatever the run computes or gathers in: any other run can load them.
+    """
+    return {name: _plain(tensor) for name, tensor in model.state_dict().items()}
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded weight without the subclass that tells FSDP to gather it in low precision. Shares memory with it."""
+    if not isinstance(tensor, DTensor) or not hasattr(tensor._local_tensor, "__tensor_flatten__"):
+        return tensor
+    local = tensor._local_tensor
+    (name, *_), _ = local.__tensor_flatten__()
+    return DTensor.from_local(
+        getattr(local, name),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

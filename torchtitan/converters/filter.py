@@ -76,7 +76,7 @@ def decide(
     patterns = [entry for entry in entries if entry not in FLAGS]
     unmatched = [entry for entry in patterns if not any(matches(entry, name) for name in modules)]
     if unmatched:
-        known = [*FLAGS, *suffixes(modules)]
+        known = [*FLAGS, *(name for name in suffixes(modules) if not name.isdecimal())]
         raise ConfigError(
             *(f"{key}: {entry!r} matches no module of this model{nearest(entry, known)}." for entry in unmatched)
         )

@@ -20,7 +20,6 @@ from torchtitan.converters.quantize import (
     Quantized,
     ScaleRecipe,
     dequantize,
-    fused,
     quantize,
     quantize_with,
 )
@@ -98,12 +97,12 @@ class ShardedWeight(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
         """((int8 data, scales), metadata) of this shard."""
         if self.recipe == "rowwise":
-            data, scale = fused(quantize)(self.tensor, "rowwise")
+            data, scale = quantize(self.tensor, "rowwise")
             # FSDP2 on one rank copies the first tensor and no other; there the scales need no gathering.
             return ((data,), scale) if mesh.size() == 1 else ((data, scale), None)
         if self.scale is None:  # before the first optimizer step
             self.scale = tensorwise_scale(self.tensor.abs().amax().float(), mesh).view(1, 1)
-        return (fused(quantize_with)(self.tensor, self.scale),), self.scale
+        return (quantize_with(self.tensor, self.scale),), self.scale
 
     def fsdp_post_all_gather(self, outputs, scale, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
         """The whole weight, and the tensors whose memory FSDP2 frees after use."""
@@ -151,7 +150,7 @@ class GatheredWeight(torch.Tensor):
         return func(*args, **kwargs)
 
     def dequantize_all(self) -> torch.Tensor:
-        return fused(dequantize)(self.data_int8, self.scale, self.dtype)
+        return dequantize(self.data_int8, self.scale, self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["data_int8", "scale"], self.dtype

@@ -17,7 +17,7 @@ from torchtitan.converters.gather import GatheredWeight, ShardedWeight, set_tens
 from torchtitan.converters.linear import LinearConverter, Products, Trace
 from torchtitan.converters.local import on_local_shards
 from torchtitan.converters.measure import measured_reason
-from torchtitan.converters.quantize import ScaleRecipe, fused, int8_matmul, quantize, quantize_transposed
+from torchtitan.converters.quantize import ScaleRecipe, int8_matmul, quantize, quantize_transposed
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 
@@ -50,8 +50,8 @@ class Int8Matmul(torch.autograd.Function):
         if not products.output:
             return x @ _high_precision(weight).T
         gathered = isinstance(weight, GatheredWeight)
-        weight_int8 = weight.quantized() if gathered else fused(quantize)(weight, products.recipe)
-        return int8_matmul(fused(quantize)(x, products.recipe), weight_int8, products.emulate, x.dtype)
+        weight_int8 = weight.quantized() if gathered else quantize(weight, products.recipe)
+        return int8_matmul(quantize(x, products.recipe), weight_int8, products.emulate, x.dtype)
 
     @staticmethod
     def backward(ctx, out_grad):  # type: ignore[no-untyped-def, override]
@@ -61,14 +61,14 @@ class Int8Matmul(torch.autograd.Function):
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             if grad_input:  # sums over n: a scale for each column of the weight
-                rows, columns = fused(quantize)(out_grad, recipe), fused(quantize_transposed)(weight, recipe)
+                rows, columns = quantize(out_grad, recipe), quantize_transposed(weight, recipe)
                 x_grad = int8_matmul(rows, columns, emulate, x.dtype)
             else:
                 x_grad = out_grad @ weight
         if ctx.needs_input_grad[1]:
             if grad_weight:  # sums over tokens: a scale for each column of both
-                out_columns = fused(quantize_transposed)(out_grad, recipe)
-                x_columns = fused(quantize_transposed)(x, recipe)
+                out_columns = quantize_transposed(out_grad, recipe)
+                x_columns = quantize_transposed(x, recipe)
                 weight_grad = int8_matmul(out_columns, x_columns, emulate, weight.dtype)
             else:
                 weight_grad = out_grad.T @ x

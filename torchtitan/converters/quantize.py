@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -11,8 +11,30 @@ from torchtitan.parallel.compile import has_cpp_compiler
 LARGEST = 127.0  # -128 is left out: the range is symmetric
 SMALLEST_SCALE = 1e-30  # of a row of zeros, which stays zeros
 
+R = TypeVar("R")
 ScaleRecipe = Literal["rowwise", "tensorwise"]
 """One scale for each row of a matrix, or one for the whole."""
+
+
+def fused(function: Callable[..., R]) -> Callable[..., R]:
+    """`function` as one pass over its data: compiled where there is a compiler, since eagerly it would be seven.
+
+    Gradients do not flow through it.
+    """
+    compiled: list[Callable[..., R]] = []
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> R:
+        if torch.compiler.is_compiling():  # part of a larger compilation already
+            return function(*arguments)
+        if not compiled:
+            able = torch.cuda.is_available() or has_cpp_compiler()
+            compiled.append(torch.compile(function, dynamic=True) if able else function)
+        # Parameters, leaves and results look alike to the compiler like this, so it compiles once for all.
+        with torch.no_grad():
+            return compiled[0](*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
+
+    return run
 
 
 class Quantized(NamedTuple):
@@ -25,6 +47,7 @@ class Quantized(NamedTuple):
     scale: torch.Tensor
 
 
+@fused
 def quantize(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
     """Rounds (rows, columns) to the nearest int8 numbers."""
     amax = x.abs().amax(1, keepdim=True).float()
@@ -34,16 +57,20 @@ def quantize(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
     return Quantized(quantize_with(x, scale), scale)
 
 
+@fused
 def quantize_with(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The int8 data of x at a given scale."""
     return (x.float() / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8)
 
 
+@fused
 def quantize_transposed(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
     """`quantize(x.T)`: the data contiguous, with a scale for each column of x."""
-    return quantize(x.T, recipe)
+    data, scale = quantize(x.T, recipe)
+    return Quantized(data.contiguous(), scale)
 
 
+@fused
 def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (data.float() * scale).to(dtype)
 
@@ -57,30 +84,11 @@ def int8_matmul(a: Quantized, b_transposed: Quantized, emulate: bool, dtype: tor
         product = (a.data.double() @ b_transposed.data.double().T).float()
     else:
         product = torch._int_mm(a.data, b_transposed.data.T)
-    return fused(_scale_back)(product, a.scale, b_transposed.scale.T, dtype)
+    return _scale_back(product, a.scale, b_transposed.scale.T, dtype)
 
 
+@fused
 def _scale_back(
     product: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     return (product.float() * row_scale * column_scale).to(dtype)
-
-
-@functools.cache
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one pass over its data: compiled where there is a compiler, since eagerly it would be seven.
-
-    Gradients do not flow through it.
-    """
-    if not (torch.cuda.is_available() or has_cpp_compiler()):
-        return function
-    compiled = torch.compile(function, dynamic=True)
-
-    def run(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():  # part of a larger compilation already
-            return function(*arguments)
-        # Parameters, leaves and results look alike to the compiler like this, so it compiles once for all.
-        with torch.no_grad():
-            return compiled(*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
-
-    return run

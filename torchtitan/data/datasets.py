@@ -89,12 +89,12 @@ def parse_entry(entry: str) -> tuple[str, float]:
     return name, weight
 
 
-def as_rows(opened: Sequence[Opened], rows: int) -> list[Weighted]:
+def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]:
     """Sources ready to be dealt to the rows of a batch."""
     weighted = []
     for name, source, weight in opened:
         if isinstance(source, TextFiles):
-            source = source.for_rows(rows)
+            source = source.for_rows(rows, seq_len)
         streamed = Dealt(source, name) if hasattr(source, "__getitem__") else source  # type: ignore[arg-type]
         weighted.append(Weighted(streamed, name, weight))  # type: ignore[arg-type]
     return weighted
@@ -111,15 +111,19 @@ def training_sources(training: Training, rows: int, hold_out: bool) -> tuple[lis
     data: list[object] = [[source.fingerprint, weight] for _, source, weight in opened]
     if hold_out:
         opened = [(name, split(source, False, name), weight) for name, source, weight in opened]
-    return as_rows(opened, rows), data
+    return as_rows(opened, rows, training.seq_len), data
 
 
 def validation_sources(validation: Validation, training: Training, rows: int) -> list[Weighted]:
     """What to validate on: the validation set, or one document in a hundred of the training set."""
     if validation.dataset is None and validation.dataset_path is None:
         held_out = [(name, split(source, True, name), weight) for name, source, weight in open_training(training)]
-        return as_rows([(f"What is held out of {name}", source, weight) for name, source, weight in held_out], rows)
+        return as_rows(
+            [(f"What is held out of {name}", source, weight) for name, source, weight in held_out],
+            rows,
+            training.seq_len,
+        )
     key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
     dataset = validation.dataset or "python_stdlib"
     source = open_named(key, dataset, validation.dataset_path, validation.text_column)
-    return as_rows([(validation.dataset_path or dataset, source, 1.0)], rows)
+    return as_rows([(validation.dataset_path or dataset, source, 1.0)], rows, training.seq_len)

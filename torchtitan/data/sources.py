@@ -15,6 +15,7 @@ __all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "digest
 
 SMALLEST_SEGMENT, LARGEST_SEGMENT = 1 << 10, 1 << 16  # bytes
 SEGMENTS_PER_ROW = 8
+BYTES_PER_SEGMENT_TOKEN = 16  # times seq_len: about four sequences, at 3 to 4 bytes a token
 
 # Folders of the standard library that hold tests (some deliberately malformed), other packages or build settings.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -117,19 +118,20 @@ class TextFiles:
     def fingerprint(self) -> str:
         return digest([list(zip(self.files, self.sizes, strict=True)), self.spans])
 
-    def cut(self, pieces: int) -> "TextFiles":
-        """The same text in about so many segments, of 1 to 64 KiB, each within one file."""
+    def cut(self, pieces: int, largest: int = LARGEST_SEGMENT) -> "TextFiles":
+        """The same text in about so many segments, of 1 KiB to `largest` bytes, each within one file."""
         total = sum(span.stop - span.start for span in self.spans)
-        size = min(max(total // pieces, SMALLEST_SEGMENT), LARGEST_SEGMENT)
+        size = max(min(total // pieces, largest), SMALLEST_SEGMENT)
         return self.with_spans(
             Span(span.file, start, min(start + size, span.stop))
             for span in self.spans
             for start in range(span.start, span.stop, size)
         )
 
-    def for_rows(self, rows: int) -> "TextFiles":
-        """The same text, in segments small enough for one medium file to feed all rows of a batch."""
-        return self.cut(SEGMENTS_PER_ROW * rows)
+    def for_rows(self, rows: int, seq_len: int) -> "TextFiles":
+        """The same text, in segments small enough for one medium file to feed all rows of a batch, and for a row to
+        move on to other text after a few sequences."""
+        return self.cut(SEGMENTS_PER_ROW * rows, min(BYTES_PER_SEGMENT_TOKEN * seq_len, LARGEST_SEGMENT))
 
     def with_spans(self, spans: Iterable[Span]) -> "TextFiles":
         return TextFiles(self.root, self.files, list(spans), self.sizes)

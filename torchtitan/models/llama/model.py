@@ -131,13 +131,11 @@ class Llama(nn.Module):
         """Standard deviation with which a parameter starts; None for the ones (norms) that start at 1.
 
         0.02 as in GPT-2 and Llama, divided by sqrt(2 * depth) where a layer writes into the residual stream (Megatron,
-        arXiv 1909.08053). An embedding of its own starts at 1, the scale that the norms expect.
+        arXiv 1909.08053).
         """
         match name.split("."):
             case [*_, "attention_norm" | "ffn_norm" | "norm", "weight"]:
                 return None
-            case ["tok_embeddings", "weight"]:
-                return 0.02 if self.args.tied_embeddings else 1.0
             case ["layers", layer, _, "wo" | "w2", "weight"]:
                 return 0.02 / (2 * (int(layer) + 1)) ** 0.5
         return 0.02

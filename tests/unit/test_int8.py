@@ -1,0 +1,125 @@
+"""int8 products: that they run, how exact they are, alone and in a compiled graph."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from torchtitan.config.precision import Int8
+from torchtitan.converters import Target, apply_converters
+from torchtitan.converters.int8 import Int8Converter, Int8Linear
+from torchtitan.converters.linear import relative_errors
+from torchtitan.converters.quantize import LARGEST, quantize, quantize_transposed
+from torchtitan.errors import ConfigError
+
+CPU = Target("cpu", tokens=64)
+RECIPES = ("rowwise", "tensorwise")
+
+
+def products_of(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
+    """[output, input gradient, weight gradient]"""
+    x = x.clone().requires_grad_()
+    out = module(x)
+    return [out.detach(), *torch.autograd.grad(out, [x, module.weight], out_grad)]
+
+
+def count_int_mm(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=False) as recorded:
+        products_of(module, x, out_grad)
+    return sum(event.name == "aten::_int_mm" for event in recorded.events())
+
+
+@pytest.fixture
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(96, 160, bias=False, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(2, 32, 96).bfloat16(), torch.randn(2, 32, 160).bfloat16()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_errors_are_those_of_8_bits_and_not_zero(recipe: str) -> None:
+    errors = relative_errors(Int8Converter(Int8(recipe_name=recipe), CPU), "cpu")
+    highest = {"rowwise": 0.013, "tensorwise": 0.020}[recipe]
+    assert all(0.004 < error < highest for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("output, grad_input, grad_weight", list(itertools.product([True, False], repeat=3))[:-1])
+def test_each_product_is_switched_by_its_key(output, grad_input, grad_weight, linear, data) -> None:
+    config = Int8(output=output, grad_input=grad_input, grad_weight=grad_weight)
+    low = Int8Converter(config, CPU).swap(linear)
+    products_of(low, *data)  # compiles the casts
+    for is_low, high_result, low_result in zip(
+        (output, grad_input, grad_weight), products_of(linear, *data), products_of(low, *data), strict=True
+    ):
+        assert torch.equal(high_result, low_result) != is_low
+    assert count_int_mm(low, *data) == output + grad_input + grad_weight
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_emulated_products_are_the_real_ones(recipe: str, linear: nn.Linear, data) -> None:
+    real, emulated = (Int8Converter(Int8(recipe_name=recipe, emulate=e), CPU).swap(linear) for e in (False, True))
+    for a, b in zip(products_of(real, *data), products_of(emulated, *data), strict=True):
+        assert torch.equal(a, b)
+    assert count_int_mm(emulated, *data) == 0
+
+
+def test_transposed_input_and_bias(data) -> None:
+    linear = nn.Linear(96, 160, dtype=torch.bfloat16)
+    low = Int8Converter(Int8(), CPU).swap(linear)
+    x = data[0].transpose(0, 1)
+    difference = (low(x) - linear(x)).float().norm() / linear(x).float().norm()
+    assert low.weight is linear.weight and low.bias is linear.bias
+    assert 0 < difference < 0.02
+
+
+def test_compiles_into_one_graph(linear: nn.Linear, data) -> None:
+    low = Int8Converter(Int8(), CPU).swap(linear)
+    compiled = torch.compile(low, fullgraph=True)
+    for a, b in zip(products_of(compiled, *data), products_of(low, *data), strict=True):
+        assert (a - b).float().norm() <= 0.004 * b.float().norm()  # another order of roundings to bfloat16
+    assert count_int_mm(compiled, *data) == 3
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    scale=st.floats(1e-20, 1e20),
+    zero_rows=st.sets(st.integers(0, 3)),
+    recipe=st.sampled_from(RECIPES),
+    seed=st.integers(0, 1000),
+)
+def test_quantizing_is_within_half_a_step_and_finite(scale: float, zero_rows: set[int], recipe, seed: int) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) * scale
+    x[list(zero_rows)] = 0
+    data, scales = quantize(x, recipe)
+    assert torch.isfinite(scales).all() and (scales > 0).all()
+    assert data.abs().max() <= LARGEST
+    assert ((data.float() * scales - x).abs() <= 0.5001 * scales).all()
+    columns = quantize_transposed(x, recipe)
+    assert columns.data.shape == (8, 4) and columns.data.is_contiguous()
+
+
+def test_dimensions_that_are_no_multiples_of_16_stay_in_bf16() -> None:
+    model = nn.ModuleDict({"odd": nn.Linear(24, 32), "even": nn.Linear(32, 32)})
+    (converter,) = apply_converters(model, ["int8"], lambda _: Int8(), CPU)
+    assert type(model["odd"]) is nn.Linear and isinstance(model["even"], Int8Linear)
+    assert [d.reason for d in converter.decisions if d.fqn == "odd"] == ["K = 24 is not a multiple of 16"]
+
+
+def test_no_product_left_on_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="all off"):
+        Int8Converter(Int8(output=False, grad_input=False, grad_weight=False), CPU)
+
+
+def test_old_gpus_are_refused_unless_emulated() -> None:
+    old = Target("cuda", compute_capability=(7, 0))
+    with pytest.raises(ConfigError, match=r"int8\.emulate"):
+        Int8Converter(Int8(), old)
+    Int8Converter(Int8(emulate=True), old)
