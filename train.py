@@ -4,8 +4,8 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
-from typing import Any
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
@@ -39,30 +39,39 @@ def run(config: JobConfig) -> None:
         trainer.train()
 
 
-class Interruption:
-    """Ends the process on Ctrl-C or SIGTERM with a short message, whatever it is doing.
+def end_on_signals() -> None:
+    """Ctrl-C or SIGTERM ends the process at once with a short message, whatever it is doing.
 
-    The first signal raises KeyboardInterrupt; where that does not end the process (it may be waiting for a rank that
-    is gone), a timer does.
+    A thread does it: the main thread may be inside a collective that waits for a rank that is gone, or inside an
+    import that would swallow a KeyboardInterrupt. Every file is written in one piece or flushed line by line, so there
+    is nothing to bring to an end.
     """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
 
-    SECONDS = 5
+    def wait() -> None:
+        name = signal.Signals(os.read(read_end, 1)[0]).name
+        if RANK == 0:
+            message = f"\nStopped by {name}. The same command goes on from the last checkpoint, if there is one."
+            print(message, file=sys.stderr)
+        end(INTERRUPTED)
 
-    def __init__(self) -> None:
-        self.happened = False
-        self.by = ""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self)
+    threading.Thread(target=wait, daemon=True).start()
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # written to by the signal itself, not by Python code
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
 
-    def __call__(self, number: int, frame: Any) -> None:
-        if self.happened:
-            return
-        self.happened = True
-        self.by = signal.Signals(number).name
-        timer = threading.Timer(self.SECONDS, os._exit, [INTERRUPTED])
-        timer.daemon = True
-        timer.start()
-        raise KeyboardInterrupt
+
+def end_with_parent() -> None:
+    """A process that torchrun started does not outlive it: a new start of the command would meet it in its folder."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        end(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def end(status: int) -> None:
@@ -73,17 +82,12 @@ def end(status: int) -> None:
 
 
 if __name__ == "__main__":
-    interruption = Interruption()
+    end_on_signals()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     prefix = f"[rank {RANK}] " if WORLD_SIZE > 1 else ""
     try:
         main()
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(
-                f"\nStopped by {interruption.by}. The same command goes on from the last checkpoint, if there is one.",
-                file=sys.stderr,
-            )
-        end(INTERRUPTED)
     except ConfigError as error:  # the same on every rank
         if RANK == 0:
             print("\n".join(f"Error: {problem}" for problem in error.problems), file=sys.stderr)
@@ -94,7 +98,5 @@ if __name__ == "__main__":
     except BrokenPipeError:  # `train.py --help | head`
         end(0)
     except Exception:
-        if interruption.happened:  # a collective that failed because other ranks were interrupted too
-            end(INTERRUPTED)
         print("".join(f"{prefix}{line}\n" for line in traceback.format_exc().splitlines()), file=sys.stderr, end="")
         end(1)

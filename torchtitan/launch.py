@@ -9,19 +9,26 @@ import logging
 import os
 import signal
 import sys
-
-import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
+from typing import TYPE_CHECKING
 
 from torchtitan.errors import EXIT_STATUS
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 INTERRUPTED = 130
 
 
 def launch(arguments: list[str]) -> int:
     """Runs `arguments` in NGPU processes and returns the exit status."""
+    # Until torchrun takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
     try:
         processes = int(os.environ.get("NGPU") or max(1, torch.cuda.device_count()))
         if processes < 1:
@@ -35,7 +42,9 @@ def launch(arguments: list[str]) -> int:
         return EXIT_STATUS
     # torchrun would give each process one thread, however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         torchrun(["--standalone", f"--nproc-per-node={processes}", *arguments])
     except ChildFailedError as error:
@@ -45,9 +54,13 @@ def launch(arguments: list[str]) -> int:
     return 0
 
 
-def _status(error: ChildFailedError) -> int:
-    """The first failure decides. A process that was killed could not say so itself."""
-    rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+def _status(error: "ChildFailedError") -> int:
+    """A process that was killed decides (it could not say so itself, and the others failed for want of it), or else
+    the first failure. SIGTERM is what the others are ended by."""
+    rank, failure = min(
+        error.failures.items(),
+        key=lambda item: (item[1].exitcode >= 0 or item[1].exitcode == -signal.SIGTERM, item[1].timestamp),
+    )
     if failure.exitcode >= 0:
         return failure.exitcode
     name = signal.Signals(-failure.exitcode).name

@@ -63,7 +63,10 @@ def read_train_state(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: it is missing or damaged.
     """
     try:
-        return json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))
+        state = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))
+        if not (isinstance(state, dict) and {"identity", "weights_only", "step"} <= state.keys()):
+            raise ValueError("parts are missing")
+        return state
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{checkpoint} is not a checkpoint of this program, or is damaged ({TRAIN_STATE}: {error}); "

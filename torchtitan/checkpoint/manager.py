@@ -29,6 +29,19 @@ from torchtitan.logging import logger
 TrainState = dict[str, Any]
 
 
+class Writer(dcp.FileSystemWriter):
+    """torch's writer, with errors that tell the cause."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # torch.save hides the error of a full disk behind one of its own
+            cause = error.__context__
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise (cause or error) from None
+
+
 class CheckpointManager:
     """Saves and loads the state of one run. All ranks make one, and call its methods at the same steps.
 
@@ -113,7 +126,8 @@ class CheckpointManager:
             )
         excluded = set(self.config.exclude_from_loading)
         model = {} if "model" in excluded else model_tensors(self.model)
-        optimizer = {} if weights_only or "optimizer" in excluded else optimizer_tensors(self.model, self.optimizer)
+        without_optimizer = weights_only or "optimizer" in excluded or state["step"] == 0
+        optimizer = {} if without_optimizer else optimizer_tensors(self.model, self.optimizer)
         tensors = {**model, **optimizer}
         try:
             if tensors:
@@ -164,7 +178,8 @@ class CheckpointManager:
         self.last_save_failed = False
         weights_only = last and self.config.last_save_model_weights_only
         train_state = {"weights_only": weights_only, "identity": self.identity, **state()}
-        tensors = self._tensors(weights_only)
+        # To ask a new optimizer for its state makes it count a step.
+        tensors = self._tensors(weights_only) if step else model_tensors(self.model)
         temporary = temporary_folder(self.folder, step)
         asynchronous = self.config.async_mode != "disabled" and not last
         error: BaseException | None = None
@@ -172,7 +187,7 @@ class CheckpointManager:
             if asynchronous:
                 self._pending = self._start(tensors, temporary, step, train_state)
                 return
-            dcp.save(tensors, checkpoint_id=temporary)
+            dcp.save(tensors, storage_writer=Writer(temporary))
         except (CheckpointException, OSError, RuntimeError) as failure:
             error = failure
         self._finish(step, train_state, error)
@@ -200,7 +215,9 @@ class CheckpointManager:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
             stager = DefaultStager(StagingOptions(True, False, False, False))  # pinned host memory, copied at once
-        started = dcp.async_save(tensors, checkpoint_id=temporary, process_group=self._group, async_stager=stager)
+        started = dcp.async_save(
+            tensors, storage_writer=Writer(temporary), process_group=self._group, async_stager=stager
+        )
         written = started if isinstance(started, Future) else started.upload_completion
         published: Future[None] = Future()
 

@@ -28,6 +28,24 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
 
 
+def _cross_entropy_and_grad(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`summed_cross_entropy` and its gradient by the logits, in their dtype: softmax - onehot(label).
+
+    In one float32 copy of the logits, where autograd would keep three.
+    """
+    largest, position = logits.max(-1, keepdim=True)
+    probabilities = torch.softmax(logits, -1, dtype=torch.float32)
+    # log-sum-exp from the most probable token: its probability, 1 / vocab or more, has a safe logarithm.
+    logsumexp = largest.float() - probabilities.gather(-1, position).log()
+    counted = (labels != IGNORE).unsqueeze(-1)
+    label = labels.where(labels != IGNORE, 0).unsqueeze(-1)
+    loss = ((logsumexp - logits.gather(-1, label).float()) * counted).sum()
+    probabilities.scatter_add_(-1, label, torch.full_like(logsumexp, -1.0))
+    if not counted.all():
+        probabilities *= counted
+    return loss, probabilities.to(logits.dtype)
+
+
 def chunked_cross_entropy(
     output: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
@@ -62,9 +80,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for part, label in zip(hidden.split(chunk), labels.split(chunk), strict=True):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
-                loss = summed_cross_entropy(output(part), label)
-            hidden_grad, grad = torch.autograd.grad(loss, [part, weight])
-            total += loss.detach()
+                logits = output(part)
+            loss, logits_grad = _cross_entropy_and_grad(logits.detach(), label)
+            hidden_grad, grad = torch.autograd.grad(logits, [part, weight], logits_grad)
+            total += loss
             hidden_grads.append(hidden_grad)
             # The chunks' sum is kept in float32, as one product over all tokens would keep it.
             weight_grad = grad if weight_grad is None else weight_grad.float() + grad

@@ -9,6 +9,8 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.loss import chunked_cross_entropy, chunks
 from torchtitan.models.rope import apply_rope, rope_table
 
+OUTPUT_STD = 0.02
+
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
@@ -130,12 +132,20 @@ class Llama(nn.Module):
     def init_std(self, name: str) -> float | None:
         """Standard deviation with which a parameter starts; None for the ones (norms) that start at 1.
 
-        0.02 as in GPT-2 and Llama, divided by sqrt(2 * depth) where a layer writes into the residual stream (Megatron,
-        arXiv 1909.08053).
+        1 / sqrt(fan-in) keeps the scale of activations at any width (0.0156 for 4,096 channels); what writes into the
+        residual stream is divided by sqrt(2 * depth) (Megatron, arXiv 1909.08053). Embeddings start at 1, the scale of
+        what the norms give on; the output layer so small that the first loss is about ln(vocabulary).
         """
+        tied = self.args.tied_embeddings
         match name.split("."):
             case [*_, "attention_norm" | "ffn_norm" | "norm", "weight"]:
                 return None
-            case ["layers", layer, _, "wo" | "w2", "weight"]:
-                return 0.02 / (2 * (int(layer) + 1)) ** 0.5
-        return 0.02
+            case ["tok_embeddings", "weight"]:
+                return OUTPUT_STD if tied else 1.0
+            case ["output", "weight"]:
+                return OUTPUT_STD
+            case ["layers", layer, _, "wo", "weight"]:
+                return (2 * (int(layer) + 1) * self.args.n_heads * self.args.head_dim) ** -0.5
+            case ["layers", layer, _, "w2", "weight"]:
+                return (2 * (int(layer) + 1) * self.args.ffn_dim) ** -0.5
+        return self.args.dim**-0.5

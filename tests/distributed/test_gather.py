@@ -1,0 +1,160 @@
+"""Weights gathered in low precision: what travels, with which scales, and in how many collectives."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from workers import in_processes
+
+from torchtitan.checkpoint.state import model_tensors
+from torchtitan.config.precision import Float8, Int8
+from torchtitan.converters import CONVERTERS, Target, apply_converters
+from torchtitan.converters.gather import GatheredWeight
+from torchtitan.converters.quantize import quantize
+from torchtitan.optim.clip import clip_grad_norm
+from torchtitan.parallel.fsdp import apply_fsdp
+
+DIM, TOKENS, STEPS = 64, 32, 3
+INT8 = Int8(enable_fsdp_int8_all_gather=True)
+INT8_TENSORWISE = Int8(recipe_name="tensorwise", enable_fsdp_int8_all_gather=True)
+FLOAT8 = Float8(enable_fsdp_float8_all_gather=True)
+PRECOMPUTED = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.up = nn.Linear(DIM, 2 * DIM, bias=False)
+        self.down = nn.Linear(2 * DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class CountedAllGather:
+    """FSDP2's all-gather, and the bytes that it has received."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self.bytes += output_tensor.nbytes
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(name: str, section: Any, hugest: float = 0.0) -> dict[str, Any]:
+    """Three steps of two blocks on all ranks, sharded; what a test may want to know of it."""
+    gather = CountedAllGather()
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block())
+    converters = apply_converters(model, [name] if name else [], lambda _: section, Target("cpu", tokens=TOKENS))
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "dp_shard"))
+    apply_fsdp(model, list(model), mesh, torch.bfloat16, torch.float32, reshard_after_forward=True)
+    model.to_empty(device="cpu")
+    for module in (model, *model):
+        module.set_custom_all_gather(gather)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            full = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.to_local().copy_(full.chunk(mesh.size())[dist.get_rank()])
+    if name and hugest:
+        with torch.no_grad():
+            model[0].up.weight.to_local().zero_()
+            model[1].up.weight.to_local().mul_(hugest)
+    start = {key: whole(tensor).clone() for key, tensor in model_tensors(model).items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    losses, hook_reduces = [], []
+    generator.manual_seed(1 + dist.get_rank())
+    for _ in range(STEPS):
+        x = torch.randn(TOKENS, DIM, generator=generator).bfloat16()
+        loss = (model(x).float() ** 2).mean()
+        loss.backward()
+        clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with CommDebugMode() as collectives:
+            for converter in converters:
+                converter.post_optimizer_hook([model])
+        hook_reduces.append(collectives.get_total_counts())
+        losses.append(loss.item())
+    gathered_bytes = gather.bytes
+    model[0].unshard()
+    weight = model[0].up.weight
+    gathered = (weight.data_int8.clone(), weight.scale.clone()) if isinstance(weight, GatheredWeight) else None
+    result = {
+        "losses": losses,
+        "bytes": gathered_bytes,
+        "reduces": hook_reduces,
+        "start": start,
+        "end": {key: whole(tensor).clone() for key, tensor in model_tensors(model).items()},
+        "gathered": gathered,
+    }
+    return result
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[dict[str, Any]]:
+    return in_processes(train, 2, "", None)
+
+
+@pytest.mark.parametrize("section", [INT8, INT8_TENSORWISE], ids=lambda section: section.recipe_name)
+def test_int8_gather_sends_half_the_bytes_and_trains_alike(section: Int8, plain: list[dict[str, Any]]) -> None:
+    results = in_processes(train, 2, "int8", section)
+    for expected, found in zip(plain, results, strict=True):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=0.03)
+        assert found["losses"] != expected["losses"]
+        assert found["bytes"] < 0.56 * expected["bytes"]  # half, and scales and norms
+
+
+def test_scales_of_rows_are_those_of_the_whole_weight() -> None:
+    for result in in_processes(train, 2, "int8", INT8):
+        data, scale = quantize(result["end"]["0.up.weight"], "rowwise")
+        assert torch.equal(result["gathered"][0], data) and torch.equal(result["gathered"][1], scale)
+
+
+def test_one_scale_for_the_whole_weight_takes_one_reduction_for_all_weights() -> None:
+    for result in in_processes(train, 2, "int8", INT8_TENSORWISE):
+        data, scale = quantize(result["end"]["0.up.weight"], "tensorwise")
+        assert torch.equal(result["gathered"][0], data) and torch.equal(result["gathered"][1], scale)
+        assert result["reduces"] == [1] * STEPS
+
+
+def test_precomputed_float8_scales_give_the_same_training_with_one_reduction(plain: list[dict[str, Any]]) -> None:
+    each, precomputed = in_processes(train, 2, "float8", FLOAT8), in_processes(train, 2, "float8", PRECOMPUTED)
+    for rank in range(2):
+        assert each[rank]["losses"] == precomputed[rank]["losses"]
+        for name, weight in each[rank]["end"].items():
+            assert torch.equal(weight, precomputed[rank]["end"][name])
+        assert precomputed[rank]["reduces"] == [1] * STEPS
+        assert each[rank]["reduces"] == [0] * STEPS
+        assert each[rank]["bytes"] < 0.56 * plain[rank]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "section"), [("int8", INT8), ("int8", INT8_TENSORWISE), ("float8", FLOAT8), ("float8", PRECOMPUTED)]
+)
+def test_weights_of_zeros_and_huge_ones_keep_finite_scales(name: str, section: Any) -> None:
+    for result in in_processes(train, 2, name, section, 1e20):
+        assert all(torch.isfinite(weight).all() for weight in result["end"].values())
+
+
+def test_checkpoints_hold_plain_weights() -> None:
+    assert set(CONVERTERS.names()) >= {"float8", "int8"}
+    for section, name in ((INT8, "int8"), (FLOAT8, "float8")):
+        for result in in_processes(train, 2, name, section):
+            assert all(type(tensor) is torch.Tensor for tensor in result["start"].values())
+            assert result["start"]["1.down.weight"].dtype == torch.float32
