@@ -13,7 +13,7 @@ from workers import in_processes
 
 from torchtitan.checkpoint.state import model_tensors
 from torchtitan.config.precision import Float8, Int8
-from torchtitan.converters import CONVERTERS, Target, apply_converters
+from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.gather import GatheredWeight
 from torchtitan.converters.quantize import quantize
 from torchtitan.optim.clip import clip_grad_norm
@@ -106,55 +106,67 @@ def train(name: str, section: Any, hugest: float = 0.0) -> dict[str, Any]:
     return result
 
 
+CASES = {
+    "plain": ("", None),
+    "int8 rowwise": ("int8", INT8),
+    "int8 tensorwise": ("int8", INT8_TENSORWISE),
+    "float8": ("float8", FLOAT8),
+    "float8 precomputed": ("float8", PRECOMPUTED),
+}
+
+
+def train_all() -> dict[str, Any]:
+    """Every case, and again with weights of zeros and huge ones."""
+    results = {name: train(*case) for name, case in CASES.items()}
+    extreme = {f"{name}, extreme": train(*case, 1e20) for name, case in CASES.items() if case[0]}
+    return {**results, **extreme}
+
+
 @pytest.fixture(scope="module")
-def plain() -> list[dict[str, Any]]:
-    return in_processes(train, 2, "", None)
+def ranks() -> list[dict[str, Any]]:
+    """What `train_all` returned on each of two ranks."""
+    return in_processes(train_all, 2)
 
 
-@pytest.mark.parametrize("section", [INT8, INT8_TENSORWISE], ids=lambda section: section.recipe_name)
-def test_int8_gather_sends_half_the_bytes_and_trains_alike(section: Int8, plain: list[dict[str, Any]]) -> None:
-    results = in_processes(train, 2, "int8", section)
-    for expected, found in zip(plain, results, strict=True):
-        assert found["losses"] == pytest.approx(expected["losses"], rel=0.03)
-        assert found["losses"] != expected["losses"]
-        assert found["bytes"] < 0.56 * expected["bytes"]  # half, and scales and norms
+@pytest.mark.parametrize("case", ["int8 rowwise", "int8 tensorwise", "float8", "float8 precomputed"])
+def test_gather_sends_half_the_bytes_and_trains_alike(case: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank[case]["losses"] == pytest.approx(rank["plain"]["losses"], rel=0.03)
+        assert rank[case]["losses"] != rank["plain"]["losses"]
+        assert rank[case]["bytes"] < 0.56 * rank["plain"]["bytes"]  # half, and scales and norms
 
 
-def test_scales_of_rows_are_those_of_the_whole_weight() -> None:
-    for result in in_processes(train, 2, "int8", INT8):
-        data, scale = quantize(result["end"]["0.up.weight"], "rowwise")
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_int8_scales_are_those_of_the_whole_weight(recipe: Any, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        result = rank[f"int8 {recipe}"]
+        data, scale = quantize(result["end"]["0.up.weight"], recipe)
         assert torch.equal(result["gathered"][0], data) and torch.equal(result["gathered"][1], scale)
-
-
-def test_one_scale_for_the_whole_weight_takes_one_reduction_for_all_weights() -> None:
-    for result in in_processes(train, 2, "int8", INT8_TENSORWISE):
-        data, scale = quantize(result["end"]["0.up.weight"], "tensorwise")
-        assert torch.equal(result["gathered"][0], data) and torch.equal(result["gathered"][1], scale)
-        assert result["reduces"] == [1] * STEPS
-
-
-def test_precomputed_float8_scales_give_the_same_training_with_one_reduction(plain: list[dict[str, Any]]) -> None:
-    each, precomputed = in_processes(train, 2, "float8", FLOAT8), in_processes(train, 2, "float8", PRECOMPUTED)
-    for rank in range(2):
-        assert each[rank]["losses"] == precomputed[rank]["losses"]
-        for name, weight in each[rank]["end"].items():
-            assert torch.equal(weight, precomputed[rank]["end"][name])
-        assert precomputed[rank]["reduces"] == [1] * STEPS
-        assert each[rank]["reduces"] == [0] * STEPS
-        assert each[rank]["bytes"] < 0.56 * plain[rank]["bytes"]
 
 
 @pytest.mark.parametrize(
-    ("name", "section"), [("int8", INT8), ("int8", INT8_TENSORWISE), ("float8", FLOAT8), ("float8", PRECOMPUTED)]
+    ("case", "reductions"), [("int8 rowwise", 0), ("int8 tensorwise", 1), ("float8", 0), ("float8 precomputed", 1)]
 )
-def test_weights_of_zeros_and_huge_ones_keep_finite_scales(name: str, section: Any) -> None:
-    for result in in_processes(train, 2, name, section, 1e20):
-        assert all(torch.isfinite(weight).all() for weight in result["end"].values())
+def test_scales_after_a_step_take_one_reduction_for_all_weights(
+    case: str, reductions: int, ranks: list[dict[str, Any]]
+) -> None:
+    assert all(rank[case]["reduces"] == [reductions] * STEPS for rank in ranks)
 
 
-def test_checkpoints_hold_plain_weights() -> None:
-    assert set(CONVERTERS.names()) >= {"float8", "int8"}
-    for section, name in ((INT8, "int8"), (FLOAT8, "float8")):
-        for result in in_processes(train, 2, name, section):
-            assert all(type(tensor) is torch.Tensor for tensor in result["start"].values())
-            assert result["start"]["1.down.weight"].dtype == torch.float32
+def test_precomputed_float8_scales_give_the_same_training(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        each, precomputed = rank["float8"], rank["float8 precomputed"]
+        assert each["losses"] == precomputed["losses"]
+        assert all(torch.equal(weight, precomputed["end"][name]) for name, weight in each["end"].items())
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "plain"])
+def test_weights_of_zeros_and_huge_ones_keep_finite_scales(case: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert all(torch.isfinite(weight).all() for weight in rank[f"{case}, extreme"]["end"].values())
+
+
+def test_state_holds_plain_weights(ranks: list[dict[str, Any]]) -> None:
+    for case in CASES:
+        weight = ranks[0][case]["start"]["1.down.weight"]
+        assert type(weight) is torch.Tensor and weight.dtype == torch.float32

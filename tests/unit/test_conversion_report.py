@@ -1,0 +1,226 @@
+"""What a conversion says of itself, and the checks that hold it to its word."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.config import ConfigManager
+from torchtitan.config.precision import MX, Float8, Int8
+from torchtitan.converters import Target, apply_converters, checked_products, conversion_report
+from torchtitan.converters.float8 import Float8Converter
+from torchtitan.converters.linear import LinearConverter, relative_errors
+from torchtitan.converters.mx import MXConverter
+from torchtitan.converters.report import summary, to_table
+from torchtitan.errors import ConfigError
+from torchtitan.explain import explain_conversion
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Llama
+
+ROOT = Path(__file__).parents[2]
+CPU = Target("cpu", tokens=64)
+SECTIONS = {"float8": Float8(), "int8": Int8(), "mx": MX(emulate=True)}
+
+
+def explain(*flags: str) -> dict[str, tuple[bool, int, int]]:
+    """fqn to (converted, K, N)."""
+    report = explain_conversion(ConfigManager().parse_args(flags))
+    return {decision.fqn: (decision.converted, decision.k, decision.n) for decision in report}
+
+
+def converted_of_8b(converter: str, recipe: str, tensor_parallel: int, flag: str = "") -> Counter[str]:
+    """How many layers of each kind a Llama 3 8B converts: {"attention.wq": 32, ...}."""
+    filter_fqns = f"--{converter}.filter_fqns={flag or 'auto_filter_small_kn'}"
+    flags = [f"--{converter}.recipe_name={recipe}", filter_fqns, f"--model.converters={converter}"]
+    tp = f"--parallelism.tensor_parallel_degree={tensor_parallel}"
+    found = explain(*flags, tp, "--model.name=llama3", "--model.flavor=8B")
+    return Counter(".".join(fqn.split(".")[2:]) or fqn for fqn, (converted, _, _) in found.items() if converted)
+
+
+WIDE = {"feed_forward.w1": 32, "feed_forward.w2": 32, "feed_forward.w3": 32, "output": 1}
+ALL_BUT_KV = {"attention.wq": 32, "attention.wo": 32, **WIDE}
+ALL = {"attention.wk": 32, "attention.wv": 32, **ALL_BUT_KV}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tensor_parallel", "expected"),
+    [
+        # wk and wv have N = 1024: too small. With eight ranks every N of attention and feed-forward is an eighth.
+        ("tensorwise", 1, ALL_BUT_KV),
+        ("rowwise", 1, ALL_BUT_KV),
+        ("rowwise_with_gw_hp", 1, ALL_BUT_KV),
+        # per rank: wq N = 512, wo K = 512 and N = 4096, w1 N = 1792, w2 K = 1792 and N = 4096, output N = 16032
+        ("tensorwise", 8, {"attention.wo": 32, **WIDE}),
+        ("rowwise", 8, {"output": 1}),
+        ("rowwise_with_gw_hp", 8, {"output": 1}),
+    ],
+)
+def test_layers_of_llama3_8b_that_auto_filter_small_kn_converts(
+    recipe: str, tensor_parallel: int, expected: dict[str, int]
+) -> None:
+    assert converted_of_8b("float8", recipe, tensor_parallel) == expected
+
+
+@pytest.mark.parametrize(("converter", "recipe"), [("int8", "rowwise"), ("mx", "mxfp8")])
+def test_recipes_without_thresholds_say_so_and_convert_all_of_llama3_8b_without_the_flag(
+    converter: str, recipe: str
+) -> None:
+    with pytest.raises(ConfigError, match="auto_filter_measured"):
+        converted_of_8b(converter, recipe, 1)
+    assert converted_of_8b(converter, recipe, 8, "norm") == ALL
+
+
+def test_shapes_are_those_of_one_device() -> None:
+    flags = ("--model.flavor=8B", "--model.converters=float8", "--parallelism.tensor_parallel_degree=8")
+    found = explain(*flags)
+    assert found["layers.3.attention.wq"][1:] == (4096, 512)
+    assert found["layers.3.attention.wo"][1:] == (512, 4096)
+    assert found["layers.3.feed_forward.w2"][1:] == (1792, 4096)
+    assert found["output"][1:] == (4096, 16032)
+
+
+def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: Path) -> None:
+    flags = ["--model.flavor=8B", "--model.converters=float8", "--float8.filter_fqns=output,auto_filter_small_kn"]
+    command = [sys.executable, str(ROOT / "scripts" / "explain_conversion.py"), "--json", str(tmp_path / "out.json")]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    entries = json.loads((tmp_path / "out.json").read_text())
+    assert len(entries) == 225
+    assert set(entries[0]) == {"fqn", "m", "k", "n", "converter", "recipe", "converted", "reason"}
+    assert {entry["fqn"]: (entry["converted"], entry["k"], entry["n"]) for entry in entries} == explain(*flags)
+    reasons = {entry["fqn"]: entry["reason"] for entry in entries}
+    assert reasons["output"] == "float8.filter_fqns names output"
+    assert reasons["layers.0.attention.wk"] == "auto_filter_small_kn: K = 4096 <= 4096 and N = 1024 <= 1024"
+    assert "160 of 225 linear layers converted" in done.stdout
+
+
+def test_a_wrong_entry_ends_the_script_with_status_2() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "explain_conversion.py"), "--model.converters=float8"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [*command, "--float8.filter_fqns=atention.wk"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "'atention.wk' matches no module of this model (did you mean attention.wk?)" in done.stderr
+
+
+def tiny_llama() -> Llama:
+    with torch.device("meta"):
+        return Llama(LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256))
+
+
+def test_converters_compose_and_each_layer_is_reported_once() -> None:
+    model = tiny_llama()
+    sections = {"float8": Float8(filter_fqns=["attention", "output"]), "int8": Int8(filter_fqns=["output"])}
+    converters = apply_converters(model, ["float8", "int8"], sections.__getitem__, CPU)
+    report = conversion_report(c.decisions for c in converters if isinstance(c, LinearConverter))
+    by_name = {decision.fqn: decision for decision in report}
+    assert len(report) == 15
+    assert by_name["layers.0.feed_forward.w1"].converter == "float8"
+    assert by_name["layers.1.attention.wo"].converter == "int8"
+    assert by_name["output"].recipe == "bf16"
+    assert by_name["output"].reason == "float8: float8.filter_fqns names output; int8: int8.filter_fqns names output"
+    assert summary(report).startswith("14 of 15 linear layers converted (int8 rowwise 8, float8 tensorwise 6)")
+    assert "layers.*.attention.wq (2)" in to_table(report)
+
+
+@pytest.mark.parametrize("scale", ["rceil", "floor", "even", "ceil"])
+def test_mx_errors_are_those_of_3_bits_after_the_point(scale: Any) -> None:
+    errors = relative_errors(MXConverter(MX(emulate=True, scale_calculation_mode=scale), CPU), "cpu")
+    assert all(0.03 < error < 0.06 for error in errors.values()), errors
+
+
+def test_mx_keeps_the_bias_and_the_weight_gradient_in_high_precision_where_asked() -> None:
+    converter = MXConverter(MX(emulate=True, wgrad_with_hp=True), CPU)
+    assert relative_errors(converter, "cpu")["grad_weight"] < 0.004
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16)
+    low = converter.swap(linear)
+    assert low.bias is linear.bias and low.weight is linear.weight
+    x = torch.zeros(32, 64, dtype=torch.bfloat16)
+    assert torch.equal(low(x), linear.bias.expand(32, 32))
+
+
+def test_mx_on_a_device_without_it_stops_unless_emulated() -> None:
+    for target in (CPU, Target("cuda", compute_capability=(9, 0))):
+        with pytest.raises(ConfigError, match=r"mx\.emulate"):
+            MXConverter(MX(), target)
+        MXConverter(MX(emulate=True), target)
+
+
+class Sham(Float8Converter):
+    """A converter whose layers stay as they are, or give noise."""
+
+    noise = 0.0
+
+    def swap(self, linear: nn.Linear, gather: bool = False) -> nn.Linear:
+        new = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        new.weight = nn.Parameter(linear.weight.detach() * (1 + self.noise))
+        return new
+
+
+def test_layers_that_quantize_nothing_are_found_at_conversion() -> None:
+    with pytest.raises(ConfigError, match="bit-identical to bf16"):
+        Sham(Float8(), CPU).convert(tiny_llama())
+
+
+def test_products_far_off_are_found_at_conversion() -> None:
+    sham = Sham(Float8(), CPU)
+    sham.noise = 0.5
+    with pytest.raises(ConfigError, match=r"0\.\d+ off from bf16"):
+        sham.convert(tiny_llama())
+
+
+@pytest.mark.parametrize("name", ["float8", "int8", "mx"])
+def test_products_of_a_step_are_counted_and_missing_ones_found(name: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).bfloat16()
+    section = MX(emulate=True, filter_fqns=[]) if name == "mx" else SECTIONS[name]
+    converters = apply_converters(model, [name], lambda _: section, CPU)
+
+    def step() -> None:
+        x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+        model(x).float().sum().backward()
+
+    with checked_products(converters, microbatches=2, passes={}, recomputed=False, compiled=False):
+        step()
+        step()
+    model[1] = nn.Linear(64, 64, bias=False).bfloat16()  # taken out of low precision behind the report's back
+    with (
+        pytest.raises(ConfigError, match="promised 6 low-precision products in this step, and 3 ran"),
+        checked_products(converters, microbatches=1, passes={}, recomputed=False, compiled=False),
+    ):
+        step()
+
+
+def test_measured_filter_converts_only_what_wins_and_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    from torchtitan.converters import measure
+
+    ratios = {(64, 64, 128): 2.0}
+    asked = []
+
+    def speedup(converter: Any, m: int, k: int, n: int) -> float:
+        asked.append((m, k, n))
+        return ratios.get((m, k, n), 0.5)
+
+    monkeypatch.setattr(measure, "speedup", speedup)
+    section = Int8(filter_fqns=["auto_filter_measured"])
+    for _ in range(2):  # the second time from the file
+        (converter,) = apply_converters(tiny_llama(), ["int8"], lambda _: section, CPU)
+        assert isinstance(converter, LinearConverter)
+        chosen = {decision.fqn.split(".")[-1] for decision in converter.decisions if decision.converted}
+        assert chosen == {"w1", "w3"}
+    assert len(asked) == len(set(asked)) == 5
+    assert list(tmp_path.rglob("*.json"))
+
+
+def test_speedup_is_measured_for_real() -> None:
+    from torchtitan.converters.measure import speedup
+
+    assert 0.01 < speedup(Float8Converter(Float8(), CPU), 64, 64, 64) < 100
