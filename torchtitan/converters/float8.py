@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchtitan.config.precision import Float8
 from torchtitan.converters.filter import FilterRules, too_small_for_rowwise, too_small_for_tensorwise
-from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Trace
+from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Role, Scaled, Trace
 from torchtitan.converters.measure import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
@@ -82,6 +83,15 @@ class Float8Converter(LinearConverter):
             enable_fsdp_float8_all_gather=gather,
         )
         return Float8Linear.from_float(linear, config=config)
+
+    def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
+        # torchao's recipes: gradients in e5m2 where a tensor has one scale, everything else in e4m3.
+        e5m2 = role == "out_grad" and self.recipe == "tensorwise"
+        dtype = torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
+        amax = tensor.abs().amax() if self.recipe == "tensorwise" else tensor.abs().amax(1, keepdim=True)
+        largest = torch.finfo(dtype).max
+        exact = tensor * (largest / amax.clamp_min(1e-12))
+        return Scaled(exact, exact.clamp(-largest, largest).to(dtype).float(), largest)
 
     def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
         return self.swap(linear, self.gather)

@@ -14,10 +14,10 @@ from torch import nn
 from torchtitan.config.precision import Int8
 from torchtitan.converters.filter import FilterRules
 from torchtitan.converters.gather import GatheredWeight, ShardedWeight, set_tensorwise_scales
-from torchtitan.converters.linear import LinearConverter, Products, Trace
+from torchtitan.converters.linear import LinearConverter, Products, Role, Scaled, Trace
 from torchtitan.converters.local import on_local_shards
 from torchtitan.converters.measure import measured_reason
-from torchtitan.converters.quantize import ScaleRecipe, int8_matmul, quantize, quantize_transposed
+from torchtitan.converters.quantize import LARGEST, ScaleRecipe, int8_matmul, quantize, quantize_transposed
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 
@@ -129,6 +129,10 @@ class Int8Converter(LinearConverter):
         new.products = self.settings
         new.weight, new.bias = linear.weight, linear.bias
         return new
+
+    def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
+        data, scale = quantize(tensor, self.settings.recipe)
+        return Scaled(tensor / scale, data.float(), LARGEST)
 
     def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
         new = self.swap(linear)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -56,6 +57,25 @@ class Products:
         return int(self.grad_input is not None) + int(self.grad_weight is not None)
 
 
+Role = Literal["input", "weight", "out_grad"]
+"""An operand of the three products: output takes input and weight, grad_input takes out_grad and weight, grad_weight
+takes out_grad and input."""
+
+
+class Scaled(NamedTuple):
+    """An operand before and after rounding, in float32, both in the units of the recipe's numbers.
+
+    Attributes:
+        exact: the operand times its scale.
+        rounded: the nearest number of the format.
+        largest: number of the format; what is beyond it saturates.
+    """
+
+    exact: torch.Tensor
+    rounded: torch.Tensor
+    largest: float
+
+
 class LinearConverter:
     """Swaps linear layers for a subclass of `nn.Linear` whose weight stays a plain parameter.
 
@@ -80,6 +100,10 @@ class LinearConverter:
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
         """A low-precision layer with the parameters of `linear`, on its device."""
+        raise NotImplementedError
+
+    def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
+        """How an operand in float32, (rows, columns) with products summing over columns, is rounded."""
         raise NotImplementedError
 
     def swap_in_model(self, linear: nn.Linear) -> nn.Linear:

@@ -4,11 +4,14 @@ The layer is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it 
 under tensor parallelism without a word.)
 """
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from torchtitan.config.precision import MX
 from torchtitan.converters.filter import FilterRules
-from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Trace
+from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Role, Scaled, Trace
 from torchtitan.converters.measure import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
@@ -65,9 +68,21 @@ class MXConverter(LinearConverter):
     def description(self) -> str:
         return f"mx {self.config.recipe_name} {self.config.scale_calculation_mode} {self.config.wgrad_with_hp}"
 
+    def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+        mx = MXTensor.to_mx(tensor.contiguous(), torch.float8_e4m3fn, BLOCK, self._scale_mode())
+        scale = torch.exp2(mx.scale.view(torch.uint8).float() - 127)  # e8m0: a biased exponent
+        exact = tensor / scale.repeat_interleave(BLOCK, 1)
+        return Scaled(exact, mx.qdata.float(), torch.finfo(torch.float8_e4m3fn).max)
+
+    def _scale_mode(self) -> Any:
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+
+        return ScaleCalculationMode[self.config.scale_calculation_mode.upper()]
+
     def swap(self, linear: nn.Linear) -> nn.Linear:
         from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
-        from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
         new = MXFP8Linear(
@@ -76,7 +91,7 @@ class MXConverter(LinearConverter):
             linear.bias is not None,
             device="meta",
             kernel_preference=KernelPreference.EMULATED if self.config.emulate else KernelPreference.AUTO,
-            scale_calculation_mode=ScaleCalculationMode[self.config.scale_calculation_mode.upper()],
+            scale_calculation_mode=self._scale_mode(),
             wgrad_with_hp=self.config.wgrad_with_hp,
         )
         new.weight, new.bias = linear.weight, linear.bias

@@ -1,0 +1,189 @@
+"""How exact a recipe is on a model in training, layer by layer and product by product.
+
+python scripts/numerics_report.py --output numerics --steps 20 --job.config_file=FILE.toml --model.converters=float8 ...
+
+Trains that many steps in bf16 and in the recipe, on the same data. In the last step in bf16 it takes the operands of
+each linear layer, and computes its three products in the recipe and in float32. OUTPUT.json and OUTPUT.png hold, for
+each: the signal-to-quantization-noise ratio in dB, and of its operands the share that saturated and the share that
+was flushed to zero (the larger of the two operands').
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
+
+PRODUCTS = {"output": ("input", "weight"), "grad_input": ("out_grad", "weight"), "grad_weight": ("out_grad", "input")}
+WORST_DB = 6.0  # below the median of its product: a layer that the recipe fits badly
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="numerics", help="files to write, without .json and .png")
+    parser.add_argument("--steps", type=int, default=20)
+    arguments, flags = parser.parse_known_args()
+    try:
+        config = ConfigManager().parse_args([*flags, f"--training.steps={arguments.steps}"])
+        if len(config.model.converters) != 1:
+            raise ConfigError("model.converters: name the one converter whose recipe is to be judged.")
+        report = judge(config)
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(EXIT_STATUS)
+    output = Path(arguments.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    draw(report["layers"], report["recipe"], output.with_suffix(".png"))
+    print_table(report)
+
+
+def judge(config: JobConfig) -> dict[str, Any]:
+    """The report as one object: recipe, losses of both runs, layers, proposed filter_fqns."""
+    from torchtitan.converters import CONVERTERS, LinearConverter
+    from torchtitan.explain import conversion_target
+    from torchtitan.models import MODELS
+
+    (name,) = config.model.converters
+    entry = CONVERTERS.get(name)
+    from torchtitan.device import find_device
+
+    target = conversion_target(config, MODELS.get(config.model.name), find_device(0))
+    converter = entry.build(getattr(config, entry.section), target)
+    if not isinstance(converter, LinearConverter):
+        raise ConfigError(f"model.converters: {name} does not convert linear layers; there is nothing to judge.")
+    high_loss, operands = train(dataclasses.replace(config, model=dataclasses.replace(config.model, converters=[])))
+    low_loss, _ = train(config)
+    layers = {fqn: judge_layer(converter, *found) for fqn, found in operands.items()}
+    return {
+        "recipe": f"{name} {converter.recipe}",
+        "steps": config.training.steps,
+        "loss": {"bf16": high_loss, "recipe": low_loss},
+        "layers": layers,
+        "proposed_filter_fqns": worst(layers),
+    }
+
+
+def train(config: JobConfig) -> tuple[float, dict[str, Any]]:
+    """The last loss, and by layer (input, weight, out_grad) of the last step's first microbatch."""
+    import torch
+    from torch import nn
+
+    from torchtitan.checks import check, global_batch_size
+    from torchtitan.device import find_device
+    from torchtitan.trainer import Trainer
+
+    operands: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        job = dataclasses.replace(config.job, dump_folder=folder)
+        plain = dataclasses.replace(config.activation_checkpoint, mode="none")
+        metrics = dataclasses.replace(config.metrics, log_freq=1)
+        training = dataclasses.replace(config.training, compile=False)
+        config = dataclasses.replace(config, job=job, activation_checkpoint=plain, metrics=metrics, training=training)
+        device = find_device(0)
+        dims = check(config, 1, device.type)
+        with Trainer(config, dims, global_batch_size(config, dims), device) as trainer:
+            model: nn.Module = trainer.model
+
+            def watch(fqn: str) -> Any:
+                def hook(module: nn.Linear, inputs: tuple[torch.Tensor], out: torch.Tensor) -> None:
+                    if trainer.step == config.training.steps and fqn not in operands:
+                        x, weight = inputs[0].detach().flatten(0, -2), module.weight.detach().clone()
+                        operands[fqn] = [x, weight]
+                        out.register_hook(lambda grad: operands[fqn].append(grad.detach().flatten(0, -2)))
+
+                return hook
+
+            for fqn, module in model.named_modules():
+                if type(module) is nn.Linear:
+                    module.register_forward_hook(watch(fqn))
+            trainer.train()
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        return json.loads(lines[-1])["loss"], operands
+
+
+def judge_layer(converter: Any, x: Any, weight: Any, out_grad: Any) -> dict[str, dict[str, float]]:
+    """By product: sqnr_db, saturated, flushed."""
+    import torch
+    from torch import nn
+
+    n, k = weight.shape
+    linear = nn.Linear(k, n, bias=False, device=weight.device, dtype=weight.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    layer = converter.swap(linear)
+    leaf = x.clone().requires_grad_()
+    out = layer(leaf)
+    found = [out.detach(), *torch.autograd.grad(out, [leaf, layer.weight], out_grad)]
+    x, weight, out_grad = x.float(), weight.float(), out_grad.float()
+    exact = [x @ weight.T, out_grad @ weight, out_grad.T @ x]
+    # Each product sums over other columns of its operands.
+    columns = {
+        "output": (x, weight),
+        "grad_input": (out_grad, weight.T),
+        "grad_weight": (out_grad.T, x.T),
+    }
+    result = {}
+    for (product, roles), low, high in zip(PRODUCTS.items(), found, exact, strict=True):
+        noise = (low.float() - high).norm()
+        ratio = 20 * torch.log10(high.norm() / noise) if noise > 0 else torch.tensor(float("inf"))
+        saturated, flushed = [], []
+        for role, operand in zip(roles, columns[product], strict=True):
+            scaled = converter.scaled(operand, role)
+            saturated.append((scaled.exact.abs() > 1.0001 * scaled.largest).float().mean().item())
+            flushed.append(((scaled.exact != 0) & (scaled.rounded == 0)).float().mean().item())
+        result[product] = {"sqnr_db": ratio.item(), "saturated": max(saturated), "flushed": max(flushed)}
+    return result
+
+
+def worst(layers: dict[str, Any]) -> list[str]:
+    """Layers with a product more than WORST_DB below the median of its kind."""
+    from statistics import median
+
+    proposed = []
+    for fqn, products in layers.items():
+        for product, values in products.items():
+            middle = median(other[product]["sqnr_db"] for other in layers.values())
+            if values["sqnr_db"] < middle - WORST_DB and fqn not in proposed:
+                proposed.append(fqn)
+    return proposed
+
+
+def print_table(report: dict[str, Any]) -> None:
+    losses = report["loss"]
+    print(f"{report['recipe']}, step {report['steps']}: loss {losses['recipe']:.4f}, bf16 {losses['bf16']:.4f}")
+    header = "  ".join(f"{product:>26}" for product in PRODUCTS)
+    print(f"{'layer':32}{header}\n{'':32}" + "  ".join(f"{'dB  saturated  flushed':>26}" for _ in PRODUCTS))
+    for fqn, products in report["layers"].items():
+        cells = (f"{v['sqnr_db']:.1f}  {v['saturated']:9.2%}  {v['flushed']:7.2%}" for v in products.values())
+        print(f"{fqn:32}" + "  ".join(f"{cell:>26}" for cell in cells))
+    proposed = ",".join(report["proposed_filter_fqns"])
+    print(f"proposed filter_fqns: {proposed or 'none; no layer stands out'}")
+
+
+def draw(layers: dict[str, Any], title: str, path: Path) -> None:
+    """A heat map: a row for each layer, a column for each product, the colour its dB."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    values = [[products[product]["sqnr_db"] for product in PRODUCTS] for products in layers.values()]
+    figure, axes = plt.subplots(figsize=(6, 1.5 + 0.2 * len(layers)))
+    image = axes.imshow(values, aspect="auto", cmap="viridis")
+    axes.set_xticks(range(len(PRODUCTS)), list(PRODUCTS))
+    axes.set_yticks(range(len(layers)), list(layers), fontsize="x-small")
+    axes.set_title(f"{title}: signal to quantization noise")
+    figure.colorbar(image, label="dB")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
