@@ -9,7 +9,7 @@ from torchtitan.device import Device
 from torchtitan.models import MODELS, ModelSpec
 
 
-def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None) -> Target:
+def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None, shards: int = 1) -> Target:
     """Where the converted model of this configuration will run; without a device, on any."""
     training, parallelism = config.training, config.parallelism
     return Target(
@@ -20,6 +20,7 @@ def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None)
         compile=training.compile,
         tensor_parallel=parallelism.tensor_parallel_degree,
         divisions=spec.divisions,
+        shards=shards,
     )
 
 

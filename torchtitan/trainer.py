@@ -116,7 +116,7 @@ class Trainer:
             self.args.head_dim,
             config.training.seq_len,
         )
-        target = conversion_target(config, spec, self.device)
+        target = conversion_target(config, spec, self.device, shards=self.dims.dp_shard)
         self.passes = model.passes(target.tokens) if hasattr(model, "passes") else {}
         self.converters = apply_converters(
             model, config.model.converters, lambda section: getattr(config, section), target

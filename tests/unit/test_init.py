@@ -50,12 +50,12 @@ def test_a_weight_does_not_depend_on_the_other_parameters() -> None:
 @pytest.mark.parametrize(
     ("name", "std"),
     [
-        ("tok_embeddings.weight", 0.02),
+        ("tok_embeddings.weight", 1.0),
         ("output.weight", 0.02),
-        ("layers.0.attention.wq.weight", 0.02),
-        ("layers.2.feed_forward.w3.weight", 0.02),
-        ("layers.0.attention.wo.weight", 0.02 / 2**0.5),
-        ("layers.2.feed_forward.w2.weight", 0.02 / 6**0.5),
+        ("layers.0.attention.wq.weight", 128**-0.5),
+        ("layers.2.feed_forward.w3.weight", 128**-0.5),
+        ("layers.0.attention.wo.weight", (2 * 128) ** -0.5),
+        ("layers.2.feed_forward.w2.weight", (6 * 256) ** -0.5),
     ],
 )
 def test_standard_deviations(name: str, std: float) -> None:

@@ -94,7 +94,7 @@ class Float8Converter(LinearConverter):
         return Scaled(exact, exact.clamp(-largest, largest).to(dtype).float(), largest)
 
     def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
-        return self.swap(linear, self.gather)
+        return self.swap(linear, self.gather and self.gathered_evenly(linear))
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         """With precomputed scales: those of all weights, in one reduction."""

@@ -136,7 +136,7 @@ class Int8Converter(LinearConverter):
 
     def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
         new = self.swap(linear)
-        if self.gather:
+        if self.gather and self.gathered_evenly(linear):
             new.weight = nn.Parameter(ShardedWeight(new.weight.data, self.settings.recipe))
         return new
 

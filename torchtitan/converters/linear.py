@@ -10,6 +10,7 @@ from torch import nn
 from torchtitan.converters.filter import Decision, FilterRules, decide
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,16 @@ class LinearConverter:
         for fqn in chosen:
             parent, _, child = fqn.rpartition(".")
             setattr(model.get_submodule(parent), child, self.swap_in_model(model.get_submodule(fqn)))  # type: ignore[arg-type]
+
+    def gathered_evenly(self, linear: nn.Linear) -> bool:
+        """Whether FSDP divides the rows of a weight without padding, as a gather in low precision needs it."""
+        if linear.out_features % self.target.shards == 0:
+            return True
+        logger.warning(
+            f"{self.name}: a weight of {linear.out_features} rows is not divided evenly over {self.target.shards} "
+            "ranks; it is gathered in high precision"
+        )
+        return False
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         """Nothing, unless a recipe keeps something between steps."""

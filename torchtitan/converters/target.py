@@ -20,7 +20,7 @@ class Target:
         compile: whether transformer blocks are compiled.
         tensor_parallel: the degree.
         divisions: by the end of a linear layer's path, how tensor parallelism divides it.
-        passes: by path, how often a layer runs for `tokens` tokens where that is not once (a chunked output layer).
+        shards: FSDP ranks that a weight's rows are divided over.
     """
 
     device_type: str
@@ -30,7 +30,7 @@ class Target:
     compile: bool = False
     tensor_parallel: int = 1
     divisions: Mapping[str, Division] = field(default_factory=dict)
-    passes: Mapping[str, int] = field(default_factory=dict)
+    shards: int = 1
 
     def per_device(self, fqn: str, k: int, n: int) -> tuple[int, int]:
         """(K, N) of the product that one device computes for a layer of `k` inputs and `n` outputs."""

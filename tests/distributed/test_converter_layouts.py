@@ -1,0 +1,43 @@
+"""Low precision with every other feature: the same training as in one process without it."""
+
+from pathlib import Path
+
+import pytest
+from runs import TINY, into, losses, train
+
+CONVERTERS = {
+    "float8": (
+        "--model.converters=float8",
+        "--float8.enable_fsdp_float8_all_gather",
+        "--float8.precompute_float8_dynamic_scale_for_fsdp",
+    ),
+    "int8": ("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather"),
+    "mx": ("--model.converters=mx", "--mx.emulate"),
+}
+FEATURES = {
+    "accumulation and recomputation": ("--training.local_batch_size=1", "--activation_checkpoint.mode=full"),
+    "DDP": ("--parallelism.data_parallel_replicate_degree=2",),
+    "compile": ("--training.compile",),
+}
+BASE = (*TINY, "--training.steps=3", "--training.mixed_precision_param=bfloat16")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of each converter in one process."""
+    found = {}
+    for name, flags in CONVERTERS.items():
+        folder = tmp_path_factory.mktemp(name)
+        train(*BASE, into(folder), "--training.local_batch_size=4", *flags)
+        found[name] = list(losses(folder).values())
+    return found
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("converter", CONVERTERS)
+def test_converter_with_feature(converter: str, feature: str, alone: dict[str, list[float]], tmp_path: Path) -> None:
+    flags = (*CONVERTERS[converter], *FEATURES[feature])
+    output = train(*BASE, into(tmp_path), *flags, processes=2)
+    assert list(losses(tmp_path).values()) == pytest.approx(alone[converter], abs=5e-3)
+    counted = "low-precision products ran in this step" in output
+    assert counted != (converter == "mx" and feature == "compile")  # emulated casts are fused by the compiler
