@@ -11,6 +11,7 @@ from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
 
+PATIENCE = 5  # seconds
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has stopped
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -91,6 +92,8 @@ if __name__ == "__main__":
     except ConfigError as error:  # the same on every rank
         if RANK == 0:
             print("\n".join(f"Error: {problem}" for problem in error.problems), file=sys.stderr)
+        else:
+            time.sleep(PATIENCE)  # the first rank to end takes the others along, and rank 0 is to speak
         end(EXIT_STATUS)
     except UserError as error:
         print(f"{prefix}Error: {error}", file=sys.stderr)

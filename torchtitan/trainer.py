@@ -192,12 +192,16 @@ class Trainer:
             _garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
         ):
             first_step = self.step + 1
+            # While the first step is compiled, products of the tracing are counted too.
+            checked_step = first_step + config.training.compile
             while self.step < steps:
                 with reporter.waiting_for_data():
                     microbatches = self.loader.next()
                 self.step += 1
                 collect_garbage(self.step)
-                with self._checked_products(len(microbatches)) if self.step == first_step else contextlib.nullcontext():
+                with (
+                    self._checked_products(len(microbatches)) if self.step == checked_step else contextlib.nullcontext()
+                ):
                     self._train_step(microbatches, reporter)
                 profiler.step()
                 last = self.step == steps

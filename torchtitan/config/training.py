@@ -18,7 +18,9 @@ from torchtitan.config.fields import (
 class Model:
     """Which model."""
 
-    name: Annotated[str, Doc("Model family: llama2, llama3, or one that a custom_import registered.")] = "llama3"
+    name: Annotated[
+        str, Doc("Model family: llama2, llama3, llama3.1, llama3.2, or one that a custom_import registered.")
+    ] = "llama3"
     flavor: Annotated[str, Doc("Size within the family, such as debugmodel, 1B, 8B, 70B.")] = "debugmodel"
     tokenizer_path: Annotated[
         str | None,

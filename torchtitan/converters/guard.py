@@ -22,7 +22,7 @@ def checked_products(
     recomputed: bool,
     compiled: bool,
 ) -> Iterator[None]:
-    """Around one training step: the low-precision products that run must be as many as the conversion promised.
+    """Around one training step, in which nothing is compiled any more: low-precision products must run as promised.
 
     Args:
         converters: of the run, after they have converted; others than `LinearConverter` promise nothing.

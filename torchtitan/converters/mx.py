@@ -21,7 +21,7 @@ FIRST_CAPABILITY = (10, 0)  # Blackwell: NVIDIA's CUDA programming guide, table 
 BLOCK = 32
 
 # Relative errors of output, input gradient and weight gradient on normal data against float32, by the rounding of
-# scales: tests/unit/test_mx.py.
+# scales: tests/unit/test_conversion_report.py.
 KNOWN_ERRORS = {
     "rceil": (0.036, 0.036, 0.038),
     "ceil": (0.036, 0.036, 0.038),
