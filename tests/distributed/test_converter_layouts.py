@@ -19,6 +19,7 @@ FEATURES = {
     "DDP": ("--parallelism.data_parallel_replicate_degree=2",),
     "compile": ("--training.compile",),
 }
+LONG = [("compile", "float8"), ("compile", "mx")]
 BASE = (*TINY, "--training.steps=3", "--training.mixed_precision_param=bfloat16")
 
 
@@ -33,11 +34,29 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("converter", CONVERTERS)
+# Compilation takes most of the time of these tests: one converter stands for all, but for the long form.
+COMBINATIONS = [
+    pytest.param(converter, feature, marks=[pytest.mark.full] if (feature, converter) in LONG else [])
+    for converter in CONVERTERS
+    for feature in FEATURES
+]
+
+
+@pytest.mark.parametrize(("converter", "feature"), COMBINATIONS)
 def test_converter_with_feature(converter: str, feature: str, alone: dict[str, list[float]], tmp_path: Path) -> None:
     flags = (*CONVERTERS[converter], *FEATURES[feature])
     output = train(*BASE, into(tmp_path), *flags, processes=2)
     assert list(losses(tmp_path).values()) == pytest.approx(alone[converter], abs=5e-3)
     counted = "low-precision products ran in this step" in output
     assert counted != (converter == "mx" and feature == "compile")  # emulated casts are fused by the compiler
+
+
+def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
+    """Checkpoints hold plain weights in high precision, whatever the run computes and gathers in."""
+    saved = (*BASE, into(tmp_path), "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
+    train(*saved, "--training.steps=2", *CONVERTERS["int8"], processes=2)
+    train(*saved, "--training.steps=4", "--training.local_batch_size=4")
+    train(*saved, "--training.steps=6", *CONVERTERS["float8"], processes=2)
+    train(*BASE, into(tmp_path / "bf16"), "--training.steps=6", "--training.local_batch_size=4")
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert list(losses(tmp_path).values()) == pytest.approx(list(losses(tmp_path / "bf16").values()), abs=5e-3)
