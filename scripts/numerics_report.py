@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
 
 PRODUCTS = {"output": ("input", "weight"), "grad_input": ("out_grad", "weight"), "grad_weight": ("out_grad", "input")}
@@ -30,6 +31,8 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     try:
         config = ConfigManager().parse_args([*flags, f"--training.steps={arguments.steps}"])
+        if config.experimental.custom_import:
+            import_user_module(config.experimental.custom_import, "experimental.custom_import")
         if len(config.model.converters) != 1:
             raise ConfigError("model.converters: name the one converter whose recipe is to be judged.")
         report = judge(config)
