@@ -183,17 +183,22 @@ class Trainer:
             path = self.dump_folder / "sample_ids" / f"rank_{dist.get_rank()}.jsonl"
             path.parent.mkdir(exist_ok=True)
             self.sample_ids = JSONLWriter(path, self.step)
-        world = (dist.get_rank(), dist.get_world_size())
+        first_step = self.step + 1
+        # While the first step is compiled, products of the tracing are counted too.
+        checked_step = first_step + config.training.compile
+        counting = any(isinstance(converter, LinearConverter) for converter in self.converters)
         with (
             Profiler(
-                config.profiling, self.dump_folder, rank=world[0], device_type=self.device.type, start_step=self.step
+                config.profiling,
+                self.dump_folder,
+                rank=dist.get_rank(),
+                device_type=self.device.type,
+                start_step=self.step,
+                idle_until=checked_step if counting else 0,
             ) as profiler,
-            self._reporter(*world) as reporter,
+            self._reporter() as reporter,
             _garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
         ):
-            first_step = self.step + 1
-            # While the first step is compiled, products of the tracing are counted too.
-            checked_step = first_step + config.training.compile
             while self.step < steps:
                 with reporter.waiting_for_data():
                     microbatches = self.loader.next()
@@ -307,13 +312,13 @@ class Trainer:
         for name, line in lines.items():
             logger.info(f"{name:12} {line}")
 
-    def _reporter(self, rank: int, world_size: int) -> MetricsReporter:
+    def _reporter(self) -> MetricsReporter:
         config, device = self.config, self.device
         return MetricsReporter(
             config.metrics,
             self.dump_folder,
-            rank=rank,
-            world_size=world_size,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
             total_steps=config.training.steps,
             start_step=self.step,
             tokens_per_step=self.tokens_per_step,

@@ -51,3 +51,15 @@ def test_all_converters_and_layers_of_a_filter_show(tmp_path: Path, capsys: pyte
     keys = ("--model.converters=float8", "--float8.filter_fqns=output,attention.wk")
     train_here(*SMALL, BFLOAT16, "--training.steps=1", *keys, into(tmp_path))
     assert "36 of 43 linear layers" in capsys.readouterr().out
+
+
+def test_profiling_a_run_in_low_precision_waits_for_its_products_to_be_counted(tmp_path: Path) -> None:
+    """Counting takes torch's profiler too, and two at a time end the process."""
+    flags = ("--model.converters=float8", "--profiling.enable_profiling", "--profiling.profile_freq=1")
+    bfloat16 = "--training.mixed_precision_param=bfloat16"
+    output = train(*TINY, into(tmp_path), bfloat16, "--training.steps=3", *flags)
+    assert "90 low-precision products ran in this step, 90 promised" in output
+    assert {path.parent.name for path in (tmp_path / "profile_traces").rglob("*.json")} == {
+        "iteration_2",
+        "iteration_3",
+    }

@@ -45,6 +45,18 @@ def test_steps_are_counted_from_the_start_of_the_run_after_a_resume(tmp_path: Pa
     assert traces(tmp_path) == {"profile_traces/iteration_8/rank0_trace.json": {"work_of_step_8"}}
 
 
+def test_steps_in_which_somebody_else_profiles_are_left_out(tmp_path: Path) -> None:
+    profiling = Profiling(enable_profiling=True, profile_freq=1)
+    with Profiler(profiling, tmp_path, rank=0, device_type="cpu", start_step=2, idle_until=3) as profiler:
+        with torch.profiler.profile():
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        profiler.step()
+        with torch.profiler.record_function("work_of_step_4"):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        profiler.step()
+    assert traces(tmp_path) == {"profile_traces/iteration_4/rank0_trace.json": {"work_of_step_4"}}
+
+
 def test_a_run_too_short_for_a_trace_says_so(tmp_path: Path, log: list[str]) -> None:
     run(tmp_path, 1, 3, enable_profiling=True, profile_freq=10)
     assert traces(tmp_path) == {}

@@ -29,13 +29,22 @@ class Profiler:
         rank: every rank writes its own files.
         device_type: "cuda" or "cpu".
         start_step: the step resumed from; 0 for a new run.
+        idle_until: no trace of the steps up to this one, in which torch's profiler serves somebody else: two at a
+            time end the process.
 
     Raises:
         ConfigError: memory snapshots are wanted on a device other than CUDA.
     """
 
     def __init__(
-        self, profiling: Profiling, dump_folder: str | Path, *, rank: int, device_type: str, start_step: int
+        self,
+        profiling: Profiling,
+        dump_folder: str | Path,
+        *,
+        rank: int,
+        device_type: str,
+        start_step: int,
+        idle_until: int = 0,
     ) -> None:
         if profiling.enable_memory_snapshot and device_type != "cuda":
             raise ConfigError(
@@ -55,7 +64,7 @@ class Profiler:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device_type == "cuda")
             self.profile = profile(
                 activities=activities,
-                schedule=trace_schedule(start_step, self.freq),
+                schedule=trace_schedule(start_step, self.freq, idle_until),
                 on_trace_ready=self._save_trace,
                 record_shapes=True,
                 acc_events=False,
@@ -109,11 +118,13 @@ class Profiler:
         logger.info(f"wrote {path}")
 
 
-def trace_schedule(start_step: int, freq: int) -> Callable[[int], ProfilerAction]:
+def trace_schedule(start_step: int, freq: int, idle_until: int) -> Callable[[int], ProfilerAction]:
     """Record the steps that are multiples of `freq`, counted from the start of the run also after a resume."""
 
     def action(steps_done: int) -> ProfilerAction:
         step = start_step + steps_done + 1
+        if step <= idle_until:
+            return ProfilerAction.NONE
         if step % freq == 0:
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.WARMUP if step % freq >= freq - WARMUP_STEPS else ProfilerAction.NONE
