@@ -9,17 +9,11 @@ import traceback
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
+from torchtitan.errors import EXIT_STATUS, INTERRUPTED, ConfigError, UserError
 
 PATIENCE = 5  # seconds
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has stopped
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-
-
-def main() -> None:
-    config = ConfigManager().parse_args()
-    run(config)
 
 
 def run(config: JobConfig) -> None:
@@ -88,12 +82,11 @@ if __name__ == "__main__":
         end_with_parent()
     prefix = f"[rank {RANK}] " if WORLD_SIZE > 1 else ""
     try:
-        main()
-    except ConfigError as error:  # the same on every rank
-        if RANK == 0:
-            print("\n".join(f"Error: {problem}" for problem in error.problems), file=sys.stderr)
-        else:
-            time.sleep(PATIENCE)  # the first rank to end takes the others along, and rank 0 is to speak
+        run(ConfigManager().parse_args())
+    except ConfigError as error:
+        if RANK > 0:  # most often the same on every rank: then rank 0 says so alone, and its end is that of all
+            time.sleep(PATIENCE)
+        print("\n".join(f"{prefix if RANK else ''}Error: {problem}" for problem in error.problems), file=sys.stderr)
         end(EXIT_STATUS)
     except UserError as error:
         print(f"{prefix}Error: {error}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """The errors that a user can cause: one sentence that names the key and the remedy, exit status 2, no traceback."""
 
 EXIT_STATUS = 2
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has stopped
 
 
 class UserError(Exception):

@@ -11,12 +11,10 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from torchtitan.errors import EXIT_STATUS
+from torchtitan.errors import EXIT_STATUS, INTERRUPTED
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-INTERRUPTED = 130
 
 
 def launch(arguments: list[str]) -> int:
