@@ -35,6 +35,9 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
         problems.append("model.converters: a converter is named twice; each can be applied once.")
     if not config.training.dataset_mixture:
         _collect(problems, lambda: DATASETS.get(config.training.dataset))
+    validation_dataset = config.validation.dataset
+    if config.validation.enabled and validation_dataset is not None:
+        _collect(problems, lambda: DATASETS.get(validation_dataset, "validation.dataset"))
     dims = find_dims(config.parallelism, world_size, problems)
     if dims is not None:
         _check_batch(config, dims, problems)

@@ -28,11 +28,11 @@ class Registry(Generic[T]):
             raise ConfigError(f"A {self.kind} named {name!r} is registered already; choose another name.")
         self._entries[name] = entry
 
-    def get(self, name: str) -> T:
-        """The entry, or a ConfigError that lists the names that exist."""
+    def get(self, name: str, key: str = "") -> T:
+        """The entry, or a ConfigError that lists the names that exist. `key` is at fault then, if it is another."""
         if name not in self._entries:
             raise ConfigError(
-                f"{self.key}: unknown {self.kind} {name!r}{nearest(name, self.names())}; "
+                f"{key or self.key}: unknown {self.kind} {name!r}{nearest(name, self.names())}; "
                 f"known: {', '.join(self.names())}."
             )
         return self._entries[name]

@@ -21,6 +21,10 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
         (["--model.name=lama3"], r"model\.name: unknown model 'lama3' \(did you mean llama3\?\); known: .*llama2"),
         (["--model.flavor=9B"], r"model\.flavor: unknown flavor '9B'.*; known: .*debugmodel.*8B"),
         (["--training.dataset=c5"], r"training\.dataset: unknown data set 'c5'.*; known: .*python_stdlib"),
+        (
+            ["--validation.enabled", "--validation.dataset=c5"],
+            r"validation\.dataset: unknown data set 'c5'.*; known: .*python_stdlib",
+        ),
         (["--model.converters=float9"], r"model\.converters: unknown converter 'float9'.*; known: .*float8"),
         (["--optimizer.name=SGD"], r"optimizer\.name: unknown optimizer 'SGD'.*; known: .*AdamW"),
         (["--model.converters=float8,float8"], r"model\.converters: .*twice"),

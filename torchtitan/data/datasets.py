@@ -42,7 +42,7 @@ Opened = tuple[str, "Source | StreamedSource", float]  # name, source, weight
 
 def open_named(key: str, dataset: str, path: str | None, text_column: str) -> Source | StreamedSource:
     """A registered data set, read from `path` where one is given; errors begin with the key at fault."""
-    open_dataset = DATASETS.get(dataset)
+    open_dataset = DATASETS.get(dataset, key)
     try:
         return open_dataset(path, text_column)
     except DataError as error:
