@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaArgs, RopeScaling
+from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaArgs
 from torchtitan.models.llama.hf import from_hf, hf_name, to_hf
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.rope import RopeScaling
 
 SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=101)
 SCALED = replace(SMALL, rope_theta=10000.0, rope_scaling=RopeScaling(factor=8.0, original_seq_len=32))

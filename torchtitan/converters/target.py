@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-Division = Literal["colwise", "rowwise"]
-"""How tensor parallelism divides a linear layer: its outputs (N) or its inputs (K)."""
+from torchtitan.parallel.dims import Division
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan.converters.target import Division
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_DIVISIONS, parallelize
+from torchtitan.parallel.dims import Division
 from torchtitan.registry import Registry
 
 

@@ -1,10 +1,22 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864), with the frequency scaling of Llama 3.1."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
-from torchtitan.models.llama.args import RopeScaling
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretching of low RoPE frequencies for long contexts, as Llama 3.1 does it.
+
+    Source: section 3.4.1 of "The Llama 3 Herd of Models" (arXiv 2407.21783) and the released model configurations.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_seq_len: int = 8192
 
 
 def rope_table(

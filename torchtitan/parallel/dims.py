@@ -1,12 +1,15 @@
 """Degrees of parallelism: how they fit the number of processes, and the mesh that they make."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torchtitan.config.system import Parallelism
 
 if TYPE_CHECKING:  # degrees are checked before torch is needed
     from torch.distributed.device_mesh import DeviceMesh
+
+Division = Literal["colwise", "rowwise"]
+"""How tensor parallelism divides a linear layer: its outputs (N) or its inputs (K)."""
 
 
 @dataclass(frozen=True)

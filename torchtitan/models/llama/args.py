@@ -1,19 +1,8 @@
-"""Sizes of the Llama models. Imports no torch: they are needed to check a configuration before anything is built."""
+"""Sizes of the Llama models."""
 
 from dataclasses import dataclass, replace
 
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Stretching of low RoPE frequencies for long contexts, as Llama 3.1 does it.
-
-    Source: section 3.4.1 of "The Llama 3 Herd of Models" (arXiv 2407.21783) and the released model configurations.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_seq_len: int = 8192
+from torchtitan.models.rope import RopeScaling
 
 
 @dataclass(frozen=True)

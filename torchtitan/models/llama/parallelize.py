@@ -5,10 +5,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
-from torchtitan.converters.target import Division
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile
+from torchtitan.parallel.dims import Division
 from torchtitan.parallel.fsdp import apply_fsdp
 
 TENSOR_PARALLEL_DIVISIONS: dict[str, Division] = {
