@@ -40,19 +40,21 @@ else
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "Setting up .venv (once; a few minutes where packages must be downloaded) ..."
         constraints="$(mktemp)"
-        trap 'rm -f "$constraints"' EXIT
-        cp "$ROOT/constraints.txt" "$constraints"
         site=""
         if has "$BASE" torch; then  # use that torch, and hold pip to it
             site="--system-site-packages"
-            sed -i.bak '/^torch==/d' "$constraints"
+            grep -v '^torch==' "$ROOT/constraints.txt" > "$constraints"
             "$BASE" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> "$constraints"
+        else
+            cp "$ROOT/constraints.txt" "$constraints"
         fi
         [ -x "$PYTHON" ] || "$BASE" -m venv $site "$ROOT/.venv" || exit 1
         "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e "$ROOT${EXTRA:+[$EXTRA]}" || {
             echo "Error: the packages could not be installed into .venv; see above." >&2
+            rm -f "$constraints"
             exit 1
         }
+        rm -f "$constraints"
         echo "$wanted" > "$stamp"
     fi
 fi

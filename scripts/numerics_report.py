@@ -49,13 +49,12 @@ def main() -> None:
 def judge(config: JobConfig) -> dict[str, Any]:
     """The report as one object: recipe, losses of both runs, layers, proposed filter_fqns."""
     from torchtitan.converters import CONVERTERS, LinearConverter
+    from torchtitan.device import find_device
     from torchtitan.explain import conversion_target
     from torchtitan.models import MODELS
 
     (name,) = config.model.converters
     entry = CONVERTERS.get(name)
-    from torchtitan.device import find_device
-
     target = conversion_target(config, MODELS.get(config.model.name), find_device(0))
     converter = entry.build(getattr(config, entry.section), target)
     if not isinstance(converter, LinearConverter):

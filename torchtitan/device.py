@@ -47,10 +47,6 @@ class Device:
         if self.type == "cuda":
             torch.cuda.synchronize(self.torch_device)
 
-    def empty_cache(self) -> None:
-        if self.type == "cuda":
-            torch.cuda.empty_cache()
-
 
 def find_device(local_rank: int) -> Device:
     """The GPU with this process's local rank where there are GPUs, the CPU otherwise."""

@@ -37,7 +37,7 @@ def checked_products(
     promised: dict[Trace, int] = {}
     names: dict[Trace, list[str]] = {}
     for converter in converters:
-        if not isinstance(converter, LinearConverter) or converter.products.trace is None:
+        if not isinstance(converter, LinearConverter):
             continue
         trace, each = converter.products.trace, converter.products.forward + converter.products.backward
         count = sum(passes.get(decision.fqn, 1) for decision in converter.decisions if decision.converted)

@@ -15,7 +15,6 @@ from torchtitan.config.precision import Int8
 from torchtitan.converters.filter import FilterRules
 from torchtitan.converters.gather import GatheredWeight, ShardedWeight, set_tensorwise_scales
 from torchtitan.converters.linear import LinearConverter, Products, Role, Scaled, Trace
-from torchtitan.converters.local import on_local_shards
 from torchtitan.converters.measure import measured_reason
 from torchtitan.converters.quantize import LARGEST, ScaleRecipe, int8_matmul, quantize, quantize_transposed
 from torchtitan.converters.target import Target
@@ -85,7 +84,7 @@ class Int8Linear(nn.Linear):
     products: Int8Products
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = on_local_shards(lambda x, weight: Int8Matmul.apply(x, weight, self.products), x, self.weight)
+        out = Int8Matmul.apply(x.flatten(0, -2), self.weight, self.products).unflatten(0, x.shape[:-1])
         return out if self.bias is None else out + self.bias
 
 

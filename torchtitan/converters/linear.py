@@ -38,12 +38,12 @@ class Products:
     """The products of one converted layer, and how exact they are.
 
     Attributes:
-        trace: how they are recognized; None where they cannot be counted.
+        trace: how they are recognized.
         output, grad_input, grad_weight: relative error (2-norm) against float32 that the recipe is known to have on
             normal data; None for a product that stays in high precision.
     """
 
-    trace: Trace | None
+    trace: Trace
     output: float | None
     grad_input: float | None
     grad_weight: float | None

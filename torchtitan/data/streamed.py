@@ -5,14 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchtitan.data.dealing import mixed, permuted
-from torchtitan.data.records import Skipped, check_columns, missing_column, text_of_line
+from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, missing_column, text_of_line
 from torchtitan.data.sources import Document, Drawn, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
 __all__ = ["ShardedStream", "open_compressed_jsonl", "open_hub"]
-
-LINES_LOOKED_AT = 20
 
 
 class ShardedStream:
