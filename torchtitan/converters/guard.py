@@ -4,7 +4,7 @@ Counting is done by torch's profiler, which sees operations in eager and in comp
 of the backward pass.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch.profiler import ProfilerActivity, profile
@@ -19,6 +19,7 @@ def checked_products(
     converters: Sequence[object],
     microbatches: int,
     passes: Mapping[str, int],
+    on_this_rank: Container[str],
     recomputed: bool,
     compiled: bool,
 ) -> Iterator[None]:
@@ -28,6 +29,7 @@ def checked_products(
         converters: of the run, after they have converted; others than `LinearConverter` promise nothing.
         microbatches: forward and backward passes in this step on this rank.
         passes: by path, how often a layer runs in a pass where that is not once.
+        on_this_rank: paths of the modules that this rank computes.
         recomputed: activation checkpointing runs forward products again, which may add to the count.
         compiled: the compiler fuses the casts of emulated products, which then cannot be counted.
 
@@ -40,7 +42,8 @@ def checked_products(
         if not isinstance(converter, LinearConverter):
             continue
         trace, each = converter.products.trace, converter.products.forward + converter.products.backward
-        count = sum(passes.get(decision.fqn, 1) for decision in converter.decisions if decision.converted)
+        chosen = [decision.fqn for decision in converter.decisions if decision.converted]
+        count = sum(passes.get(fqn, 1) for fqn in chosen if fqn in on_this_rank)
         promised[trace] = promised.get(trace, 0) + microbatches * each * count
         names.setdefault(trace, []).append(f"{converter.name} {converter.recipe}")
     if not promised:
