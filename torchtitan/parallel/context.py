@@ -35,6 +35,17 @@ def own_positions(seq_len: int, rank: int, ranks: int, method: Method) -> torch.
     return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
 
 
+def _mask(queries: int, keys: int, device: torch.device, document_ids: torch.Tensor | None) -> torch.Tensor:
+    """Which of the first `keys` positions the last `queries` of them see."""
+    if document_ids is None and not torch.compiler.is_compiling():
+        return causal_lower_right(queries, keys)  # flash attention knows it; the compiler does not
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    if document_ids is not None:
+        ids = document_ids[:, None, :keys]
+        mask = mask & (ids[..., keys - queries :, None] == ids[..., None, :])
+    return mask
+
+
 def context_parallel_attention(attend: Attend, mesh: DeviceMesh, method: Method) -> Attend:
     """Causal attention between queries, keys and values of `own_positions`. Document ids are those of whole sequences.
 
@@ -56,12 +67,7 @@ def context_parallel_attention(attend: Attend, mesh: DeviceMesh, method: Method)
         outs = []
         for part, queries in zip((rank, parts - 1 - rank), q.chunk(2, SEQUENCE), strict=True):
             end = (part + 1) * part_len
-            mask: torch.Tensor = causal_lower_right(part_len, end)
-            if document_ids is not None:
-                ids = document_ids[:, None, :end]
-                same = ids[..., end - part_len :, None] == ids[..., None, :]
-                causal = torch.ones(part_len, end, dtype=torch.bool, device=q.device).tril(end - part_len)
-                mask = same & causal
+            mask = _mask(part_len, end, q.device, document_ids)
             outs.append(
                 scaled_dot_product_attention(
                     queries,
