@@ -13,6 +13,7 @@ MODELS.register(
         {
             "narrow": TINY,
             "wide": replace(TINY, dim=128),
+            "deep": replace(TINY, n_layers=4),
             "few_words": replace(TINY, vocab_size=100),
         }
     ),

@@ -45,7 +45,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     dims = find_dims(config.parallelism, world_size, problems)
     if dims is not None:
         _check_batch(config, dims, problems)
-        _check_parallel(config, dims, problems)
+        _check_parallel(config, dims, device_type, problems)
     _check_checkpoint(config, world_size, device_type, problems)
     _check_not_built(config, device_type, problems)
     _check_activation_checkpoint(config, problems)
@@ -84,9 +84,11 @@ def _check_batch(config: JobConfig, dims: ParallelDims, problems: list[str]) -> 
         )
 
 
-def _check_parallel(config: JobConfig, dims: ParallelDims, problems: list[str]) -> None:
+def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, problems: list[str]) -> None:
     """Whether the model can be divided so. What keeps a model from being built is said elsewhere."""
     parallelism = config.parallelism
+    if parallelism.enable_async_tensor_parallel:
+        _check_async_tensor_parallel(dims.tp, config.training.compile, device_type, problems)
     if dims.tp == dims.cp == dims.pp == 1:
         return
     try:
@@ -104,6 +106,16 @@ def _check_parallel(config: JobConfig, dims: ParallelDims, problems: list[str]) 
             f"parallelism.tensor_parallel_degree = {dims.tp} spans several machines ({here} processes on this one): "
             "each block waits four times for the network between them; keep it within a machine if you can."
         )
+
+
+def _check_async_tensor_parallel(degree: int, compiled: bool, device_type: str, problems: list[str]) -> None:
+    key = "parallelism.enable_async_tensor_parallel"
+    if degree == 1:
+        problems.append(f"{key} needs parallelism.tensor_parallel_degree above 1; unset it.")
+    if not compiled:
+        problems.append(f"{key} is the compiler's work: set training.compile = true, or unset it.")
+    if device_type != "cuda":
+        problems.append(f"{key} needs symmetric memory of CUDA devices, and this run is on {device_type}; unset it.")
 
 
 def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, problems: list[str]) -> None:
@@ -140,7 +152,6 @@ def _check_not_built(config: JobConfig, device_type: str, problems: list[str]) -
     """A key that is switched on works or stops the run; these do not work yet."""
     for key, on in {
         "optimizer.early_step_in_backward": config.optimizer.early_step_in_backward,
-        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
         "parallelism.enable_compiled_autograd": config.parallelism.enable_compiled_autograd,
         "memory_estimation.enabled": config.memory_estimation.enabled,
     }.items():

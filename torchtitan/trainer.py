@@ -28,6 +28,7 @@ from torchtitan.models.init import init_weights
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan.optim.schedule import lr_factor
+from torchtitan.parallel.async_tensor import enable_async_tensor_parallel
 from torchtitan.parallel.comm import init_process_group, set_timeout
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
@@ -77,6 +78,8 @@ class Trainer:
         self._closing.callback(dist.destroy_process_group)
         self.mesh = dims.build_mesh(device.type)
         self.context_mesh = dims.build_context_mesh(device.type)
+        asynchronous = config.parallelism.enable_async_tensor_parallel
+        self.fused_products = enable_async_tensor_parallel(self.mesh["tp"]) if asynchronous else None
         dp_rank = self.mesh.get_local_rank("dp_replicate") * dims.dp_shard + self.mesh.get_local_rank("fsdp") // dims.cp
         hold_out = config.validation.enabled
         self.loader = build_loader(
@@ -272,6 +275,8 @@ class Trainer:
                     with reporter.pause():
                         self.checkpoints.save(self.step, self._state, last)
                 if self.step == first_step:
+                    if self.fused_products is not None:
+                        self.fused_products.check()
                     set_timeout(config.comm.train_timeout_seconds, self._groups())
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
