@@ -99,6 +99,13 @@ def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, pro
         return
     check_model(args, dims, parallelism, config.training.seq_len, problems)
     if dims.pp > 1:
+        from torchtitan.parallel.pipeline import splits_backward  # takes its time to import
+
+        if config.model.converters and splits_backward(parallelism):
+            logger.warning(
+                f"parallelism.pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule} computes the "
+                "backward products of low-precision layers twice; 1F1B or Interleaved1F1B are faster with converters"
+            )
         check_pipeline(args.n_layers, dims, parallelism, config.training, config.validation, problems)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dims.tp))
     if here % dims.tp:

@@ -33,7 +33,7 @@ from torchtitan.parallel.comm import init_process_group, set_timeout
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.fsdp import reshard, set_last_microbatch
-from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
+from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, splits_backward, stages_of
 
 
 class Trainer:
@@ -336,7 +336,7 @@ class Trainer:
             microbatches * (self.pipeline.microbatches if self.pipeline else 1),
             self.passes,
             on_this_rank={name for name, _ in self.model.named_modules()},
-            recomputed=self.config.activation_checkpoint.mode != "none",
+            repeated=self.config.activation_checkpoint.mode != "none" or splits_backward(self.config.parallelism),
             compiled=self.config.training.compile,
         )
 

@@ -20,7 +20,7 @@ def checked_products(
     microbatches: int,
     passes: Mapping[str, int],
     on_this_rank: Container[str],
-    recomputed: bool,
+    repeated: bool,
     compiled: bool,
 ) -> Iterator[None]:
     """Around one training step, in which nothing is compiled any more: low-precision products must run as promised.
@@ -30,11 +30,12 @@ def checked_products(
         microbatches: forward and backward passes in this step on this rank.
         passes: by path, how often a layer runs in a pass where that is not once.
         on_this_rank: paths of the modules that this rank computes.
-        recomputed: activation checkpointing runs forward products again, which may add to the count.
+        repeated: activation checkpointing runs forward products again, a pipeline that splits its backward pass those
+            of the backward pass: they may add to the count.
         compiled: the compiler fuses the casts of emulated products, which then cannot be counted.
 
     Raises:
-        ConfigError: fewer products ran than promised, or, without recomputation, more.
+        ConfigError: fewer products ran than promised, or, where none is repeated, more.
     """
     promised: dict[Trace, int] = {}
     names: dict[Trace, list[str]] = {}
@@ -64,7 +65,7 @@ def checked_products(
             logger.info(f"{what}: emulated and compiled, so its products cannot be counted")
             continue
         found = ran[trace] // trace.per_product
-        if found < wanted or (found > wanted and not recomputed):
+        if found < wanted or (found > wanted and not repeated):
             raise ConfigError(
                 f"model.converters: {what} promised {wanted} low-precision products in this step, and {found} ran. "
                 "Something between conversion and training (parallelization, compile) takes layers out of low "

@@ -69,7 +69,7 @@ def check_pipeline(
     problems: list[str],
 ) -> None:
     """Whether stages and schedule fit each other, the model's layers and the batch."""
-    from torchtitan.parallel.pipeline import SCHEDULES, SPLITS_BACKWARD, V_SHAPED, stages_per_rank  # takes its time
+    from torchtitan.parallel.pipeline import SCHEDULES, V_SHAPED, splits_backward, stages_per_rank  # takes its time
 
     name = parallelism.pipeline_parallel_schedule
     key = f"{PREFIX}pipeline_parallel_schedule"
@@ -77,7 +77,7 @@ def check_pipeline(
         problems.append(f"{key}: there is no {name!r}{nearest(name, list(SCHEDULES))}; known: {', '.join(SCHEDULES)}.")
         return
     per_rank = stages_per_rank(name)
-    if training.compile and name.lower() in SPLITS_BACKWARD:
+    if training.compile and splits_backward(parallelism):
         problems.append(
             f"{key} = {name} computes gradients of inputs and weights one after the other, which compiled blocks "
             "cannot; unset training.compile, or take 1F1B or Interleaved1F1B."

@@ -26,21 +26,24 @@ def exchange(x: torch.Tensor, split: int, join: int, group: str, size: int) -> t
     return _Exchange.apply(x, split, join, group, size)
 
 
-def _awaited(tensor: torch.Tensor) -> torch.Tensor:
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """What a functional collective gave, when it is there."""
     return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
 
 
-def _gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    return _awaited(funcol.all_gather_tensor(x.contiguous(), dim, group))  # type: ignore[arg-type]
+def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    """`gather` without gradients."""
+    return awaited(funcol.all_gather_tensor(x.contiguous(), dim, group))  # type: ignore[arg-type]
 
 
-def _sum_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    return _awaited(funcol.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))  # type: ignore[arg-type]
+def sum_scatter_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    """`sum_scatter` without gradients."""
+    return awaited(funcol.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))  # type: ignore[arg-type]
 
 
-def _exchange(x: torch.Tensor, split: int, join: int, group: str, size: int) -> torch.Tensor:
+def exchange_parts(x: torch.Tensor, split: int, join: int, group: str, size: int) -> torch.Tensor:
     parts = torch.stack(x.chunk(size, split))
-    received = _awaited(funcol.all_to_all_single(parts, None, None, group))  # type: ignore[arg-type]
+    received = awaited(funcol.all_to_all_single(parts, None, None, group))  # type: ignore[arg-type]
     return torch.cat(received.unbind(), join)
 
 
@@ -48,30 +51,30 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:  # type: ignore[override]
         ctx.dim, ctx.group = dim, group
-        return _gather(x, dim, group)
+        return gather_parts(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _sum_scatter(grad, ctx.dim, ctx.group), None, None
+        return sum_scatter_parts(grad, ctx.dim, ctx.group), None, None
 
 
 class _SumScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:  # type: ignore[override]
         ctx.dim, ctx.group = dim, group
-        return _sum_scatter(x, dim, group)
+        return sum_scatter_parts(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _gather(grad, ctx.dim, ctx.group), None, None
+        return gather_parts(grad, ctx.dim, ctx.group), None, None
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split: int, join: int, group: str, size: int) -> torch.Tensor:  # type: ignore[override]
         ctx.way = (join, split, group, size)
-        return _exchange(x, split, join, group, size)
+        return exchange_parts(x, split, join, group, size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _exchange(grad, *ctx.way), None, None, None, None
+        return exchange_parts(grad, *ctx.way), None, None, None, None

@@ -32,7 +32,12 @@ SCHEDULES = (
 )
 V_SHAPED = ("zbvzerobubble", "dualpipev")
 SPLITS_BACKWARD = ("interleavedzerobubble", *V_SHAPED)
-"""Schedules that compute the gradients of inputs and of weights one after the other."""
+
+
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Whether the schedule computes the gradients of inputs and of weights one after the other."""
+    name = parallelism.pipeline_parallel_schedule.lower()
+    return parallelism.pipeline_parallel_degree > 1 and name in SPLITS_BACKWARD
 
 
 def stages_per_rank(schedule: str) -> int:

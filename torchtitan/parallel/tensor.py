@@ -5,7 +5,7 @@ its rank's share as a plain tensor, and the collectives stand in hooks at the bo
 between, be it torch's, a converter's or the compiler's, is that of a smaller model on one device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,16 @@ from torchtitan.parallel.dims import Style
 SEQUENCE = 1  # dimension of activations, (batch, seq, dim)
 
 
-def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
+Gather = Callable[[torch.Tensor, int, str], torch.Tensor]
+"""(tensor, dimension, group), as `collectives.gather`."""
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    plan: Mapping[str, Style],
+    mesh: DeviceMesh,
+    gather_for: Callable[[Sequence[nn.Module]], Gather] = lambda linears: gather,
+) -> None:
     """Divides the modules that the plan names, in place. The model is on the meta device.
 
     Args:
@@ -33,6 +42,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, Style], mesh: Dev
             "colwise": a linear layer's outputs over the ranks,
             "rowwise": its inputs over the ranks; gives divided sequences.
         mesh: the ranks, one dimension.
+        gather_for: how the input of these colwise layers is gathered.
     """
     group = mesh.get_group().group_name
     for name, module in model.named_modules():
@@ -46,14 +56,22 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, Style], mesh: Dev
                 _divide(module, {"weight": Replicate()}, mesh)
                 module.register_forward_hook(lambda module, inputs, out: gather(out, SEQUENCE, group))
             case "gather":
-                module.register_forward_pre_hook(
-                    lambda module, inputs: (gather(inputs[0], SEQUENCE, group), *inputs[1:])
-                )
+                linears = [
+                    child for end, child in module.named_children() if style_of(f"{name}.{end}", plan) == "colwise"
+                ]
+                module.register_forward_pre_hook(_gather_input(gather_for(linears), group))
             case "colwise":
                 _divide(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
             case "rowwise":
                 _divide(module, {"weight": Shard(1)}, mesh)
                 module.register_forward_hook(lambda module, inputs, out: sum_scatter(out, SEQUENCE, group))
+
+
+def _gather_input(gather: Gather, group: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return gather(inputs[0], SEQUENCE, group), *inputs[1:]
+
+    return hook
 
 
 def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:

@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
+from torchtitan.converters.float8_gather import gather_for
 from torchtitan.models.llama.model import Attention, Llama
 from torchtitan.models.loss_parallel import divided_cross_entropy, gathered_cross_entropy
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -52,7 +53,7 @@ def parallelize(
     blocks = list(model.layers.values())
     tensor_mesh = mesh["tp"]
     if tensor_mesh.size() > 1:
-        apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, tensor_mesh)
+        apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, tensor_mesh, gather_for)
         divided = gathered_cross_entropy if parallelism.disable_loss_parallel else divided_cross_entropy
         model.cross_entropy = divided(tensor_mesh)
     if context_mesh is not None:
