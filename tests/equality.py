@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from runs import TINY, grad_norms, into, losses, tensors_of, train
+from runs import ROOT, TINY, grad_norms, into, losses, tensors_of, train
 
 STEPS = 10
 BATCH = 8
@@ -60,6 +60,7 @@ BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoi
 COMPILE = "--training.compile"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule="
 ALL_TO_ALL = "--parallelism.context_parallel_rotate_method=alltoall"
+CSV = ROOT / "docs" / "examples" / "pipeline_schedule.csv"
 GATHERED_LOSS = "--parallelism.disable_loss_parallel"
 
 LAYOUTS = [
@@ -81,6 +82,9 @@ LAYOUTS = [
     Layout("PP 2, InterleavedZeroBubble", 2, 8, (*degrees(pp=2), f"{SCHEDULE}InterleavedZeroBubble")),
     Layout("PP 2, ZBVZeroBubble", 2, 8, (*degrees(pp=2), f"{SCHEDULE}ZBVZeroBubble"), core=True),
     Layout("PP 2, DualPipeV", 2, 8, (*degrees(pp=2), f"{SCHEDULE}DualPipeV")),
+    Layout(
+        "PP 2, a schedule from a file", 2, 4, (*degrees(pp=2), f"--parallelism.pipeline_parallel_schedule_csv={CSV}")
+    ),
     Layout("PP 2, LoopedBFS", 2, 8, (*degrees(pp=2), f"{SCHEDULE}LoopedBFS")),
     Layout("PP 2 x FSDP 2", 4, 4, degrees(pp=2)),
     Layout("PP 2 x FSDP 2, ZBVZeroBubble", 4, 4, (*degrees(pp=2), f"{SCHEDULE}ZBVZeroBubble")),

@@ -104,7 +104,8 @@ class Trainer:
         self.pipeline = self.validation_pipeline = None
         if dims.pp > 1:
             self.pipeline = self._pipeline(training.local_batch_size, self.loss_scale)
-            self.validation_pipeline = self._pipeline(config.validation.local_batch_size)
+            if config.validation.enabled:
+                self.validation_pipeline = self._pipeline(config.validation.local_batch_size)
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.checkpoints = CheckpointManager(
             config.checkpoint, self.dump_folder, self.model, self.optimizer, identity=dataclasses.asdict(self.args)

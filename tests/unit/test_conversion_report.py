@@ -188,7 +188,7 @@ def test_products_of_a_step_are_counted_and_missing_ones_found(name: str) -> Non
         model(x).float().sum().backward()
 
     with checked_products(
-        converters, microbatches=2, passes={}, on_this_rank={"0", "1"}, recomputed=False, compiled=False
+        converters, microbatches=2, passes={}, on_this_rank={"0", "1"}, repeated=False, compiled=False
     ):
         step()
         step()
@@ -196,7 +196,7 @@ def test_products_of_a_step_are_counted_and_missing_ones_found(name: str) -> Non
     with (
         pytest.raises(ConfigError, match="promised 6 low-precision products in this step, and 3 ran"),
         checked_products(
-            converters, microbatches=1, passes={}, on_this_rank={"0", "1"}, recomputed=False, compiled=False
+            converters, microbatches=1, passes={}, on_this_rank={"0", "1"}, repeated=False, compiled=False
         ),
     ):
         step()

@@ -104,6 +104,11 @@ def check_pipeline(
             problems.append(f"{PREFIX}pipeline_parallel_schedule_csv: there is no file {csv}.")
         if stages % dims.pp:
             problems.append(f"{PREFIX}pipeline_parallel_degree = {dims.pp} does not divide the {stages} stages.")
+        if validation.enabled and validation.local_batch_size != training.local_batch_size:
+            problems.append(
+                f"{PREFIX}pipeline_parallel_schedule_csv holds for one number of microbatches: set "
+                f"validation.local_batch_size to training.local_batch_size = {training.local_batch_size}."
+            )
     elif per_rank == 1 and stages != dims.pp:
         problems.append(
             f"{key} = {name} takes one stage a rank, {dims.pp} in all, and there are {stages}; change "

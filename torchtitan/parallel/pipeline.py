@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan.config.system import Parallelism
+from torchtitan.errors import ConfigError
 
 SCHEDULES = (
     "1F1B",
@@ -144,6 +145,9 @@ class Pipeline:
             gives the next.
         microbatches: that a batch is cut into.
         scale: of the loss before backward.
+
+    Raises:
+        ConfigError: the CSV file does not hold a schedule for these stages.
     """
 
     def __init__(
@@ -183,7 +187,14 @@ class Pipeline:
         kind: Any = _PipelineScheduleRuntime if csv else get_schedule_class(parallelism.pipeline_parallel_schedule)
         self.schedule = kind(own[0] if issubclass(kind, PipelineScheduleSingle) else own, **options)
         if csv:
-            self.schedule._load_csv(csv)
+            try:
+                self.schedule._load_csv(csv)
+            except (AssertionError, ValueError, KeyError, RuntimeError) as error:
+                raise ConfigError(
+                    f"parallelism.pipeline_parallel_schedule_csv: {csv} is no schedule of {stages} stages on "
+                    f"{group.size()} ranks for {microbatches} microbatches ({error}); a line for each rank, an action "
+                    "such as 0F3 (stage 0, forward, microbatch 3) in each column."
+                ) from None
 
     def train(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         """Forward and backward. Gradients are left in the parameters.
