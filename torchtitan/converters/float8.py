@@ -40,7 +40,7 @@ class Float8Converter(LinearConverter):
     name = "float8"
 
     def __init__(self, config: Float8, target: Target) -> None:
-        super().__init__(config.filter_fqns, target)
+        super().__init__(config.filter_fqns, target, given=config.filter_fqns != type(config)().filter_fqns)
         self.recipe = config.recipe_name or "tensorwise"
         self.gather = config.enable_fsdp_float8_all_gather
         self.precompute = config.precompute_float8_dynamic_scale_for_fsdp

@@ -98,7 +98,7 @@ class Int8Converter(LinearConverter):
     name = "int8"
 
     def __init__(self, config: Int8, target: Target) -> None:
-        super().__init__(config.filter_fqns, target)
+        super().__init__(config.filter_fqns, target, given=config.filter_fqns != type(config)().filter_fqns)
         capability = target.compute_capability
         if capability is not None and capability < FIRST_CAPABILITY and not config.emulate:
             raise ConfigError(

@@ -94,8 +94,10 @@ class LinearConverter:
     products: Products
     rules: FilterRules
 
-    def __init__(self, filter_fqns: Sequence[str], target: Target) -> None:
+    def __init__(self, filter_fqns: Sequence[str], target: Target, given: bool = True) -> None:
+        """`given`: the user's own list, which must match; False for a section's default."""
         self.filter_fqns = tuple(filter_fqns)
+        self.given = given
         self.target = target
         self.decisions: list[Decision] = []
 
@@ -118,7 +120,7 @@ class LinearConverter:
 
     def decide(self, model: nn.Module) -> list[Decision]:
         """What `convert` would do with each linear layer of the model; changes nothing."""
-        return decide(model, self.filter_fqns, self.name, self.recipe, self.rules, self.target)
+        return decide(model, self.filter_fqns, self.name, self.recipe, self.rules, self.target, self.given)
 
     def convert(self, model: nn.Module) -> None:
         self.decisions = self.decide(model)
