@@ -4,7 +4,7 @@ from pathlib import Path
 
 import equality
 import pytest
-from runs import SMALL, into, losses, train, train_here
+from runs import SMALL, TINY, grad_norms, into, losses, train, train_here
 
 LONGER = (*SMALL, "--training.seq_len=128")
 ROWS = [
@@ -21,6 +21,14 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> equality.Training:
 def test_layout_equals_one_process(layout: equality.Layout, one_process: equality.Training, tmp_path: Path) -> None:
     deviations = equality.deviations(one_process, equality.run(layout, tmp_path))
     assert max(deviations.values()) < equality.TOLERANCE, deviations
+
+
+def test_tensor_parallelism_with_an_output_layer_that_is_the_embedding(tmp_path: Path) -> None:
+    tied = (*TINY, "--model.flavor=tied", "--training.steps=4", "--training.local_batch_size=4")
+    train_here(*tied, into(tmp_path / "one"))
+    train(*tied, into(tmp_path / "tp"), "--parallelism.tensor_parallel_degree=2", processes=2)
+    assert list(losses(tmp_path / "tp").values()) == pytest.approx(list(losses(tmp_path / "one").values()), rel=1e-5)
+    assert grad_norms(tmp_path / "tp") == pytest.approx(grad_norms(tmp_path / "one"), rel=1e-5)
 
 
 def test_computes_in_bfloat16_whatever_the_layout(tmp_path: Path) -> None:

@@ -93,8 +93,8 @@ class Float8Converter(LinearConverter):
         exact = tensor * (largest / amax.clamp_min(1e-12))
         return Scaled(exact, exact.clamp(-largest, largest).to(dtype).float(), largest)
 
-    def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
-        return self.swap(linear, self.gather and self.gathered_evenly(linear))
+    def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
+        return self.swap(linear, self.gather and self.gathered_evenly(linear, fqn))
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         """With precomputed scales: those of all weights, in one reduction."""

@@ -133,9 +133,9 @@ class Int8Converter(LinearConverter):
         data, scale = quantize(tensor, self.settings.recipe)
         return Scaled(tensor / scale, data.float(), LARGEST)
 
-    def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
+    def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
         new = self.swap(linear)
-        if self.gather and self.gathered_evenly(linear):
+        if self.gather and self.gathered_evenly(linear, fqn):
             new.weight = nn.Parameter(ShardedWeight(new.weight.data, self.settings.recipe))
         return new
 
