@@ -70,9 +70,10 @@ class Trainer:
                 f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, but {config.model.name} "
                 f"{config.model.flavor} has a vocabulary of {self.args.vocab_size}; use the tokenizer of this model."
             )
-        init_process_group(device, config.comm)
+        init_process_group(device, config.comm, self.dump_folder)
         self._closing.callback(dist.destroy_process_group)
         mesh = dims.build_mesh(device.type)
+        set_timeout(config.comm.init_timeout_seconds)
         self.mesh = mesh
         dp_rank = mesh.get_rank() if mesh.size() > 1 else 0
         hold_out = config.validation.enabled
@@ -217,7 +218,7 @@ class Trainer:
                     with reporter.pause():
                         self.checkpoints.save(self.step, self._state, last)
                 if self.step == first_step:
-                    set_timeout(config.comm.train_timeout_seconds, self._groups())
+                    set_timeout(config.comm.train_timeout_seconds)
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
             raise CheckpointError(
@@ -330,9 +331,6 @@ class Trainer:
             synchronize=device.synchronize,
             config=dataclasses.asdict(config),
         )
-
-    def _groups(self) -> list[dist.ProcessGroup]:
-        return [dist.distributed_c10d._get_default_group(), *self.mesh.get_all_groups()]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,66 @@
+"""torchrun's agent of a machine, with words of its own: which process failed, and what happens then."""
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from torchtitan.errors import EXIT_STATUS, INTERRUPTED
+
+# A scheduler's announcement that it will take the machine away. The processes save and end by themselves, however
+# long that takes, while torchrun would kill them after 30 s.
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Agent(LocalElasticAgent):
+    """Starts this machine's processes and watches them; on a failure starts them again, while restarts are left."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for number in FORWARDED:
+            signal.signal(number, self._forward)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if self._worker_group.state != WorkerState.HEALTHY:
+            os._exit(INTERRUPTED)  # there are no processes, or they have ended
+        self._remaining_restarts = 0
+        for worker in self._worker_group.workers:
+            os.kill(worker.id, number)  # a process that has ended is there until `_monitor_workers` sees it
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            rank, failure = root_cause(result.failures)
+            if failure.exitcode == EXIT_STATUS:  # a mistake of the user's is not mended by trying again
+                self._remaining_restarts = 0
+            message = _message(rank, failure.exitcode, self._remaining_restarts)
+            if message:
+                print(message, file=sys.stderr)
+        return result
+
+
+def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that was killed (it could not say so itself, and the others failed for want of it), or else the one
+    that failed first. SIGTERM is what the others are ended by."""
+    return min(
+        failures.items(),
+        key=lambda item: (item[1].exitcode >= 0 or item[1].exitcode == -signal.SIGTERM, item[1].timestamp),
+    )
+
+
+def _message(rank: int, exitcode: int, restarts: int) -> str:
+    """'' where the process has said itself what was wrong, and nothing follows."""
+    message = f"Error: the process of rank {rank} "
+    if exitcode >= 0:
+        message += f"ended with status {exitcode}."
+    else:
+        name = signal.Signals(-exitcode).name
+        message += f"was ended by {name}{' (often: out of memory)' if name == 'SIGKILL' else ''}."
+    if restarts:
+        return f"{message} All processes start again; restarts left after this one: {restarts - 1}."
+    return message if exitcode < 0 else ""
