@@ -15,6 +15,7 @@ from torchtitan.errors import EXIT_STATUS, INTERRUPTED
 # A scheduler's announcement that it will take the machine away. The processes save and end by themselves, however
 # long that takes, while torchrun would kill them after 30 s.
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+LAST_WORDS = 6.0  # seconds; above what a rank takes to find out which other rank is gone
 
 
 class Agent(LocalElasticAgent):
@@ -43,14 +44,25 @@ class Agent(LocalElasticAgent):
                 print(message, file=sys.stderr)
         return result
 
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY and self._pcontext is not None:
+            # Another machine has lost a process. Ours are about to notice, and name it.
+            print("Another machine starts its processes again, and so does this one.", file=sys.stderr)
+            self._pcontext.wait(LAST_WORDS)
+        super()._restart_workers(worker_group)
+
 
 def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank that was killed (it could not say so itself, and the others failed for want of it), or else the one
-    that failed first. SIGTERM is what the others are ended by."""
-    return min(
-        failures.items(),
-        key=lambda item: (item[1].exitcode >= 0 or item[1].exitcode == -signal.SIGTERM, item[1].timestamp),
-    )
+    that failed first. What is ended by SIGTERM, or is killed later, was ended by torchrun."""
+    first = min(failure.timestamp for failure in failures.values())  # whole seconds
+
+    def later(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
+        failure = item[1]
+        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp <= first + 1
+        return not killed, failure.timestamp
+
+    return min(failures.items(), key=later)
 
 
 def _message(rank: int, exitcode: int, restarts: int) -> str:

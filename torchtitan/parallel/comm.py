@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import re
 import time
 import uuid
@@ -151,10 +152,19 @@ def _dump_flight_recorder(comm: Comm, dump_folder: Path) -> str:
         return ""
     from torch._C._distributed_c10d import _dump_fr_trace
 
+    trace = pickle.loads(_dump_fr_trace())
+    trace["pg_config"] = {  # gloo leaves it empty, and torchfrtrace needs it
+        group.group_name: {
+            "name": group.group_name,
+            "desc": group.group_desc,
+            "ranks": str(dist.get_process_group_ranks(group)),
+        }
+        for group in _world.pg_map
+    }
     path = dump_folder / TRACES / f"rank_{dist.get_rank()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_dump_fr_trace())
+        path.write_bytes(pickle.dumps(trace))
     except OSError as error:
         return f" ({path} could not be written: {error.strerror}.)"
     return f" The last collectives are in {path.parent}."

@@ -1,4 +1,4 @@
-"""Which ranks are still there: each says so once a second, in the store through which the run has met.
+"""Which ranks are still there, and where: each says so once a second, in the store through which the run has met.
 
 A rank that dies or is stopped leaves the others with a broken connection or a collective that does not end, and
 neither tells them which rank it was. Its heartbeat does, on every machine and with every backend.
@@ -6,9 +6,11 @@ neither tells them which rank it was. Its heartbeat does, on every machine and w
 
 import atexit
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -67,7 +69,11 @@ class Heartbeat:
         failed = [f"Rank {other} ended with {how}" for other, how in ends.items() if how not in (LOST, FINISHED)]
         if failed:
             return f"{'; '.join(failed)}: see its own message."
-        return "All ranks answer, so one of them is late, or waits for something else."
+        late = [other for other in self.others if other not in ends]
+        if late:
+            places = _within(PATIENCE, lambda: [self._read(f"beat/{other}").partition(" ")[2] for other in late])
+            return " ".join(f"Rank {other} is at {place}." for other, place in zip(late, places or [], strict=False))
+        return "All ranks answer, and all have failed: the network is broken, or the time too short."
 
     def _run(self, stop: threading.Event, silence: float) -> None:
         neighbour = (self.rank + 1) % self.world_size
@@ -75,7 +81,7 @@ class Heartbeat:
         try:
             while not stop.wait(INTERVAL):
                 count += 1
-                self.store.set(f"beat/{self.rank}", str(count))
+                self.store.set(f"beat/{self.rank}", f"{count} {_place()}")
                 beat = self._read(f"beat/{neighbour}")
                 if beat != heard or self._read(f"end/{neighbour}"):
                     heard, since, told = beat, time.monotonic(), False
@@ -102,6 +108,12 @@ class Heartbeat:
 
     def _read(self, key: str) -> str:
         return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+def _place() -> str:
+    """Where the main thread is: 'folder/file.py:line, in function'."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno}, in {frame.f_code.co_name}"
 
 
 def _ranks(ranks: list[int]) -> str:
