@@ -150,7 +150,7 @@ def _dump_flight_recorder(comm: Comm, dump_folder: Path) -> str:
     """Writes what this rank has done last, as NCCL's watchdog does by itself; a sentence that says where."""
     if not comm.trace_buf_size or dist.get_backend() != "gloo":
         return ""
-    from torch._C._distributed_c10d import _dump_fr_trace
+    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]  # in no stub
 
     trace = pickle.loads(_dump_fr_trace())
     trace["pg_config"] = {  # gloo leaves it empty, and torchfrtrace needs it

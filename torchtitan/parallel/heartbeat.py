@@ -37,7 +37,7 @@ class Heartbeat:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.store = dist.PrefixStore("heartbeat", store.clone())
+        self.store = dist.PrefixStore("heartbeat", store.clone())  # type: ignore[attr-defined]  # in no stub
         self.rank = rank
         self.world_size = world_size
         self.others = [other for other in range(world_size) if other != rank]
