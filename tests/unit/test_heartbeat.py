@@ -89,7 +89,7 @@ def test_a_store_that_is_gone_does_not_keep_a_rank(store: dist.TCPStore) -> None
     heart = Heartbeat(store, 1, 2)
     heart._silent = lambda: time.sleep(1000)  # type: ignore[method-assign, assignment, return-value]  as a dead machine's
     started = time.monotonic()
-    assert "machine of rank 0" in heart.account()
+    assert "on the machine of rank 0, does not answer" in heart.account()
     assert time.monotonic() - started < 60
 
 

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from torchtitan.logging import logger
 INTERVAL = 1.0  # seconds between two beats
 PATIENCE = 3.0  # seconds in which a living rank is heard, however busy
 SILENCE = 20.0  # seconds without a beat after which the next rank says so, though nothing has failed yet
+MOST = 8  # late ranks that are told of
 LOST = "lost contact"  # how a rank ends that has lost another
 FINISHED = "finished"
 
@@ -46,11 +47,15 @@ class Heartbeat:
         """Beats, in a thread, until the process ends; watches the next rank, and says where it is silent."""
         stop = threading.Event()
         self.store.set(f"beat/{self.rank}", "0")
-        threading.Thread(target=self._run, args=(stop, silence), daemon=True, name="heartbeat").start()
+        self.store.set(f"end/{self.rank}", "")
+        thread = threading.Thread(target=self._run, args=(stop, silence), daemon=True, name="heartbeat")
+        thread.start()
 
         def finish() -> None:
             stop.set()
-            self.end(FINISHED)
+            thread.join(INTERVAL)
+            with contextlib.suppress(dist.DistError):
+                self.store.set(f"end/{self.rank}", FINISHED)
 
         atexit.register(finish)
 
@@ -59,20 +64,20 @@ class Heartbeat:
         _within(PATIENCE, lambda: self.store.set(f"end/{self.rank}", how))
 
     def account(self) -> str:
-        """A sentence on the ranks that are gone. Takes PATIENCE where some are, no time where none is."""
+        """A sentence on the ranks that are gone or late. Takes PATIENCE where some are gone, a second where none is."""
         silent = _within(2 * PATIENCE, self._silent)
         if silent is None:
-            return "The machine of rank 0, which keeps the run's store, does not answer."
+            return "The store of the run, on the machine of rank 0, does not answer."
         if silent:
             return f"{_ranks(silent)} not answer: ended, stopped, or on a machine that is gone."
-        ends = _within(PATIENCE, self._ends) or {}
-        failed = [f"Rank {other} ended with {how}" for other, how in ends.items() if how not in (LOST, FINISHED)]
+        ends = _within(PATIENCE, lambda: self._read("end", self.others)) or {}
+        failed = [f"Rank {other} ended with {how}" for other, how in ends.items() if how not in ("", LOST, FINISHED)]
         if failed:
             return f"{'; '.join(failed)}: see its own message."
-        late = [other for other in self.others if other not in ends]
-        if late:
-            places = _within(PATIENCE, lambda: [self._read(f"beat/{other}").partition(" ")[2] for other in late])
-            return " ".join(f"Rank {other} is at {place}." for other, place in zip(late, places or [], strict=False))
+        late = [other for other, how in ends.items() if not how][:MOST]
+        beats = _within(PATIENCE, lambda: self._read("beat", late)) or {}
+        if beats:
+            return " ".join(f"Rank {other} is at {beat.partition(' ')[2]}." for other, beat in beats.items())
         return "All ranks answer, and all have failed: the network is broken, or the time too short."
 
     def _run(self, stop: threading.Event, silence: float) -> None:
@@ -82,8 +87,8 @@ class Heartbeat:
             while not stop.wait(INTERVAL):
                 count += 1
                 self.store.set(f"beat/{self.rank}", f"{count} {_place()}")
-                beat = self._read(f"beat/{neighbour}")
-                if beat != heard or self._read(f"end/{neighbour}"):
+                beat = self._read("beat", [neighbour])[neighbour]
+                if beat != heard or self._read("end", [neighbour])[neighbour]:
                     heard, since, told = beat, time.monotonic(), False
                 elif time.monotonic() - since > silence and not told:
                     told = True
@@ -93,21 +98,22 @@ class Heartbeat:
             return
 
     def _silent(self) -> list[int]:
-        before = {other: self._read(f"beat/{other}") for other in self.others}
-        silent, deadline = list(self.others), time.monotonic() + PATIENCE
+        before = self._read("beat", self.others)
+        silent, deadline = self.others, time.monotonic() + PATIENCE
         while silent and time.monotonic() < deadline:
-            time.sleep(INTERVAL / 4)
-            silent = [other for other in silent if self._read(f"beat/{other}") == before[other]]
-            ends = self._ends(silent)
-            silent = [other for other in silent if other not in ends]
+            time.sleep(INTERVAL / 2)
+            beats, ends = self._read("beat", silent), self._read("end", silent)
+            silent = [other for other in silent if beats[other] == before[other] and not ends[other]]
         return silent
 
-    def _ends(self, ranks: Iterable[int] | None = None) -> dict[int, str]:
-        ends = {other: self._read(f"end/{other}") for other in (self.others if ranks is None else ranks)}
-        return {other: how for other, how in ends.items() if how}
-
-    def _read(self, key: str) -> str:
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+    def _read(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
+        """In one request: on a failure every rank asks for all others. '' for a rank that has not started yet."""
+        keys = [f"{kind}/{rank}" for rank in ranks]
+        if self.store.check(keys):
+            values = self.store.multi_get(keys)
+        else:
+            values = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
+        return {rank: value.decode() for rank, value in zip(ranks, values, strict=True)}
 
 
 def _place() -> str:
