@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED
 
@@ -33,6 +34,13 @@ class Agent(LocalElasticAgent):
         for worker in self._worker_group.workers:
             os.kill(worker.id, number)  # a process that has ended is there until `_monitor_workers` sees it
 
+    def _invoke_run(self, *arguments: Any) -> RunResult:
+        try:
+            return super()._invoke_run(*arguments)
+        except RendezvousError:  # the launcher that keeps the store of them all has ended
+            self._await_last_words()
+            raise
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
@@ -45,11 +53,15 @@ class Agent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if worker_group.state == WorkerState.HEALTHY and self._pcontext is not None:
-            # Another machine has lost a process. Ours are about to notice, and name it.
+        if worker_group.state == WorkerState.HEALTHY:
             print("Another machine starts its processes again, and so does this one.", file=sys.stderr)
-            self._pcontext.wait(LAST_WORDS)
+            self._await_last_words()
         super()._restart_workers(worker_group)
+
+    def _await_last_words(self) -> None:
+        """A process on another machine has failed. Ours are about to notice, and name it."""
+        if self._pcontext is not None:
+            self._pcontext.wait(LAST_WORDS)
 
 
 def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

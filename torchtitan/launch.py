@@ -19,6 +19,9 @@ def launch(arguments: list[str]) -> int:
     # Until the agent takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+    # torch's C++ part shows a page of stack frames for each lost connection. It reads this once, while it is imported.
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -28,6 +31,8 @@ def launch(arguments: list[str]) -> int:
 
     from torchtitan.agent import Agent, root_cause
 
+    if level is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the processes
     try:
         processes = int(os.environ.get("NGPU") or max(1, torch.cuda.device_count()))
         if processes < 1:
@@ -51,7 +56,7 @@ def launch(arguments: list[str]) -> int:
         exitcode = root_cause(error.failures)[1].exitcode
         return exitcode if exitcode >= 0 else 128 - exitcode
     except RendezvousError as error:
-        print(f"Error: the machines of this run did not find each other: {error}", file=sys.stderr)
+        print(f"Error: the machines of this run did not find each other, or lost each other: {error}", file=sys.stderr)
         return 1
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
