@@ -6,10 +6,11 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, INTERRUPTED, ConfigError, UserError
+from torchtitan.errors import EXIT_STATUS, INTERRUPTED, ConfigError, LostRankError, UserError
 
 PATIENCE = 5  # seconds
 RANK = int(os.environ.get("RANK", 0))
@@ -21,6 +22,7 @@ def run(config: JobConfig) -> None:
     from torchtitan.checks import check, global_batch_size  # imports torch, which --help and typos need not wait for
     from torchtitan.device import find_device
     from torchtitan.logging import init_logging, logger
+    from torchtitan.parallel.comm import named_failures
     from torchtitan.trainer import Trainer
 
     init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
@@ -30,7 +32,10 @@ def run(config: JobConfig) -> None:
     dims = check(config, WORLD_SIZE, device.type)
     if config.job.print_args:
         logger.info(f"configuration:\n{to_toml(config)}")
-    with Trainer(config, dims, global_batch_size(config, dims), device) as trainer:
+    with (
+        named_failures(config.comm, Path(config.job.dump_folder)),
+        Trainer(config, dims, global_batch_size(config, dims), device) as trainer,
+    ):
         trainer.train()
 
 
@@ -91,6 +96,9 @@ if __name__ == "__main__":
     except UserError as error:
         print(f"{prefix}Error: {error}", file=sys.stderr)
         end(EXIT_STATUS)
+    except LostRankError as error:
+        print(f"{prefix}Error: {error}", file=sys.stderr)
+        end(1)
     except BrokenPipeError:  # `train.py --help | head`
         end(0)
     except Exception:

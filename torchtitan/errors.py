@@ -28,6 +28,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be saved, found or loaded."""
 
 
+class LostRankError(Exception):
+    """Another rank is gone or does not come to a collective. `train.py` prints the message alone, with status 1."""
+
+
 def nearest(name: str, known: list[str]) -> str:
     """' (did you mean ...?)' with the closest of `known`, or '' where nothing is close.
 

@@ -2,31 +2,37 @@
 
 It starts NGPU processes on this machine (by default one for each GPU, or one), and ends with the exit status of the
 process that failed first. Each process has said itself what was wrong, so torchrun's own report of it is left out.
-`torchrun train.py ...` works just as well, and is the way to start a run of several machines.
+torchrun's options may stand before train.py, or in the environment as it reads them (`PET_MAX_RESTARTS=3`); they make
+a run of several machines (docs/multinode.md). `torchrun train.py ...` works just as well.
 """
 
 import logging
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def launch(arguments: list[str]) -> int:
     """Runs `arguments` in NGPU processes and returns the exit status."""
-    # Until torchrun takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Until the agent takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+    # torch's C++ part shows a page of stack frames for each lost connection. It reads this once, while it is imported.
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher import api as launcher
     from torch.distributed.run import main as torchrun
 
+    from torchtitan.agent import Agent, root_cause
+
+    if level is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the processes
     try:
         processes = int(os.environ.get("NGPU") or max(1, torch.cuda.device_count()))
         if processes < 1:
@@ -43,28 +49,18 @@ def launch(arguments: list[str]) -> int:
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010  torchrun has no option for it
     try:
-        torchrun(["--standalone", f"--nproc-per-node={processes}", *arguments])
+        torchrun([f"--nproc-per-node={processes}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:
-        return _status(error)
+        exitcode = root_cause(error.failures)[1].exitcode
+        return exitcode if exitcode >= 0 else 128 - exitcode
+    except RendezvousError as error:
+        print(f"Error: the machines of this run did not find each other, or lost each other: {error}", file=sys.stderr)
+        return 1
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
     return 0
-
-
-def _status(error: "ChildFailedError") -> int:
-    """A process that was killed decides (it could not say so itself, and the others failed for want of it), or else
-    the first failure. SIGTERM is what the others are ended by."""
-    rank, failure = min(
-        error.failures.items(),
-        key=lambda item: (item[1].exitcode >= 0 or item[1].exitcode == -signal.SIGTERM, item[1].timestamp),
-    )
-    if failure.exitcode >= 0:
-        return failure.exitcode
-    name = signal.Signals(-failure.exitcode).name
-    hint = " (often: out of memory)" if name == "SIGKILL" else ""
-    print(f"Error: the process of rank {rank} was ended by {name}{hint}.", file=sys.stderr)
-    return 128 - failure.exitcode
 
 
 if __name__ == "__main__":

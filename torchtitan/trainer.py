@@ -74,10 +74,11 @@ class Trainer:
                 f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, but {config.model.name} "
                 f"{config.model.flavor} has a vocabulary of {self.args.vocab_size}; use the tokenizer of this model."
             )
-        init_process_group(device, config.comm)
+        init_process_group(device, config.comm, self.dump_folder)
         self._closing.callback(dist.destroy_process_group)
         self.mesh = dims.build_mesh(device.type)
         self.context_mesh = dims.build_context_mesh(device.type)
+        set_timeout(config.comm.init_timeout_seconds)
         asynchronous = config.parallelism.enable_async_tensor_parallel
         self.fused_products = enable_async_tensor_parallel(self.mesh["tp"]) if asynchronous else None
         dp_rank = self.mesh.get_local_rank("dp_replicate") * dims.dp_shard + self.mesh.get_local_rank("fsdp") // dims.cp
@@ -278,7 +279,7 @@ class Trainer:
                 if self.step == first_step:
                     if self.fused_products is not None:
                         self.fused_products.check()
-                    set_timeout(config.comm.train_timeout_seconds, self._groups())
+                    set_timeout(config.comm.train_timeout_seconds)
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
             raise CheckpointError(
@@ -409,10 +410,6 @@ class Trainer:
             synchronize=device.synchronize,
             config=dataclasses.asdict(config),
         )
-
-    def _groups(self) -> list[dist.ProcessGroup]:
-        groups = [dist.distributed_c10d._get_default_group(), *self.mesh.get_all_groups()]
-        return groups if self.context_mesh is None else [*groups, self.context_mesh.get_group()]
 
 
 @contextlib.contextmanager
