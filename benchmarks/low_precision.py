@@ -1,4 +1,5 @@
-"""Loss of each recipe against bf16, on the debug model and the same data: a table and a plot.
+"""Loss of each recipe against bf16, on the debug model and the same data, and the errors of its products: two tables
+and a plot.
 
 python benchmarks/low_precision.py --output docs/figures/low_precision.png [--steps 300]
 
@@ -12,9 +13,11 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST = 20
+FLOAT8: tuple[Any, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 INT8 = ["--model.converters=int8"]
 RECIPES: dict[str, list[str]] = {
     "bf16": [],
@@ -53,6 +56,29 @@ def run(name: str, flags: list[str], steps: int, folder: Path) -> Path:
     return dump
 
 
+def products_table() -> str:
+    """Relative errors of one layer's products against bf16, on normal data."""
+    from torchtitan.config.precision import MX, Float8, Int8
+    from torchtitan.converters import CONVERTERS, LinearConverter, Target
+    from torchtitan.converters.linear import relative_errors
+
+    sections: dict[str, tuple[str, Any]] = {
+        **{f"float8 {recipe}": ("float8", Float8(recipe_name=recipe)) for recipe in FLOAT8},
+        **{f"int8 {recipe}": ("int8", Int8(recipe_name=recipe)) for recipe in ("rowwise", "tensorwise")},
+        **{
+            f"mx, scales by {mode}": ("mx", MX(emulate=True, scale_calculation_mode=mode))
+            for mode in ("rceil", "even", "floor")
+        },
+    }
+    lines = ["| recipe | output | input gradient | weight gradient |", "|---|---|---|---|"]
+    for name, (converter_name, section) in sections.items():
+        converter = CONVERTERS.get(converter_name).build(section, Target("cpu"))
+        assert isinstance(converter, LinearConverter)
+        cells = [f"{error:.3f}" if error else "bf16" for error in relative_errors(converter, "cpu").values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
@@ -75,6 +101,7 @@ def main() -> None:
     _, base_loss, base_rate = results["bf16"]
     for name, (_, loss, rate) in results.items():
         print(f"| {name} | {loss:.4f} | {loss / base_loss - 1:+.2%} | {rate / base_rate:.2f} |")
+    print(f"\n{products_table()}")
     plot = [sys.executable, str(ROOT / "scripts" / "plot_run.py"), *(str(dump) for dump, _, _ in results.values())]
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([*plot, "--smooth", "20", "--output", arguments.output], check=True)

@@ -46,8 +46,8 @@ def launch(arguments: list[str]) -> int:
         return EXIT_STATUS
     # torchrun would give each process one thread, however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    # A thread that waits for another spins, by default for milliseconds: a run on a machine that does something else too
-    # would lose most of its speed to it (benchmarks/README.md).
+    # A thread that waits for another spins, by default for milliseconds: a run on a machine that does something else
+    # too would lose most of its speed to it (benchmarks/README.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith("torch.distributed.elastic"):
