@@ -28,6 +28,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be saved, found or loaded."""
 
 
+class TrainingError(UserError):
+    """Training that cannot sensibly go on."""
+
+
 def nearest(name: str, known: list[str]) -> str:
     """' (did you mean ...?)' with the closest of `known`, or '' where nothing is close.
 

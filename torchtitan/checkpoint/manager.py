@@ -115,7 +115,7 @@ class CheckpointManager:
                 )
         elif (step := choose_step(self.folder, steps, self.config.load_step, self.dump_folder)) is not None:
             state = self._load(step_folder(self.folder, step), weights_only=False)
-            self.step_on_disk = step
+            self.step_on_disk = state.get("step")  # None where it is left out: steps are counted anew
             return state
         if self.config.initial_load_path:
             path, weights_only = Path(self.config.initial_load_path), self.config.initial_load_model_weights_only
@@ -164,7 +164,7 @@ class CheckpointManager:
             key: value
             for key, value in state.items()
             if not (key == "dataloader" and "dataloader" in excluded)
-            and not (key in ("step", "tokens_seen") and "train_state" in excluded)
+            and not (key in ("step", "tokens_seen", "guard") and "train_state" in excluded)
         }
 
     # Saving

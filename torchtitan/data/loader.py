@@ -54,7 +54,8 @@ def shape_of(training: Training, rows: int, local_batch_size: int, dp_rank: int,
         )
     share = rows // dp_size
     own_rows = range(dp_rank * share, (dp_rank + 1) * share)
-    return Shape(own_rows, local_batch_size, training.document_mask, training.record_sample_ids)
+    named = training.record_sample_ids or training.skip_nonfinite or training.skip_grad_norm_outliers is not None
+    return Shape(own_rows, local_batch_size, training.document_mask, sample_ids=named)
 
 
 def batch_of(windows: Sequence[Window], shape: Shape) -> Batch:
