@@ -2,6 +2,7 @@
 
 It starts NGPU processes on this machine (by default one for each GPU, or one), and ends with the exit status of the
 process that failed first. Each process has said itself what was wrong, so torchrun's own report of it is left out.
+SIGTERM and SIGUSR1 are handed on, and the processes given the time that they need to save.
 `torchrun train.py ...` works just as well, and is the way to start a run of several machines.
 """
 
@@ -9,9 +10,12 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED
+from torchtitan.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -20,8 +24,9 @@ if TYPE_CHECKING:
 def launch(arguments: list[str]) -> int:
     """Runs `arguments` in NGPU processes and returns the exit status."""
     # Until torchrun takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    for number in STOP_SIGNALS:
+        signal.signal(number, _hand_on)
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -44,12 +49,33 @@ def launch(arguments: list[str]) -> int:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        torchrun(["--standalone", f"--nproc-per-node={processes}", *arguments])
+        # torchrun would end the processes 30 seconds after a SIGTERM, whatever they are doing, and itself on SIGUSR1.
+        torchrun(
+            ["--standalone", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", f"--nproc-per-node={processes}", *arguments]
+        )
     except ChildFailedError as error:
         return _status(error)
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
     return 0
+
+
+def _hand_on(number: int, frame: object) -> None:
+    """Sends a signal on to the processes of the run; where there are none yet, there is nothing to end but this one."""
+    children = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _parent(pid) == os.getpid()]
+    if not children:
+        print(f"Stopped by {signal.Signals(number).name} before the run has begun.", file=sys.stderr)
+        os._exit(0)
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended meanwhile
+        return None
 
 
 def _status(error: "ChildFailedError") -> int:
@@ -62,6 +88,9 @@ def _status(error: "ChildFailedError") -> int:
     if failure.exitcode >= 0:
         return failure.exitcode
     name = signal.Signals(-failure.exitcode).name
+    if -failure.exitcode in STOP_SIGNALS:  # handed on before the process could take it, so before it had begun
+        print(f"Stopped by {name} before the run has begun.", file=sys.stderr)
+        return 0
     hint = " (often: out of memory)" if name == "SIGKILL" else ""
     print(f"Error: the process of rank {rank} was ended by {name}{hint}.", file=sys.stderr)
     return 128 - failure.exitcode

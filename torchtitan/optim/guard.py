@@ -71,8 +71,8 @@ class UpdateGuard:
             raise TrainingError(
                 f"the updates of steps {step - self.in_a_row + 1} to {step} were all skipped (the last: {reason}), "
                 f"which is training.max_skips_in_a_row. Samples of the last: {', '.join(ids[:SHOWN])}"
-                f"{', ...' if len(ids) > SHOWN else ''}; skipped_updates.jsonl in the dump folder has all. Look at them, "
-                "lower optimizer.lr, or go back with --checkpoint.load_step."
+                f"{', ...' if len(ids) > SHOWN else ''}; skipped_updates.jsonl in the dump folder has all. Look at "
+                "them, lower optimizer.lr, or go back with --checkpoint.load_step."
             )
         return True
 
