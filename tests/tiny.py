@@ -13,6 +13,7 @@ MODELS.register(
         {
             "narrow": TINY,
             "wide": replace(TINY, dim=128),
+            "shallow": replace(TINY, n_layers=1),
             "few_words": replace(TINY, vocab_size=100),
         }
     ),
