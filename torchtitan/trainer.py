@@ -198,6 +198,11 @@ class Trainer:
         """Trains up to `training.steps`."""
         config, steps = self.config, self.config.training.steps
         if config.checkpoint.create_seed_checkpoint:
+            if self.checkpoints.step_on_disk is not None:
+                raise CheckpointError(
+                    f"checkpoint.create_seed_checkpoint: {self.checkpoints.folder} holds checkpoints already, so a run "
+                    "would not begin from a seed; choose another --job.dump_folder."
+                )
             self.checkpoints.save(0, self._state)
             return
         if self.step >= steps:

@@ -106,14 +106,16 @@ def keep_latest(folder: Path, keep: int, newest: int) -> None:
 
     One that lacks a file, or has a short one, does not count and is left.
     """
-    steps = [step for step in saved_steps(folder) if step <= newest] if keep else []
-    for step in [step for step in steps if is_whole(step_folder(folder, step))][:-keep]:
-        doomed = folder / f"step-{step}.removed.tmp"  # not even a kill leaves half a checkpoint with a good name
-        try:
+    if keep == 0:
+        return
+    try:
+        whole = [step for step in saved_steps(folder) if step <= newest and is_whole(step_folder(folder, step))]
+        for step in whole[:-keep]:
+            doomed = folder / f"step-{step}.removed.tmp"  # not even a kill leaves half a checkpoint with a good name
             step_folder(folder, step).rename(doomed)
             shutil.rmtree(doomed)
-        except OSError as error:
-            logger.warning(f"{step_folder(folder, step)} could not be removed ({error.strerror})")
+    except OSError as error:
+        logger.warning(f"old checkpoints in {folder} could not be removed ({error.strerror})")
 
 
 def refuse_foreign(folder: Path, dump_folder: Path) -> None:

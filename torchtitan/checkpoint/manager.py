@@ -235,8 +235,11 @@ class CheckpointManager:
         finished: Future[None] = Future()
 
         def finish(_: object) -> None:
-            self._finish(step, written.exception())
-            finished.set_result(None)
+            try:
+                self._finish(step, written.exception())
+                finished.set_result(None)
+            except BaseException as error:  # else `wait` would wait for ever
+                finished.set_exception(error)
 
         written.add_done_callback(finish)
         return finished

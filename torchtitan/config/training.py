@@ -11,6 +11,7 @@ from torchtitan.config.fields import (
     PositiveFloat,
     PositiveInt,
     Share,
+    TimesMore,
 )
 
 
@@ -89,7 +90,7 @@ class Training:
         bool, Doc("Leave an update out, on all ranks, where the loss or the gradient norm is not finite.")
     ] = True
     skip_grad_norm_outliers: Annotated[
-        PositiveFloat | None,
+        TimesMore | None,
         Doc("Also leave it out where the gradient norm is above so many times the median of the last 100; none: off."),
     ] = None
     max_skips_in_a_row: Annotated[

@@ -78,9 +78,9 @@ class UpdateGuard:
 
     def _over_ranks(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> tuple[bool, float]:
         """Whether all losses are finite, and the norm: read from the device in one go."""
-        not_finite = torch.isfinite(loss).logical_not().to(grad_norm)
+        not_finite = torch.isfinite(loss).logical_not().float()
         dist.all_reduce(not_finite)
-        faults, norm = torch.stack([not_finite, grad_norm]).tolist()
+        faults, norm = torch.stack([not_finite, grad_norm.to(not_finite)]).tolist()
         return faults == 0, norm
 
     def _reason(self, finite_loss: bool, norm: float) -> str:
