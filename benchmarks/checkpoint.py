@@ -96,9 +96,7 @@ def main() -> None:
     device = find_device(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     modes = ["disabled", "async"] + ["async_with_pinned_mem"] * (device.type == "cuda")
-    print(
-        "| async_mode | checkpoint | loop held, per GB | whole save, per GB | raw write, per GB | of its speed | check |"
-    )
+    print("| mode | checkpoint | loop held, per GB | whole save, per GB | raw write, per GB | of its speed | check |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for mode in modes:
