@@ -18,7 +18,7 @@ class Stop:
     Attributes:
         requested: the signal that this process got; 0 for none.
         agreed_on: the signal that all ranks end for; 0 for none.
-        has_trained: whether a step is done, so that there is something to save.
+        has_trained: whether a step is done, so that there is something to save; set it.
         failed: set it where the process is about to end anyway; then a signal ends it at once.
     """
 
@@ -28,7 +28,6 @@ class Stop:
         self.agreed_on = 0
         self.has_trained = False
         self.failed = False
-        self._asked = False
         self._group: Any = None
 
     def listen(self) -> None:
@@ -85,8 +84,8 @@ class Stop:
         self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def agreed(self) -> bool:
-        """Whether to end now: the same on every rank. Collective; call it on all at the same step boundaries, first
-        before the first step. It costs an all-reduce of one number between hosts."""
+        """Whether to end now: the same on every rank. Collective; call it on all at the same step boundaries. It costs
+        an all-reduce of one number between hosts."""
         import torch
         import torch.distributed as dist
 
@@ -94,7 +93,6 @@ class Stop:
             request = torch.tensor(self.requested, dtype=torch.int32)
             dist.all_reduce(request, dist.ReduceOp.MAX, self._group)
             self.agreed_on = int(request)
-            self.has_trained, self._asked = self._asked, True
         return self.agreed_on > 0
 
 

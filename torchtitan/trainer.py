@@ -238,6 +238,7 @@ class Trainer:
                     self._checked_products(len(microbatches)) if self.step == checked_step else contextlib.nullcontext()
                 ):
                     self._train_step(microbatches, reporter)
+                self.stop.has_trained = True
                 profiler.step()
                 last = self.step == steps
                 validating = last or self.step % config.validation.freq == 0
