@@ -27,7 +27,7 @@ class Batch:
         tokens: (rows, seq_len), int64.
         labels: (rows, seq_len), int64: of each token, the one that follows.
         document_ids: (rows, seq_len), int64, a number for each document of a sequence; None unless asked for.
-        sample_ids: for each row the ids of its documents; None unless asked for.
+        sample_ids: for each row the ids of its documents; None where nothing needs them.
     """
 
     tokens: torch.Tensor
