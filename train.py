@@ -59,7 +59,9 @@ if __name__ == "__main__":
     except UserError as error:
         stop.failed = True
         if RANK > 0:  # most often the same on every rank: then rank 0 says so alone, and its end is that of all
-            time.sleep(0 if stop.requested else PATIENCE)
+            if stop.requested:
+                end(EXIT_STATUS)
+            time.sleep(PATIENCE)
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         print("\n".join(f"{prefix if RANK else ''}Error: {problem}" for problem in problems), file=sys.stderr)
         end(EXIT_STATUS)
