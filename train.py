@@ -1,7 +1,7 @@
 """Trains a model: `torchrun train.py --job.config_file=FILE.toml --section.key=value ...`, or `./run_train.sh`."""
 
+import errno
 import os
-import signal
 import sys
 import threading
 import time
@@ -10,15 +10,17 @@ from pathlib import Path
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, INTERRUPTED, ConfigError, LostRankError, UserError
+from torchtitan.errors import EXIT_STATUS, ConfigError, LostRankError, UserError
+from torchtitan.signals import Stop, end
 
 PATIENCE = 5  # seconds
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
-def run(config: JobConfig) -> None:
-    """One run, from a configuration to the end of training."""
+def run(config: JobConfig, stop: Stop | None = None) -> None:
+    """One run, from a configuration to the end of training, or until `stop` says so."""
     from torchtitan.checks import check, global_batch_size  # imports torch, which --help and typos need not wait for
     from torchtitan.device import find_device
     from torchtitan.logging import init_logging, logger
@@ -34,32 +36,9 @@ def run(config: JobConfig) -> None:
         logger.info(f"configuration:\n{to_toml(config)}")
     with (
         named_failures(config.comm, Path(config.job.dump_folder)),
-        Trainer(config, dims, global_batch_size(config, dims), device) as trainer,
+        Trainer(config, dims, global_batch_size(config, dims), device, stop) as trainer,
     ):
         trainer.train()
-
-
-def end_on_signals() -> None:
-    """Ctrl-C or SIGTERM ends the process at once with a short message, whatever it is doing.
-
-    A thread does it: the main thread may be inside a collective that waits for a rank that is gone, or inside an
-    import that would swallow a KeyboardInterrupt. Every file is written in one piece or flushed line by line, so there
-    is nothing to bring to an end.
-    """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-
-    def wait() -> None:
-        name = signal.Signals(os.read(read_end, 1)[0]).name
-        if RANK == 0:
-            message = f"\nStopped by {name}. The same command goes on from the last checkpoint, if there is one."
-            print(message, file=sys.stderr)
-        end(INTERRUPTED)
-
-    threading.Thread(target=wait, daemon=True).start()
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # written to by the signal itself, not by Python code
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
 
 
 def end_with_parent() -> None:
@@ -74,33 +53,37 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def end(status: int) -> None:
-    """Ends the process at once: threads and groups of a run that has failed are not waited for."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    end_on_signals()
+    stop = Stop(RANK)
+    stop.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     prefix = f"[rank {RANK}] " if WORLD_SIZE > 1 else ""
     try:
-        run(ConfigManager().parse_args())
-    except ConfigError as error:
-        if RANK > 0:  # most often the same on every rank: then rank 0 says so alone, and its end is that of all
-            time.sleep(PATIENCE)
-        print("\n".join(f"{prefix if RANK else ''}Error: {problem}" for problem in error.problems), file=sys.stderr)
-        end(EXIT_STATUS)
+        run(ConfigManager().parse_args(), stop)
     except UserError as error:
-        print(f"{prefix}Error: {error}", file=sys.stderr)
+        stop.failed = True
+        if RANK > 0:  # most often the same on every rank: then rank 0 says so alone, and its end is that of all
+            if stop.requested:
+                end(EXIT_STATUS)
+            time.sleep(PATIENCE)
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        print("\n".join(f"{prefix if RANK else ''}Error: {problem}" for problem in problems), file=sys.stderr)
         end(EXIT_STATUS)
     except LostRankError as error:
+        stop.failed = True
+        if stop.requested and not stop.has_trained:  # the other has ended for the same signal
+            stop.end_untrained()
         print(f"{prefix}Error: {error}", file=sys.stderr)
         end(1)
     except BrokenPipeError:  # `train.py --help | head`
         end(0)
-    except Exception:
+    except Exception as error:
+        stop.failed = True
+        if stop.requested and not stop.has_trained:  # such as a compiler that got the signal too
+            stop.end_untrained()
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            print(f"{prefix}Error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)
+            end(EXIT_STATUS)
         print("".join(f"{prefix}{line}\n" for line in traceback.format_exc().splitlines()), file=sys.stderr, end="")
         end(1)

@@ -15,6 +15,7 @@ MODELS.register(
             "wide": replace(TINY, dim=128),
             "deep": replace(TINY, n_layers=4),
             "tied": replace(TINY, tied_embeddings=True),
+            "shallow": replace(TINY, n_layers=1),
             "few_words": replace(TINY, vocab_size=100),
         }
     ),

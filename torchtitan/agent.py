@@ -11,11 +11,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from torchtitan.errors import EXIT_STATUS, INTERRUPTED
+from torchtitan.errors import EXIT_STATUS
+from torchtitan.signals import STOP_SIGNALS, stopped_before_it_began
 
-# A scheduler's announcement that it will take the machine away. The processes save and end by themselves, however
-# long that takes, while torchrun would kill them after 30 s.
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 LAST_WORDS = 6.0  # seconds; above what a rank takes to find out which other rank is gone
 
 
@@ -24,12 +22,14 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        for number in FORWARDED:
+        # A scheduler's announcement that it will take the machine away. The processes save and end by themselves,
+        # however long that takes, while torchrun would kill them after 30 s.
+        for number in STOP_SIGNALS:
             signal.signal(number, self._forward)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._worker_group.state != WorkerState.HEALTHY:
-            os._exit(INTERRUPTED)  # there are no processes, or they have ended
+            stopped_before_it_began(number)  # or it has ended
         self._remaining_restarts = 0
         for worker in self._worker_group.workers:
             os.kill(worker.id, number)  # a process that has ended is there until `_monitor_workers` sees it
@@ -72,7 +72,7 @@ def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure
 
     def later(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
         failure = item[1]
-        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp <= first + 1
+        killed = failure.exitcode < 0 and -failure.exitcode not in STOP_SIGNALS and failure.timestamp <= first + 1
         return not killed, failure.exitcode != EXIT_STATUS, failure.timestamp
 
     return min(failures.items(), key=later)

@@ -28,6 +28,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be saved, found or loaded."""
 
 
+class TrainingError(UserError):
+    """Training that cannot sensibly go on."""
+
+
 class LostRankError(Exception):
     """Another rank is gone or does not come to a collective. `train.py` prints the message alone, with status 1."""
 

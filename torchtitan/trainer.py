@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from torchtitan.metrics.writers import JSONLWriter
 from torchtitan.models import MODELS
 from torchtitan.models.init import init_weights
 from torchtitan.optim.clip import clip_grad_norm
+from torchtitan.optim.guard import UpdateGuard
 from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.parallel.async_tensor import enable_async_tensor_parallel
@@ -34,6 +35,7 @@ from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.fsdp import reshard, set_last_microbatch
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, splits_backward, stages_of
+from torchtitan.signals import Stop
 
 
 class Trainer:
@@ -44,12 +46,20 @@ class Trainer:
         dims: its degrees of parallelism.
         global_batch_size: sequences in an optimizer step.
         device: this process's.
+        stop: tells when the run is to save and end.
 
     Raises:
         UserError: what only shows when things are opened: data, tokenizer, checkpoint.
     """
 
-    def __init__(self, config: JobConfig, dims: ParallelDims, global_batch_size: int, device: Device) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        dims: ParallelDims,
+        global_batch_size: int,
+        device: Device,
+        stop: Stop | None = None,
+    ) -> None:
         training = config.training
         self.config = config
         self.dims = dims
@@ -60,6 +70,8 @@ class Trainer:
         self.step = 0
         self.tokens_seen = 0
         self.sample_ids: JSONLWriter | None = None
+        self.skipped_updates: JSONLWriter | None = None
+        self.guard = UpdateGuard(training, self._record_skipped)
         self._closing = contextlib.ExitStack()
 
         if training.deterministic:
@@ -76,6 +88,8 @@ class Trainer:
             )
         init_process_group(device, config.comm, self.dump_folder)
         self._closing.callback(dist.destroy_process_group)
+        self.stop = stop or Stop()
+        self.stop.connect()
         self.mesh = dims.build_mesh(device.type)
         self.context_mesh = dims.build_context_mesh(device.type)
         set_timeout(config.comm.init_timeout_seconds)
@@ -109,7 +123,15 @@ class Trainer:
                 self.validation_pipeline = self._pipeline(config.validation.local_batch_size)
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.checkpoints = CheckpointManager(
-            config.checkpoint, self.dump_folder, self.model, self.optimizer, identity=dataclasses.asdict(self.args)
+            config.checkpoint,
+            self.dump_folder,
+            self.model,
+            self.optimizer,
+            identity=dataclasses.asdict(self.args),
+            about={
+                "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(dims)},
+                "configuration": dataclasses.asdict(config),
+            },
         )
         self._closing.callback(self.checkpoints.wait)
         self._resume()
@@ -204,6 +226,8 @@ class Trainer:
             return
         self.step = state.get("step", 0)
         self.tokens_seen = state.get("tokens_seen", 0)
+        if "guard" in state:
+            self.guard.load_state_dict(state["guard"])
         if "dataloader" in state:
             self.loader.load_state_dict(state["dataloader"])
 
@@ -214,6 +238,7 @@ class Trainer:
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
+            "guard": self.guard.state_dict(),
             "dataloader": self.loader.merge_states(states),
         }
 
@@ -232,6 +257,11 @@ class Trainer:
         """Trains up to `training.steps`."""
         config, steps = self.config, self.config.training.steps
         if config.checkpoint.create_seed_checkpoint:
+            if self.checkpoints.step_on_disk is not None:
+                raise CheckpointError(
+                    f"checkpoint.create_seed_checkpoint: {self.checkpoints.folder} holds checkpoints already, so a run "
+                    "would not begin from a seed; choose another --job.dump_folder."
+                )
             self.checkpoints.save(0, self._state)
             return
         if self.step >= steps:
@@ -259,7 +289,7 @@ class Trainer:
             self._reporter() as reporter,
             _garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
         ):
-            while self.step < steps:
+            while self.step < steps and not self.stop.agreed():
                 with reporter.waiting_for_data():
                     microbatches = self.loader.next()
                 self.step += 1
@@ -268,9 +298,11 @@ class Trainer:
                     self._checked_products(len(microbatches)) if self.step == checked_step else contextlib.nullcontext()
                 ):
                     self._train_step(microbatches, reporter)
+                self.stop.has_trained = True
                 profiler.step()
                 last = self.step == steps
-                if self.validation_loader is not None and (last or self.step % config.validation.freq == 0):
+                validating = last or self.step % config.validation.freq == 0
+                if self.validation_loader is not None and validating and not self.stop.agreed():
                     with reporter.pause():
                         reporter.validation(self.step, self._validate(self.validation_loader))
                 if self.checkpoints.due(self.step, last):
@@ -280,6 +312,9 @@ class Trainer:
                     if self.fused_products is not None:
                         self.fused_products.check()
                     set_timeout(config.comm.train_timeout_seconds)
+        if self.step < steps:
+            self._end_early()
+            return
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
             raise CheckpointError(
@@ -293,6 +328,23 @@ class Trainer:
         pp, _, fsdp, tp = self.mesh.get_coordinate() or ()
         return pp == 0 and tp == 0 and fsdp % self.dims.cp == 0
 
+    def _end_early(self) -> None:
+        """Saves, and says how to go on."""
+        stopped = f"stopped by {self.stop.name}"
+        if self.checkpoints.save_before_stop(self.step, self._state):
+            logger.info(f"{stopped} after step {self.step}, which is saved: the same command goes on from there")
+        elif self.checkpoints.last_save_failed:
+            raise CheckpointError(
+                f"{stopped} after step {self.step}, which could not be saved (see above); make room and run the same "
+                "command again: it goes on from the checkpoint before."
+            )
+        elif self.stop.has_trained:
+            logger.info(
+                f"{stopped} after step {self.step}; nothing is saved, since checkpoint.enable_checkpoint is off"
+            )
+        else:
+            logger.info(f"{stopped} before a step was done: the same command starts it again")
+
     def _train_step(self, microbatches: Sequence[Batch], reporter: MetricsReporter) -> None:
         training = self.config.training
         total = torch.zeros((), device=self.device.torch_device)
@@ -302,7 +354,9 @@ class Trainer:
         grad_norm = clip_grad_norm(self.model.parameters(), training.max_norm)
         lr = self.config.optimizer.lr * lr_factor(self.step, training.steps, self.config.lr_scheduler)
         set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
+        sample_ids = [sample for batch in microbatches for row in batch.sample_ids or [] for sample in row]
+        if not self.guard.skips(self.step, total, grad_norm, sample_ids):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         for converter in self.converters:
             converter.post_optimizer_hook([self.model])
@@ -310,7 +364,12 @@ class Trainer:
         if self.sample_ids is not None:
             self.sample_ids.write(self.step, {"ids": [ids for batch in microbatches for ids in batch.sample_ids or []]})
         reporter.step(
-            self.step, loss=lambda: self._over_ranks(total) / self.tokens_per_step, grad_norm=grad_norm, lr=lr
+            self.step,
+            loss=lambda: self._over_ranks(total) / self.tokens_per_step,
+            grad_norm=grad_norm,
+            lr=lr,
+            skipped_updates=self.guard.skipped,
+            failed_saves=self.checkpoints.failed_saves,
         )
 
     def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -331,6 +390,11 @@ class Trainer:
         loss = self.model(tokens, labels, **others)
         (loss * self.loss_scale).backward()
         return loss.detach()
+
+    def _record_skipped(self, step: int, values: Mapping[str, Any]) -> None:
+        if self.skipped_updates is None:
+            self.skipped_updates = JSONLWriter(self.dump_folder / "skipped_updates.jsonl", step - 1)
+        self.skipped_updates.write(step, values)
 
     def _checked_products(self, microbatches: int) -> contextlib.AbstractContextManager[None]:
         return checked_products(

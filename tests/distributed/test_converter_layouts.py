@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import TINY, into, losses, train
+from runs import TINY, assert_equal_bit_for_bit, into, losses, tensors_of, train, train_here
 
 CONVERTERS = {
     "float8": (
@@ -78,3 +78,23 @@ def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
     train(*BASE, into(tmp_path / "bf16"), "--training.steps=6", "--training.local_batch_size=4")
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
     assert list(losses(tmp_path).values()) == pytest.approx(list(losses(tmp_path / "bf16").values()), abs=5e-3)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("converter", CONVERTERS)
+def test_resumed_bit_for_bit(converter: str, processes: int, tmp_path: Path) -> None:
+    """Twice, with accumulation; scales are no part of a checkpoint, and yet the same."""
+    flags = (*BASE, *CONVERTERS[converter], "--training.local_batch_size=1", "--optimizer.lr=1e-2")
+    saved = (*flags, "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
+
+    def run(*more: str) -> None:
+        if processes == 1:
+            train_here(*saved, *more)
+        else:
+            train(*saved, *more, processes=processes)
+
+    run(into(tmp_path / "whole"), "--training.steps=6")
+    for steps in (2, 4, 6):
+        run(into(tmp_path / "parts"), f"--training.steps={steps}")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert_equal_bit_for_bit(tensors_of(tmp_path / "parts", 6), tensors_of(tmp_path / "whole", 6))

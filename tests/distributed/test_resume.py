@@ -1,11 +1,13 @@
 """A run that was stopped goes on as if nothing had been: on the same layout to the bit, on another to rounding."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 from runs import (
     SMALL,
+    TINY,
     assert_equal_bit_for_bit,
     checkpoint_steps,
     into,
@@ -15,6 +17,7 @@ from runs import (
     started,
     tensors_of,
     train,
+    train_here,
 )
 
 STEPS = 16
@@ -70,6 +73,36 @@ def test_checkpoints_written_in_the_background_resume_bit_for_bit(uninterrupted:
     train(*FLAGS, into(tmp_path), background, processes=2)
     assert losses(tmp_path) == losses(uninterrupted)
     assert_equal_bit_for_bit(tensors_of(tmp_path, STEPS), tensors_of(uninterrupted, STEPS))
+
+
+def test_epochs_end_in_a_resumed_run_as_in_a_whole_one(tmp_path: Path) -> None:
+    """So few documents that every row has read its own several times over, in a new order each time."""
+    (tmp_path / "data").mkdir()
+    for number in range(9):
+        text = " ".join(str(number * step * step) for step in range(20 + 3 * number))
+        (tmp_path / "data" / f"{number}.txt").write_text(text)
+    flags = (*TINY, *FLAGS[len(SMALL) :], f"--training.dataset_path={tmp_path}/data")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_here(*flags, into(whole))
+    for steps in (7, 13, STEPS):
+        train_here(*flags, into(parts), f"--training.steps={steps}")
+    assert losses(parts) == losses(whole)
+    assert sample_ids(parts, ranks=1) == sample_ids(whole, ranks=1)
+    assert_equal_bit_for_bit(tensors_of(parts, STEPS), tensors_of(whole, STEPS))
+    state = json.loads((whole / "checkpoint" / f"step-{STEPS}" / "train_state.json").read_text())
+    assert state["dataloader"]["epoch"] >= 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.full)])
+def test_a_run_changes_its_number_of_processes_and_loses_no_sample(
+    before: int, after: int, uninterrupted: Path, tmp_path: Path
+) -> None:
+    train(*FLAGS, into(tmp_path), "--training.steps=6", processes=before)
+    train(*FLAGS, into(tmp_path), "--training.steps=10", processes=after)
+    expected = {step: ids for step, ids in sample_ids(uninterrupted, ranks=2).items() if step <= 10}
+    seen = sample_ids(tmp_path, ranks=max(before, after))
+    assert {step: sorted(ids) for step, ids in seen.items()} == {step: sorted(ids) for step, ids in expected.items()}
+    assert list(losses(tmp_path).values()) == pytest.approx(list(losses(uninterrupted).values())[:10], abs=1e-4)
 
 
 TP, PP = "--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"

@@ -119,8 +119,8 @@ def test_windows_hold_whole_documents_between_bos_and_eos(tmp_path: Path) -> Non
         assert len(batch.sample_ids[0]) == batch.document_ids.max() + 1  # type: ignore[index]
 
 
-def test_ids_are_left_out_unless_asked_for(corpus: Path) -> None:
-    batch = loaders_of(training_on(corpus, record_sample_ids=False), ROWS, 1)[0].next()[0]
+def test_ids_are_left_out_unless_needed(corpus: Path) -> None:
+    batch = loaders_of(training_on(corpus, record_sample_ids=False, skip_nonfinite=False), ROWS, 1)[0].next()[0]
     assert batch.document_ids is None and batch.sample_ids is None
 
 

@@ -116,3 +116,21 @@ def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed, where it is
     with pytest.raises(ConfigError, match=r"metrics\.enable_wandb .* `pip install wandb`"):
         WandbWriter(tmp_path, 0, 1, {})
+
+
+def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, log: list[str]) -> None:
+    writer = JSONLWriter(tmp_path / "metrics.jsonl", 0)
+    writer.write(1, {"loss": 1.0})
+    whole = os.dup(writer.file.fileno())
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, writer.file.fileno())
+    for step in (2, 3, 4):
+        writer.write(step, {"loss": 1.0})
+    os.dup2(whole, writer.file.fileno())
+    writer.write(5, {"loss": 1.0})
+    writer.close()
+    os.close(full)
+    os.close(whole)
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 5]
+    assert len(log) == 2  # after the 1st and the 2nd; next after the 4th
+    assert all("No space left" in line and f"{lost} line(s) lost" in line for lost, line in enumerate(log, 1))

@@ -1,16 +1,18 @@
 """Where checkpoints lie: `step-N` folders that exist whole or not at all.
 
-A checkpoint is written as `step-N.tmp` and renamed when everything is on disk. What bears another name than `step-N`
-is never read.
+A checkpoint is written as `step-N.tmp` and renamed when everything is on disk; one that goes is renamed before it is
+removed. What bears another name than `step-N` is never read.
 """
 
 import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan.checkpoint.manifest import MANIFEST, FileRecord, is_whole, write_json, write_manifest
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
 
@@ -34,22 +36,43 @@ def temporary_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}.tmp"
 
 
-def publish(folder: Path, step: int, train_state: dict[str, Any]) -> None:
-    """Adds the JSON part to a checkpoint whose tensors are written, and gives it its name. Rank 0 alone does this."""
+def publish(
+    folder: Path, step: int, train_state: dict[str, Any], about: Mapping[str, Any], files: dict[str, FileRecord]
+) -> None:
+    """Adds the JSON parts to a checkpoint whose tensors are on disk, and gives it its name. Rank 0 alone does this.
+
+    Checkpoints of this step and later ones are of a course that was given up: they were damaged, or `load_step` went
+    back. They are renamed, so that the next start does not take them for the newest.
+
+    Args:
+        about: for the manifest.
+        files: what was written so far, by name.
+
+    Raises:
+        OSError: it could not be written, or is not on disk as it was written.
+    """
     temporary, final = temporary_folder(folder, step), step_folder(folder, step)
-    with open(temporary / TRAIN_STATE, "w", encoding="utf-8") as file:
-        json.dump(train_state, file)
-    for path in [*temporary.iterdir(), temporary]:
-        _sync(path)
-    if final.exists():  # an earlier run, started over from a step before this one
-        shutil.rmtree(final)
+    files = {**files, TRAIN_STATE: write_json(temporary / TRAIN_STATE, train_state)}
+    write_manifest(temporary, about, files)
+    _sync(temporary)
+    for later in saved_steps(folder):
+        if later >= step:
+            _set_aside(step_folder(folder, later))
     temporary.rename(final)
     _sync(folder)
 
 
-def _sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _set_aside(checkpoint: Path) -> None:
+    number = 1
+    while (aside := checkpoint.with_name(f"{checkpoint.name}.abandoned-{number}")).exists():
+        number += 1
+    checkpoint.rename(aside)
+    logger.info(f"{checkpoint} is of a course that was given up; it is {aside.name} now, and may be deleted")
+
+
+def _sync(folder: Path) -> None:
+    """Waits until a folder's list of names is on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -60,28 +83,60 @@ def read_train_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: it is missing or is not one; the message is the reason alone.
     """
     try:
-        state = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))
+        state = json.loads((checkpoint / TRAIN_STATE).read_bytes())
         if not (isinstance(state, dict) and {"identity", "weights_only", "step"} <= state.keys()):
             raise ValueError("parts are missing")
         return state
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is not a checkpoint of this program, or is damaged ({TRAIN_STATE}: {error}); "
-            "choose another with --checkpoint.load_step, or move the folder away."
-        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{TRAIN_STATE} is not that of a run ({error})") from None
 
 
 def remove_left_overs(folder: Path) -> None:
-    """Removes what saves that never finished have left."""
+    """Removes what saves and removals that never finished have left."""
     for path in folder.glob("step-*.tmp"):
-        logger.info(f"removing {path.name}, a save that was interrupted")
+        logger.info(f"removing {path.name}, which was interrupted")
         shutil.rmtree(path, ignore_errors=True)
 
 
-def keep_latest(folder: Path, keep: int) -> None:
-    """Removes all but the `keep` newest; 0 keeps all."""
-    for step in saved_steps(folder)[:-keep] if keep else []:
-        shutil.rmtree(step_folder(folder, step), ignore_errors=True)
+def keep_latest(folder: Path, keep: int, newest: int) -> None:
+    """Removes all but the `keep` newest whole checkpoints up to step `newest`; 0 keeps all.
+
+    One that lacks a file, or has a short one, does not count and is left.
+    """
+    if keep == 0:
+        return
+    try:
+        whole = [step for step in saved_steps(folder) if step <= newest and is_whole(step_folder(folder, step))]
+        for step in whole[:-keep]:
+            doomed = folder / f"step-{step}.removed.tmp"  # not even a kill leaves half a checkpoint with a good name
+            step_folder(folder, step).rename(doomed)
+            shutil.rmtree(doomed)
+    except OSError as error:
+        logger.warning(f"old checkpoints in {folder} could not be removed ({error.strerror})")
+
+
+def refuse_foreign(folder: Path, dump_folder: Path) -> None:
+    """Where no checkpoint is found: what suggests that there are some all the same.
+
+    Raises:
+        CheckpointError: the folder holds other things, or a folder beside it holds checkpoints.
+    """
+    entries = sorted(folder.iterdir()) if folder.is_dir() and folder.resolve() != dump_folder.resolve() else []
+    foreign = [
+        entry.name for entry in entries if not (entry.name.startswith((".", "lost+found")) or entry.suffix == ".tmp")
+    ]
+    remedy = "To begin a new run, choose another --job.dump_folder."
+    if foreign:
+        raise CheckpointError(
+            f"checkpoint.folder: {folder} holds {', '.join(foreign[:4])}{', ...' if len(foreign) > 4 else ''}, but no "
+            f"checkpoint under the name step-N, so there is nothing to go on from. {remedy}"
+        )
+    others = sorted({path.parents[1] for path in dump_folder.glob(f"*/step-*/{MANIFEST}")} - {folder})
+    if others:
+        raise CheckpointError(
+            f"checkpoint.folder: {folder} holds no checkpoint, but {others[0]} does. Use "
+            f"--checkpoint.folder={others[0].name} to go on from there. {remedy}"
+        )

@@ -1,7 +1,8 @@
 """When to save and what to load; the writing itself is torch.distributed.checkpoint's."""
 
+import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+import torchtitan
+from torchtitan.checkpoint.agree import everywhere, from_rank_0, of_all_ranks
+from torchtitan.checkpoint.choose import check_identity, check_start, check_tensors, choose_step
+from torchtitan.checkpoint.files import Reader, TensorsOnly, Writer, read_metadata
 from torchtitan.checkpoint.folder import (
     keep_latest,
     publish,
@@ -21,25 +27,13 @@ from torchtitan.checkpoint.folder import (
     step_folder,
     temporary_folder,
 )
+from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state import load_optimizer_tensors, model_tensors, optimizer_tensors
 from torchtitan.config.output import Checkpoint
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
 
 TrainState = dict[str, Any]
-
-
-class Writer(dcp.FileSystemWriter):
-    """torch's writer, with errors that tell the cause."""
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:  # torch.save hides the error of a full disk behind one of its own
-            cause = error.__context__
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__context__
-            raise (cause or error) from None
 
 
 class CheckpointManager:
@@ -51,6 +45,12 @@ class CheckpointManager:
         model, optimizer: whose tensors are saved, and loaded in place.
         identity: what makes this model itself (family, flavor, sizes), JSON-able. A checkpoint of another identity is
             refused.
+        about: for people: what else the manifest tells of the run (layout, configuration), JSON-able.
+
+    Attributes:
+        failed_saves: how many failed so far.
+        last_save_failed: whether the last one did.
+        step_on_disk: of the checkpoint that was loaded or saved last; None where there is none.
 
     Raises:
         CheckpointError: the folder cannot be made.
@@ -63,15 +63,20 @@ class CheckpointManager:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         identity: dict[str, Any],
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
+        self.dump_folder = dump_folder
         self.folder = dump_folder / config.folder
         self.model = model
         self.optimizer = optimizer
         self.identity = identity
+        self.about = dict(about or {})
         self.failed_saves = 0
         self.last_save_failed = False
+        self.step_on_disk: int | None = None
         self._group: dist.ProcessGroup | None = None
+        self._stager: DefaultStager | None = None
         self._pending: Future[None] | None = None
         if config.enable_checkpoint:
             if config.async_mode != "disabled":  # the background thread must not meet the main thread's collectives
@@ -91,33 +96,46 @@ class CheckpointManager:
     def load(self) -> TrainState | None:
         """Loads the checkpoint that the configuration asks for into model and optimizer.
 
+        With `load_step = -1` it is the newest that is intact; those that are not are named. A new run is begun only
+        where nothing speaks of an old one.
+
         Returns:
             The state that `save` was given, where the run goes on from it; None for a new run (perhaps with loaded
             weights). Parts in `exclude_from_loading` are missing from it.
 
         Raises:
-            CheckpointError: the step asked for is not there, or the checkpoint does not fit.
+            CheckpointError: the step asked for is not there, or the checkpoint does not fit, or none is intact.
         """
-        steps = saved_steps(self.folder) if self.config.enable_checkpoint else []
-        wanted = self.config.load_step
-        if wanted != -1 and wanted not in steps:
-            there = f"there are {', '.join(map(str, steps))}" if steps else "there is none at all"
-            raise CheckpointError(
-                f"checkpoint.load_step: no checkpoint of step {wanted} in {self.folder}; {there}. "
-                "Use -1 for the newest."
-            )
-        if steps:
-            path = step_folder(self.folder, steps[-1] if wanted == -1 else wanted)
-            self._check_identity(path)
-            return self._load(path, weights_only=False)
+        steps = from_rank_0(lambda: saved_steps(self.folder))
+        if not self.config.enable_checkpoint:
+            if steps and dist.get_rank() == 0:
+                logger.warning(
+                    f"{self.folder} holds checkpoints up to step {steps[-1]}, which are not looked at, since "
+                    "checkpoint.enable_checkpoint is off"
+                )
+        elif (step := choose_step(self.folder, steps, self.config.load_step, self.dump_folder)) is not None:
+            state = self._load(step_folder(self.folder, step), weights_only=False)
+            self.step_on_disk = state.get("step")  # None where it is left out: steps are counted anew
+            return state
         if self.config.initial_load_path:
-            weights_only = self.config.initial_load_model_weights_only
-            state = self._load(Path(self.config.initial_load_path), weights_only)
+            path, weights_only = Path(self.config.initial_load_path), self.config.initial_load_model_weights_only
+            check_start(path)
+            state = self._load(path, weights_only)
             return None if weights_only else state
         return None
 
     def _load(self, path: Path, weights_only: bool) -> TrainState:
-        state = read_train_state(path)
+        """Loads an intact checkpoint, if it is of this model."""
+
+        def read() -> tuple[TrainState, Any]:
+            try:
+                return read_train_state(path), read_metadata(path, read_manifest(path))
+            except CheckpointError as error:
+                raise CheckpointError(f"{path} cannot be loaded: {error}.") from None
+
+        state, metadata = everywhere(read)
+        if not weights_only:
+            check_identity(path, state["identity"], self.identity)
         if state["weights_only"] and not weights_only:
             raise CheckpointError(
                 f"{path} holds the weights alone (checkpoint.last_save_model_weights_only), so the run cannot go on "
@@ -129,9 +147,10 @@ class CheckpointManager:
         without_optimizer = weights_only or "optimizer" in excluded or state["step"] == 0
         optimizer = {} if without_optimizer else optimizer_tensors(self.model, self.optimizer)
         tensors = {**model, **optimizer}
+        check_tensors(path, metadata, model, optimizer)
         try:
-            if tensors:
-                dcp.load(tensors, checkpoint_id=path)
+            if any(of_all_ranks(bool(tensors))):
+                dcp.load(tensors, storage_reader=Reader(path, metadata), planner=TensorsOnly())
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{path} could not be loaded: {_first_line(error)}. Choose another with --checkpoint.load_step, "
@@ -145,18 +164,8 @@ class CheckpointManager:
             key: value
             for key, value in state.items()
             if not (key == "dataloader" and "dataloader" in excluded)
-            and not (key in ("step", "tokens_seen") and "train_state" in excluded)
+            and not (key in ("step", "tokens_seen", "guard") and "train_state" in excluded)
         }
-
-    def _check_identity(self, path: Path) -> None:
-        theirs = read_train_state(path)["identity"]
-        different = [key for key in self.identity if theirs.get(key) != self.identity[key]]
-        if different:
-            key = different[0]
-            raise CheckpointError(
-                f"{path} is a checkpoint of another model: its {key} is {theirs.get(key)}, this run's is "
-                f"{self.identity[key]}. Use another --job.dump_folder, or the other model."
-            )
 
     # Saving
 
@@ -180,17 +189,27 @@ class CheckpointManager:
         train_state = {"weights_only": weights_only, "identity": self.identity, **state()}
         # To ask a new optimizer for its state makes it count a step.
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)
-        temporary = temporary_folder(self.folder, step)
-        asynchronous = self.config.async_mode != "disabled" and not last
+        about = {"step": step, "versions": _versions(), **self.about}
+        writer = Writer(
+            temporary_folder(self.folder, step), lambda files: publish(self.folder, step, train_state, about, files)
+        )
         error: BaseException | None = None
         try:
-            if asynchronous:
-                self._pending = self._start(tensors, temporary, step, train_state)
+            if self.config.async_mode != "disabled" and not last:
+                self._pending = self._start(tensors, writer, step)
                 return
-            dcp.save(tensors, storage_writer=Writer(temporary))
+            dcp.save(tensors, storage_writer=writer)
         except (CheckpointException, OSError, RuntimeError) as failure:
             error = failure
-        self._finish(step, train_state, error)
+        self._finish(step, error)
+
+    def save_before_stop(self, step: int, state: Callable[[], TrainState]) -> bool:
+        """Saves after `step` and waits for it, unless that is done. Returns whether the step is on disk."""
+        self.wait()
+        if self.config.enable_checkpoint and step > 0 and step != self.step_on_disk:
+            self.save(step, state)
+            self.wait()
+        return step == self.step_on_disk
 
     def wait(self) -> None:
         """Waits for a save in the background to be on disk."""
@@ -206,49 +225,48 @@ class CheckpointManager:
         dtype = getattr(torch, self.config.export_dtype)
         return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
-    def _start(
-        self, tensors: dict[str, torch.Tensor], temporary: Path, step: int, train_state: TrainState
-    ) -> "Future[None]":
+    def _start(self, tensors: dict[str, torch.Tensor], writer: Writer, step: int) -> "Future[None]":
         """Copies the tensors and starts to write them. The future is done when the checkpoint is published."""
-        stager = None
-        if self.config.async_mode == "async_with_pinned_mem":
-            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-            stager = DefaultStager(StagingOptions(True, False, False, False))  # pinned host memory, copied at once
-        started = dcp.async_save(
-            tensors, storage_writer=Writer(temporary), process_group=self._group, async_stager=stager
-        )
+        if self._stager is None:  # it keeps the memory it copies to for the next save
+            pinned = self.config.async_mode == "async_with_pinned_mem"
+            self._stager = DefaultStager(StagingOptions(pinned, False, False, False))
+        started = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=self._stager)
         written = started if isinstance(started, Future) else started.upload_completion
-        published: Future[None] = Future()
+        finished: Future[None] = Future()
 
         def finish(_: object) -> None:
-            self._finish(step, train_state, written.exception())
-            published.set_result(None)
+            try:
+                self._finish(step, written.exception())
+                finished.set_result(None)
+            except BaseException as error:  # else `wait` would wait for ever
+                finished.set_exception(error)
 
         written.add_done_callback(finish)
-        return published
+        return finished
 
-    def _finish(self, step: int, train_state: TrainState, error: BaseException | None) -> None:
-        """After the tensors are written, or not: on rank 0 the checkpoint is published."""
-        try:
-            if error is None and dist.get_rank() == 0:
-                publish(self.folder, step, train_state)
-                keep_latest(self.folder, self.config.keep_latest_k)
-                logger.info(f"saved {step_folder(self.folder, step)}")
-        except OSError as failure:
-            error = failure
+    def _finish(self, step: int, error: BaseException | None) -> None:
+        """After the checkpoint is published, or has failed: the same on every rank."""
         if error is not None:
             self._failed(step, error)
+            return
+        self.step_on_disk = step
+        if dist.get_rank() == 0:
+            logger.info(f"saved {step_folder(self.folder, step)}")
+            keep_latest(self.folder, self.config.keep_latest_k, newest=step)
 
     def _failed(self, step: int, error: BaseException) -> None:
         self.failed_saves += 1
         self.last_save_failed = True
         if dist.get_rank() == 0:
             shutil.rmtree(temporary_folder(self.folder, step), ignore_errors=True)
-        logger.error(
-            f"the checkpoint of step {step} could not be saved ({_first_line(error)}); {self.failed_saves} failed so "
-            "far. Training goes on, and the checkpoints before it are as they were."
-        )
+            logger.error(
+                f"the checkpoint of step {step} could not be saved ({_first_line(error)}); {self.failed_saves} failed "
+                "so far. Training goes on, and the checkpoints before it are as they were."
+            )
+
+
+def _versions() -> dict[str, str]:
+    return {"torchtitan": torchtitan.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from torchtitan.config.fields import (
     PositiveFloat,
     PositiveInt,
     Share,
+    TimesMore,
 )
 
 
@@ -85,6 +86,16 @@ class Training:
     ] = -1
     seq_len: Annotated[PositiveInt, Doc("Tokens in a sequence.")] = 2048
     max_norm: Annotated[PositiveFloat, Doc("Gradients are scaled down to this total norm.")] = 1.0
+    skip_nonfinite: Annotated[
+        bool, Doc("Leave an update out, on all ranks, where the loss or the gradient norm is not finite.")
+    ] = True
+    skip_grad_norm_outliers: Annotated[
+        TimesMore | None,
+        Doc("Also leave it out where the gradient norm is above so many times the median of the last 100; none: off."),
+    ] = None
+    max_skips_in_a_row: Annotated[
+        PositiveInt, Doc("Stop the run, with the ids of the samples, after so many updates left out in a row.")
+    ] = 10
     steps: Annotated[PositiveInt, Doc("Optimizer steps.")] = 10000
     enable_cpu_offload: Annotated[bool, Doc("Keep parameters and optimizer state in host memory.")] = False
     mixed_precision_param: Annotated[

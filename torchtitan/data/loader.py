@@ -27,7 +27,7 @@ class Batch:
         tokens: (rows, seq_len), int64.
         labels: (rows, seq_len), int64: of each token, the one that follows.
         document_ids: (rows, seq_len), int64, a number for each document of a sequence; None unless asked for.
-        sample_ids: for each row the ids of its documents; None unless asked for.
+        sample_ids: for each row the ids of its documents; None where nothing needs them.
     """
 
     tokens: torch.Tensor
@@ -54,7 +54,8 @@ def shape_of(training: Training, rows: int, local_batch_size: int, dp_rank: int,
         )
     share = rows // dp_size
     own_rows = range(dp_rank * share, (dp_rank + 1) * share)
-    return Shape(own_rows, local_batch_size, training.document_mask, training.record_sample_ids)
+    named = training.record_sample_ids or training.skip_nonfinite or training.skip_grad_norm_outliers is not None
+    return Shape(own_rows, local_batch_size, training.document_mask, sample_ids=named)
 
 
 def batch_of(windows: Sequence[Window], shape: Shape) -> Batch:

@@ -1,9 +1,11 @@
 """Where numbers go: each writer takes the values of one step and has `close()`."""
 
+import errno
 import json
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +28,8 @@ class JSONLWriter:
     Lines of steps after `start_step` are what a killed run wrote past its last checkpoint; they are dropped, since
     those steps run again, and so is a line that the kill cut short. A run from step 0 starts a new file, and moves an
     old one to `metrics.1.jsonl`, `metrics.2.jsonl`, ...
+
+    A line that cannot be written (a full disk) is left out and counted: no run ends for want of it.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -33,11 +37,25 @@ class JSONLWriter:
             keep_old(path)
         else:
             drop_after(path, start_step)
-        self.file = path.open("a", encoding="utf-8")
+        self.path = path
+        self.lost_lines = 0
+        self.file = path.open("ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
-        self.file.flush()
+        line = json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
+        size = os.fstat(self.file.fileno()).st_size
+        try:
+            if self.file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.lost_lines += 1
+            with suppress(OSError):
+                os.ftruncate(self.file.fileno(), size)  # no half of a line
+            if self.lost_lines & (self.lost_lines - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+                logger.error(
+                    f"{self.path} cannot be written ({error.strerror}); {self.lost_lines} line(s) lost so far. "
+                    "Training goes on."
+                )
 
     def close(self) -> None:
         self.file.close()
@@ -81,21 +99,32 @@ def step_of(line: bytes) -> int:
 
 
 class TensorBoardWriter:
-    """Event files, one tag for each key. TensorBoard hides what an earlier run wrote after `start_step`."""
+    """Event files, one tag for each key. TensorBoard hides what an earlier run wrote after `start_step`.
+
+    Its own writer is of no use any more after a full disk; then it gets no more numbers, and the run goes on.
+    """
 
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
         self.summary = SummaryWriter(str(folder), purge_step=start_step + 1)
+        self.broken = False
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        for name, value in values.items():
-            if value is not None:
-                self.summary.add_scalar(name, value, step)
-        self.summary.flush()
+        if self.broken:
+            return
+        try:
+            for name, value in values.items():
+                if value is not None:
+                    self.summary.add_scalar(name, value, step)
+            self.summary.flush()
+        except OSError as error:
+            self.broken = True
+            logger.error(f"TensorBoard's files cannot be written ({error.strerror}) and end here. Training goes on.")
 
     def close(self) -> None:
-        self.summary.close()
+        with suppress(OSError):  # said already
+            self.summary.close()
 
 
 class WandbWriter:

@@ -1,0 +1,168 @@
+"""Checkpoints that are damaged, missing, or of something else: the newest intact one is taken, or the run stops."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import CHECKPOINTS, TINY, checkpoint_steps, failure, into, losses, started, train_here
+
+from torchtitan.checkpoint.manifest import damage
+from torchtitan.errors import CheckpointError
+
+FLAGS = (*TINY, *CHECKPOINTS)
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with checkpoints of steps 2, 4 and 6. Not to be written to."""
+    folder = tmp_path_factory.mktemp("six_steps")
+    train_here(*FLAGS, into(folder), "--training.steps=6")
+    return folder
+
+
+@pytest.fixture
+def run(six_steps: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(six_steps, tmp_path / "run")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_a_manifest_tells_what_a_checkpoint_is(six_steps: Path) -> None:
+    checkpoint = six_steps / "checkpoint" / "step-4"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert manifest["step"] == 4
+    assert manifest["layout"]["processes"] == 1
+    assert manifest["configuration"]["model"]["flavor"] == "narrow"
+    assert set(manifest["versions"]) == {"torchtitan", "torch", "python"}
+    assert set(manifest["files"]) == {path.name for path in checkpoint.iterdir()} - {"manifest.json"}
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "named"),
+    [
+        ("__0_0.distcp", flip, "SHA-256 differs"),
+        ("__0_0.distcp", cut_short, "bytes instead of"),
+        (".metadata", Path.unlink, "is missing"),
+        ("manifest.json", flip, "is damaged"),
+    ],
+)
+def test_the_newest_intact_one_is_taken(
+    name: str,
+    harm: Callable[[Path], None],
+    named: str,
+    run: Path,
+    six_steps: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    harm(run / "checkpoint" / "step-6" / name)
+    train_here(*FLAGS, into(run), "--training.steps=6")
+    output = capsys.readouterr().out
+    [line] = [line for line in output.splitlines() if "is damaged: " in line]
+    assert "ERROR" in line and "step-6" in line and name in line and named in line
+    assert "going on from step 4" in output
+    assert losses(run) == losses(six_steps)
+    assert damage(run / "checkpoint" / "step-6") == []
+
+
+def test_two_ranks_share_the_reading_and_agree(six_steps: Path, tmp_path: Path) -> None:
+    with started(*FLAGS, into(tmp_path), "--training.steps=4", processes=2) as run:
+        assert run.finish()[0] == 0
+    flip(tmp_path / "checkpoint" / "step-4" / "__1_0.distcp")
+    with started(*FLAGS, into(tmp_path), "--training.steps=4", processes=2) as run:
+        status, output = run.finish()
+    assert status == 0
+    assert output.count("__1_0.distcp has other content than was written") == 1
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_the_last_intact_one_is_kept(run: Path) -> None:
+    for step in (4, 6):
+        flip(run / "checkpoint" / f"step-{step}" / "__0_0.distcp")
+    train_here(*FLAGS, into(run), "--training.steps=3", "--checkpoint.keep_latest_k=2")
+    assert checkpoint_steps(run)[:2] == [2, 3]
+    assert damage(run / "checkpoint" / "step-2") == damage(run / "checkpoint" / "step-3") == []
+    # What was damaged is not taken for the newest again.
+    train_here(*FLAGS, into(run), "--training.steps=4")
+    assert list(losses(run)) == [1, 2, 3, 4]
+
+
+def test_a_damaged_step_that_was_asked_for_is_an_error(run: Path) -> None:
+    flip(run / "checkpoint" / "step-4" / "__0_0.distcp")
+    status, output = failure(*FLAGS, into(run), "--checkpoint.load_step=4", processes=None)
+    assert status == 2
+    assert "step-4 is damaged: __0_0.distcp" in output
+    assert "Traceback" not in output
+
+
+def test_a_folder_of_damaged_ones_is_an_error(run: Path) -> None:
+    for step, harm in ((2, Path.unlink), (4, flip), (6, cut_short)):
+        harm(run / "checkpoint" / f"step-{step}" / "train_state.json")
+    status, output = failure(*FLAGS, into(run), processes=2)
+    assert status == 2
+    assert "holds 3 checkpoint(s), and none is intact" in output
+    assert output.count("Error:") == 1
+    assert "Traceback" not in output
+    assert list(losses(run)) == [1, 2, 3, 4, 5, 6]  # nothing was touched
+    assert checkpoint_steps(run) == [2, 4, 6]
+
+
+def test_after_load_step_the_new_course_is_gone_on_with(run: Path) -> None:
+    train_here(*FLAGS, into(run), "--training.steps=3", "--checkpoint.load_step=2")
+    train_here(*FLAGS, into(run), "--training.steps=4")
+    assert list(losses(run)) == [1, 2, 3, 4]
+    assert damage(run / "checkpoint" / "step-6.abandoned-1") == []
+
+
+@pytest.mark.parametrize("name", ["global_step6", "step_6", "step-6.bak", "checkpoint/step-6"])
+def test_other_names_are_not_passed_over(name: str, run: Path) -> None:
+    newest = run / "checkpoint" / "step-6"
+    kept = newest.rename(run / "kept")
+    shutil.rmtree(run / "checkpoint")
+    (run / "checkpoint" / name).parent.mkdir(parents=True)
+    kept.rename(run / "checkpoint" / name)
+    with pytest.raises(CheckpointError, match=rf"checkpoint\.folder.* holds {name.split('/')[0]}.*step-N"):
+        train_here(*FLAGS, into(run))
+
+
+def test_a_wrong_folder_is_not_a_new_run(run: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--checkpoint\.folder=checkpoint to go on"):
+        train_here(*FLAGS, into(run), "--checkpoint.folder=chekpoint")
+
+
+def test_saving_switched_off_says_that_checkpoints_are_passed_over(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_here(*TINY, into(run), "--training.steps=1")
+    assert "up to step 6, which are not looked at" in capsys.readouterr().out
+
+
+def test_weights_of_another_shape_are_named(run: Path, tmp_path: Path) -> None:
+    start = f"--checkpoint.initial_load_path={run}/checkpoint/step-6"
+    status, output = failure(*TINY, into(tmp_path / "new"), start, "--model.flavor=wide", processes=None)
+    assert status == 2
+    assert "tok_embeddings.weight is (4096, 64) in it and (4096, 128) here" in output
+    assert "Traceback" not in output
+
+
+def test_weights_of_a_deeper_model_are_not_loaded_in_part(run: Path, tmp_path: Path) -> None:
+    start = f"--checkpoint.initial_load_path={run}/checkpoint/step-6"
+    with pytest.raises(CheckpointError, match=r"it has layers\.1\..*which this one has not"):
+        train_here(*TINY, into(tmp_path / "new"), start, "--model.flavor=shallow")
+
+
+def test_a_damaged_start_is_an_error(run: Path, tmp_path: Path) -> None:
+    flip(run / "checkpoint" / "step-6" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"initial_load_path.*__0_0\.distcp"):
+        train_here(*TINY, into(tmp_path / "new"), f"--checkpoint.initial_load_path={run}/checkpoint/step-6")
+    with pytest.raises(CheckpointError, match=r"It holds checkpoints: use .*step-6"):
+        train_here(*TINY, into(tmp_path / "new"), f"--checkpoint.initial_load_path={run}/checkpoint")

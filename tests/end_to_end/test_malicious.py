@@ -1,0 +1,130 @@
+"""A checkpoint or tokenizer made to run code when it is loaded is refused, and runs none."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import CHECKPOINTS, TINY, into, train_here
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from torchtitan.checkpoint.manifest import MANIFEST, FileRecord, _sha256, damage, write_manifest
+from torchtitan.errors import CheckpointError, DataError
+
+FLAGS = (*TINY, *CHECKPOINTS, "--training.steps=3")
+WEIGHT = "tok_embeddings.weight"
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two_steps")
+    train_here(*FLAGS, into(folder), "--training.steps=2")
+    return folder
+
+
+@pytest.fixture
+def checkpoint(two_steps: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(two_steps, tmp_path / "run") / "checkpoint" / "step-2"
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def seal(checkpoint: Path) -> None:
+    """A manifest that fits: whoever makes a checkpoint can make that too."""
+    files = {path.name: FileRecord(path.stat().st_size, _sha256(path)) for path in checkpoint.iterdir()}
+    files.pop(MANIFEST)
+    write_manifest(checkpoint, {"step": 2}, files)
+
+
+def metadata_that_runs_code(checkpoint: Path, mark: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
+
+
+def metadata_with_code_inside(checkpoint: Path, mark: Path) -> None:
+    change(checkpoint, lambda metadata: setattr(metadata, "planner_data", Evil(mark)))
+
+
+def tensor_that_is_a_pickle(checkpoint: Path, mark: Path) -> None:
+    torch.save(Evil(mark), checkpoint / "__0_0.distcp")
+    size = (checkpoint / "__0_0.distcp").stat().st_size
+
+    def everything_from_there(metadata: Metadata) -> None:
+        for place in metadata.storage_data.values():
+            place.offset, place.length = 0, size
+
+    change(checkpoint, everything_from_there)
+
+
+def entry_that_is_no_tensor(checkpoint: Path, mark: Path) -> None:
+    tensor_that_is_a_pickle(checkpoint, mark)
+    change(checkpoint, lambda metadata: metadata.state_dict_metadata.update({WEIGHT: BytesStorageMetadata()}))
+
+
+def change(checkpoint: Path, edit: Callable[[Metadata], object]) -> None:
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    edit(metadata)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("way", ["resume", "initial_load_path"])
+@pytest.mark.parametrize(
+    "attack", [metadata_that_runs_code, metadata_with_code_inside, tensor_that_is_a_pickle, entry_that_is_no_tensor]
+)
+def test_no_code_is_run(attack: Callable[[Path, Path], None], way: str, checkpoint: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "it_ran"
+    attack(checkpoint, mark)
+    seal(checkpoint)
+    assert damage(checkpoint) == []
+    run = checkpoint.parents[1]
+    flags = [into(run)] if way == "resume" else [into(tmp_path), f"--checkpoint.initial_load_path={checkpoint}"]
+    with pytest.raises(CheckpointError, match=r"step-2 (cannot|could not) be loaded"):
+        train_here(*FLAGS, *flags)
+    assert not mark.exists()
+
+
+def test_the_attack_is_one(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Evil(tmp_path / "it_ran")))
+    assert (tmp_path / "it_ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../../../secret", "/etc/hostname"])
+def test_tensors_are_not_read_from_elsewhere(name: str, checkpoint: Path) -> None:
+    shutil.copy(checkpoint / "__0_0.distcp", checkpoint.parents[2] / "secret")
+
+    def lead_out(metadata: Metadata) -> None:
+        for place in metadata.storage_data.values():
+            place.relative_path = name
+
+    change(checkpoint, lead_out)
+    seal(checkpoint)
+    with pytest.raises(CheckpointError, match=r"points to .*which is not a file of the checkpoint"):
+        train_here(*FLAGS, into(checkpoint.parents[1]))
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    files = {file: FileRecord(**record) for file, record in manifest["files"].items()}
+    write_manifest(checkpoint, {}, {**files, name: FileRecord(Path(checkpoint / name).stat().st_size, "")})
+    with pytest.raises(CheckpointError, match=r"manifest\.json names .*not a file in the checkpoint"):
+        train_here(*FLAGS, into(checkpoint.parents[1]))
+
+
+@pytest.mark.parametrize("save", [pickle.dump, torch.save], ids=["pickle", "torch.save"])
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+def test_a_tokenizer_runs_no_code(save: Callable[[Any, Any], None], name: str, tmp_path: Path) -> None:
+    mark = tmp_path / "it_ran"
+    with open(tmp_path / name, "wb") as file:
+        save(Evil(mark), file)
+    with pytest.raises(DataError, match=r"model\.tokenizer_path"):
+        train_here(*TINY, into(tmp_path / "run"), f"--model.tokenizer_path={tmp_path / name}")
+    assert not mark.exists()

@@ -1,0 +1,125 @@
+"""Updates that would do harm are left out by all ranks, counted and named."""
+
+from pathlib import Path
+
+import pytest
+from runs import TINY, assert_equal_bit_for_bit, failure, into, lines_of, losses, reports, tensors_of, train, train_here
+
+from torchtitan.errors import TrainingError
+
+# A converter that spoils what the ranks named by RANKS compute in the steps named by STEPS.
+POISON = """
+import os, tiny, torch
+from torchtitan.converters import CONVERTERS, ConverterEntry
+
+class Poison:
+    def convert(self, model):
+        self.step = int(os.environ.get("FIRST_STEP", 1))
+        forward = model.norm.forward
+        def spoiled(x):
+            x = forward(x)
+            if not torch.is_grad_enabled() or self.step not in eval(os.environ["STEPS"]):
+                return x
+            if os.environ.get("RANK", "0") not in os.environ["RANKS"]:
+                return x
+            if os.environ["HOW"] == "loss":
+                return x * float("nan")
+            x.register_hook(lambda grad: grad * float(os.environ["HOW"]))
+            return x
+        model.norm.forward = spoiled
+    def post_optimizer_hook(self, models):
+        self.step += 1
+
+CONVERTERS.register("poison", ConverterEntry("", lambda section, target: Poison()))
+"""
+FLAGS = (
+    *TINY,
+    "--experimental.custom_import=poison",
+    "--model.converters=poison",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=1",
+    "--training.record_sample_ids",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "poison.py").write_text(POISON)
+    return tmp_path
+
+
+@pytest.mark.parametrize("how", ["loss", "inf"])
+def test_what_one_rank_finds_all_skip(how: str, folder: Path) -> None:
+    run = folder / "run"
+    options = {"STEPS": "[3]", "RANKS": "1", "HOW": how, "processes": 2, "folder": folder}
+    output = train(*FLAGS, into(run), "--training.steps=5", "--training.local_batch_size=1", **options)
+    assert output.count("step 3: update skipped") == 1
+    assert ("the loss is not finite" if how == "loss" else "the gradient norm is not finite") in output
+    # Nothing moved, not even the optimizer's moments and its count of steps.
+    assert_equal_bit_for_bit(tensors_of(run, 2), tensors_of(run, 3))
+    lines = reports(run)
+    assert [line["skipped_updates"] for line in lines] == [0, 0, 1, 1, 1]
+    assert lines[2]["grad_norm"] is None
+    assert all(line["loss"] < 10 for line in lines[3:])
+    [skipped] = lines_of(run / "skipped_updates.jsonl")
+    read = [lines_of(run / "sample_ids" / f"rank_{rank}.jsonl")[2] for rank in (0, 1)]
+    assert skipped["step"] == 3
+    assert set(skipped["ids"]) == {sample for line in read for row in line["ids"] for sample in row}
+
+
+def test_too_many_in_a_row_stop_the_run_and_name_the_samples(folder: Path) -> None:
+    run = folder / "run"
+    options = {"STEPS": "range(3, 99)", "RANKS": "1", "HOW": "nan", "processes": 2, "folder": folder}
+    flags = (*FLAGS, "--training.max_skips_in_a_row=2", "--training.local_batch_size=1")
+    status, output = failure(*flags, into(run), "--training.steps=9", **options)
+    assert status == 2
+    assert "Traceback" not in output
+    [error] = [line for line in output.splitlines() if "Error:" in line]
+    assert "steps 3 to 4 were all skipped" in error
+    assert "training.max_skips_in_a_row" in error
+    lines = lines_of(run / "skipped_updates.jsonl")
+    assert [line["step"] for line in lines] == [3, 4]
+    assert all(sample in error for sample in lines[1]["ids"][:8])
+
+
+@pytest.fixture
+def poisoned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """For runs in this process."""
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(__import__("sys").modules, "poison", raising=False)
+    from torchtitan.converters import CONVERTERS
+
+    monkeypatch.setattr(CONVERTERS, "_entries", dict(CONVERTERS._entries))
+    monkeypatch.setenv("RANKS", "0")
+    return folder
+
+
+def test_switched_off_it_goes_on(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "[2]")
+    monkeypatch.setenv("HOW", "nan")
+    train_here(*FLAGS, into(poisoned), "--training.steps=3", "--training.no_skip_nonfinite")
+    assert reports(poisoned)[2]["loss"] is None
+
+
+def test_outliers_are_skipped_and_a_resumed_run_skips_the_same(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "[5, 24, 27]")
+    monkeypatch.setenv("HOW", "1000")
+    flags = (*FLAGS, "--training.skip_grad_norm_outliers=20", "--checkpoint.interval=26")
+    train_here(*flags, into(poisoned / "whole"), "--training.steps=28")
+    # In step 5 there is not yet anything to measure it by.
+    assert [line["step"] for line in lines_of(poisoned / "whole" / "skipped_updates.jsonl")] == [24, 27]
+    train_here(*flags, into(poisoned / "parts"), "--training.steps=26")
+    monkeypatch.setenv("FIRST_STEP", "27")
+    train_here(*flags, into(poisoned / "parts"), "--training.steps=28")
+    assert losses(poisoned / "parts") == losses(poisoned / "whole")
+    assert [line["skipped_updates"] for line in reports(poisoned / "parts")[-3:]] == [1, 2, 2]
+    assert_equal_bit_for_bit(tensors_of(poisoned / "parts", 28), tensors_of(poisoned / "whole", 28))
+
+
+def test_one_good_step_begins_the_count_anew(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOW", "nan")
+    monkeypatch.setenv("STEPS", "[1, 2, 4, 5]")
+    train_here(*FLAGS, into(poisoned / "run"), "--training.steps=6", "--training.max_skips_in_a_row=3")
+    monkeypatch.setenv("STEPS", "[1, 2, 3]")
+    with pytest.raises(TrainingError, match="steps 1 to 3"):
+        train_here(*FLAGS, into(poisoned / "other"), "--training.steps=6", "--training.max_skips_in_a_row=3")

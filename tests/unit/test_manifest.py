@@ -1,0 +1,111 @@
+"""Whatever happens to a file of a checkpoint is noticed, and the file named."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchtitan.checkpoint.folder import keep_latest, publish, saved_steps, temporary_folder
+from torchtitan.checkpoint.manifest import HashingFile, damage, is_whole
+
+FILES = ("__0_0.distcp", ".metadata", "train_state.json", "manifest.json")
+
+
+def save(folder: Path, step: int, content: bytes = b"tensors" * 1000) -> Path:
+    temporary = temporary_folder(folder, step)
+    temporary.mkdir(parents=True)
+    files = {}
+    for name in FILES[:2]:
+        with HashingFile(temporary / name) as file:
+            file.write(content)
+        files[name] = file.record()
+    publish(folder, step, {"step": step}, {"step": step, "configuration": {"lr": 0.1, "names": ("a", "b")}}, files)
+    return folder / f"step-{step}"
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: random.randrange(path.stat().st_size)])
+
+
+DAMAGES = [Path.unlink, cut_short, flip_a_bit]
+
+
+def test_what_was_written_is_intact(tmp_path: Path) -> None:
+    assert damage(save(tmp_path, 1)) == []
+    assert damage(save(tmp_path, 2, b"x" * (9 << 20))) == []  # large pieces are hashed in a thread
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", DAMAGES)
+def test_damage_is_noticed_and_named(harm: Callable[[Path], None], name: str, tmp_path: Path) -> None:
+    for seed in range(20):
+        random.seed(seed)
+        checkpoint = save(tmp_path / str(seed), 1)
+        before = (checkpoint / name).read_bytes()
+        harm(checkpoint / name)
+        found = damage(checkpoint)
+        assert len(found) == 1, (seed, before)
+        assert found[0].startswith(name)
+
+
+def test_shares_are_all_files_once(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    for name in FILES[:3]:
+        flip_a_bit(checkpoint / name)
+    for parts in range(1, 6):
+        shares = [damage(checkpoint, part, parts) for part in range(parts)]
+        assert sorted(fault.split()[0] for share in shares for fault in share) == sorted(FILES[:3])
+    assert max(len(damage(checkpoint, part, 3)) for part in range(3)) == 1
+
+
+def test_a_link_is_not_a_file_of_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    (checkpoint / "__0_0.distcp").rename(tmp_path / "elsewhere")
+    (checkpoint / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
+    assert damage(checkpoint) == ["__0_0.distcp is a link or a folder, not a file"]
+
+
+def test_a_file_that_did_not_reach_the_disk_fails_the_save(tmp_path: Path) -> None:
+    temporary = temporary_folder(tmp_path, 1)
+    temporary.mkdir()
+    with HashingFile(temporary / "tensors") as file:
+        file.write(b"tensors")
+    cut_short(temporary / "tensors")
+    with pytest.raises(OSError, match=r"tensors has \d bytes on disk of 7"):
+        publish(tmp_path, 1, {}, {}, {"tensors": file.record()})
+    assert saved_steps(tmp_path) == []
+
+
+def test_what_is_not_whole_counts_for_nothing_among_the_latest(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    for step in (3, 4):
+        cut_short(tmp_path / f"step-{step}" / "__0_0.distcp")
+    keep_latest(tmp_path, 2, newest=4)
+    assert saved_steps(tmp_path) == [1, 2, 3, 4]
+    save(tmp_path, 5)
+    keep_latest(tmp_path, 2, newest=5)
+    assert [step for step in saved_steps(tmp_path) if is_whole(tmp_path / f"step-{step}")] == [2, 5]
+
+
+def test_a_save_sets_a_course_that_was_given_up_aside(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    save(tmp_path, 2, b"other")
+    keep_latest(tmp_path, 2, newest=2)
+    assert saved_steps(tmp_path) == [1, 2]
+    assert (tmp_path / "step-2" / "__0_0.distcp").read_bytes() == b"other"
+    assert damage(tmp_path / "step-3.abandoned-1") == []
+    save(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.glob("*.abandoned*")) == [
+        "step-2.abandoned-1",
+        "step-2.abandoned-2",
+        "step-3.abandoned-1",
+    ]

@@ -1,0 +1,41 @@
+"""What ranks tell each other, so that all of them decide the same."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torchtitan.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def of_all_ranks(mine: T) -> list[T]:
+    """What each rank has, on every rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def from_rank_0(read: Callable[[], T]) -> T:
+    """What rank 0 reads, on every rank: a folder may look different from another machine."""
+    found = [read() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]  # type: ignore[return-value]
+
+
+def everywhere(read: Callable[[], T]) -> T:
+    """What `read` gives on this rank.
+
+    Raises:
+        CheckpointError: on every rank, where it is raised on any.
+    """
+    result, error = None, None
+    try:
+        result = read()
+    except CheckpointError as failure:
+        error = str(failure)
+    for failed in of_all_ranks(error):
+        if failed is not None:
+            raise CheckpointError(failed)
+    return result  # type: ignore[return-value]

@@ -1,0 +1,130 @@
+"""Which checkpoint a run goes on from, and whether it fits. Every rank calls these and gets the same answer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torchtitan.checkpoint.agree import everywhere, of_all_ranks
+from torchtitan.checkpoint.files import differences
+from torchtitan.checkpoint.folder import refuse_foreign, saved_steps, step_folder
+from torchtitan.checkpoint.manifest import damage
+from torchtitan.checkpoint.state import OPTIMIZER
+from torchtitan.errors import CheckpointError
+from torchtitan.logging import logger
+
+NAMED = 3  # damaged files or differences that a message names
+
+
+def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) -> int | None:
+    """The step to go on from: `wanted`, or with -1 the newest that is intact. None for a new run.
+
+    Args:
+        folder: of the checkpoints.
+        steps: that are there, in rising order.
+        dump_folder: of the run.
+
+    Raises:
+        CheckpointError: the wanted one is not there or is damaged, or all are damaged, or there are none and yet signs
+            of an earlier run.
+    """
+    if wanted != -1 and wanted not in steps:
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none at all"
+        raise CheckpointError(
+            f"checkpoint.load_step: no checkpoint of step {wanted} in {folder}; {there}. Use -1 for the newest."
+        )
+    if not steps:
+        everywhere(lambda: refuse_foreign(folder, dump_folder))
+        return None
+    damaged: list[str] = []
+    for step in reversed(steps) if wanted == -1 else [wanted]:
+        path = step_folder(folder, step)
+        found = shared_damage(path)
+        if not found:
+            if damaged and dist.get_rank() == 0:
+                logger.warning(f"going on from step {step}, the newest checkpoint that is intact")
+            return step
+        damaged.append(f"{path} is damaged: {some(found)}")
+        if wanted == -1 and dist.get_rank() == 0:
+            logger.error(damaged[-1])
+    if wanted != -1:
+        raise CheckpointError(
+            f"{damaged[0]}. Choose another step with --checkpoint.load_step, or -1 for the newest that is intact."
+        )
+    raise CheckpointError(
+        f"{folder} holds {len(steps)} checkpoint(s), and none is intact: {'; '.join(damaged[:NAMED])}. To begin a new "
+        "run all the same, choose another --job.dump_folder, or move the folder away."
+    )
+
+
+def check_start(path: Path) -> None:
+    """A checkpoint of another run, to start from, is intact.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    found = shared_damage(path)
+    if found:
+        there = saved_steps(path)
+        hint = f" It holds checkpoints: use {step_folder(path, there[-1])}." if there else ""
+        raise CheckpointError(
+            f"checkpoint.initial_load_path: {path} is not a checkpoint of this program, or is damaged: "
+            f"{some(found)}.{hint}"
+        )
+
+
+def shared_damage(path: Path) -> list[str]:
+    """What is wrong with a checkpoint. The ranks share the reading."""
+    found = of_all_ranks(damage(path, dist.get_rank(), dist.get_world_size()))
+    return sorted({fault for part in found for fault in part})
+
+
+def check_identity(path: Path, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+    """
+    Raises:
+        CheckpointError: another model made the checkpoint.
+    """
+    different = [key for key in mine if theirs.get(key) != mine[key]]
+    if different:
+        key = different[0]
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model: its {key} is {theirs.get(key)}, this run's is {mine[key]}. "
+            "Use another --job.dump_folder, or the other model."
+        )
+
+
+def check_tensors(
+    path: Path, metadata: Metadata, model: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]
+) -> None:
+    """Every tensor of every rank is in the checkpoint in its shape, and no weight is there that no rank has.
+
+    Args:
+        model, optimizer: to be loaded; this rank's, which need not be all. Empty on all ranks where not loaded.
+
+    Raises:
+        CheckpointError: with the first that differ.
+    """
+    for what, tensors, remedy in (
+        ("the model", model, "Use the model that it is of, or another checkpoint."),
+        ("the optimizer", optimizer, "--checkpoint.exclude_from_loading=optimizer begins it anew."),
+    ):
+        found = [fault for part in of_all_ranks(differences(metadata, tensors)) for fault in part]
+        if found:
+            raise CheckpointError(
+                f"{path} does not fit {what} of this run: {some(list(dict.fromkeys(found)))}. {remedy}"
+            )
+    weights = {name for name in metadata.state_dict_metadata if not name.startswith(OPTIMIZER)}
+    unknown = set.intersection(*of_all_ranks(weights - model.keys()))
+    if unknown and unknown != weights:  # all of them: the model is not loaded
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model: it has {some(sorted(unknown))}, which this one has not. "
+            "Use the model that it is of, or another checkpoint."
+        )
+
+
+def some(faults: list[str]) -> str:
+    """The first few of a list, and how many more there are."""
+    more = len(faults) - NAMED
+    return "; ".join(faults[:NAMED]) + (f"; and {more} more" if more > 0 else "")

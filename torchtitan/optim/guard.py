@@ -1,0 +1,105 @@
+"""Updates that would do harm are skipped, by all ranks together."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.config.training import Training
+from torchtitan.errors import TrainingError
+from torchtitan.logging import logger
+
+WINDOW = 100  # norms that an outlier is measured by
+ENOUGH = 20  # norms without which nothing is an outlier
+SHOWN = 8  # ids of samples in a message
+
+
+class UpdateGuard:
+    """Decides after each backward pass whether the update is done.
+
+    It is not where the loss of any rank or the gradient norm is not finite (`skip_nonfinite`), or where the norm is
+    above `skip_grad_norm_outliers` times the median of the last 100.
+
+    Args:
+        training: the section.
+        record: gets the step, and of each skipped update reason, gradient norm and sample ids; on rank 0.
+
+    Attributes:
+        skipped: updates since the run began.
+    """
+
+    def __init__(self, training: Training, record: Callable[[int, Mapping[str, Any]], None]) -> None:
+        self.nonfinite = training.skip_nonfinite
+        self.factor = training.skip_grad_norm_outliers
+        self.most_in_a_row = training.max_skips_in_a_row
+        self.record = record
+        self.skipped = 0
+        self.in_a_row = 0
+        self.norms: deque[float] = deque(maxlen=WINDOW)
+
+    def skips(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, sample_ids: list[str]) -> bool:
+        """Whether the update of `step` is to be left out: the same answer on every rank. Collective.
+
+        Args:
+            loss: this rank's, a scalar; 0 where it has none.
+            grad_norm: over all ranks, a scalar.
+            sample_ids: of what this rank has read.
+
+        Raises:
+            TrainingError: `max_skips_in_a_row` are reached.
+        """
+        if not self.nonfinite and self.factor is None:
+            return False
+        reason = self._reason(*self._over_ranks(loss, grad_norm))
+        if not reason:
+            self.in_a_row = 0
+            return False
+        self.skipped += 1
+        self.in_a_row += 1
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, sample_ids)
+        ids = list(dict.fromkeys(sample for part in everyones for sample in part))
+        if dist.get_rank() == 0:
+            norm = float(grad_norm)
+            logger.warning(f"step {step}: update skipped, {reason}; {self.skipped} so far")
+            self.record(step, {"reason": reason, "grad_norm": norm if math.isfinite(norm) else None, "ids": ids})
+        if self.in_a_row >= self.most_in_a_row:
+            raise TrainingError(
+                f"the updates of steps {step - self.in_a_row + 1} to {step} were all skipped (the last: {reason}), "
+                f"which is training.max_skips_in_a_row. Samples of the last: {', '.join(ids[:SHOWN])}"
+                f"{', ...' if len(ids) > SHOWN else ''}; skipped_updates.jsonl in the dump folder has all. Look at "
+                "them, lower optimizer.lr, or go back with --checkpoint.load_step."
+            )
+        return True
+
+    def _over_ranks(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> tuple[bool, float]:
+        """Whether all losses are finite, and the norm: read from the device in one go."""
+        not_finite = torch.isfinite(loss).logical_not().float()
+        dist.all_reduce(not_finite)
+        faults, norm = torch.stack([not_finite, grad_norm.to(not_finite)]).tolist()
+        return faults == 0, norm
+
+    def _reason(self, finite_loss: bool, norm: float) -> str:
+        if self.nonfinite and not finite_loss:
+            return "the loss is not finite"
+        if not math.isfinite(norm):
+            return "the gradient norm is not finite" if self.nonfinite else ""
+        if self.factor is None:
+            return ""
+        usual = statistics.median(self.norms) if len(self.norms) >= ENOUGH else math.inf
+        self.norms.append(norm)  # an outlier too, so that a lasting change becomes the usual
+        if norm > self.factor * usual:
+            return f"the gradient norm {norm:.3g} is above {self.factor:g} times the usual {usual:.3g}"
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON: with it a resumed run skips what the uninterrupted one would have."""
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row, "norms": list(self.norms)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
+        self.norms.extend(state["norms"])
