@@ -6,10 +6,11 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
+from torchtitan.errors import EXIT_STATUS, ConfigError, LostRankError, UserError
 from torchtitan.signals import Stop, end
 
 PATIENCE = 5  # seconds
@@ -23,6 +24,7 @@ def run(config: JobConfig, stop: Stop | None = None) -> None:
     from torchtitan.checks import check, global_batch_size  # imports torch, which --help and typos need not wait for
     from torchtitan.device import find_device
     from torchtitan.logging import init_logging, logger
+    from torchtitan.parallel.comm import named_failures
     from torchtitan.trainer import Trainer
 
     init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
@@ -32,7 +34,10 @@ def run(config: JobConfig, stop: Stop | None = None) -> None:
     dims = check(config, WORLD_SIZE, device.type)
     if config.job.print_args:
         logger.info(f"configuration:\n{to_toml(config)}")
-    with Trainer(config, dims, global_batch_size(config, dims), device, stop) as trainer:
+    with (
+        named_failures(config.comm, Path(config.job.dump_folder)),
+        Trainer(config, dims, global_batch_size(config, dims), device, stop) as trainer,
+    ):
         trainer.train()
 
 
@@ -65,6 +70,12 @@ if __name__ == "__main__":
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         print("\n".join(f"{prefix if RANK else ''}Error: {problem}" for problem in problems), file=sys.stderr)
         end(EXIT_STATUS)
+    except LostRankError as error:
+        stop.failed = True
+        if stop.requested and not stop.has_trained:  # the other got the signal too, and had less patience
+            stop.end_untrained()
+        print(f"{prefix}Error: {error}", file=sys.stderr)
+        end(1)
     except BrokenPipeError:  # `train.py --help | head`
         end(0)
     except Exception as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST = 20
-INT8 = ["--model.converters=int8", "--int8.filter_fqns=output"]
+INT8 = ["--model.converters=int8"]
 RECIPES: dict[str, list[str]] = {
     "bf16": [],
     "float8 tensorwise": ["--model.converters=float8"],
@@ -23,7 +23,7 @@ RECIPES: dict[str, list[str]] = {
     "float8 rowwise_with_gw_hp": ["--model.converters=float8", "--float8.recipe_name=rowwise_with_gw_hp"],
     "int8 rowwise": INT8,
     "int8 tensorwise": [*INT8, "--int8.recipe_name=tensorwise"],
-    "int8 rowwise, output too": ["--model.converters=int8"],
+    "int8 rowwise, output too": [*INT8, "--int8.filter_fqns="],
     "int8 rowwise, int8 all-gather": [*INT8, "--int8.enable_fsdp_int8_all_gather"],
     "mx mxfp8 (emulated)": ["--model.converters=mx", "--mx.emulate"],
 }

@@ -1,5 +1,6 @@
 """Mistakes between keys, found before a process group or a model is made, and reported all at once."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -8,9 +9,12 @@ from torchtitan.config import JobConfig
 from torchtitan.config.manager import read_toml
 from torchtitan.converters import CONVERTERS
 from torchtitan.data.datasets import DATASETS
-from torchtitan.errors import ConfigError, nearest
+from torchtitan.data.tokenizer import load_tokenizer
+from torchtitan.errors import ConfigError, UserError, nearest
+from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.optim.optimizer import OPTIMIZERS
+from torchtitan.parallel.checks import check_model, check_pipeline
 from torchtitan.parallel.dims import ParallelDims, find_dims
 
 PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state"]
@@ -41,6 +45,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     dims = find_dims(config.parallelism, world_size, problems)
     if dims is not None:
         _check_batch(config, dims, problems)
+        _check_parallel(config, dims, device_type, problems)
     _check_checkpoint(config, world_size, device_type, problems)
     _check_not_built(config, device_type, problems)
     _check_activation_checkpoint(config, problems)
@@ -79,6 +84,47 @@ def _check_batch(config: JobConfig, dims: ParallelDims, problems: list[str]) -> 
         )
 
 
+def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, problems: list[str]) -> None:
+    """Whether the model can be divided so. What keeps a model from being built is said elsewhere."""
+    parallelism = config.parallelism
+    if parallelism.enable_async_tensor_parallel:
+        _check_async_tensor_parallel(dims.tp, config.training.compile, device_type, problems)
+    if dims.tp == dims.cp == dims.pp == 1:
+        return
+    try:
+        args = MODELS.get(config.model.name).flavor(config.model.flavor)
+        if args.vocab_size is None:
+            args = args.with_vocab_size(load_tokenizer(config.model.tokenizer_path).vocab_size)
+    except UserError:
+        return
+    check_model(args, dims, parallelism, config.training.seq_len, problems)
+    if dims.pp > 1:
+        from torchtitan.parallel.pipeline import splits_backward  # takes its time to import
+
+        if config.model.converters and splits_backward(parallelism):
+            logger.warning(
+                f"parallelism.pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule} computes the "
+                "backward products of low-precision layers twice; 1F1B or Interleaved1F1B are faster with converters"
+            )
+        check_pipeline(args.n_layers, dims, parallelism, config.training, config.validation, problems)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dims.tp))
+    if here % dims.tp:
+        logger.warning(
+            f"parallelism.tensor_parallel_degree = {dims.tp} spans several machines ({here} processes on this one): "
+            "each block waits four times for the network between them; keep it within a machine if you can."
+        )
+
+
+def _check_async_tensor_parallel(degree: int, compiled: bool, device_type: str, problems: list[str]) -> None:
+    key = "parallelism.enable_async_tensor_parallel"
+    if degree == 1:
+        problems.append(f"{key} needs parallelism.tensor_parallel_degree above 1; unset it.")
+    if not compiled:
+        problems.append(f"{key} is the compiler's work: set training.compile = true, or unset it.")
+    if device_type != "cuda":
+        problems.append(f"{key} needs symmetric memory of CUDA devices, and this run is on {device_type}; unset it.")
+
+
 def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, problems: list[str]) -> None:
     checkpoint = config.checkpoint
     if checkpoint.keep_latest_k == 1:
@@ -113,7 +159,6 @@ def _check_not_built(config: JobConfig, device_type: str, problems: list[str]) -
     """A key that is switched on works or stops the run; these do not work yet."""
     for key, on in {
         "optimizer.early_step_in_backward": config.optimizer.early_step_in_backward,
-        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
         "parallelism.enable_compiled_autograd": config.parallelism.enable_compiled_autograd,
         "memory_estimation.enabled": config.memory_estimation.enabled,
     }.items():

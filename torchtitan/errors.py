@@ -32,6 +32,10 @@ class TrainingError(UserError):
     """Training that cannot sensibly go on."""
 
 
+class LostRankError(Exception):
+    """Another rank is gone or does not come to a collective. `train.py` prints the message alone, with status 1."""
+
+
 def nearest(name: str, known: list[str]) -> str:
     """' (did you mean ...?)' with the closest of `known`, or '' where nothing is close.
 

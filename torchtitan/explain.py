@@ -12,14 +12,16 @@ from torchtitan.models import MODELS, ModelSpec
 def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None, shards: int = 1) -> Target:
     """Where the converted model of this configuration will run; without a device, on any."""
     training, parallelism = config.training, config.parallelism
+    pipeline = parallelism.pipeline_parallel_degree > 1
+    rows = parallelism.pipeline_parallel_microbatch_size if pipeline else training.local_batch_size
     return Target(
         device_type=device.type if device else "meta",
         device_name=device.name if device else "",
         compute_capability=torch.cuda.get_device_capability() if device and device.type == "cuda" else None,
-        tokens=training.local_batch_size * training.seq_len // parallelism.context_parallel_degree,
+        tokens=rows * training.seq_len // parallelism.context_parallel_degree,
         compile=training.compile,
         tensor_parallel=parallelism.tensor_parallel_degree,
-        divisions=spec.divisions,
+        plan=spec.plan,
         shards=shards,
     )
 

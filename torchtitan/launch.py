@@ -2,36 +2,39 @@
 
 It starts NGPU processes on this machine (by default one for each GPU, or one), and ends with the exit status of the
 process that failed first. Each process has said itself what was wrong, so torchrun's own report of it is left out.
-SIGTERM and SIGUSR1 are handed on, and the processes given the time that they need to save.
-`torchrun train.py ...` works just as well, and is the way to start a run of several machines.
+torchrun's options may stand before train.py, or in the environment as it reads them (`PET_MAX_RESTARTS=3`); they make
+a run of several machines (docs/multinode.md). `torchrun train.py ...` works just as well.
 """
 
 import logging
 import os
 import signal
 import sys
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED
-from torchtitan.signals import STOP_SIGNALS
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torchtitan.signals import STOP_SIGNALS, end_unbegun
 
 
 def launch(arguments: list[str]) -> int:
     """Runs `arguments` in NGPU processes and returns the exit status."""
-    # Until torchrun takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
+    # Until the agent takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     for number in STOP_SIGNALS:
-        signal.signal(number, _hand_on)
+        signal.signal(number, lambda number, _: end_unbegun(number))
+    # torch's C++ part shows a page of stack frames for each lost connection. It reads this once, while it is imported.
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher import api as launcher
     from torch.distributed.run import main as torchrun
 
+    from torchtitan.agent import Agent, root_cause
+
+    if level is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the processes
     try:
         processes = int(os.environ.get("NGPU") or max(1, torch.cuda.device_count()))
         if processes < 1:
@@ -45,55 +48,26 @@ def launch(arguments: list[str]) -> int:
         return EXIT_STATUS
     # torchrun would give each process one thread, however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    # A thread that waits for another spins, by default for milliseconds: a run on a machine that does something else
+    # too would lose most of its speed to it (benchmarks/README.md).
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010  torchrun has no option for it
     try:
-        # torchrun would end the processes 30 seconds after a SIGTERM, whatever they are doing, and itself on SIGUSR1.
-        torchrun(
-            ["--standalone", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", f"--nproc-per-node={processes}", *arguments]
-        )
+        torchrun([f"--nproc-per-node={processes}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:
-        return _status(error)
+        exitcode = root_cause(error.failures)[1].exitcode
+        if -exitcode in STOP_SIGNALS:  # before the process could take it
+            end_unbegun(-exitcode)
+        return exitcode if exitcode >= 0 else 128 - exitcode
+    except RendezvousError as error:
+        print(f"Error: the machines of this run did not find each other, or lost each other: {error}", file=sys.stderr)
+        return 1
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
     return 0
-
-
-def _hand_on(number: int, frame: object) -> None:
-    """Sends a signal on to the processes of the run; where there are none yet, there is nothing to end but this one."""
-    children = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _parent(pid) == os.getpid()]
-    if not children:
-        print(f"Stopped by {signal.Signals(number).name} before the run has begun.", file=sys.stderr)
-        os._exit(0)
-    for child in children:
-        with suppress(ProcessLookupError):
-            os.kill(child, number)
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended meanwhile
-        return None
-
-
-def _status(error: "ChildFailedError") -> int:
-    """A process that was killed decides (it could not say so itself, and the others failed for want of it), or else
-    the first failure. SIGTERM is what the others are ended by."""
-    rank, failure = min(
-        error.failures.items(),
-        key=lambda item: (item[1].exitcode >= 0 or item[1].exitcode == -signal.SIGTERM, item[1].timestamp),
-    )
-    if failure.exitcode >= 0:
-        return failure.exitcode
-    name = signal.Signals(-failure.exitcode).name
-    if -failure.exitcode in STOP_SIGNALS:  # handed on before the process could take it, so before it had begun
-        print(f"Stopped by {name} before the run has begun.", file=sys.stderr)
-        return 0
-    hint = " (often: out of memory)" if name == "SIGKILL" else ""
-    print(f"Error: the process of rank {rank} was ended by {name}{hint}.", file=sys.stderr)
-    return 128 - failure.exitcode
 
 
 if __name__ == "__main__":

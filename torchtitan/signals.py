@@ -96,6 +96,12 @@ class Stop:
         return self.agreed_on > 0
 
 
+def end_unbegun(number: int) -> None:
+    """Ends a launcher whose processes have not begun, so that there is nothing to save."""
+    print(f"Stopped by {signal.Signals(number).name} before the run has begun.", file=sys.stderr)
+    end(0)
+
+
 def end(status: int) -> None:
     """Ends the process at once: threads and groups of a run that has failed are not waited for."""
     sys.stdout.flush()

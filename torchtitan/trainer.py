@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,9 +29,12 @@ from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.guard import UpdateGuard
 from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan.optim.schedule import lr_factor
+from torchtitan.parallel.async_tensor import enable_async_tensor_parallel
 from torchtitan.parallel.comm import init_process_group, set_timeout
+from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.parallel.fsdp import set_last_microbatch
+from torchtitan.parallel.fsdp import reshard, set_last_microbatch
+from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, splits_backward, stages_of
 from torchtitan.signals import Stop
 
 
@@ -82,13 +86,16 @@ class Trainer:
                 f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, but {config.model.name} "
                 f"{config.model.flavor} has a vocabulary of {self.args.vocab_size}; use the tokenizer of this model."
             )
-        init_process_group(device, config.comm)
+        init_process_group(device, config.comm, self.dump_folder)
         self._closing.callback(dist.destroy_process_group)
         self.stop = stop or Stop()
         self.stop.connect()
-        mesh = dims.build_mesh(device.type)
-        self.mesh = mesh
-        dp_rank = mesh.get_rank() if mesh.size() > 1 else 0
+        self.mesh = dims.build_mesh(device.type)
+        self.context_mesh = dims.build_context_mesh(device.type)
+        set_timeout(config.comm.init_timeout_seconds)
+        asynchronous = config.parallelism.enable_async_tensor_parallel
+        self.fused_products = enable_async_tensor_parallel(self.mesh["tp"]) if asynchronous else None
+        dp_rank = self.mesh.get_local_rank("dp_replicate") * dims.dp_shard + self.mesh.get_local_rank("fsdp") // dims.cp
         hold_out = config.validation.enabled
         self.loader = build_loader(
             training,
@@ -106,6 +113,14 @@ class Trainer:
         )
 
         self.model = self._build_model()
+        # The loss is the mean over the tokens of the global batch. FSDP averages gradients over ranks and microbatches
+        # are summed, so a rank's share is its sum times the number of ranks, over all tokens.
+        self.loss_scale = dims.dp_replicate * dims.fsdp / self.tokens_per_step
+        self.pipeline = self.validation_pipeline = None
+        if dims.pp > 1:
+            self.pipeline = self._pipeline(training.local_batch_size, self.loss_scale)
+            if config.validation.enabled:
+                self.validation_pipeline = self._pipeline(config.validation.local_batch_size)
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.checkpoints = CheckpointManager(
             config.checkpoint,
@@ -138,7 +153,7 @@ class Trainer:
             self.args.head_dim,
             config.training.seq_len,
         )
-        target = conversion_target(config, spec, self.device, shards=self.dims.dp_shard)
+        target = conversion_target(config, spec, self.device, shards=self.dims.fsdp)
         self.passes = model.passes(target.tokens) if hasattr(model, "passes") else {}
         self.converters = apply_converters(
             model, config.model.converters, lambda section: getattr(config, section), target
@@ -146,10 +161,54 @@ class Trainer:
         self._report_conversion()
         if config.model.print_after_conversion:
             logger.info(f"after conversion:\n{model}")
-        spec.parallelize(model, self.mesh, config.parallelism, config.activation_checkpoint, config.training)
-        model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.torch_device)
+        self.stages = self._split(model) if self.dims.pp > 1 else {0: model}
+        self.positions = self._own_positions()
+        for stage in self.stages.values():
+            stage.positions = self.positions
+            spec.parallelize(
+                stage,
+                self.mesh,
+                self.context_mesh,
+                config.parallelism,
+                config.activation_checkpoint,
+                config.training,
+            )
+            stage.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.torch_device)
         init_weights(model, model.init_std, config.training.seed)
         return model
+
+    def _split(self, model: Any) -> dict[int, Any]:
+        """The stages of the pipeline on this rank by number; the model keeps their modules alone."""
+        parallelism = self.config.parallelism
+        firsts = find_first_layers(parallelism, layer_costs(model, self.config.training.seq_len))
+        rank, schedule = self.mesh.get_local_rank("pp"), parallelism.pipeline_parallel_schedule
+        self.first_layers = firsts
+        return split(model, firsts, stages_of(rank, self.dims.pp, len(firsts), schedule))
+
+    def _own_positions(self) -> torch.Tensor | None:
+        """Of each sequence, what this rank computes; None where that is all of it, and the model sees it whole."""
+        seq_len = self.config.training.seq_len
+        if self.context_mesh is not None:
+            method = self.config.parallelism.context_parallel_rotate_method
+            return own_positions(seq_len, self.context_mesh.get_local_rank(), self.dims.cp, method)
+        return torch.arange(seq_len) if self.dims.pp > 1 else None
+
+    def _pipeline(self, local_batch_size: int, scale: float = 1.0) -> Pipeline:
+        """Runs batches of so many sequences through the stages."""
+        training, parallelism = self.config.training, self.config.parallelism
+        rows, seq_len = parallelism.pipeline_parallel_microbatch_size, training.seq_len // self.dims.cp
+        dtype = getattr(torch, training.mixed_precision_param)
+        return Pipeline(
+            self.stages,
+            len(self.first_layers),
+            self.mesh.get_group("pp"),
+            parallelism,
+            self.device.torch_device,
+            tokens=torch.empty(rows, seq_len, dtype=torch.int64, device="meta"),
+            hidden=torch.empty(rows, seq_len // self.dims.tp, self.args.dim, dtype=dtype, device="meta"),
+            microbatches=local_batch_size // rows,
+            scale=scale,
+        )
 
     def _report_conversion(self) -> None:
         decisions = [converter.decisions for converter in self.converters if isinstance(converter, LinearConverter)]
@@ -209,7 +268,8 @@ class Trainer:
             logger.info(f"this run has finished its {steps} steps already; raise training.steps to go on")
             return
         self._announce()
-        if config.training.record_sample_ids:
+        # Ranks of one pipeline, sequence or product have the same samples.
+        if config.training.record_sample_ids and self._is_first_with_its_rows():
             path = self.dump_folder / "sample_ids" / f"rank_{dist.get_rank()}.jsonl"
             path.parent.mkdir(exist_ok=True)
             self.sample_ids = JSONLWriter(path, self.step)
@@ -249,7 +309,9 @@ class Trainer:
                     with reporter.pause():
                         self.checkpoints.save(self.step, self._state, last)
                 if self.step == first_step:
-                    set_timeout(config.comm.train_timeout_seconds, self._groups())
+                    if self.fused_products is not None:
+                        self.fused_products.check()
+                    set_timeout(config.comm.train_timeout_seconds)
         if self.step < steps:
             self._end_early()
             return
@@ -278,16 +340,17 @@ class Trainer:
         else:
             logger.info(f"{stopped} before a step was done: the same command starts it again")
 
+    def _is_first_with_its_rows(self) -> bool:
+        """Whether this is the first of the ranks that share their rows of the batch."""
+        pp, _, fsdp, tp = self.mesh.get_coordinate() or ()
+        return pp == 0 and tp == 0 and fsdp % self.dims.cp == 0
+
     def _train_step(self, microbatches: Sequence[Batch], reporter: MetricsReporter) -> None:
         training = self.config.training
-        # The loss is the mean over the tokens of the global batch. FSDP averages gradients over ranks and microbatches
-        # are summed, so a rank's share is its sum times the number of ranks, over all tokens.
         total = torch.zeros((), device=self.device.torch_device)
         for number, batch in enumerate(microbatches):
-            set_last_microbatch(self.model, last=number == len(microbatches) - 1)
-            loss = self._summed_loss(batch)
-            (loss * (self.dims.dp / self.tokens_per_step)).backward()
-            total += loss.detach()
+            set_last_microbatch(self.stages.values(), last=number == len(microbatches) - 1)
+            total += self._forward_backward(*self._inputs(batch))
         grad_norm = clip_grad_norm(self.model.parameters(), training.max_norm)
         lr = self.config.optimizer.lr * lr_factor(self.step, training.steps, self.config.lr_scheduler)
         set_learning_rate(self.optimizer, lr)
@@ -314,37 +377,54 @@ class Trainer:
             self.skipped_updates = JSONLWriter(self.dump_folder / "skipped_updates.jsonl", step - 1)
         self.skipped_updates.write(step, values)
 
+    def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Tokens and labels on the device, the rank's own positions of them, and what else the model is given."""
+        move = functools.partial(torch.Tensor.to, device=self.device.torch_device, non_blocking=True)
+        tokens, labels = batch.tokens, batch.labels
+        if self.context_mesh is not None:
+            tokens, labels = tokens[:, self.positions], labels[:, self.positions]
+        others = {} if batch.document_ids is None else {"document_ids": move(batch.document_ids)}
+        return move(tokens), move(labels), others
+
+    def _forward_backward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, others: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The loss of a batch, summed over its tokens. Adds to the gradients."""
+        if self.pipeline is not None:
+            return self.pipeline.train(tokens, labels, **others)
+        loss = self.model(tokens, labels, **others)
+        (loss * self.loss_scale).backward()
+        return loss.detach()
+
     def _checked_products(self, microbatches: int) -> contextlib.AbstractContextManager[None]:
         return checked_products(
             self.converters,
-            microbatches,
+            microbatches * (self.pipeline.microbatches if self.pipeline else 1),
             self.passes,
-            recomputed=self.config.activation_checkpoint.mode != "none",
+            on_this_rank={name for name, _ in self.model.named_modules()},
+            repeated=self.config.activation_checkpoint.mode != "none" or splits_backward(self.config.parallelism),
             compiled=self.config.training.compile,
         )
-
-    def _summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Over the tokens of a microbatch, in float32."""
-        tokens, labels, documents = (
-            None if tensor is None else tensor.to(self.device.torch_device, non_blocking=True)
-            for tensor in (batch.tokens, batch.labels, batch.document_ids)
-        )
-        return self.model(tokens, labels, documents)
 
     @torch.no_grad()
     def _validate(self, loader: Iterable[Batch]) -> torch.Tensor:
         """Mean loss over the tokens of the validation batches."""
         total, tokens = torch.zeros((), device=self.device.torch_device), 0
         for batch in loader:
-            total += self._summed_loss(batch)
+            inputs, labels, others = self._inputs(batch)
+            if self.validation_pipeline is not None:
+                total += self.validation_pipeline.evaluate(inputs, labels, **others)
+            else:
+                total += self.model(inputs, labels, **others)
             tokens += batch.labels.numel()
+        reshard(self.stages.values())
         return self._over_ranks(total) / (tokens * self.dims.dp)
 
     def _over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of a scalar."""
+        """The sum of a loss over all ranks. Tensor-parallel ranks have the same one; without the last stage it is 0."""
         value = value.clone()
         dist.all_reduce(value)
-        return value
+        return value / self.dims.tp
 
     def _announce(self) -> None:
         """What was decided, and why."""
@@ -394,9 +474,6 @@ class Trainer:
             synchronize=device.synchronize,
             config=dataclasses.asdict(config),
         )
-
-    def _groups(self) -> list[dist.ProcessGroup]:
-        return [dist.distributed_c10d._get_default_group(), *self.mesh.get_all_groups()]
 
 
 @contextlib.contextmanager

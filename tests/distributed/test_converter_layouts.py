@@ -18,8 +18,27 @@ FEATURES = {
     "accumulation and recomputation": ("--training.local_batch_size=1", "--activation_checkpoint.mode=full"),
     "DDP": ("--parallelism.data_parallel_replicate_degree=2",),
     "compile": ("--training.compile",),
+    "tensor parallel": ("--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=4"),
+    "tensor parallel and compile": (
+        "--parallelism.tensor_parallel_degree=2",
+        "--training.local_batch_size=4",
+        "--training.compile",
+    ),
+    "FSDP and tensor parallel": ("--parallelism.tensor_parallel_degree=2",),
+    "context parallel": ("--parallelism.context_parallel_degree=2", "--training.local_batch_size=4"),
+    "pipeline": ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"),
 }
-LONG = [("compile", "float8"), ("compile", "mx")]
+PROCESSES = {"FSDP and tensor parallel": 4}
+# What stands for the others in the short form, beside the first two with each converter.
+SHORT = [
+    ("compile", "int8"),
+    ("tensor parallel", "mx"),
+    ("tensor parallel and compile", "float8"),
+    ("FSDP and tensor parallel", "int8"),
+    ("FSDP and tensor parallel", "float8"),
+    ("context parallel", "int8"),
+    ("pipeline", "float8"),
+]
 BASE = (*TINY, "--training.steps=3", "--training.mixed_precision_param=bfloat16")
 
 
@@ -34,21 +53,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return found
 
 
-# Compilation takes most of the time of these tests: one converter stands for all, but for the long form.
 COMBINATIONS = [
-    pytest.param(converter, feature, marks=[pytest.mark.full] if (feature, converter) in LONG else [])
+    pytest.param(converter, feature, marks=[] if number < 2 or (feature, converter) in SHORT else [pytest.mark.full])
     for converter in CONVERTERS
-    for feature in FEATURES
+    for number, feature in enumerate(FEATURES)
 ]
 
 
 @pytest.mark.parametrize(("converter", "feature"), COMBINATIONS)
 def test_converter_with_feature(converter: str, feature: str, alone: dict[str, list[float]], tmp_path: Path) -> None:
     flags = (*CONVERTERS[converter], *FEATURES[feature])
-    output = train(*BASE, into(tmp_path), *flags, processes=2)
+    output = train(*BASE, into(tmp_path), *flags, processes=PROCESSES.get(feature, 2))
     assert list(losses(tmp_path).values()) == pytest.approx(alone[converter], abs=5e-3)
     counted = "low-precision products ran in this step" in output
-    assert counted != (converter == "mx" and feature == "compile")  # emulated casts are fused by the compiler
+    assert counted != (converter == "mx" and "compile" in feature)  # emulated casts are fused by the compiler
 
 
 def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def train(name: str, section: Any, hugest: float = 0.0) -> dict[str, Any]:
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block())
     converters = apply_converters(model, [name] if name else [], lambda _: section, Target("cpu", tokens=TOKENS))
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     apply_fsdp(model, list(model), mesh, torch.bfloat16, torch.float32, reshard_after_forward=True)
     model.to_empty(device="cpu")
     for module in (model, *model):

@@ -2,53 +2,46 @@
 
 from pathlib import Path
 
+import equality
 import pytest
-from runs import SMALL, grad_norms, into, losses, train, train_here
+from runs import SMALL, TINY, grad_norms, into, losses, train, train_here
 
 LONGER = (*SMALL, "--training.seq_len=128")
-DDP = "--parallelism.data_parallel_replicate_degree=2"
+ROWS = [
+    pytest.param(layout, id=layout.name, marks=[] if layout.core else [pytest.mark.full]) for layout in equality.LAYOUTS
+]
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, 20 steps, each in one microbatch."""
-    folder = tmp_path_factory.mktemp("one")
-    train(*LONGER, into(folder), "--training.steps=20", "--training.local_batch_size=4")
-    return folder
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> equality.Training:
+    return equality.run(equality.ONE, tmp_path_factory.mktemp("one"))
 
 
-def test_fsdp_gives_the_losses_of_one_process(one: Path, tmp_path: Path) -> None:
-    train(*LONGER, into(tmp_path), "--training.steps=20", "--training.local_batch_size=1", processes=2)
-    assert_same_training(one, tmp_path, steps=20)
+@pytest.mark.parametrize("layout", ROWS)
+def test_layout_equals_one_process(layout: equality.Layout, one_process: equality.Training, tmp_path: Path) -> None:
+    deviations = equality.deviations(one_process, equality.run(layout, tmp_path))
+    assert max(deviations.values()) < equality.TOLERANCE, deviations
 
 
-@pytest.mark.parametrize(
-    ("layout", "processes", "local_batch_size"), [("DDP 2", 2, 1), ("HSDP 2 x 2", 4, 1)], ids=["DDP", "HSDP"]
-)
-def test_copies_give_the_losses_of_one_process(
-    layout: str, processes: int, local_batch_size: int, one: Path, tmp_path: Path
-) -> None:
-    size = f"--training.local_batch_size={local_batch_size}"
-    output = train(*LONGER, into(tmp_path), "--training.steps=6", size, DDP, processes=processes)
-    assert layout in output
-    assert_same_training(one, tmp_path, steps=6)
+def test_tensor_parallelism_with_an_output_layer_that_is_the_embedding(tmp_path: Path) -> None:
+    tied = (*TINY, "--model.flavor=tied", "--training.steps=4", "--training.local_batch_size=4")
+    train_here(*tied, into(tmp_path / "one"))
+    train(*tied, into(tmp_path / "tp"), "--parallelism.tensor_parallel_degree=2", processes=2)
+    assert list(losses(tmp_path / "tp").values()) == pytest.approx(list(losses(tmp_path / "one").values()), rel=1e-5)
+    assert grad_norms(tmp_path / "tp") == pytest.approx(grad_norms(tmp_path / "one"), rel=1e-5)
 
 
-def assert_same_training(expected: Path, folder: Path, steps: int) -> None:
-    theirs, ours = losses(expected), losses(folder)
-    assert list(ours) == list(range(1, steps + 1))
-    assert list(ours.values()) == pytest.approx(list(theirs.values())[:steps], abs=1e-5)
-    # The first gradient sees every weight as it was initialized, and every row of the first batch.
-    assert grad_norms(folder) == pytest.approx(grad_norms(expected)[:steps], rel=1e-4)
-
-
-def test_computes_in_bfloat16_whatever_the_layout(one: Path, tmp_path: Path) -> None:
-    bfloat16 = (*LONGER, "--training.mixed_precision_param=bfloat16", "--training.steps=3")
+def test_computes_in_bfloat16_whatever_the_layout(tmp_path: Path) -> None:
+    steps = (*LONGER, "--training.steps=3")
+    bfloat16 = (*steps, "--training.mixed_precision_param=bfloat16")
+    train_here(*steps, into(tmp_path / "float32"), "--training.local_batch_size=4")
     train_here(*bfloat16, into(tmp_path / "one"), "--training.local_batch_size=4")
     train(*bfloat16, into(tmp_path / "fsdp"), processes=2)
-    expected = list(losses(one).values())[:3]
-    for folder in (tmp_path / "one", tmp_path / "fsdp"):
-        assert list(losses(folder).values()) == pytest.approx(expected, abs=2e-2)
+    tensor_parallel = "--parallelism.tensor_parallel_degree=2"
+    train(*bfloat16, into(tmp_path / "tp"), "--training.local_batch_size=4", tensor_parallel, processes=2)
+    expected = list(losses(tmp_path / "float32").values())
+    for layout in ("one", "fsdp", "tp"):
+        found = list(losses(tmp_path / layout).values())
+        assert found == pytest.approx(expected, abs=2e-2)
         # float32 agrees to 1e-6 (above), bfloat16 has 8 bits
-        errors = [abs(mine - theirs) for mine, theirs in zip(losses(folder).values(), expected, strict=True)]
-        assert max(errors) > 2e-5
+        assert max(abs(mine - theirs) for mine, theirs in zip(found, expected, strict=True)) > 2e-5

@@ -105,15 +105,26 @@ def test_a_run_changes_its_number_of_processes_and_loses_no_sample(
     assert list(losses(tmp_path).values()) == pytest.approx(list(losses(uninterrupted).values())[:10], abs=1e-4)
 
 
-@pytest.mark.parametrize("processes", [1, 4])
-def test_another_number_of_processes_goes_on_with_the_same_samples(
-    processes: int, uninterrupted: Path, tmp_path: Path
+TP, PP = "--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"
+OTHER_LAYOUTS = {
+    "one process": (1, ()),
+    "FSDP 4": (4, ()),
+    "FSDP 2 x TP 2": (4, (TP,)),
+    "TP 2 x PP 2": (4, (TP, PP, "--training.local_batch_size=4")),
+}
+
+
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_another_layout_goes_on_with_the_same_samples_and_back(
+    layout: str, uninterrupted: Path, tmp_path: Path
 ) -> None:
+    processes, flags = OTHER_LAYOUTS[layout]
     shutil.copytree(uninterrupted / "checkpoint" / "step-8", tmp_path / "checkpoint" / "step-8")
-    train(*FLAGS, into(tmp_path), "--training.steps=12", processes=processes)
-    after = range(9, 13)
-    assert list(losses(tmp_path)) == list(after)
-    expected = [losses(uninterrupted)[step] for step in after]
-    assert list(losses(tmp_path).values()) == pytest.approx(expected, abs=1e-5)
-    theirs = sample_ids(uninterrupted, ranks=2)
-    assert sample_ids(tmp_path, ranks=processes) == {step: theirs[step] for step in after}
+    keep_optimizer = "--checkpoint.no_last_save_model_weights_only"
+    train(*FLAGS, into(tmp_path), "--training.steps=12", keep_optimizer, *flags, processes=processes)
+    if layout != "one process":
+        train(*FLAGS, into(tmp_path), "--training.steps=14")
+    found, expected, theirs = losses(tmp_path), losses(uninterrupted), sample_ids(uninterrupted, ranks=2)
+    assert list(found.values()) == pytest.approx([expected[step] for step in found], abs=1e-5)
+    assert list(found) == list(range(9, 13 if layout == "one process" else 15))
+    assert sample_ids(tmp_path, ranks=processes) == {step: theirs[step] for step in found}

@@ -1,5 +1,6 @@
 """Mistakes between keys: found before anything is built, all at once, each naming its key."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from torchtitan.checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
 from torchtitan.parallel.dims import ParallelDims
 
 
@@ -62,13 +64,98 @@ def test_a_global_batch_that_the_ranks_cannot_share(tmp_path: Path) -> None:
 
 
 def test_degrees_that_do_not_make_the_world(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the degrees multiply to 4, but there are 6 processes"):
+    with pytest.raises(ConfigError, match=r"the degrees multiply to 4 .*, but there are 6 processes"):
         checked(
             "--parallelism.data_parallel_replicate_degree=2",
             "--parallelism.data_parallel_shard_degree=2",
             world_size=6,
             folder=tmp_path,
         )
+
+
+TP, CP, PP = (f"--parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "pipeline"))
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "messages"),
+    [
+        (
+            [f"{TP}=3", "--training.seq_len=2047"],
+            3,
+            [
+                r"tensor_parallel_degree = 3 does not divide the model's 16 heads; these degrees do: 1, 2, 4, 8, 16\.",
+                r"16 key-value heads",
+                r"4096 tokens in the vocabulary",
+                r"training\.seq_len = 2047 .* 3 equal parts, which tensor parallelism needs; take 2046 or 2049",
+            ],
+        ),
+        (
+            ["--model.flavor=8B", f"{TP}=16"],
+            16,
+            [r"tensor_parallel_degree = 16 .* 8 key-value heads; .*: 1, 2, 4, 8\."],
+        ),
+        ([f"{CP}=2", "--training.seq_len=2046"], 2, [r"seq_len = 2046 .* 4 equal parts, which context parallelism"]),
+        (
+            ["--model.flavor=8B", f"{CP}=16", "--parallelism.context_parallel_rotate_method=alltoall"],
+            16,
+            [r"alltoall divides the 8 key-value heads over .* = 1 x 16, which does not come out even; use allgather"],
+        ),
+        (["--model.flavor=1B", f"{PP}=2"], 2, [r"pipeline_parallel_degree = 2: .*output layer is its embedding"]),
+        ([f"{PP}=8"], 8, [r"makes 8 stages, and the model has only 6 layers"]),
+        (
+            [f"{PP}=2", f"{SCHEDULE}=1F2B"],
+            2,
+            [r"pipeline_parallel_schedule: there is no '1F2B' .*1F1B\?.*; known: 1F1B"],
+        ),
+        (
+            [f"{PP}=2", f"{SCHEDULE}=ZBVZeroBubble", "--training.compile"],
+            2,
+            [r"ZBVZeroBubble .*unset training\.compile"],
+        ),
+        (
+            [f"{PP}=4", "--training.local_batch_size=2"],
+            4,
+            [r"2 microbatches .* 1F1B needs 4 or more, one for each stage"],
+        ),
+        ([f"{PP}=2", "--parallelism.pipeline_parallel_microbatch_size=3"], 2, [r"local_batch_size = 8 is not a mult"]),
+        ([f"{PP}=2", f"{SCHEDULE}=Interleaved1F1B", "--training.local_batch_size=5"], 2, [r"divide into 2 rounds"]),
+        (
+            [f"{PP}=2", "--parallelism.pipeline_parallel_split_points=layers.2,layers.9"],
+            2,
+            [r"split_points must name layers from layers\.1 to layers\.5", r"one stage a rank, 2 in all, .* are 3"],
+        ),
+        ([f"{PP}=2", "--parallelism.pipeline_parallel_layers_per_stage=1"], 2, [r"2 in all, and there are 6"]),
+        ([f"{PP}=2", "--parallelism.pipeline_parallel_schedule_csv=none.csv"], 2, [r"there is no file none\.csv"]),
+        (
+            ["--parallelism.enable_async_tensor_parallel"],
+            1,
+            [r"needs parallelism\.tensor_parallel_degree above 1", r"set training\.compile", r"this run is on cpu"],
+        ),
+    ],
+    ids=lambda value: " ".join(flag.split(".")[-1] for flag in value) if isinstance(value, list) else "",
+)
+def test_degrees_that_do_not_fit_the_model(
+    flags: list[str], world_size: int, messages: list[str], tmp_path: Path
+) -> None:
+    """All that is wrong is said at once, with what would do."""
+    with pytest.raises(ConfigError) as caught:
+        checked(*flags, world_size=world_size, folder=tmp_path)
+    problems = caught.value.problems
+    assert len(problems) == len(messages), problems
+    for message, problem in zip(messages, problems, strict=True):
+        assert re.search(message, problem), problem
+
+
+def test_tensor_parallel_ranks_on_several_machines_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    for here, warned in ((4, True), (8, False)):
+        caplog.clear()
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+        checked(f"{TP}=8", world_size=16, folder=tmp_path)
+        assert ("spans several machines" in caplog.text) == warned
 
 
 def test_a_seed_checkpoint_needs_one_process(tmp_path: Path) -> None:

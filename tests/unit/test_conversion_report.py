@@ -1,5 +1,6 @@
 """What a conversion says of itself, and the checks that hold it to its word."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -154,6 +155,11 @@ def test_mx_on_a_device_without_it_stops_unless_emulated() -> None:
         MXConverter(MX(emulate=True), target)
 
 
+def test_nvfp4_stops_and_says_why() -> None:
+    with pytest.raises(ConfigError, match=r"mx\.recipe_name = nvfp4 .*Triton.* Use mxfp8"):
+        MXConverter(MX(recipe_name="nvfp4", emulate=True), CPU)
+
+
 class Sham(Float8Converter):
     """A converter whose layers stay as they are, or give noise."""
 
@@ -180,20 +186,24 @@ def test_products_far_off_are_found_at_conversion() -> None:
 @pytest.mark.parametrize("name", ["float8", "int8", "mx"])
 def test_products_of_a_step_are_counted_and_missing_ones_found(name: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).bfloat16()
-    section = MX(emulate=True, filter_fqns=[]) if name == "mx" else SECTIONS[name]
+    section = dataclasses.replace(SECTIONS[name], filter_fqns=[])
     converters = apply_converters(model, [name], lambda _: section, CPU)
 
     def step() -> None:
         x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
         model(x).float().sum().backward()
 
-    with checked_products(converters, microbatches=2, passes={}, recomputed=False, compiled=False):
+    with checked_products(
+        converters, microbatches=2, passes={}, on_this_rank={"0", "1"}, repeated=False, compiled=False
+    ):
         step()
         step()
     model[1] = nn.Linear(64, 64, bias=False).bfloat16()  # taken out of low precision behind the report's back
     with (
         pytest.raises(ConfigError, match="promised 6 low-precision products in this step, and 3 ran"),
-        checked_products(converters, microbatches=1, passes={}, recomputed=False, compiled=False),
+        checked_products(
+            converters, microbatches=1, passes={}, on_this_rank={"0", "1"}, repeated=False, compiled=False
+        ),
     ):
         step()
 

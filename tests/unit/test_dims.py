@@ -14,49 +14,64 @@ def find(world_size: int, **degrees: Any) -> tuple[ParallelDims | None, list[str
 
 
 @pytest.mark.parametrize(
-    ("world_size", "replicate", "shard", "expected", "shown"),
+    ("world_size", "degrees", "expected", "shown"),
     [
-        (1, 1, -1, (1, 1), "one process"),
-        (8, 1, -1, (1, 8), "FSDP 8"),
-        (8, 1, 8, (1, 8), "FSDP 8"),
-        (8, 8, 1, (8, 1), "DDP 8"),
-        (8, 8, -1, (8, 1), "DDP 8"),
-        (8, 2, -1, (2, 4), "HSDP 2 x 4 (replicate x shard)"),
-        (8, 2, 4, (2, 4), "HSDP 2 x 4 (replicate x shard)"),
+        (1, {}, ParallelDims(), "one process"),
+        (8, {}, ParallelDims(dp_shard=8), "FSDP 8"),
+        (8, {"data_parallel_shard_degree": 8}, ParallelDims(dp_shard=8), "FSDP 8"),
+        (8, {"data_parallel_replicate_degree": 8}, ParallelDims(dp_replicate=8), "DDP 8"),
+        (
+            8,
+            {"data_parallel_replicate_degree": 2},
+            ParallelDims(dp_replicate=2, dp_shard=4),
+            "HSDP 2 x 4 (replicate x shard)",
+        ),
+        (2, {"tensor_parallel_degree": 2}, ParallelDims(tp=2), "TP 2"),
+        (
+            512,
+            {"tensor_parallel_degree": 8, "pipeline_parallel_degree": 8},
+            ParallelDims(pp=8, dp_shard=8, tp=8),
+            "FSDP 8 x TP 8 x PP 8",
+        ),
+        (8, {"context_parallel_degree": 4}, ParallelDims(dp_shard=2, cp=4), "FSDP 2 x CP 4"),
     ],
 )
-def test_degrees_that_fit(world_size: int, replicate: int, shard: int, expected: tuple[int, int], shown: str) -> None:
-    dims, problems = find(world_size, data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard)
+def test_degrees_that_fit(world_size: int, degrees: dict[str, int], expected: ParallelDims, shown: str) -> None:
+    dims, problems = find(world_size, **degrees)
     assert problems == []
-    assert dims == ParallelDims(*expected)
-    assert (dims.dp, str(dims)) == (world_size, shown)
+    assert dims is not None
+    assert (dims, str(dims)) == (expected, shown)
+
+
+def test_weights_are_sharded_over_ranks_that_share_a_sequence_too() -> None:
+    dims = ParallelDims(dp_replicate=2, dp_shard=3, cp=4, tp=5)
+    assert (dims.dp, dims.fsdp) == (6, 12)
+
+
+SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+TENSOR, PIPELINE = "tensor_parallel_degree", "pipeline_parallel_degree"
 
 
 @pytest.mark.parametrize(
-    ("world_size", "replicate", "shard", "problem"),
+    ("world_size", "degrees", "said"),
     [
-        (8, 1, 4, "the degrees multiply to 4, but there are 8 processes"),
-        (1, 1, 2, "the degrees multiply to 2, but there are 1 processes"),
-        (8, 3, -1, "8 processes cannot be divided by the product of the degrees, 3"),
-        (2, 4, -1, "2 processes cannot be divided by the product of the degrees, 4"),
-        (8, 1, 0, "parallelism.data_parallel_shard_degree must be -1 or above 0, not 0."),
-        (8, 1, -2, "parallelism.data_parallel_shard_degree must be -1 or above 0, not -2."),
+        (8, {SHARD: 4}, ["multiply to 4", "8 processes", "data_parallel_shard_degree to 8"]),
+        (8, {SHARD: 2, TENSOR: 2}, ["multiply to 4", "tensor_parallel_degree to 4", "data_parallel_shard_degree to 4"]),
+        (1, {SHARD: 2}, ["multiply to 2", "there are 1 processes", "start 2 processes"]),
+        (8, {REPLICATE: 3}, ["divided by the product of the degrees, 3", "to 1 or 2 or 4 or 8"]),
+        (12, {TENSOR: 8, PIPELINE: 2}, ["product of the degrees, 16", "tensor_parallel_degree to 1 or 2 or 3 or 6"]),
+        (8, {SHARD: 0}, ["parallelism.data_parallel_shard_degree must be -1 or above 0, not 0."]),
+        (8, {SHARD: -2}, ["parallelism.data_parallel_shard_degree must be -1 or above 0, not -2."]),
     ],
 )
-def test_degrees_that_do_not_fit(world_size: int, replicate: int, shard: int, problem: str) -> None:
-    dims, problems = find(world_size, data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard)
+def test_degrees_that_do_not_fit(world_size: int, degrees: dict[str, int], said: list[str]) -> None:
+    dims, problems = find(world_size, **degrees)
     assert dims is None
-    assert len(problems) == 1 and problem in problems[0]
-    assert problems[0].startswith("parallelism")
+    assert len(problems) == 1 and problems[0].startswith("parallelism")
+    assert [part for part in said if part not in problems[0]] == [], problems[0]
 
 
 def test_problems_are_added_to_those_found_before() -> None:
     problems = ["training.steps: an earlier one"]
     assert find_dims(Parallelism(data_parallel_shard_degree=3), 2, problems) is None
     assert len(problems) == 2
-
-
-@pytest.mark.parametrize("kind", ["tensor", "context", "pipeline"])
-def test_parallelism_that_is_not_built_yet_is_refused(kind: str) -> None:
-    _, problems = find(4, **{f"{kind}_parallel_degree": 2})
-    assert any(f"parallelism.{kind}_parallel_degree" in problem for problem in problems)

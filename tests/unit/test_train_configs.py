@@ -24,7 +24,7 @@ def gpus(file: Path) -> int:
 def test_loads_and_passes_the_checks(file: Path, tmp_path: Path) -> None:
     config = ConfigManager().parse_args([f"--job.config_file={file}", f"--job.dump_folder={tmp_path}"])
     dims = check(config, gpus(file), "cuda")
-    assert dims.dp == gpus(file)
+    assert dims.pp * dims.dp * dims.cp * dims.tp == gpus(file)
     # What the comment beside global_batch_size says, in millions of tokens.
     said = re.search(r"global_batch_size = \d+  # ([\d.]+)M tokens", file.read_text(encoding="utf-8"))
     if said:

@@ -35,7 +35,9 @@ class Int8:
     grad_input: Annotated[bool, Doc("Product of the input's gradient in int8.")] = True
     grad_weight: Annotated[bool, Doc("Product of the weight's gradient in int8.")] = True
     enable_fsdp_int8_all_gather: Annotated[bool, Doc("Gather sharded weights in int8, half the bytes of bf16.")] = False
-    filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=list)
+    # The gradient of logits spans many orders of magnitude in a row: in int8 nearly all of it would be 0
+    # (docs/low_precision.md).
+    filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
     emulate: Annotated[bool, Doc("Compute in high precision with int8 rounding, where the device has none.")] = False
 
 
@@ -43,7 +45,9 @@ class Int8:
 class MX:
     """Matrix products in microscaling formats (converter mx)."""
 
-    recipe_name: Annotated[Literal["mxfp8"], Doc("Element format.")] = "mxfp8"
+    recipe_name: Annotated[Literal["mxfp8", "nvfp4"], Doc("Element format; nvfp4 is refused, with the reason.")] = (
+        "mxfp8"
+    )
     scale_calculation_mode: Annotated[
         Literal["rceil", "floor", "even", "ceil"], Doc("How a block's scale is rounded to a power of two.")
     ] = "rceil"

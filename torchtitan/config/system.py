@@ -50,7 +50,7 @@ class Comm:
 
     init_timeout_seconds: Annotated[PositiveInt, Doc("Patience for start-up and the first step.")] = 300
     train_timeout_seconds: Annotated[PositiveInt, Doc("Patience afterwards.")] = 100
-    trace_buf_size: Annotated[NonNegativeInt, Doc("Entries of the NCCL flight recorder; 0 is off.")] = 20000
+    trace_buf_size: Annotated[NonNegativeInt, Doc("Collectives that the flight recorder keeps; 0 is off.")] = 20000
 
 
 @dataclass(frozen=True)

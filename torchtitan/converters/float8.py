@@ -40,7 +40,7 @@ class Float8Converter(LinearConverter):
     name = "float8"
 
     def __init__(self, config: Float8, target: Target) -> None:
-        super().__init__(config.filter_fqns, target)
+        super().__init__(config.filter_fqns, target, given=config.filter_fqns != type(config)().filter_fqns)
         self.recipe = config.recipe_name or "tensorwise"
         self.gather = config.enable_fsdp_float8_all_gather
         self.precompute = config.precompute_float8_dynamic_scale_for_fsdp
@@ -93,8 +93,8 @@ class Float8Converter(LinearConverter):
         exact = tensor * (largest / amax.clamp_min(1e-12))
         return Scaled(exact, exact.clamp(-largest, largest).to(dtype).float(), largest)
 
-    def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
-        return self.swap(linear, self.gather and self.gathered_evenly(linear))
+    def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
+        return self.swap(linear, self.gather and self.gathered_evenly(linear, fqn))
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         """With precomputed scales: those of all weights, in one reduction."""

@@ -4,7 +4,7 @@ Counting is done by torch's profiler, which sees operations in eager and in comp
 of the backward pass.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch.profiler import ProfilerActivity, profile
@@ -19,7 +19,8 @@ def checked_products(
     converters: Sequence[object],
     microbatches: int,
     passes: Mapping[str, int],
-    recomputed: bool,
+    on_this_rank: Container[str],
+    repeated: bool,
     compiled: bool,
 ) -> Iterator[None]:
     """Around one training step, in which nothing is compiled any more: low-precision products must run as promised.
@@ -28,11 +29,13 @@ def checked_products(
         converters: of the run, after they have converted; others than `LinearConverter` promise nothing.
         microbatches: forward and backward passes in this step on this rank.
         passes: by path, how often a layer runs in a pass where that is not once.
-        recomputed: activation checkpointing runs forward products again, which may add to the count.
+        on_this_rank: paths of the modules that this rank computes.
+        repeated: activation checkpointing runs forward products again, a pipeline that splits its backward pass those
+            of the backward pass: they may add to the count.
         compiled: the compiler fuses the casts of emulated products, which then cannot be counted.
 
     Raises:
-        ConfigError: fewer products ran than promised, or, without recomputation, more.
+        ConfigError: fewer products ran than promised, or, where none is repeated, more.
     """
     promised: dict[Trace, int] = {}
     names: dict[Trace, list[str]] = {}
@@ -40,7 +43,8 @@ def checked_products(
         if not isinstance(converter, LinearConverter):
             continue
         trace, each = converter.products.trace, converter.products.forward + converter.products.backward
-        count = sum(passes.get(decision.fqn, 1) for decision in converter.decisions if decision.converted)
+        chosen = [decision.fqn for decision in converter.decisions if decision.converted]
+        count = sum(passes.get(fqn, 1) for fqn in chosen if fqn in on_this_rank)
         promised[trace] = promised.get(trace, 0) + microbatches * each * count
         names.setdefault(trace, []).append(f"{converter.name} {converter.recipe}")
     if not promised:
@@ -61,7 +65,7 @@ def checked_products(
             logger.info(f"{what}: emulated and compiled, so its products cannot be counted")
             continue
         found = ran[trace] // trace.per_product
-        if found < wanted or (found > wanted and not recomputed):
+        if found < wanted or (found > wanted and not repeated):
             raise ConfigError(
                 f"model.converters: {what} promised {wanted} low-precision products in this step, and {found} ran. "
                 "Something between conversion and training (parallelization, compile) takes layers out of low "

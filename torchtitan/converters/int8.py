@@ -98,7 +98,7 @@ class Int8Converter(LinearConverter):
     name = "int8"
 
     def __init__(self, config: Int8, target: Target) -> None:
-        super().__init__(config.filter_fqns, target)
+        super().__init__(config.filter_fqns, target, given=config.filter_fqns != type(config)().filter_fqns)
         capability = target.compute_capability
         if capability is not None and capability < FIRST_CAPABILITY and not config.emulate:
             raise ConfigError(
@@ -133,9 +133,9 @@ class Int8Converter(LinearConverter):
         data, scale = quantize(tensor, self.settings.recipe)
         return Scaled(tensor / scale, data.float(), LARGEST)
 
-    def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
+    def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
         new = self.swap(linear)
-        if self.gather and self.gathered_evenly(linear):
+        if self.gather and self.gathered_evenly(linear, fqn):
             new.weight = nn.Parameter(ShardedWeight(new.weight.data, self.settings.recipe))
         return new
 

@@ -94,8 +94,10 @@ class LinearConverter:
     products: Products
     rules: FilterRules
 
-    def __init__(self, filter_fqns: Sequence[str], target: Target) -> None:
+    def __init__(self, filter_fqns: Sequence[str], target: Target, given: bool = True) -> None:
+        """`given`: the user's own list, which must match; False for a section's default."""
         self.filter_fqns = tuple(filter_fqns)
+        self.given = given
         self.target = target
         self.decisions: list[Decision] = []
 
@@ -107,8 +109,8 @@ class LinearConverter:
         """How an operand in float32, (rows, columns) with products summing over columns, is rounded."""
         raise NotImplementedError
 
-    def swap_in_model(self, linear: nn.Linear) -> nn.Linear:
-        """`swap` for a layer of the model, which may be gathered in low precision too."""
+    def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
+        """`swap` for the layer of the model at this path, which may be gathered in low precision too."""
         return self.swap(linear)
 
     @property
@@ -118,7 +120,7 @@ class LinearConverter:
 
     def decide(self, model: nn.Module) -> list[Decision]:
         """What `convert` would do with each linear layer of the model; changes nothing."""
-        return decide(model, self.filter_fqns, self.name, self.recipe, self.rules, self.target)
+        return decide(model, self.filter_fqns, self.name, self.recipe, self.rules, self.target, self.given)
 
     def convert(self, model: nn.Module) -> None:
         self.decisions = self.decide(model)
@@ -129,15 +131,16 @@ class LinearConverter:
             self.check_swap()
         for fqn in chosen:
             parent, _, child = fqn.rpartition(".")
-            setattr(model.get_submodule(parent), child, self.swap_in_model(model.get_submodule(fqn)))  # type: ignore[arg-type]
+            setattr(model.get_submodule(parent), child, self.swap_in_model(model.get_submodule(fqn), fqn))  # type: ignore[arg-type]
 
-    def gathered_evenly(self, linear: nn.Linear) -> bool:
+    def gathered_evenly(self, linear: nn.Linear, fqn: str) -> bool:
         """Whether FSDP divides the rows of a weight without padding, as a gather in low precision needs it."""
-        if linear.out_features % self.target.shards == 0:
+        _, rows = self.target.per_device(fqn, linear.in_features, linear.out_features)
+        if rows % self.target.shards == 0:
             return True
         logger.warning(
-            f"{self.name}: a weight of {linear.out_features} rows is not divided evenly over {self.target.shards} "
-            "ranks; it is gathered in high precision"
+            f"{self.name}: the {rows} rows of {fqn} are not divided evenly over {self.target.shards} ranks; it is "
+            "gathered in high precision"
         )
         return False
 

@@ -40,7 +40,13 @@ class MXConverter(LinearConverter):
     name = "mx"
 
     def __init__(self, config: MX, target: Target) -> None:
-        super().__init__(config.filter_fqns, target)
+        super().__init__(config.filter_fqns, target, given=config.filter_fqns != type(config)().filter_fqns)
+        if config.recipe_name == "nvfp4":
+            raise ConfigError(
+                "mx.recipe_name = nvfp4 cannot be used: torchao's layer for it runs on Blackwell GPUs through Triton "
+                "alone, has no emulated form by which it could be checked elsewhere, and keeps random signs of its own "
+                "in the model's state, so that checkpoints would not load in another precision. Use mxfp8."
+            )
         if not config.use_fp8_dim1_cast_triton_kernel:
             logger.warning("mx.use_fp8_dim1_cast_triton_kernel has no effect: torchao chooses the kernel now")
         capability = target.compute_capability

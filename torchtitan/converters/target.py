@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchtitan.parallel.dims import Division
+from torchtitan.parallel.dims import Style
+from torchtitan.parallel.tensor import style_of
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Target:
         tokens: M of the products: sequences in a microbatch times tokens of a sequence on one device.
         compile: whether transformer blocks are compiled.
         tensor_parallel: the degree.
-        divisions: by the end of a linear layer's path, how tensor parallelism divides it.
+        plan: by the end of a module's path, how tensor parallelism divides it.
         shards: FSDP ranks that a weight's rows are divided over.
     """
 
@@ -27,12 +28,12 @@ class Target:
     tokens: int = 512
     compile: bool = False
     tensor_parallel: int = 1
-    divisions: Mapping[str, Division] = field(default_factory=dict)
+    plan: Mapping[str, Style] = field(default_factory=dict)
     shards: int = 1
 
     def per_device(self, fqn: str, k: int, n: int) -> tuple[int, int]:
         """(K, N) of the product that one device computes for a layer of `k` inputs and `n` outputs."""
-        division = next((way for end, way in self.divisions.items() if f".{fqn}".endswith(f".{end}")), None)
+        division = style_of(fqn, self.plan)
         if division == "colwise":
             n //= self.tensor_parallel
         elif division == "rowwise":

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
@@ -32,11 +32,21 @@ def init_weights(model: nn.Module, std_of: Callable[[str], float | None], seed: 
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std, generator=generator)
         if isinstance(parameter, DTensor):
-            # src_data_rank=None: every rank has drawn the same, nothing is sent
-            share = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(share.to_local())
+            parameter.to_local().copy_(local_share(whole, parameter))
         else:
             parameter.copy_(whole)
+
+
+def local_share(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """What this rank holds of a tensor that is divided as `like` is."""
+    mesh = like.device_mesh
+    # The innermost dimension divided first: tensor parallelism before FSDP, which divides what it finds.
+    for dim, placement in reversed(list(enumerate(like.placements))):
+        if placement.is_shard() or hasattr(placement, "split_factor"):
+            parts = whole.chunk(mesh.size(dim), placement.dim)  # type: ignore[attr-defined]
+            number = mesh.get_local_rank(dim)
+            whole = parts[number] if number < len(parts) else whole.narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
+    return whole
 
 
 def _seed(seed: int, name: str) -> int:

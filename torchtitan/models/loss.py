@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 IGNORE = -100  # label of a position that has no loss; the default of torch's cross_entropy
 
@@ -23,13 +22,13 @@ def chunks(tokens: int, vocab_size: int) -> int:
     return -(-tokens // chunk_tokens(vocab_size))
 
 
-def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum over tokens, in float32, of the cross-entropy of (tokens, vocab) logits and (tokens,) labels."""
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+CrossEntropy = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From (tokens, vocab) logits and (tokens,) labels to the sum over tokens of the cross-entropy, in float32, and its
+gradient by the logits, in their dtype."""
 
 
-def _cross_entropy_and_grad(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`summed_cross_entropy` and its gradient by the logits, in their dtype: softmax - onehot(label).
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cross-entropy and its gradient, softmax - onehot(label).
 
     In one float32 copy of the logits, where autograd would keep three.
     """
@@ -47,18 +46,23 @@ def _cross_entropy_and_grad(logits: torch.Tensor, labels: torch.Tensor) -> tuple
 
 
 def chunked_cross_entropy(
-    output: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor
+    output: Callable[[torch.Tensor], torch.Tensor],
+    weight: torch.Tensor,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    cross_entropy: CrossEntropy = cross_entropy,
 ) -> torch.Tensor:
-    """`summed_cross_entropy(output(hidden), labels)`, a chunk of tokens at a time.
+    """The cross-entropy of `output(hidden)`, a chunk of tokens at a time.
 
     Gradients are taken chunk by chunk during the forward pass, while the chunk's logits are there, so nothing of the
     size (tokens, vocab) outlives its chunk and nothing is computed twice.
 
     Args:
         output: the output layer, from (tokens, dim) to (tokens, vocab).
-        weight: its weight, (vocab, dim).
+        weight: its parameter, (vocab, dim).
         hidden: (batch, seq, dim).
         labels: (batch, seq), IGNORE where there is no loss.
+        cross_entropy: of a chunk's logits.
 
     Returns:
         The sum over tokens, a float32 scalar.
@@ -67,13 +71,13 @@ def chunked_cross_entropy(
     chunk = chunk_tokens(weight.shape[0])
     if not torch.is_grad_enabled():
         parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
-        return torch.stack([summed_cross_entropy(output(part), label) for part, label in parts]).sum()
-    return _ChunkedCrossEntropy.apply(output, chunk, labels, hidden, weight)
+        return torch.stack([cross_entropy(output(part), label)[0] for part, label in parts]).sum()
+    return _ChunkedCrossEntropy.apply(output, cross_entropy, chunk, labels, hidden, weight)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, output, chunk, labels, hidden, weight):  # type: ignore[no-untyped-def, override]
+    def forward(ctx, output, cross_entropy, chunk, labels, hidden, weight):  # type: ignore[no-untyped-def, override]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grads = []
         weight_grad: torch.Tensor | None = None
@@ -81,7 +85,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 logits = output(part)
-            loss, logits_grad = _cross_entropy_and_grad(logits.detach(), label)
+            loss, logits_grad = cross_entropy(logits.detach(), label)
             hidden_grad, grad = torch.autograd.grad(logits, [part, weight], logits_grad)
             total += loss
             hidden_grads.append(hidden_grad)
@@ -94,4 +98,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
         hidden_grad, weight_grad = ctx.saved_tensors
-        return None, None, None, hidden_grad * grad, (weight_grad * grad).to(ctx.weight_dtype)
+        return None, None, None, None, hidden_grad * grad, (weight_grad * grad).to(ctx.weight_dtype)

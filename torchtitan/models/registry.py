@@ -9,8 +9,8 @@ from torch import nn
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_DIVISIONS, parallelize
-from torchtitan.parallel.dims import Division
+from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN, parallelize
+from torchtitan.parallel.dims import Style
 from torchtitan.registry import Registry
 
 
@@ -22,14 +22,15 @@ class ModelSpec:
         flavors: sizes by name: dataclasses with at least the attributes `n_layers`, `n_heads`, `n_kv_heads`,
             `head_dim`, `vocab_size` and the method `with_vocab_size` of `LlamaArgs`.
         build: from sizes to a module, called on the meta device. The module's forward takes (tokens, labels,
-            document_ids) and returns the summed loss; `init_std(name)` gives each parameter's initial deviation.
-        divisions: how tensor parallelism divides the linear layers, as `llama.parallelize.TENSOR_PARALLEL_DIVISIONS`.
+            document_ids) and returns the summed loss; `init_std(name)` gives each parameter's initial deviation. For
+            pipelines it has the parts that `parallel.pipeline.split` names.
+        plan: how tensor parallelism divides the modules, as `llama.parallelize.TENSOR_PARALLEL_PLAN`.
         parallelize: as `llama.parallelize.parallelize`.
     """
 
     flavors: Mapping[str, Any]
     build: Callable[[Any], nn.Module] = Llama
-    divisions: Mapping[str, Division] = field(default_factory=lambda: TENSOR_PARALLEL_DIVISIONS)
+    plan: Mapping[str, Style] = field(default_factory=lambda: TENSOR_PARALLEL_PLAN)
     parallelize: Callable[..., None] = parallelize
 
     def flavor(self, name: str) -> Any:

@@ -19,14 +19,13 @@ class RopeScaling:
     original_seq_len: int = 8192
 
 
-def rope_table(
-    head_dim: int, seq_len: int, theta: float, scaling: RopeScaling | None, device: torch.device
-) -> torch.Tensor:
-    """cos and sin of every position and frequency: (seq_len, head_dim / 2, 2), float32."""
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+def rope_table(head_dim: int, positions: torch.Tensor, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
+    """cos and sin of every position (seq,) and frequency: (seq, head_dim / 2, 2), float32, on the positions' device."""
+    steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    frequencies = 1.0 / theta ** (steps / head_dim)
     if scaling is not None:
         frequencies = _scale(frequencies, scaling)
-    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)
+    angles = torch.outer(positions.float(), frequencies)
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -11,21 +12,38 @@ from torch.distributed.tensor import DTensor
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scales gradients in place so that their total 2-norm is at most `max_norm`.
 
+    The norm is that of the whole model, wherever its parameters lie: on other shards, tensor-parallel ranks or
+    pipeline stages. One all-reduce of one number does it. All ranks call this, each with what it holds.
+
     Returns:
         The norm before clipping, a float32 scalar on the device, the same on every rank.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if grads[0].device.type == "cpu":
+    locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    if locals_[0].device.type == "cpu":
         # torch's CPU kernel sums in float32 one number after the other: 1e-4 off for a large sparse gradient, and
         # differently so for each layout. Rows are short enough; their norms are summed in float64.
-        rows = [torch.linalg.vector_norm(grad, dim=-1) for grad in grads]
-        norm = torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(row_norms, dtype=torch.float64) for row_norms in rows])
-        )
+        norms = [torch.linalg.vector_norm(torch.linalg.vector_norm(g, dim=-1), dtype=torch.float64) for g in locals_]
     else:
-        norm = nn.utils.get_total_norm(grads, foreach=True)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    norm = norm.float()
+        norms = list(torch._foreach_norm(locals_, 2))
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for grad, norm in zip(grads, norms, strict=True):
+        by_copies.setdefault(_copies(grad), []).append(norm)
+    squares = [torch.stack(norms).double().square().sum() / copies for copies, norms in by_copies.items()]
+    total = torch.stack(squares).sum()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    norm = total.sqrt().float()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
     return norm
+
+
+def _copies(grad: torch.Tensor) -> int:
+    """How many ranks hold the same as this one."""
+    if not isinstance(grad, DTensor):
+        return 1
+    copies = 1
+    for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
+        copies *= size if placement.is_replicate() else 1
+    return copies

@@ -1,4 +1,4 @@
-"""Degrees of parallelism: how they fit the number of processes, and the mesh that they make."""
+"""Degrees of parallelism: how they fit the number of processes, and the meshes that they make."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -8,65 +8,115 @@ from torchtitan.config.system import Parallelism
 if TYPE_CHECKING:  # degrees are checked before torch is needed
     from torch.distributed.device_mesh import DeviceMesh
 
-Division = Literal["colwise", "rowwise"]
-"""How tensor parallelism divides a linear layer: its outputs (N) or its inputs (K)."""
+Style = Literal["embedding", "sequence", "sequence_gather", "gather", "colwise", "rowwise"]
+"""How tensor parallelism divides a module; see `tensor.apply_tensor_parallel`."""
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees that multiply to the number of processes. Every rank holds its own rows of a batch."""
+    """Degrees that multiply to the number of processes.
 
-    dp_replicate: int
-    dp_shard: int
+    From the outermost, whose ranks are furthest apart, to the innermost, whose ranks are neighbours.
+
+    Attributes:
+        pp: stages of the pipeline, in ranks.
+        dp_replicate: copies of the (sharded) model, each with rows of its own.
+        dp_shard: ranks that one copy is sharded over, each with rows of its own.
+        cp: ranks that share each sequence. Weights are sharded over them too.
+        tp: ranks that share each matrix product.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: how many slices a global batch is cut into."""
+        """Ranks with rows of their own: how many slices a global batch is cut into."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def fsdp(self) -> int:
+        """Ranks that weights are sharded over."""
+        return self.dp_shard * self.cp
+
     def __str__(self) -> str:
-        match (self.dp_replicate, self.dp_shard):
-            case (1, 1):
-                return "one process"
-            case (replicate, 1):
-                return f"DDP {replicate}"
-            case (1, shard):
-                return f"FSDP {shard}"
-        return f"HSDP {self.dp_replicate} x {self.dp_shard} (replicate x shard)"
+        parts = []
+        if self.dp_replicate > 1 and self.dp_shard > 1:
+            parts.append(f"HSDP {self.dp_replicate} x {self.dp_shard} (replicate x shard)")
+        elif self.dp > 1:
+            parts.append(f"DDP {self.dp}" if self.dp_replicate > 1 else f"FSDP {self.dp}")
+        parts += [
+            f"{name} {degree}" for name, degree in (("CP", self.cp), ("TP", self.tp), ("PP", self.pp)) if degree > 1
+        ]
+        return " x ".join(parts) or "one process"
 
     def build_mesh(self, device_type: str) -> "DeviceMesh":
-        """The mesh (dp_replicate, dp_shard). The process group must be there."""
+        """The mesh (pp, dp_replicate, fsdp, tp). The process group must be there."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(
-            device_type, (self.dp_replicate, self.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
+        sizes = (self.pp, self.dp_replicate, self.fsdp, self.tp)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+
+    def build_context_mesh(self, device_type: str) -> "DeviceMesh | None":
+        """The ranks that share a sequence with this one: a part of the dimension fsdp. None where there are none."""
+        if self.cp == 1:
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = (self.pp * self.dp, self.cp, self.tp)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=("others", "cp", "tp"))["cp"]
 
 
 def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) -> ParallelDims | None:
     """The degrees for `world_size` processes; what is wrong with them goes to `problems`, a sentence each."""
-    for key in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
-        if getattr(parallelism, key) > 1:
-            problems.append(f"parallelism.{key}: this kind of parallelism is not built yet; set it to 1.")
+    pp, cp, tp = (getattr(parallelism, f"{kind}_parallel_degree") for kind in ("pipeline", "context", "tensor"))
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    others = replicate * (
-        parallelism.tensor_parallel_degree * parallelism.context_parallel_degree * parallelism.pipeline_parallel_degree
-    )
-    if shard == -1 and world_size % others == 0:
-        shard = world_size // others
-    if shard == -1:
-        problems.append(
-            f"parallelism: {world_size} processes cannot be divided by the product of the degrees, {others}; "
-            f"start a multiple of {others} processes or lower the degrees."
-        )
-        return None
-    if shard < 1:
+    others = pp * replicate * cp * tp
+    if shard < 1 and shard != -1:
         problems.append(f"parallelism.data_parallel_shard_degree must be -1 or above 0, not {shard}.")
         return None
-    if shard * others != world_size:
+    if shard == -1 and world_size % others == 0:
+        shard = world_size // others
+    if shard * others == world_size:
+        return ParallelDims(pp, replicate, shard, cp, tp)
+    degrees = {
+        "data_parallel_replicate_degree": replicate,
+        "data_parallel_shard_degree": shard,
+        "tensor_parallel_degree": tp,
+        "context_parallel_degree": cp,
+        "pipeline_parallel_degree": pp,
+    }
+    named = ", ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
+    if shard == -1:
         problems.append(
-            f"parallelism: the degrees multiply to {shard * others}, but there are {world_size} processes; "
-            f"set data_parallel_shard_degree to -1 to take what is left, or start {shard * others} processes."
+            f"parallelism: {world_size} processes cannot be divided by the product of the degrees, {others} ({named}); "
+            f"start a multiple of {others} processes{_that_would(degrees, world_size)}."
         )
-        return None
-    return ParallelDims(replicate, shard)
+    else:
+        problems.append(
+            f"parallelism: the degrees multiply to {shard * others} ({named}), but there are {world_size} processes; "
+            f"set data_parallel_shard_degree to -1 to take what is left, start {shard * others} processes"
+            f"{_that_would(degrees, world_size)}."
+        )
+    return None
+
+
+def _that_would(degrees: dict[str, int], world_size: int) -> str:
+    """For each degree the values with which, the others as they are, all would fit."""
+    fitting = []
+    for key, degree in degrees.items():
+        others = 1
+        for other, value in degrees.items():
+            others *= value if other != key and value != -1 else 1
+        free = degrees["data_parallel_shard_degree"] == -1  # it takes what the others leave
+        values = [
+            value
+            for value in range(1, world_size + 1)
+            if (world_size % (others * value) == 0 if free else world_size == others * value)
+        ]
+        if degree > 1 and values:
+            fitting.append(f"{key} to {' or '.join(map(str, values))}")
+    return f", or set {'; or '.join(fitting)}" if fitting else ", or lower the degrees"

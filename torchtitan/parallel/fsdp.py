@@ -4,6 +4,7 @@ One process is a shard of one, DDP a copy of a shard of one: the same code compu
 layout, with float32 weights and gradients around a computation in `param_dtype`.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,12 +29,12 @@ def apply_fsdp(
 
     Args:
         blocks: modules to gather and free one by one.
-        mesh: (dp_replicate, dp_shard).
+        mesh: (fsdp,), or (dp_replicate, fsdp).
         param_dtype: of gathered weights, and so of the computation.
         reduce_dtype: in which gradients are summed.
     """
     options: dict[str, Any] = {
-        "mesh": mesh if mesh.size(0) > 1 else mesh["dp_shard"],
+        "mesh": mesh,
         # Weights decide the dtype of activations; casting inputs would also round the table of rotations.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
@@ -43,9 +44,17 @@ def apply_fsdp(
     fully_shard(model, reshard_after_forward=False, **options)
 
 
-def set_last_microbatch(model: nn.Module, last: bool) -> None:
-    """Copies of the model exchange gradients after the last microbatch only. (Shards are summed after each one, which
+def set_last_microbatch(models: Iterable[nn.Module], last: bool) -> None:
+    """Copies of a model exchange gradients after the last microbatch only. (Shards are summed after each one, which
     keeps no more than a shard of the gradient.)"""
-    if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(last)
-        model.set_is_last_backward(last)
+    for model in models:
+        if isinstance(model, FSDPModule):
+            model.set_requires_all_reduce(last)
+            model.set_is_last_backward(last)
+
+
+def reshard(models: Iterable[nn.Module]) -> None:
+    """Frees gathered weights after a forward pass that no backward pass followed."""
+    for model in models:
+        if isinstance(model, FSDPModule):
+            model.reshard()

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.attention import causal_attention
+from torchtitan.models.attention import Attend, causal_attention
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.loss import chunked_cross_entropy, chunks
+from torchtitan.models.loss import CrossEntropy, chunked_cross_entropy, chunks, cross_entropy
 from torchtitan.models.rope import apply_rope, rope_table
 
 OUTPUT_STD = 0.02
@@ -18,6 +18,7 @@ class Attention(nn.Module):
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
         self.head_dim = args.head_dim
+        self.attend: Attend = causal_attention
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
@@ -27,7 +28,7 @@ class Attention(nn.Module):
         """(batch, seq, dim) to the same. Heads are counted from the projections, which may hold a share of them."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_ids)
+        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_ids)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -75,11 +76,19 @@ class TiedOutput(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder-only transformer.
+    """A decoder-only transformer, or some of its layers in a row: then the modules that it lacks are None.
 
     Args:
         args: the sizes; `vocab_size` must be set.
+
+    Attributes:
+        cross_entropy: of the logits.
+        positions: (seq,) int64, the place of each of the tokens given in its sequence; None: all of it, in order.
     """
+
+    tok_embeddings: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    output: nn.Module | None
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
@@ -95,6 +104,8 @@ class Llama(nn.Module):
             if args.tied_embeddings
             else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
+        self.cross_entropy: CrossEntropy = cross_entropy
+        self.positions: torch.Tensor | None = None
         self._rope: torch.Tensor | None = None
 
     def forward(
@@ -103,30 +114,41 @@ class Llama(nn.Module):
         """Logits, or with `labels` the summed cross-entropy.
 
         Args:
-            tokens: (batch, seq) int64.
+            tokens: (batch, seq) int64; without an embedding (batch, seq, dim), what the layers before gave.
             labels: (batch, seq) int64, the token that follows each one; `loss.IGNORE` has no loss.
             document_ids: (batch, seq); where given, attention stays within a document.
 
         Returns:
-            (batch, seq, vocab) logits, or the float32 sum of the loss over all tokens.
+            (batch, seq, vocab) logits, or the float32 sum of the loss over all tokens; without an output layer
+            (batch, seq, dim) for the layers that follow.
         """
         rope = self.rope(tokens.shape[1], tokens.device)
-        h = self.tok_embeddings(tokens)
+        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             h = layer(h, rope, document_ids)
+        if self.norm is None or self.output is None:
+            return h
         h = self.norm(h)
         if labels is None:
             return self.output(h)
-        return chunked_cross_entropy(self.output, self.output.weight, h, labels)
+        # The registered parameter, which gradients are for; `weight` may be a view of it.
+        owner = self.output if self.tok_embeddings is None or not self.args.tied_embeddings else self.tok_embeddings
+        weight = next(owner.parameters())
+        return chunked_cross_entropy(self.output, weight, h, labels, self.cross_entropy)
 
     def passes(self, tokens: int) -> dict[str, int]:
         """How often a linear layer runs for so many tokens, where that is not once."""
-        return {"output": chunks(tokens, self.output.weight.shape[0])}
+        return {"output": chunks(tokens, self.args.vocab_size or 1)}
 
     def rope(self, seq_len: int, device: torch.device) -> torch.Tensor:
         """The table of rotations, kept from call to call. Not a buffer: it has no place in a state dict."""
-        if self._rope is None or self._rope.shape[0] != seq_len or self._rope.device != device:
-            self._rope = rope_table(self.args.head_dim, seq_len, self.args.rope_theta, self.args.rope_scaling, device)
+        positions = self.positions
+        length = seq_len if positions is None else len(positions)
+        if self._rope is None or self._rope.shape[0] != length or self._rope.device != device:
+            if positions is None:
+                positions = torch.arange(seq_len)
+            args = self.args
+            self._rope = rope_table(args.head_dim, positions.to(device), args.rope_theta, args.rope_scaling)
         return self._rope
 
     def init_std(self, name: str) -> float | None:

@@ -1,49 +1,79 @@
-"""How a Llama is divided: which modules are checkpointed, compiled and sharded, in this order."""
+"""How a Llama is divided: over tensor-parallel and context-parallel ranks; then what is checkpointed, compiled and
+sharded, in this order."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
-from torchtitan.models.llama.model import Llama
+from torchtitan.converters.float8_gather import gather_for
+from torchtitan.models.llama.model import Attention, Llama
+from torchtitan.models.loss_parallel import divided_cross_entropy, gathered_cross_entropy
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile
-from torchtitan.parallel.dims import Division
+from torchtitan.parallel.context import context_parallel_attention
+from torchtitan.parallel.dims import Style
 from torchtitan.parallel.fsdp import apply_fsdp
+from torchtitan.parallel.tensor import apply_tensor_parallel
 
-TENSOR_PARALLEL_DIVISIONS: dict[str, Division] = {
+TENSOR_PARALLEL_PLAN: dict[str, Style] = {
+    "tok_embeddings": "embedding",
+    "attention_norm": "sequence",
+    "attention": "gather",
     "attention.wq": "colwise",
     "attention.wk": "colwise",
     "attention.wv": "colwise",
     "attention.wo": "rowwise",
+    "ffn_norm": "sequence",
+    "feed_forward": "gather",
     "feed_forward.w1": "colwise",
     "feed_forward.w3": "colwise",
     "feed_forward.w2": "rowwise",
+    "norm": "sequence_gather",
     "output": "colwise",
 }
-"""Megatron's division (arXiv 1909.08053): heads and inner channels over the ranks, and the vocabulary."""
+"""Megatron's division (arXiv 1909.08053): heads and inner channels over the ranks, and the vocabulary; between them
+activations are divided along the sequence (arXiv 2205.05198)."""
 
 
 def parallelize(
     model: Llama,
     mesh: DeviceMesh,
+    context_mesh: DeviceMesh | None,
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
     training: Training,
 ) -> None:
-    """Applies activation checkpointing, compile and FSDP in place. The model is still on the meta device."""
+    """Divides the model, or a stage of it, in place. It is still on the meta device.
+
+    Args:
+        mesh: (pp, dp_replicate, fsdp, tp), of `ParallelDims.build_mesh`.
+        context_mesh: the ranks that share a sequence; None where none do.
+    """
     blocks = list(model.layers.values())
+    tensor_mesh = mesh["tp"]
+    if tensor_mesh.size() > 1:
+        apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, tensor_mesh, gather_for)
+        divided = gathered_cross_entropy if parallelism.disable_loss_parallel else divided_cross_entropy
+        model.cross_entropy = divided(tensor_mesh)
+    if context_mesh is not None:
+        method = parallelism.context_parallel_rotate_method
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.attend = context_parallel_attention(module.attend, context_mesh, method)
     apply_activation_checkpoint(blocks, activation_checkpoint)
     if training.compile:
         apply_compile(blocks, mesh.device_type)
     # A tied embedding is the output layer's weight too and stays with the root.
-    groups = blocks if model.args.tied_embeddings else [model.tok_embeddings, *blocks]
+    groups = blocks if model.args.tied_embeddings or model.tok_embeddings is None else [model.tok_embeddings, *blocks]
+    reshard = parallelism.fsdp_reshard_after_forward
     apply_fsdp(
         model,
         groups,
-        mesh,
+        mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"],
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never",
+        # With a pipeline, to gather again for each microbatch would cost more than it saves.
+        reshard_after_forward=reshard == "always" or (reshard == "default" and mesh["pp"].size() == 1),
         cpu_offload=training.enable_cpu_offload,
     )

@@ -1,0 +1,52 @@
+"""The compiler's fusion of collectives into products, on the graph of a tensor-parallel block."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._symmetric_memory import _test_mode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan.errors import ConfigError
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN
+from torchtitan.parallel.async_tensor import FusedProducts
+from torchtitan.parallel.compile import apply_compile
+from torchtitan.parallel.tensor import apply_tensor_parallel
+
+ARGS = LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64)
+
+
+@pytest.fixture
+def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
+    """Two ranks, one of which is real: what is compiled does not run."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)  # the compiler's pass asks for it
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+def test_collectives_of_a_block_are_fused_into_its_products(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Llama(ARGS)
+    apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh)
+    block = model.layers["0"]
+    apply_compile([block], "cpu")
+    fused = FusedProducts()
+    monkeypatch.setattr(torch._inductor.config, "_micro_pipeline_tp", True)
+    monkeypatch.setattr(torch._inductor.config, "post_grad_custom_post_pass", fused)
+    x = torch.randn(2, 16, ARGS.dim, requires_grad=True)
+    # The forward graph is compiled; to run, its fused operations would need a GPU.
+    with _test_mode(), pytest.raises(NotImplementedError):
+        block(x, model.rope(32, x.device), None).sum().backward()
+    fused.check()
+    # The gathers before attention and before the feed-forward, and the sums after them.
+    assert fused.count >= 4
+
+
+def test_a_run_in_which_nothing_was_fused_stops() -> None:
+    with pytest.raises(ConfigError, match="fused no collective"):
+        FusedProducts().check()

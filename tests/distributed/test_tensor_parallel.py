@@ -1,0 +1,66 @@
+"""What tensor parallelism sends."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from workers import in_processes
+
+from torchtitan.config.precision import Float8
+from torchtitan.converters import Target, apply_converters
+from torchtitan.converters.float8_gather import gather_for
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN
+from torchtitan.parallel.tensor import apply_tensor_parallel
+
+ARGS = LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64)
+
+
+class Gathers(TorchDispatchMode):
+    """The dtypes of what is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_gather" in str(func):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def block_with_its_gathers(recipe: str, filtered: str, in_float8: bool) -> tuple[list[str], torch.Tensor]:
+    """A block of float8 layers on two ranks: what its forward pass gathers, and what it gives."""
+    torch.manual_seed(0)
+    model: Any = Llama(ARGS).bfloat16()
+    section = Float8(recipe_name=recipe, filter_fqns=[filtered])
+    apply_converters(model, ["float8"], lambda _: section, Target("cpu", tokens=64))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    options = {"gather_for": gather_for} if in_float8 else {}
+    apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh, **options)
+    part = torch.randn(2, 32, 64, dtype=torch.bfloat16).chunk(2, 1)[mesh.get_local_rank()].clone().requires_grad_()
+    with Gathers() as gathers:
+        out = model.layers["0"](part, model.rope(32, part.device), None)
+    out.float().square().sum().backward()
+    return [str(dtype) for dtype in gathers.dtypes], torch.stack([out.detach(), part.grad])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "filtered", "expected"),
+    [
+        ("tensorwise", "output", ["torch.uint8", "torch.uint8"]),
+        ("tensorwise", "attention.wk", ["torch.bfloat16", "torch.uint8"]),  # wk wants its input whole
+        ("rowwise", "output", ["torch.bfloat16", "torch.bfloat16"]),
+    ],
+)
+def test_activations_are_gathered_in_float8_where_all_who_take_them_can(
+    recipe: str, filtered: str, expected: list[str]
+) -> None:
+    results = in_processes(block_with_its_gathers, 2, recipe, filtered, True)
+    references = in_processes(block_with_its_gathers, 2, recipe, filtered, False)
+    for (dtypes, values), (_, reference) in zip(results, references, strict=True):
+        assert dtypes == expected
+        torch.testing.assert_close(values, reference, rtol=0, atol=0)  # cast before or after: the same numbers

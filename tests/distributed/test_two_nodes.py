@@ -1,0 +1,124 @@
+"""A process dies or stops: the others say which, and start again. Two launchers on loopback are two machines."""
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from runs import ROOT, TINY, Run, checkpoint_steps, failure, into, last_step, losses, started, train
+
+STEPS = 16
+ONE_ROW = (*TINY, "--training.local_batch_size=1")
+ENDLESS = (*ONE_ROW, "--training.steps=100000")
+FLAGS = (*ONE_ROW, f"--training.steps={STEPS}", "--checkpoint.enable_checkpoint", "--checkpoint.interval=4")
+
+
+@contextmanager
+def two_nodes(*flags: str, restarts: int = 0, folder: Path = ROOT) -> Iterator[tuple[Run, Run]]:
+    """The launchers of two machines with a process each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ("--nnodes=2", f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    command = (sys.executable, "-m", "torchtitan.launch", *options, str(ROOT / "train.py"))
+    with (
+        started(*flags, command=command, folder=folder) as first,
+        started(*flags, command=command, folder=folder) as second,
+    ):
+        yield first, second
+
+
+def wait_for_rank(nodes: tuple[Run, Run], rank: int) -> tuple[int, int]:
+    """(index of the machine that the rendezvous has put it on, process) of a rank."""
+    nodes[0].wait_until(lambda: any(node.pid_of_rank(rank) for node in nodes))
+    return next((index, pid) for index, node in enumerate(nodes) if (pid := node.pid_of_rank(rank)))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train(*FLAGS, into(folder), processes=2)
+    return losses(folder)
+
+
+def kill_after_a_checkpoint(run: Run, folder: Path, pid: int) -> None:
+    run.wait_until(lambda: 4 in checkpoint_steps(folder) and last_step(folder) > 4)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_two_nodes_start_again_from_the_checkpoint(uninterrupted: dict[int, float], tmp_path: Path) -> None:
+    with two_nodes(*FLAGS, into(tmp_path), restarts=1) as nodes:
+        index, pid = wait_for_rank(nodes, 1)
+        kill_after_a_checkpoint(nodes[0], tmp_path, pid)
+        ends = [node.finish() for node in nodes]
+    assert [status for status, _ in ends] == [0, 0], ends
+    assert losses(tmp_path) == uninterrupted
+    assert "rank 1 was ended by SIGKILL (often: out of memory). All processes start again" in ends[index][1]
+    survivor = ends[1 - index][1]
+    assert "Error: lost the connection to another rank. Rank 1 does not answer" in survivor
+    assert "loaded" in survivor  # rank 0 is here, and the checkpoint of step 4 as well
+    assert "Traceback" not in survivor
+
+
+def test_one_node_starts_again_through_plain_torchrun(uninterrupted: dict[int, float], tmp_path: Path) -> None:
+    options = ("--standalone", "--nproc-per-node=2", "--max-restarts=2")
+    command = (sys.executable, "-m", "torch.distributed.run", *options, str(ROOT / "train.py"))
+    with started(*FLAGS, into(tmp_path), command=command) as run:
+        run.wait_until(lambda: run.pid_of_rank(1))
+        kill_after_a_checkpoint(run, tmp_path, run.pid_of_rank(1) or 0)
+        status, output = run.finish()
+    assert status == 0, output
+    assert losses(tmp_path) == uninterrupted
+
+
+def test_a_stopped_rank_ends_the_others_in_time(tmp_path: Path) -> None:
+    with two_nodes(*ENDLESS, into(tmp_path), "--comm.train_timeout_seconds=2") as nodes:
+        index, pid = wait_for_rank(nodes, 1)
+        nodes[0].wait_until(lambda: last_step(tmp_path) >= 2)
+        os.kill(pid, signal.SIGSTOP)
+        status, output = nodes[1 - index].finish()
+    assert status == 1
+    assert "a collective took longer than comm.train_timeout_seconds = 2. Rank 1 does not answer" in output
+    assert "Traceback" not in output
+    assert (tmp_path / "comm_traces" / "rank_0").stat().st_size > 0  # the flight recorder's
+
+
+HOOKS = {
+    # what rank 1 does at its third step, and what rank 0 says of it
+    "late": ("time.sleep(1000)", "Rank 1 is at", "slow.py:9, in post_optimizer_hook"),
+    "broken": ("raise ArithmeticError; time.sleep(1)", "Rank 1 ended with ArithmeticError", "see its own message"),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_rank_that_lives_but_does_not_come_is_named_with_its_reason(hook: str, tmp_path: Path) -> None:
+    statement, *expected = HOOKS[hook]
+    (tmp_path / "slow.py").write_text(
+        "import os, time, tiny\n"
+        "from torchtitan.converters import CONVERTERS, ConverterEntry\n"
+        "class Slow:\n"
+        "    steps = 0\n"
+        "    def convert(self, model): pass\n"
+        "    def post_optimizer_hook(self, models):\n"
+        "        self.steps += 1\n"
+        "        if os.environ['RANK'] == '1' and self.steps == 3:\n"
+        f"            {statement}\n"
+        "CONVERTERS.register('slow', ConverterEntry('', lambda section, target: Slow()))\n"
+    )
+    slow = ("--experimental.custom_import=slow", "--model.converters=slow", "--comm.train_timeout_seconds=2")
+    with two_nodes(*ENDLESS, *slow, into(tmp_path), folder=tmp_path) as nodes:
+        index, _ = wait_for_rank(nodes, 0)
+        status, output = nodes[index].finish()
+    assert status == 1, output
+    assert all(words in output for words in expected), output
+    assert "Traceback" not in output
+
+
+def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    status, output = failure(*ENDLESS, "--training.seq_len=0", into(tmp_path), PET_MAX_RESTARTS="3")
+    assert status == 2
+    assert output.count("training.seq_len") == 1

@@ -1,0 +1,110 @@
+"""The SLURM script, run for real under a `srun` and a `scontrol` that start two machines on loopback; the Kubernetes
+example."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import ROOT, TINY, into, last_step, started
+
+SCRIPT = ROOT / "multinode_trainer.slurm"
+FLAGS = (*TINY, "--training.local_batch_size=1")
+
+# As the real one: a command on every machine, and SIGUSR1 goes on to all processes there.
+SRUN = """#!/usr/bin/env bash
+while [[ "$1" == --* ]]; do shift; done
+tasks=()
+trap 'for task in "${tasks[@]}"; do kill -USR1 $(pstree_of "$task"); done' USR1
+pstree_of() { echo "$1"; for child in $(pgrep -P "$1"); do pstree_of "$child"; done; }
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do "$@" & tasks+=($!); done
+worst=0
+for task in "${tasks[@]}"; do
+    while true; do wait "$task"; status=$?; kill -0 "$task" 2>/dev/null || break; done
+    ((status > worst)) && worst=$status
+done
+exit "$worst"
+"""
+SCONTROL = """#!/usr/bin/env bash
+case "$1 $2" in
+    "show hostnames") printf '127.0.0.1\\n127.0.0.2\\n' ;;
+    *) echo "$@" >> "$SCONTROL_LOG" ;;
+esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, Any]:
+    """Options of `started`: a copy of the script, as SLURM makes one, in the environment that SLURM gives."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    copy = shutil.copy(SCRIPT, tmp_path / "slurm_script")
+    return {
+        "command": ("bash", str(copy)),
+        "folder": tmp_path,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": str(1000 + os.getpid() % 9000),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SCONTROL_LOG": str(tmp_path / "scontrol.log"),
+    }
+
+
+def test_trains_on_two_machines(slurm: dict[str, Any], tmp_path: Path) -> None:
+    with started(*FLAGS, into(tmp_path / "out"), "--training.steps=3", **slurm) as run:
+        status, output = run.finish()
+    assert status == 0, output
+    assert "FSDP 2" in output
+    assert last_step(tmp_path / "out") == 3
+    assert not (tmp_path / "scontrol.log").exists()
+
+
+def test_is_queued_again_when_the_machines_are_taken_away(slurm: dict[str, Any], tmp_path: Path) -> None:
+    with started(*FLAGS, into(tmp_path / "out"), "--training.steps=100000", **slurm) as run:
+        run.wait_until(lambda: last_step(tmp_path / "out") >= 2)
+        os.kill(run.process.pid, signal.SIGUSR1)  # to the script alone
+        _, output = run.finish()
+        deadline = time.monotonic() + 30
+        while run.pids() and time.monotonic() < deadline:  # a process may be on its way out
+            time.sleep(0.05)
+        assert run.pids() == []
+    assert (tmp_path / "scontrol.log").read_text() == f"requeue {slurm['SLURM_JOB_ID']}\n", output
+
+
+def test_reports_a_failure(slurm: dict[str, Any], tmp_path: Path) -> None:
+    with started(*FLAGS, into(tmp_path / "out"), "--training.seq_len=0", **slurm) as run:
+        status, output = run.finish()
+    assert status == 2, output
+    assert "training.seq_len" in output
+    assert not (tmp_path / "scontrol.log").exists()
+
+
+def test_the_scripts_are_free_of_what_linters_find() -> None:
+    subprocess.run(["bash", "-n", SCRIPT], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-x", SCRIPT], check=True, cwd=ROOT)
+
+
+def test_the_kubernetes_example_is_whole() -> None:
+    service, job = yaml.safe_load_all((ROOT / "docs/examples/kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    machines = job["spec"]["completions"]
+    assert job["spec"]["parallelism"] == machines == int(environment["PET_NNODES"])
+    assert environment["PET_RDZV_ENDPOINT"].startswith(f"{job['metadata']['name']}-0.{service['metadata']['name']}:")
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert (ROOT / environment["CONFIG_FILE"]).exists()
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}

@@ -1,0 +1,172 @@
+"""The same training under every layout: the table of layouts, and how far each is from one process.
+
+`python tests/equality.py` runs all of it and prints the table of docs/parallelism.md.
+"""
+
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from runs import ROOT, TINY, grad_norms, into, losses, tensors_of, train
+
+STEPS = 10
+BATCH = 8
+BASE = (
+    *TINY,
+    "--model.flavor=deep",
+    f"--training.steps={STEPS}",
+    f"--training.global_batch_size={BATCH}",
+    "--checkpoint.enable_checkpoint",
+    f"--checkpoint.interval={STEPS}",
+)
+TOLERANCE = 1e-5  # relative; where a row needs more, it says so
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A row of the table.
+
+    Attributes:
+        name: as in the docs.
+        processes: how many.
+        local_batch_size: sequences in a forward pass of a rank.
+        flags: that make the layout.
+        core: whether it belongs to the short form of the test.
+    """
+
+    name: str
+    processes: int
+    local_batch_size: int
+    flags: tuple[str, ...] = ()
+    core: bool = False
+
+
+def degrees(replicate: int = 1, tp: int = 1, cp: int = 1, pp: int = 1) -> tuple[str, ...]:
+    kinds = {
+        "data_parallel_replicate": replicate,
+        "tensor_parallel": tp,
+        "context_parallel": cp,
+        "pipeline_parallel": pp,
+    }
+    return tuple(f"--parallelism.{kind}_degree={degree}" for kind, degree in kinds.items() if degree > 1)
+
+
+FULL = "--activation_checkpoint.mode=full"
+EVERY_SECOND = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
+BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
+COMPILE = "--training.compile"
+SCHEDULE = "--parallelism.pipeline_parallel_schedule="
+ALL_TO_ALL = "--parallelism.context_parallel_rotate_method=alltoall"
+CSV = ROOT / "docs" / "examples" / "pipeline_schedule.csv"
+GATHERED_LOSS = "--parallelism.disable_loss_parallel"
+
+LAYOUTS = [
+    Layout("DP 2", 2, 4, degrees(replicate=2), core=True),
+    Layout("FSDP 2", 2, 4, core=True),
+    Layout("FSDP 4", 4, 2),
+    Layout("HSDP 2 x 2", 4, 2, degrees(replicate=2), core=True),
+    Layout("TP 2", 2, 8, degrees(tp=2), core=True),
+    Layout("TP 2, logits gathered", 2, 8, (*degrees(tp=2), GATHERED_LOSS)),
+    Layout("FSDP 2 x TP 2", 4, 4, degrees(tp=2), core=True),
+    Layout("CP 2", 2, 8, degrees(cp=2), core=True),
+    Layout("CP 2, all-to-all", 2, 8, (*degrees(cp=2), ALL_TO_ALL), core=True),
+    Layout("CP 4", 4, 8, degrees(cp=4)),
+    Layout("FSDP 2 x CP 2", 4, 4, degrees(cp=2)),
+    Layout("TP 2 x CP 2", 4, 8, degrees(tp=2, cp=2)),
+    Layout("PP 2", 2, 8, degrees(pp=2), core=True),
+    Layout("PP 4, GPipe", 4, 8, (*degrees(pp=4), f"{SCHEDULE}GPipe")),
+    Layout("PP 2, Interleaved1F1B", 2, 8, (*degrees(pp=2), f"{SCHEDULE}Interleaved1F1B"), core=True),
+    Layout("PP 2, InterleavedZeroBubble", 2, 8, (*degrees(pp=2), f"{SCHEDULE}InterleavedZeroBubble")),
+    Layout("PP 2, ZBVZeroBubble", 2, 8, (*degrees(pp=2), f"{SCHEDULE}ZBVZeroBubble"), core=True),
+    Layout("PP 2, DualPipeV", 2, 8, (*degrees(pp=2), f"{SCHEDULE}DualPipeV")),
+    Layout(
+        "PP 2, a schedule from a file", 2, 4, (*degrees(pp=2), f"--parallelism.pipeline_parallel_schedule_csv={CSV}")
+    ),
+    Layout("PP 2, LoopedBFS", 2, 8, (*degrees(pp=2), f"{SCHEDULE}LoopedBFS")),
+    Layout("PP 2 x FSDP 2", 4, 4, degrees(pp=2)),
+    Layout("PP 2 x FSDP 2, ZBVZeroBubble", 4, 4, (*degrees(pp=2), f"{SCHEDULE}ZBVZeroBubble")),
+    Layout("PP 2 x DP 2", 4, 4, degrees(replicate=2, pp=2)),
+    Layout("TP 2 x PP 2", 4, 8, degrees(tp=2, pp=2), core=True),
+    Layout("CP 2 x PP 2", 4, 8, degrees(cp=2, pp=2)),
+    Layout("FSDP 2 x TP 2 x PP 2", 8, 4, degrees(tp=2, pp=2)),
+    Layout("HSDP 2 x 2 x TP 2", 8, 2, degrees(replicate=2, tp=2)),
+    Layout("CP 2 x TP 2 x PP 2", 8, 8, degrees(cp=2, tp=2, pp=2)),
+    Layout("one process, accumulation", 1, 2),
+    Layout("FSDP 2, accumulation", 2, 1),
+    Layout("DP 2, accumulation", 2, 1, degrees(replicate=2)),
+    Layout("PP 2 x FSDP 2, accumulation", 4, 2, degrees(pp=2)),
+    Layout("FSDP 2 x TP 2, accumulation", 4, 1, degrees(tp=2)),
+    Layout("one process, recomputation full", 1, 8, (FULL,)),
+    Layout("FSDP 2, recomputation full", 2, 4, (FULL,)),
+    Layout("FSDP 2, recomputation of every second layer", 2, 4, EVERY_SECOND),
+    Layout("FSDP 2, recomputation by operation", 2, 4, BY_OPERATION),
+    Layout("TP 2, recomputation full", 2, 8, (*degrees(tp=2), FULL)),
+    Layout("TP 2, recomputation by operation", 2, 8, (*degrees(tp=2), *BY_OPERATION), core=True),
+    Layout("CP 2, recomputation full", 2, 8, (*degrees(cp=2), FULL)),
+    Layout("PP 2, recomputation full", 2, 8, (*degrees(pp=2), FULL)),
+    Layout("one process, compile", 1, 8, (COMPILE,)),
+    Layout("FSDP 2, compile", 2, 4, (COMPILE,)),
+    Layout("TP 2, compile", 2, 8, (*degrees(tp=2), COMPILE), core=True),
+    Layout("CP 2, compile", 2, 8, (*degrees(cp=2), COMPILE)),
+    Layout("PP 2, compile", 2, 8, (*degrees(pp=2), COMPILE)),
+    Layout("FSDP 2 x TP 2, compile, recomputation by operation", 4, 4, (*degrees(tp=2), COMPILE, *BY_OPERATION)),
+]
+
+
+class Training(NamedTuple):
+    """What a run computed."""
+
+    losses: torch.Tensor
+    grad_norms: torch.Tensor
+    weights: dict[str, torch.Tensor]
+
+
+def run(layout: Layout, folder: Path) -> Training:
+    """Trains in this layout."""
+    size = f"--training.local_batch_size={layout.local_batch_size}"
+    train(*BASE, into(folder), size, *layout.flags, processes=layout.processes)
+    return Training(
+        torch.tensor(list(losses(folder).values()), dtype=torch.float64),
+        torch.tensor(grad_norms(folder), dtype=torch.float64),
+        tensors_of(folder, STEPS),
+    )
+
+
+def deviations(expected: Training, found: Training) -> dict[str, float]:
+    """The largest relative deviation of losses, of gradient norms, and of the final weights (2-norm of a tensor's
+    difference over that of the tensor)."""
+    assert expected.losses.shape == found.losses.shape == (STEPS,)
+    assert expected.weights.keys() == found.weights.keys()
+    return {
+        "loss": float(((found.losses - expected.losses) / expected.losses).abs().max()),
+        "gradient norm": float(((found.grad_norms - expected.grad_norms) / expected.grad_norms).abs().max()),
+        "weights": max(
+            float((found.weights[name] - weight).norm() / weight.norm()) for name, weight in expected.weights.items()
+        ),
+    }
+
+
+ONE = Layout("one process", 1, BATCH)
+
+
+def main() -> None:
+    """Prints the table in Markdown."""
+    print(
+        f"torch {torch.__version__}, CPU, gloo, float32, {STEPS} steps; largest relative deviation from one process\n"
+    )
+    print("| layout | processes | loss | gradient norm | final weights |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        expected = run(ONE, Path(folder) / "one")
+        for number, layout in enumerate(LAYOUTS):
+            found = deviations(expected, run(layout, Path(folder) / str(number)))
+            cells = " | ".join(f"{value:.0e}" if value else "0" for value in found.values())
+            print(f"| {layout.name} | {layout.processes} | {cells} |", flush=True)
+            if max(found.values()) > TOLERANCE:
+                print(f"{layout.name} is further off than {TOLERANCE}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""How ranks meet in a store that has been used before, and how a silent one is found."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from workers import in_processes
+
+from torchtitan.errors import LostRankError
+from torchtitan.logging import logger
+from torchtitan.parallel.comm import _meet, set_timeout
+from torchtitan.parallel.heartbeat import Heartbeat
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+
+
+def in_threads(ranks: list[int], function: Callable[[int], Any]) -> dict[int, Any]:
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        except LostRankError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_each_start_of_a_run_has_a_name_of_its_own(store: dist.TCPStore) -> None:
+    store.set("hello/1", "of a start that ended before it had met")
+    names = []
+    for order in ([0, 1, 2], [2, 1, 0]):
+        results = in_threads(order, lambda rank: _meet(store.clone(), rank, 3, seconds=20))
+        assert len(set(results.values())) == 1
+        names.append(results[0])
+    assert names[0] != names[1]
+
+
+def test_who_does_not_come_is_named_to_all(store: dist.TCPStore) -> None:
+    results = in_threads([0, 2], lambda rank: _meet(store.clone(), rank, 4, seconds=1))
+    for error in results.values():
+        assert str(error) == "of 4 ranks these did not come within comm.init_timeout_seconds = 1: 1, 3."
+    assert len(results) == 2
+
+
+def test_a_silent_rank_is_named_before_anything_fails(store: dist.TCPStore) -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    hearts = [Heartbeat(store, rank, 3) for rank in range(3)]
+    stop = threading.Event()
+    try:
+        hearts[1].store.set("beat/1", "7")  # and no more
+        hearts[2].end("finished")
+        thread = threading.Thread(target=hearts[0]._run, args=(stop, 1.5))
+        thread.start()
+        deadline = time.monotonic() + 60
+        while not lines and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        stop.set()
+        logger.removeHandler(handler)
+    thread.join()
+    assert lines == ["nothing has been heard from rank 1 for 1.5 s"]
+    assert hearts[2].account() == "Ranks 0, 1 do not answer: ended, stopped, or on a machine that is gone."
+    hearts[1].end("ValueError")
+    hearts[0].end("lost contact")
+    assert hearts[2].account() == "Rank 1 ended with ValueError: see its own message."
+
+
+def test_a_store_that_is_gone_does_not_keep_a_rank(store: dist.TCPStore) -> None:
+    heart = Heartbeat(store, 1, 2)
+    heart._silent = lambda: time.sleep(1000)  # type: ignore[method-assign, assignment, return-value]  as a dead machine's
+    started = time.monotonic()
+    assert "on the machine of rank 0, does not answer" in heart.account()
+    assert time.monotonic() - started < 60
+
+
+def timeouts(seconds: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("rows", "columns"))
+    mesh["rows", "columns"]._flatten("all")
+    other = dist.new_group(timeout=timedelta(seconds=77))
+    set_timeout(seconds)
+    groups = [dist.group.WORLD, *mesh.get_all_groups(), mesh["all"].get_group(), other]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_the_timeout_holds_for_all_groups_of_meshes_and_for_no_other() -> None:
+    for result in in_processes(timeouts, 2, 33):
+        assert result == [33, 33, 33, 33, 77]

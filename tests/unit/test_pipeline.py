@@ -1,0 +1,84 @@
+"""How layers are divided into stages, and stages over ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan.config.system import Parallelism
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Llama
+from torchtitan.parallel.pipeline import find_first_layers, first_layers, layer_costs, split, stages_of
+
+ARGS = LlamaArgs(dim=32, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_size=64)
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [0, 2]),
+        ([1, 1, 1, 3], 2, [0, 3]),  # the output layer weighs as much as two layers
+        ([1, 1, 1, 1, 1, 1, 1, 2], 4, [0, 2, 4, 6]),
+        ([5, 1, 1, 1], 3, [0, 1, 2]),
+        ([1, 1, 1], 3, [0, 1, 2]),
+        ([1, 1], 1, [0]),
+    ],
+)
+def test_the_dearest_stage_is_as_cheap_as_can_be(costs: list[float], stages: int, expected: list[int]) -> None:
+    found = first_layers(costs, stages)
+    ends = [*found[1:], len(costs)]
+    dearest = max(sum(costs[first:end]) for first, end in zip(found, ends, strict=True))
+    ends = [*expected[1:], len(costs)]
+    assert dearest == max(sum(costs[first:end]) for first, end in zip(expected, ends, strict=True))
+    assert len(found) == stages and found == sorted(set(found)) and found[0] == 0
+
+
+def test_many_layers_are_divided_in_no_time() -> None:
+    assert len(first_layers([1.0] * 126, 64)) == 64
+
+
+def test_stages_by_key() -> None:
+    def firsts(**keys: Any) -> list[int]:
+        return find_first_layers(Parallelism(pipeline_parallel_degree=2, **keys), [1.0] * 6)
+
+    assert firsts() == [0, 3]
+    assert len(firsts(pipeline_parallel_schedule="Interleaved1F1B")) == 4
+    assert firsts(pipeline_parallel_split_points=["layers.1"]) == [0, 1]
+    assert firsts(pipeline_parallel_layers_per_stage=4) == [0, 4]
+
+
+def test_stages_over_ranks() -> None:
+    assert [stages_of(rank, 2, 4, "Interleaved1F1B") for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [stages_of(rank, 2, 4, "ZBVZeroBubble") for rank in range(2)] == [[0, 3], [1, 2]]
+    assert stages_of(3, 4, 4, "1F1B") == [3]
+
+
+def test_the_output_layer_counts() -> None:
+    with torch.device("meta"):
+        costs = layer_costs(Llama(ARGS), seq_len=128)
+    assert costs[:5] == [costs[0]] * 5
+    assert costs[5] - costs[0] == ARGS.dim * 64
+    assert costs[0] == 4 * 32 * 32 + 3 * 32 * 64 + 32 * 128
+
+
+def test_a_stage_shares_its_modules_with_the_model_under_their_names() -> None:
+    model = Llama(ARGS)
+    whole = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    stages = split(model, [0, 2, 4, 5], [0, 3])
+    of_stages = [dict(stage.named_parameters()) for stage in stages.values()]
+    assert of_stages[0].keys().isdisjoint(of_stages[1])
+    assert {**of_stages[0], **of_stages[1]}.keys() == dict(model.named_parameters()).keys()
+    assert all(whole[name] == p.data_ptr() for stage in of_stages for name, p in stage.items())
+    assert {name.split(".")[1] for name in of_stages[0] if name.startswith("layers")} == {"0", "1"}
+    assert "output.weight" in of_stages[1] and "tok_embeddings.weight" in of_stages[0]
+
+
+def test_stages_one_after_the_other_are_the_model() -> None:
+    tokens, labels = torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
+    model = Llama(ARGS)
+    expected = model(tokens, labels)
+    stages = split(model, [0, 2, 4], [0, 1, 2])
+    h = tokens
+    for number, stage in stages.items():
+        h = stage(h, labels if number == 2 else None)
+    torch.testing.assert_close(h, expected)

@@ -1,0 +1,93 @@
+"""torchrun's agent of a machine, with words of its own: which process failed, and what happens then."""
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from torchtitan.errors import EXIT_STATUS
+from torchtitan.signals import STOP_SIGNALS, end_unbegun
+
+LAST_WORDS = 6.0  # seconds; above what a rank takes to find out which other rank is gone
+
+
+class Agent(LocalElasticAgent):
+    """Starts this machine's processes and watches them; on a failure starts them again, while restarts are left.
+
+    A scheduler's announcement that it will take the machine away is handed on. The processes save and end by
+    themselves, however long that takes, while torchrun would kill them after 30 s.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._forward)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if self._worker_group.state != WorkerState.HEALTHY:
+            end_unbegun(number)  # there are no processes, or they have ended
+        self._remaining_restarts = 0
+        for worker in self._worker_group.workers:
+            os.kill(worker.id, number)  # a process that has ended is there until `_monitor_workers` sees it
+
+    def _invoke_run(self, *arguments: Any) -> RunResult:
+        try:
+            return super()._invoke_run(*arguments)
+        except RendezvousError:  # the launcher that keeps the store of them all has ended
+            self._await_last_words()
+            raise
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            rank, failure = root_cause(result.failures)
+            if failure.exitcode == EXIT_STATUS:  # a mistake of the user's is not mended by trying again
+                self._remaining_restarts = 0
+            message = _message(rank, failure.exitcode, self._remaining_restarts)
+            if message:
+                print(message, file=sys.stderr)
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:
+            print("Another machine starts its processes again, and so does this one.", file=sys.stderr)
+            self._await_last_words()
+        super()._restart_workers(worker_group)
+
+    def _await_last_words(self) -> None:
+        """A process on another machine has failed. Ours are about to notice, and name it."""
+        if self._pcontext is not None:
+            self._pcontext.wait(LAST_WORDS)
+
+
+def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that was killed (it could not say so itself, and the others failed for want of it), or else one that
+    found a mistake of the user's, or else the one that failed first. What is ended by SIGTERM, or is killed later, was
+    ended by torchrun."""
+    first = min(failure.timestamp for failure in failures.values())  # whole seconds
+
+    def later(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
+        failure = item[1]
+        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp <= first + 1
+        return not killed, failure.exitcode != EXIT_STATUS, failure.timestamp
+
+    return min(failures.items(), key=later)
+
+
+def _message(rank: int, exitcode: int, restarts: int) -> str:
+    """'' where the process has said itself what was wrong, and nothing follows."""
+    message = f"Error: the process of rank {rank} "
+    if exitcode >= 0:
+        message += f"ended with status {exitcode}."
+    else:
+        name = signal.Signals(-exitcode).name
+        message += f"was ended by {name}{' (often: out of memory)' if name == 'SIGKILL' else ''}."
+    if restarts:
+        return f"{message} All processes start again; restarts left after this one: {restarts - 1}."
+    return message if exitcode < 0 else ""

@@ -1,0 +1,88 @@
+"""Context parallelism: ranks share each sequence, and exchange keys and values, or heads, around attention.
+
+Everything else in the model works token by token and needs to know nothing but its positions. Gathering keys and values
+is what Llama 3 was trained with (arXiv 2407.21783, section 3.3.2); exchanging heads is DeepSpeed-Ulysses (arXiv
+2309.14509). Both run on any device, through torch's own attention.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from torchtitan.parallel.collectives import exchange, gather
+
+Method = Literal["allgather", "alltoall"]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Causal attention, as `models.attention.causal_attention`."""
+
+HEADS, SEQUENCE = 1, 2  # dimensions of queries, keys and values, (batch, heads, seq, head_dim)
+
+
+def own_positions(seq_len: int, rank: int, ranks: int, method: Method) -> torch.Tensor:
+    """Which positions of each sequence a rank has: (seq_len / ranks,) int64, rising.
+
+    With "allgather" a rank has one part from the front and its mirror image from the end: then each has as much
+    attention to compute as the others, though a late token sees more than an early one. With "alltoall" all have the
+    whole sequence in attention, and a rank's part is in one piece.
+    """
+    if method == "alltoall":
+        return torch.arange(seq_len).chunk(ranks)[rank]
+    parts = torch.arange(seq_len).chunk(2 * ranks)
+    return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
+
+
+def _mask(queries: int, keys: int, device: torch.device, document_ids: torch.Tensor | None) -> torch.Tensor:
+    """Which of the first `keys` positions the last `queries` of them see."""
+    if document_ids is None and not torch.compiler.is_compiling():
+        return causal_lower_right(queries, keys)  # flash attention knows it; the compiler does not
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    if document_ids is not None:
+        ids = document_ids[:, None, :keys]
+        mask = mask & (ids[..., keys - queries :, None] == ids[..., None, :])
+    return mask
+
+
+def context_parallel_attention(attend: Attend, mesh: DeviceMesh, method: Method) -> Attend:
+    """Causal attention between queries, keys and values of `own_positions`. Document ids are those of whole sequences.
+
+    Args:
+        attend: attention on one device, over whole sequences.
+        mesh: the ranks that share a sequence, one dimension.
+    """
+    rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
+
+    def with_all_keys(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        k, v = gather(torch.stack([k, v]), SEQUENCE + 1, group).unbind()
+        # Gathered are the ranks' parts (first, mirrored); in order they are all the first, then back the mirrored.
+        parts = 2 * size
+        order = [*range(0, parts, 2), *range(parts - 1, 0, -2)]
+        k, v = (torch.cat([t.chunk(parts, SEQUENCE)[part] for part in order], SEQUENCE) for t in (k, v))
+        part_len = q.shape[SEQUENCE] // 2
+        outs = []
+        for part, queries in zip((rank, parts - 1 - rank), q.chunk(2, SEQUENCE), strict=True):
+            end = (part + 1) * part_len
+            mask = _mask(part_len, end, q.device, document_ids)
+            outs.append(
+                scaled_dot_product_attention(
+                    queries,
+                    k[:, :, :end],
+                    v[:, :, :end],
+                    attn_mask=mask,
+                    enable_gqa=q.shape[HEADS] != k.shape[HEADS],
+                )
+            )
+        return torch.cat(outs, SEQUENCE)
+
+    def with_own_heads(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        q, k, v = (exchange(t, HEADS, SEQUENCE, group, size) for t in (q, k, v))
+        return exchange(attend(q, k, v, document_ids), SEQUENCE, HEADS, group, size)
+
+    return with_all_keys if method == "allgather" else with_own_heads

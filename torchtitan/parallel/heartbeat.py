@@ -1,0 +1,140 @@
+"""Which ranks are still there, and where: each says so once a second, in the store through which the run has met.
+
+A rank that dies or is stopped leaves the others with a broken connection or a collective that does not end, and
+neither tells them which rank it was. Its heartbeat does, on every machine and with every backend.
+"""
+
+import atexit
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from torchtitan.logging import logger
+
+INTERVAL = 1.0  # seconds between two beats
+PATIENCE = 3.0  # seconds in which a living rank is heard, however busy
+SILENCE = 20.0  # seconds without a beat after which the next rank says so, though nothing has failed yet
+MOST = 8  # late ranks that are told of
+LOST = "lost contact"  # how a rank ends that has lost another
+FINISHED = "finished"
+
+Result = TypeVar("Result")
+
+
+class Heartbeat:
+    """The beats of all ranks, as one of them sees them.
+
+    Args:
+        store: of the process group. Another connection to it is opened, since a thread that waits for a key keeps all
+            others from using its own.
+        rank: this one.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.store = dist.PrefixStore("heartbeat", store.clone())  # type: ignore[attr-defined]  # in no stub
+        self.rank = rank
+        self.world_size = world_size
+        self.others = [other for other in range(world_size) if other != rank]
+
+    def start(self, silence: float = SILENCE) -> None:
+        """Beats, in a thread, until the process ends; watches the next rank, and says where it is silent."""
+        stop = threading.Event()
+        self.store.set(f"beat/{self.rank}", "0")
+        self.store.set(f"end/{self.rank}", "")
+        thread = threading.Thread(target=self._run, args=(stop, silence), daemon=True, name="heartbeat")
+        thread.start()
+
+        def finish() -> None:
+            stop.set()
+            thread.join(INTERVAL)
+            with contextlib.suppress(dist.DistError):
+                self.store.set(f"end/{self.rank}", FINISHED)
+
+        atexit.register(finish)
+
+    def end(self, how: str) -> None:
+        """Leaves word of how this rank ends, so that it is not taken for dead."""
+        _within(PATIENCE, lambda: self.store.set(f"end/{self.rank}", how))
+
+    def account(self) -> str:
+        """A sentence on the ranks that are gone or late. Takes PATIENCE where some are gone, a second where none is."""
+        silent = _within(2 * PATIENCE, self._silent)
+        if silent is None:
+            return "The store of the run, on the machine of rank 0, does not answer."
+        if silent:
+            return f"{_ranks(silent)} not answer: ended, stopped, or on a machine that is gone."
+        ends = _within(PATIENCE, lambda: self._read("end", self.others)) or {}
+        failed = [f"Rank {other} ended with {how}" for other, how in ends.items() if how not in ("", LOST, FINISHED)]
+        if failed:
+            return f"{'; '.join(failed)}: see its own message."
+        late = [other for other, how in ends.items() if not how][:MOST]
+        beats = _within(PATIENCE, lambda: self._read("beat", late)) or {}
+        if beats:
+            return " ".join(f"Rank {other} is at {beat.partition(' ')[2]}." for other, beat in beats.items())
+        return "All ranks answer, and all have failed: the network is broken, or the time too short."
+
+    def _run(self, stop: threading.Event, silence: float) -> None:
+        neighbour = (self.rank + 1) % self.world_size
+        count, heard, since, told = 0, "", time.monotonic(), False
+        try:
+            while not stop.wait(INTERVAL):
+                count += 1
+                self.store.set(f"beat/{self.rank}", f"{count} {_place()}")
+                beat = self._read("beat", [neighbour])[neighbour]
+                if beat != heard or self._read("end", [neighbour])[neighbour]:
+                    heard, since, told = beat, time.monotonic(), False
+                elif time.monotonic() - since > silence and not told:
+                    told = True
+                    for other in self._silent():
+                        logger.warning(f"nothing has been heard from rank {other} for {silence:g} s")
+        except dist.DistError:  # the store is gone, and the run will notice soon
+            return
+
+    def _silent(self) -> list[int]:
+        before = self._read("beat", self.others)
+        silent, deadline = self.others, time.monotonic() + PATIENCE
+        while silent and time.monotonic() < deadline:
+            time.sleep(INTERVAL / 2)
+            beats, ends = self._read("beat", silent), self._read("end", silent)
+            silent = [other for other in silent if beats[other] == before[other] and not ends[other]]
+        return silent
+
+    def _read(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
+        """In one request: on a failure every rank asks for all others. '' for a rank that has not started yet."""
+        keys = [f"{kind}/{rank}" for rank in ranks]
+        if self.store.check(keys):
+            values = self.store.multi_get(keys)
+        else:
+            values = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
+        return {rank: value.decode() for rank, value in zip(ranks, values, strict=True)}
+
+
+def _place() -> str:
+    """Where the main thread is: 'folder/file.py:line, in function'."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"Rank {ranks[0]} does" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} do"
+
+
+def _within(seconds: float, call: Callable[[], Result]) -> Result | None:
+    """What `call` returns; None where it fails or takes longer, as a store may whose machine is gone."""
+    results: list[Result] = []
+
+    def run() -> None:
+        with contextlib.suppress(dist.DistError):
+            results.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None

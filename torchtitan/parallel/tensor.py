@@ -1,0 +1,126 @@
+"""Tensor parallelism (Megatron, arXiv 1909.08053) with sequence parallelism (arXiv 2205.05198).
+
+Weights become DTensors, so that FSDP, checkpoints and initialization know what a rank holds. A module's forward sees
+its rank's share as a plain tensor, and the collectives stand in hooks at the borders of blocks: so the arithmetic in
+between, be it torch's, a converter's or the compiler's, is that of a smaller model on one device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torchtitan.parallel.collectives import gather, sum_scatter
+from torchtitan.parallel.dims import Style
+
+SEQUENCE = 1  # dimension of activations, (batch, seq, dim)
+
+
+Gather = Callable[[torch.Tensor, int, str], torch.Tensor]
+"""(tensor, dimension, group), as `collectives.gather`."""
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    plan: Mapping[str, Style],
+    mesh: DeviceMesh,
+    gather_for: Callable[[Sequence[nn.Module]], Gather] = lambda linears: gather,
+) -> None:
+    """Divides the modules that the plan names, in place. The model is on the meta device.
+
+    Args:
+        plan: from the end of a module's path to
+            "embedding": vocabulary over the ranks; gives sequences divided over the ranks,
+            "sequence": computes on divided sequences, with the whole weight (a norm),
+            "sequence_gather": the same, and gives whole sequences,
+            "gather": takes divided sequences, and its children get them whole,
+            "colwise": a linear layer's outputs over the ranks,
+            "rowwise": its inputs over the ranks; gives divided sequences.
+        mesh: the ranks, one dimension.
+        gather_for: how the input of these colwise layers is gathered.
+    """
+    group = mesh.get_group().group_name
+    for name, module in model.named_modules():
+        match style_of(name, plan):
+            case "embedding":
+                _divide(module, {"weight": Shard(0)}, mesh)
+                module.forward = partial(_embed_own_tokens, module, rank=mesh.get_local_rank(), group=group)
+            case "sequence":
+                _divide(module, {"weight": Replicate()}, mesh)
+            case "sequence_gather":
+                _divide(module, {"weight": Replicate()}, mesh)
+                module.register_forward_hook(lambda module, inputs, out: gather(out, SEQUENCE, group))
+            case "gather":
+                linears = [
+                    child for end, child in module.named_children() if style_of(f"{name}.{end}", plan) == "colwise"
+                ]
+                module.register_forward_pre_hook(_gather_input(gather_for(linears), group))
+            case "colwise":
+                _divide(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
+            case "rowwise":
+                _divide(module, {"weight": Shard(1)}, mesh)
+                module.register_forward_hook(lambda module, inputs, out: sum_scatter(out, SEQUENCE, group))
+
+
+def _gather_input(gather: Gather, group: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return gather(inputs[0], SEQUENCE, group), *inputs[1:]
+
+    return hook
+
+
+def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
+    """What the plan says of the module at this path."""
+    return next((style for end, style in plan.items() if f".{name}".endswith(f".{end}")), None)
+
+
+def _divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+    """Makes DTensors of the module's parameters; its forward sees the local share of them.
+
+    Raises:
+        NotImplementedError: a parameter that the style does not provide for (the bias of a rowwise layer, of which
+            every rank would add its own).
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if name not in placements:
+            raise NotImplementedError(f"tensor parallelism has no place for the parameter {name} of {module}")
+        placement = placements[name]
+        local = parameter.data
+        if isinstance(placement, Shard):
+            local = local.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous()
+        whole = DTensor.from_local(
+            local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        _show_local(module, name, Partial() if isinstance(placement, Replicate) else placement)
+
+
+def _show_local(module: nn.Module, name: str, grad_placement: Placement) -> None:
+    """`module.<name>` gives the local share. (A property of a class of its own, as `torch.nn.utils.parametrize` does
+    it: the parameter itself stays registered under its name.)
+
+    Args:
+        grad_placement: of the share's gradient; that of a whole weight on a part of the sequence is a partial sum.
+    """
+
+    def local(self: nn.Module) -> torch.Tensor:
+        parameter: Any = self._parameters[name]
+        # For the forward pass FSDP puts what it has gathered in the parameter's place, divided over `mesh` alone.
+        gathered = parameter.device_mesh.ndim == 1
+        return parameter.to_local(grad_placements=[grad_placement]) if gathered else parameter
+
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (cls,), {name: property(local)})
+
+
+def _embed_own_tokens(module: nn.Module, tokens: torch.Tensor, rank: int, group: str) -> torch.Tensor:
+    """The forward of an embedding that holds a part of the vocabulary."""
+    weight: Any = module.weight
+    rows = tokens - rank * weight.shape[0]
+    mine = (rows >= 0) & (rows < weight.shape[0])
+    return sum_scatter(F.embedding(rows.where(mine, 0), weight) * mine.unsqueeze(-1), SEQUENCE, group)
