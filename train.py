@@ -72,7 +72,7 @@ if __name__ == "__main__":
         end(EXIT_STATUS)
     except LostRankError as error:
         stop.failed = True
-        if stop.requested and not stop.has_trained:  # the other has ended for the same signal
+        if stop.requested and not stop.has_trained:  # the other got the signal too, and had less patience
             stop.end_untrained()
         print(f"{prefix}Error: {error}", file=sys.stderr)
         end(1)

@@ -13,9 +13,9 @@ MODELS.register(
         {
             "narrow": TINY,
             "wide": replace(TINY, dim=128),
+            "shallow": replace(TINY, n_layers=1),
             "deep": replace(TINY, n_layers=4),
             "tied": replace(TINY, tied_embeddings=True),
-            "shallow": replace(TINY, n_layers=1),
             "few_words": replace(TINY, vocab_size=100),
         }
     ),

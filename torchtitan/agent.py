@@ -12,24 +12,26 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from torchtitan.errors import EXIT_STATUS
-from torchtitan.signals import STOP_SIGNALS, stopped_before_it_began
+from torchtitan.signals import STOP_SIGNALS, end_unbegun
 
 LAST_WORDS = 6.0  # seconds; above what a rank takes to find out which other rank is gone
 
 
 class Agent(LocalElasticAgent):
-    """Starts this machine's processes and watches them; on a failure starts them again, while restarts are left."""
+    """Starts this machine's processes and watches them; on a failure starts them again, while restarts are left.
+
+    A scheduler's announcement that it will take the machine away is handed on. The processes save and end by
+    themselves, however long that takes, while torchrun would kill them after 30 s.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # A scheduler's announcement that it will take the machine away. The processes save and end by themselves,
-        # however long that takes, while torchrun would kill them after 30 s.
         for number in STOP_SIGNALS:
             signal.signal(number, self._forward)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._worker_group.state != WorkerState.HEALTHY:
-            stopped_before_it_began(number)  # or it has ended
+            end_unbegun(number)  # there are no processes, or they have ended
         self._remaining_restarts = 0
         for worker in self._worker_group.workers:
             os.kill(worker.id, number)  # a process that has ended is there until `_monitor_workers` sees it

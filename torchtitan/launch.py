@@ -12,7 +12,7 @@ import signal
 import sys
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED
-from torchtitan.signals import STOP_SIGNALS, stopped_before_it_began
+from torchtitan.signals import STOP_SIGNALS, end_unbegun
 
 
 def launch(arguments: list[str]) -> int:
@@ -20,7 +20,7 @@ def launch(arguments: list[str]) -> int:
     # Until the agent takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _: stopped_before_it_began(number))
+        signal.signal(number, lambda number, _: end_unbegun(number))
     # torch's C++ part shows a page of stack frames for each lost connection. It reads this once, while it is imported.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
@@ -59,8 +59,8 @@ def launch(arguments: list[str]) -> int:
         torchrun([f"--nproc-per-node={processes}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:
         exitcode = root_cause(error.failures)[1].exitcode
-        if -exitcode in STOP_SIGNALS:  # handed on before the process could take it
-            stopped_before_it_began(-exitcode)
+        if -exitcode in STOP_SIGNALS:  # before the process could take it
+            end_unbegun(-exitcode)
         return exitcode if exitcode >= 0 else 128 - exitcode
     except RendezvousError as error:
         print(f"Error: the machines of this run did not find each other, or lost each other: {error}", file=sys.stderr)

@@ -96,8 +96,8 @@ class Stop:
         return self.agreed_on > 0
 
 
-def stopped_before_it_began(number: int) -> None:
-    """Ends a launcher that has no processes to hand a signal on to."""
+def end_unbegun(number: int) -> None:
+    """Ends a launcher whose processes have not begun, so that there is nothing to save."""
     print(f"Stopped by {signal.Signals(number).name} before the run has begun.", file=sys.stderr)
     end(0)
 

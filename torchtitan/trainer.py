@@ -323,11 +323,6 @@ class Trainer:
             )
         logger.info(f"training finished after step {self.step}; everything is in {self.dump_folder}")
 
-    def _is_first_with_its_rows(self) -> bool:
-        """Whether this is the first of the ranks that share their rows of the batch."""
-        pp, _, fsdp, tp = self.mesh.get_coordinate() or ()
-        return pp == 0 and tp == 0 and fsdp % self.dims.cp == 0
-
     def _end_early(self) -> None:
         """Saves, and says how to go on."""
         stopped = f"stopped by {self.stop.name}"
@@ -344,6 +339,11 @@ class Trainer:
             )
         else:
             logger.info(f"{stopped} before a step was done: the same command starts it again")
+
+    def _is_first_with_its_rows(self) -> bool:
+        """Whether this is the first of the ranks that share their rows of the batch."""
+        pp, _, fsdp, tp = self.mesh.get_coordinate() or ()
+        return pp == 0 and tp == 0 and fsdp % self.dims.cp == 0
 
     def _train_step(self, microbatches: Sequence[Batch], reporter: MetricsReporter) -> None:
         training = self.config.training
@@ -372,6 +372,11 @@ class Trainer:
             failed_saves=self.checkpoints.failed_saves,
         )
 
+    def _record_skipped(self, step: int, values: Mapping[str, Any]) -> None:
+        if self.skipped_updates is None:
+            self.skipped_updates = JSONLWriter(self.dump_folder / "skipped_updates.jsonl", step - 1)
+        self.skipped_updates.write(step, values)
+
     def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Tokens and labels on the device, the rank's own positions of them, and what else the model is given."""
         move = functools.partial(torch.Tensor.to, device=self.device.torch_device, non_blocking=True)
@@ -390,11 +395,6 @@ class Trainer:
         loss = self.model(tokens, labels, **others)
         (loss * self.loss_scale).backward()
         return loss.detach()
-
-    def _record_skipped(self, step: int, values: Mapping[str, Any]) -> None:
-        if self.skipped_updates is None:
-            self.skipped_updates = JSONLWriter(self.dump_folder / "skipped_updates.jsonl", step - 1)
-        self.skipped_updates.write(step, values)
 
     def _checked_products(self, microbatches: int) -> contextlib.AbstractContextManager[None]:
         return checked_products(

@@ -6,7 +6,6 @@ With FIGURES=file.jsonl in the environment, each test adds a line with its figur
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -216,12 +215,10 @@ def test_a_disk_that_is_full_from_the_start_is_one_sentence(disk: Path) -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.full
-@pytest.mark.skip(reason="needs a store prefix for each restart in parallel/comm.py; without, gloo does not reconnect")
 def test_a_killed_rank_comes_back_by_itself(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    flags = (*SAVING, "--checkpoint.interval=2", "--training.steps=30")
-    with started(*flags, into(tmp_path), command=(*torchrun, "--max-restarts=3", "train.py")) as run:
+    launcher = (sys.executable, "-m", "torchtitan.launch", "--standalone", "--max-restarts=3", "train.py")
+    flags = (*SAVING, "--checkpoint.interval=2", "--training.steps=20")
+    with started(*flags, into(tmp_path), command=launcher, processes=2) as run:
         for step in (5, 11):
             run.wait_until(lambda step=step: last_step(tmp_path) >= step and run.pid_of_rank(1))
             pid = run.pid_of_rank(1)
@@ -230,7 +227,7 @@ def test_a_killed_rank_comes_back_by_itself(tmp_path: Path) -> None:
             run.wait_until(lambda pid=pid: run.pid_of_rank(1) not in (None, pid))
         status, output = run.finish()
     assert status == 0, output
-    shutil.rmtree(tmp_path / "whole", ignore_errors=True)
     train(*flags, into(tmp_path / "whole"), processes=2)
     assert losses(tmp_path) == losses(tmp_path / "whole")
     assert ids_of(tmp_path) == ids_of(tmp_path / "whole")
+    figures(test="restarts", killed_ranks=2, samples_lost_or_repeated=0)

@@ -42,8 +42,16 @@ def test_sigterm_during_training(processes: int | None, tmp_path: Path) -> None:
     assert_goes_on(tmp_path, step, processes)
 
 
-def test_a_signal_to_one_rank_is_for_all(tmp_path: Path) -> None:
-    with started(*ENDLESS, into(tmp_path), processes=2) as run:
+LAYOUTS = {
+    "FSDP": (2, ()),
+    "TP x PP": (4, ("--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2")),
+}
+
+
+@pytest.mark.parametrize("layout", ["FSDP", pytest.param("TP x PP", marks=pytest.mark.full)])
+def test_a_signal_to_one_rank_is_for_all(layout: str, tmp_path: Path) -> None:
+    processes, flags = LAYOUTS[layout]
+    with started(*ENDLESS, *flags, into(tmp_path), processes=processes) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         pid = run.pid_of_rank(1)
         assert pid is not None

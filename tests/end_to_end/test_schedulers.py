@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, TINY, into, last_step, started
+from runs import ROOT, TINY, checkpoint_steps, into, last_step, started
 
 SCRIPT = ROOT / "multinode_trainer.slurm"
 FLAGS = (*TINY, "--training.local_batch_size=1")
@@ -71,7 +71,8 @@ def test_trains_on_two_machines(slurm: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_is_queued_again_when_the_machines_are_taken_away(slurm: dict[str, Any], tmp_path: Path) -> None:
-    with started(*FLAGS, into(tmp_path / "out"), "--training.steps=100000", **slurm) as run:
+    saving = ("--checkpoint.enable_checkpoint", "--training.steps=100000")
+    with started(*FLAGS, into(tmp_path / "out"), *saving, **slurm) as run:
         run.wait_until(lambda: last_step(tmp_path / "out") >= 2)
         os.kill(run.process.pid, signal.SIGUSR1)  # to the script alone
         _, output = run.finish()
@@ -80,6 +81,9 @@ def test_is_queued_again_when_the_machines_are_taken_away(slurm: dict[str, Any],
             time.sleep(0.05)
         assert run.pids() == []
     assert (tmp_path / "scontrol.log").read_text() == f"requeue {slurm['SLURM_JOB_ID']}\n", output
+    step = last_step(tmp_path / "out")
+    assert f"stopped by SIGUSR1 after step {step}, which is saved" in output
+    assert checkpoint_steps(tmp_path / "out") == [step]
 
 
 def test_reports_a_failure(slurm: dict[str, Any], tmp_path: Path) -> None:

@@ -48,11 +48,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+PIPELINE = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2")
+
+
 @pytest.mark.parametrize("how", ["loss", "inf"])
-def test_what_one_rank_finds_all_skip(how: str, folder: Path) -> None:
+@pytest.mark.parametrize("layout", [(), pytest.param(PIPELINE, marks=pytest.mark.full)], ids=["FSDP", "PP"])
+def test_what_one_rank_finds_all_skip(layout: tuple[str, ...], how: str, folder: Path) -> None:
     run = folder / "run"
     options = {"STEPS": "[3]", "RANKS": "1", "HOW": how, "processes": 2, "folder": folder}
-    output = train(*FLAGS, into(run), "--training.steps=5", "--training.local_batch_size=1", **options)
+    output = train(*FLAGS, into(run), "--training.steps=5", "--training.local_batch_size=1", *layout, **options)
     assert output.count("step 3: update skipped") == 1
     assert ("the loss is not finite" if how == "loss" else "the gradient norm is not finite") in output
     # Nothing moved, not even the optimizer's moments and its count of steps.
@@ -62,7 +66,7 @@ def test_what_one_rank_finds_all_skip(how: str, folder: Path) -> None:
     assert lines[2]["grad_norm"] is None
     assert all(line["loss"] < 10 for line in lines[3:])
     [skipped] = lines_of(run / "skipped_updates.jsonl")
-    read = [lines_of(run / "sample_ids" / f"rank_{rank}.jsonl")[2] for rank in (0, 1)]
+    read = [lines_of(path)[2] for path in (run / "sample_ids").iterdir()]
     assert skipped["step"] == 3
     assert set(skipped["ids"]) == {sample for line in read for row in line["ids"] for sample in row}
 
