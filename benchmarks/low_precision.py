@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +93,15 @@ def main() -> None:
         dump = run(name, flags, arguments.steps, arguments.folder)
         entries = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
         loss = statistics.mean(entry["loss"] for entry in entries[-LAST:])
-        rate = statistics.median(entry["tokens_per_second"] for entry in entries)
-        results[name] = (dump, loss, rate)
-        print(f"{name}: loss {loss:.4f}, {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
-    threads = os.environ.get("OMP_NUM_THREADS", "all")
-    print(f"CPU, {os.cpu_count()} cores, {threads} threads, torch {torch.__version__}, {arguments.steps} steps\n")
-    print("| recipe | loss | against bf16 | tokens/s against bf16 |\n|---|---|---|---|")
-    _, base_loss, base_rate = results["bf16"]
-    for name, (_, loss, rate) in results.items():
-        print(f"| {name} | {loss:.4f} | {loss / base_loss - 1:+.2%} | {rate / base_rate:.2f} |")
+        results[name] = (dump, loss)
+        print(f"{name}: loss {loss:.4f}", file=sys.stderr, flush=True)
+    print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
+    print("| recipe | loss | against bf16 |\n|---|---|---|")
+    _, base_loss = results["bf16"]
+    for name, (_, loss) in results.items():
+        print(f"| {name} | {loss:.4f} | {loss / base_loss - 1:+.2%} |")
     print(f"\n{products_table()}")
-    plot = [sys.executable, str(ROOT / "scripts" / "plot_run.py"), *(str(dump) for dump, _, _ in results.values())]
+    plot = [sys.executable, str(ROOT / "scripts" / "plot_run.py"), *(str(dump) for dump, _ in results.values())]
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([*plot, "--smooth", "20", "--output", arguments.output], check=True)
 
