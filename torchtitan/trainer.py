@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig, to_toml
-from torchtitan.converters import LinearConverter, apply_converters, checked_products, conversion_report
+from torchtitan.converters import LinearConverter, Target, apply_converters, checked_products, conversion_report
 from torchtitan.converters.report import summary, to_json, to_table
 from torchtitan.data import Batch, build_loader, build_validation_loader, load_tokenizer
 from torchtitan.device import Device
@@ -23,7 +23,7 @@ from torchtitan.explain import conversion_target
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak, flops_per_token
 from torchtitan.metrics.writers import JSONLWriter
-from torchtitan.models import MODELS
+from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.init import init_weights
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
@@ -50,17 +50,7 @@ class Trainer:
 
     def __init__(self, config: JobConfig, dims: ParallelDims, global_batch_size: int, device: Device) -> None:
         training = config.training
-        self.config = config
-        self.dims = dims
-        self.device = device
-        self.global_batch_size = global_batch_size
-        self.tokens_per_step = global_batch_size * training.seq_len
-        self.dump_folder = Path(config.job.dump_folder)
-        self.step = 0
-        self.tokens_seen = 0
-        self.sample_ids: JSONLWriter | None = None
-        self._closing = contextlib.ExitStack()
-
+        self._begin(config, dims, global_batch_size, device)
         if training.deterministic:
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
@@ -75,8 +65,7 @@ class Trainer:
             )
         init_process_group(device, config.comm)
         self._closing.callback(dist.destroy_process_group)
-        self.mesh = dims.build_mesh(device.type)
-        self.context_mesh = dims.build_context_mesh(device.type)
+        self._build_meshes()
         dp_rank = self.mesh.get_local_rank("dp_replicate") * dims.dp_shard + self.mesh.get_local_rank("fsdp") // dims.cp
         hold_out = config.validation.enabled
         self.loader = build_loader(
@@ -93,16 +82,7 @@ class Trainer:
             if hold_out
             else None
         )
-
-        self.model = self._build_model()
-        # The loss is the mean over the tokens of the global batch. FSDP averages gradients over ranks and microbatches
-        # are summed, so a rank's share is its sum times the number of ranks, over all tokens.
-        self.loss_scale = dims.dp_replicate * dims.fsdp / self.tokens_per_step
-        self.pipeline = self.validation_pipeline = None
-        if dims.pp > 1:
-            self.pipeline = self._pipeline(training.local_batch_size, self.loss_scale)
-            self.validation_pipeline = self._pipeline(config.validation.local_batch_size)
-        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+        self._build()
         self.checkpoints = CheckpointManager(
             config.checkpoint, self.dump_folder, self.model, self.optimizer, identity=dataclasses.asdict(self.args)
         )
@@ -110,6 +90,36 @@ class Trainer:
         self._resume()
         if dist.get_rank() == 0:
             (self.dump_folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+
+    def _begin(self, config: JobConfig, dims: ParallelDims, global_batch_size: int, device: Device) -> None:
+        """What needs nothing but the configuration. (This and the `_build`s are what a simulation has in common.)"""
+        self.config = config
+        self.dims = dims
+        self.device = device
+        self.global_batch_size = global_batch_size
+        self.tokens_per_step = global_batch_size * config.training.seq_len
+        self.dump_folder = Path(config.job.dump_folder)
+        self.step = 0
+        self.tokens_seen = 0
+        self.sample_ids: JSONLWriter | None = None
+        self._closing = contextlib.ExitStack()
+
+    def _build_meshes(self) -> None:
+        self.mesh = self.dims.build_mesh(self.device.type)
+        self.context_mesh = self.dims.build_context_mesh(self.device.type)
+
+    def _build(self) -> None:
+        """Everything that a training step computes with."""
+        config, dims = self.config, self.dims
+        self.model = self._build_model()
+        # The loss is the mean over the tokens of the global batch. FSDP averages gradients over ranks and microbatches
+        # are summed, so a rank's share is its sum times the number of ranks, over all tokens.
+        self.loss_scale = dims.dp_replicate * dims.fsdp / self.tokens_per_step
+        self.pipeline = self.validation_pipeline = None
+        if dims.pp > 1:
+            self.pipeline = self._pipeline(config.training.local_batch_size, self.loss_scale)
+            self.validation_pipeline = self._pipeline(config.validation.local_batch_size)
+        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
 
     def _build_model(self) -> Any:
         """Meta device, converters, parallelization, then memory and numbers."""
@@ -126,7 +136,7 @@ class Trainer:
             self.args.head_dim,
             config.training.seq_len,
         )
-        target = conversion_target(config, spec, self.device, shards=self.dims.fsdp)
+        target = self._conversion_target(spec)
         self.passes = model.passes(target.tokens) if hasattr(model, "passes") else {}
         self.converters = apply_converters(
             model, config.model.converters, lambda section: getattr(config, section), target
@@ -146,17 +156,28 @@ class Trainer:
                 config.activation_checkpoint,
                 config.training,
             )
-            stage.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.torch_device)
-        init_weights(model, model.init_std, config.training.seed)
+        self._materialize(model)
         return model
+
+    def _conversion_target(self, spec: ModelSpec) -> Target:
+        return conversion_target(self.config, spec, self.device, shards=self.dims.fsdp)
+
+    def _materialize(self, model: Any) -> None:
+        """Memory and numbers."""
+        training = self.config.training
+        for stage in self.stages.values():
+            stage.to_empty(device="cpu" if training.enable_cpu_offload else self.device.torch_device)
+        init_weights(model, model.init_std, training.seed)
 
     def _split(self, model: Any) -> dict[int, Any]:
         """The stages of the pipeline on this rank by number; the model keeps their modules alone."""
-        parallelism = self.config.parallelism
-        firsts = find_first_layers(parallelism, layer_costs(model, self.config.training.seq_len))
-        rank, schedule = self.mesh.get_local_rank("pp"), parallelism.pipeline_parallel_schedule
+        firsts = self._find_first_layers(model)
+        rank, schedule = self.mesh.get_local_rank("pp"), self.config.parallelism.pipeline_parallel_schedule
         self.first_layers = firsts
         return split(model, firsts, stages_of(rank, self.dims.pp, len(firsts), schedule))
+
+    def _find_first_layers(self, model: Any) -> list[int]:
+        return find_first_layers(self.config.parallelism, layer_costs(model, self.config.training.seq_len))
 
     def _own_positions(self) -> torch.Tensor | None:
         """Of each sequence, what this rank computes; None where that is all of it, and the model sees it whole."""

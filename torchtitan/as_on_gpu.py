@@ -1,0 +1,74 @@
+"""Lets fake tensors on CPU keep what a GPU's kernels would keep, where torch's for CPU differ: attention and norms."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias
+
+from torchtitan.models import attention
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Within it attention and RMSNorm are the operations that they are on a GPU. For fake tensors only.
+
+    Flash attention keeps queries, keys, values, output and log-sum-exp; the fused norm its input and a number a row.
+    """
+    patched: list[tuple[Any, str, Any]] = [
+        (F, "scaled_dot_product_attention", _attention),
+        (F, "rms_norm", _rms_norm),
+        (attention, "has_own_kernel", lambda q: False),
+    ]
+    before = [getattr(module, name) for module, name, _ in patched]
+    for module, name, value in patched:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(patched, before, strict=True):
+            setattr(module, name, value)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    causal = is_causal or isinstance(attn_mask, CausalBias)
+    if q.dtype != torch.float32 and (attn_mask is None or causal):
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal)[0]
+    if enable_gqa:  # the other kernel knows no groups
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    bias = None
+    if attn_mask is not None and not isinstance(attn_mask, CausalBias):
+        bias = attn_mask.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, q.requires_grad, dropout_p, causal)[0]
+
+
+def _rms_norm(
+    x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    return _RMSNorm.apply(x, weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+        row = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, row)
+        dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+        return torch.empty_like(x, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
