@@ -5,8 +5,7 @@ Both see real tensors and fake ones (`torch._subclasses.fake_tensor`) alike.
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -44,25 +43,6 @@ class Collective(NamedTuple):
     kind: str
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What a rank takes part in.
-
-    Attributes:
-        count: collectives.
-        bytes: of the whole tensors: what an all-gather makes, what a reduce-scatter is given.
-    """
-
-    count: float = 0
-    bytes: float = 0
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.count + other.count, self.bytes + other.bytes)
-
-    def __mul__(self, factor: float) -> "Traffic":
-        return Traffic(self.count * factor, self.bytes * factor)
-
-
 class Recorder(TorchDispatchMode):
     """Within it, records collectives, floating-point operations and the bytes of live tensors.
 
@@ -74,10 +54,11 @@ class Recorder(TorchDispatchMode):
         fake_mode: of the tensors to look at; None for real ones.
 
     Attributes:
-        traffic: so far.
-        flops: of products and attention so far, a multiply-add being two.
+        count: collectives so far.
+        bytes: of their whole tensors: what an all-gather makes, what a reduce-scatter is given.
+        flops: of products and attention so far, a multiply-add being two; attention counts half, being causal.
         current: bytes that are live.
-        peaks: the most so far, by the label given to `enter`.
+        peaks: the most so far, by the labels given to `enter`.
     """
 
     def __init__(self, groups: Mapping[str, str], fake_mode: FakeTensorMode | None = None) -> None:
@@ -86,19 +67,22 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = fake_mode
         self.count: Counter[Collective] = Counter()
         self.bytes: Counter[Collective] = Counter()
-        self.flops = 0
+        self.flops = 0.0
         self.current = 0
-        self.label: Any = None
-        self.peaks: dict[Any, int] = {}
+        self.peaks: dict[Hashable, int] = {}
+        self._labels: tuple[Hashable, ...] = ("start",)
         self._live: dict[int, tuple[int, Any]] = {}
 
-    @property
-    def traffic(self) -> dict[Collective, Traffic]:
-        return {key: Traffic(count, self.bytes[key]) for key, count in self.count.items()}
+    def clear(self) -> None:
+        """Forgets what has been recorded, but for what is live."""
+        self.count.clear()
+        self.bytes.clear()
+        self.flops = 0.0
+        self.peaks.clear()
 
-    def enter(self, label: Any) -> None:
-        """From here on the peak is this label's."""
-        self.label = label
+    def enter(self, *labels: Hashable) -> None:
+        """From here on peaks are those of these labels."""
+        self._labels = labels
         self._grown(0)
 
     def __enter__(self) -> "Recorder":
@@ -122,6 +106,8 @@ class Recorder(TorchDispatchMode):
         super().__exit__(kind, error, trace)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most of all calls; the short way
         for kind in types:
             if kind not in PLAIN:
                 return NotImplemented  # a subclass, such as DTensor, first takes it apart into plain operations
@@ -133,7 +119,8 @@ class Recorder(TorchDispatchMode):
         if namespace in ("c10d", "_c10d_functional"):
             self._record(func, args, out)
         elif func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            self.flops += flops / 2 if "attention" in func._overloadpacket.__name__ else flops
         if isinstance(out, torch.Tensor):
             self._made(out)
         elif isinstance(out, (tuple, list)):
@@ -146,18 +133,15 @@ class Recorder(TorchDispatchMode):
         kind = KINDS.get(func._overloadpacket.__name__)
         if kind is None:  # waiting, barriers
             return
+        sizes = [_tensor_bytes(part) for part in (*args, out)]
+        if kind in ("send", "receive") and max(sizes) <= 8:
+            return  # stages greet each other in the first step
         leaves = pytree.tree_leaves(args)
-        group = next(
-            (dist.ProcessGroup.unbox(leaf).group_name for leaf in leaves if isinstance(leaf, torch.ScriptObject)
-             and "ProcessGroup" in str(leaf._type())),
-            None,
-        ) or [leaf for leaf in leaves if isinstance(leaf, str)][-1]
-        key = Collective(self.groups.get(group, group), kind)
+        objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+        groups = [leaf for leaf in objects if str(leaf._type()).endswith(".ProcessGroup")]
+        name = dist.ProcessGroup.unbox(groups[0]).group_name if groups else _last_string(leaves)
+        key = Collective(self.groups.get(name, name), kind)
         self.count[key] += 1
-        sizes = [
-            sum(leaf.nbytes for leaf in pytree.tree_leaves(part) if isinstance(leaf, torch.Tensor))
-            for part in (*args, out)
-        ]
         self.bytes[key] += max(sizes)
 
     def _made(self, tensor: torch.Tensor) -> None:
@@ -183,5 +167,15 @@ class Recorder(TorchDispatchMode):
 
     def _grown(self, size: int) -> None:
         self.current += size
-        if self.current > self.peaks.get(self.label, -1):
-            self.peaks[self.label] = self.current
+        for label in self._labels:
+            if self.current > self.peaks.get(label, -1):
+                self.peaks[label] = self.current
+
+
+def _tensor_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _last_string(leaves: list[Any]) -> str:
+    """Functional collectives are given the group's name, after the name of the reduction."""
+    return [leaf for leaf in leaves if isinstance(leaf, str)][-1]

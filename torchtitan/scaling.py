@@ -1,0 +1,167 @@
+"""From simulations of few layers, microbatches and stages to those of a large job.
+
+Layers are alike, so what a step holds and sends is an affine function of how many there are: f(n) = f(a) + (n - a) *
+(f(a + 1) - f(a)). It holds for sums, and for the peak at each labelled moment (`Simulation._label_blocks`), though not
+for the peak over all of them, which may move. tests/distributed/test_plan.py proves it against whole simulations.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.config import JobConfig
+from torchtitan.metrics.devices import PlannedDevice
+from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.pipeline import stages_of
+from torchtitan.simulation import Measures, Simulation, pretended_world
+
+FILLS_AND_DRAINS = ("1f1b", "gpipe")
+"""Schedules of one stage a rank, in which a stage differs from its neighbours in how many microbatches it keeps."""
+
+
+def along(first: Measures, second: Measures, steps: float) -> Measures:
+    """The affine function through `first` (at 0) and `second` (at 1), at `steps`. Moments of one alone are left out."""
+    keys = [key for key in {**first, **second} if key[0] != "peak" or (key in first and key in second)]
+    return {key: first.get(key, 0) + steps * (second.get(key, 0) - first.get(key, 0)) for key in keys}
+
+
+def plus(total: Measures, part: Measures, times: float, prefix: str) -> Measures:
+    """`total`, and so many times what `part` says of `prefix` ("each round", "each microbatch")."""
+    added = dict(total)
+    for key, value in part.items():
+        if key[0] == prefix:
+            added[key[1:]] = added.get(key[1:], 0) + times * value
+    return added
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job whose ranks are to be measured.
+
+    Attributes:
+        rows: sequences in an optimizer step.
+        args: sizes of the model.
+        layers: how many each stage has.
+        alike: whether all layers are.
+        whole: simulate everything, however long it takes.
+    """
+
+    config: JobConfig
+    dims: ParallelDims
+    rows: int
+    args: Any
+    layers: Sequence[int]
+    alike: bool
+    device: PlannedDevice
+    whole: bool = False
+
+    @property
+    def rounds(self) -> int:
+        """Forward and backward passes in a step."""
+        return self.rows // (self.config.training.local_batch_size * self.dims.dp)
+
+    @property
+    def microbatches(self) -> int:
+        """In each of them."""
+        size = self.config.parallelism.pipeline_parallel_microbatch_size
+        return self.config.training.local_batch_size // size if self.dims.pp > 1 else 1
+
+    @property
+    def period(self) -> int:
+        """Layers after which layers are checkpointed in the same way again."""
+        option = self.config.activation_checkpoint.selective_ac_option
+        selective = self.config.activation_checkpoint.mode == "selective"
+        return int(option) if selective and option.isdecimal() else 1
+
+    @property
+    def fills_and_drains(self) -> bool:
+        parallelism = self.config.parallelism
+        name = parallelism.pipeline_parallel_schedule.lower()
+        return name in FILLS_AND_DRAINS and not parallelism.pipeline_parallel_schedule_csv
+
+    @property
+    def simulated_microbatches(self) -> int:
+        """With 1F1B a stage keeps no more microbatches than there are stages after it: one more shows the rest."""
+        is_1f1b = self.config.parallelism.pipeline_parallel_schedule.lower() == "1f1b" and self.fills_and_drains
+        return min(self.microbatches, self.dims.pp + 1) if is_1f1b and not self.whole else self.microbatches
+
+    @property
+    def simulated_rounds(self) -> int:
+        """All but the first find gradients there, all but the last keep copies apart: two show the rest."""
+        return self.rounds if self.whole else min(self.rounds, 2)
+
+
+def measure(job: Job) -> list[Measures]:
+    """What the ranks of each place in the pipeline hold and send, with the one key ("peak",) for memory."""
+    ranks = job.dims.pp
+    simulation_of = functools.cache(functools.partial(_simulation_of, job))
+    one = functools.cache(functools.partial(_measure_rank, job, simulation_of))
+    if job.whole or not job.fills_and_drains or ranks <= 4:
+        return [_with_one_peak(one(rank, _own_layers(job, rank))) for rank in range(ranks)]
+    # Of stages in the middle, two show the rest: the further back, the fewer microbatches are kept.
+    found = []
+    for rank in range(ranks):
+        layers = _own_layers(job, rank)
+        if rank in (0, ranks - 1):
+            found.append(_with_one_peak(one(rank, layers)))
+        else:
+            first, second = (_with_one_peak(one(place, layers)) for place in (1, 2))
+            found.append(along(first, second, rank - 1))
+    return found
+
+
+def _own_layers(job: Job, rank: int) -> tuple[int, ...]:
+    return tuple(job.layers[stage] for stage in _own_stages(job, rank))
+
+
+def _own_stages(job: Job, rank: int) -> list[int]:
+    if job.dims.pp == 1:
+        return [0]
+    return stages_of(rank, job.dims.pp, len(job.layers), job.config.parallelism.pipeline_parallel_schedule)
+
+
+def _with_one_peak(measures: Measures) -> Measures:
+    peaks = [value for key, value in measures.items() if key[0] == "peak"]
+    return {**{key: value for key, value in measures.items() if key[0] != "peak"}, ("peak",): max(peaks)}
+
+
+def _measure_rank(
+    job: Job, simulation_of: Callable[[int], Callable[[tuple[int, ...]], Measures]], rank: int, layers: tuple[int, ...]
+) -> Measures:
+    """Of a rank with stages of so many layers."""
+    simulate = simulation_of(rank)
+    period, count = job.period, layers[0]
+    # Blocks at either end may differ from those between; a block must lie between in both simulations to be one.
+    least = 2 * period + 1
+    base = least + (count - least) % period
+    if job.whole or len(layers) > 1 or not job.alike or count <= base + period:
+        measures = simulate(layers)
+    else:
+        measures = along(simulate((base,)), simulate((base + period,)), (count - base) / period)
+    more_microbatches = job.rounds * (job.microbatches - job.simulated_microbatches)
+    total = plus(measures, measures, job.rounds - job.simulated_rounds, "each round")
+    total = plus(total, measures, more_microbatches, "each microbatch")
+    return {key: value for key, value in total.items() if not key[0].startswith("each")}
+
+
+def _simulation_of(job: Job, rank: int) -> Callable[[tuple[int, ...]], Measures]:
+    config, dims = job.config, job.dims
+    rows_each = config.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else 0
+    local = job.simulated_microbatches * rows_each if rows_each else config.training.local_batch_size
+    # Compiled code cannot be simulated, and nothing lies in host memory.
+    training = dataclasses.replace(config.training, compile=False, enable_cpu_offload=False, local_batch_size=local)
+    config = dataclasses.replace(config, training=training)
+
+    def simulate(layers: tuple[int, ...]) -> Measures:
+        of_stages = [1] * len(job.layers)
+        for stage, count in zip(_own_stages(job, rank), layers, strict=True):
+            of_stages[stage] = count
+        world_size = dims.pp * dims.dp * dims.cp * dims.tp
+        with pretended_world(rank * world_size // dims.pp, world_size):
+            rows = local * dims.dp * job.simulated_rounds
+            simulation = Simulation(config, dims, rows, job.args, of_stages, job.period + 1, job.device)
+            return simulation.run(job.simulated_rounds)
+
+    return functools.cache(simulate)
