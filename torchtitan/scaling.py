@@ -128,10 +128,13 @@ def _with_one_peak(measures: Measures) -> Measures:
 
 
 def _measure_rank(
-    job: Job, simulation_of: Callable[[int], Callable[[tuple[int, ...]], Measures]], rank: int, layers: tuple[int, ...]
+    job: Job,
+    simulation_of: Callable[[int, int], Callable[[tuple[int, ...]], Measures]],
+    rank: int,
+    layers: tuple[int, ...],
 ) -> Measures:
     """Of a rank with stages of so many layers."""
-    simulate = simulation_of(rank)
+    simulate = simulation_of(rank, job.simulated_microbatches)
     period, count = job.period, layers[0]
     # Blocks at either end may differ from those between; a block must lie between in both simulations to be one.
     least = 2 * period + 1
@@ -140,16 +143,25 @@ def _measure_rank(
         measures = simulate(layers)
     else:
         measures = along(simulate((base,)), simulate((base + period,)), (count - base) / period)
-    more_microbatches = job.rounds * (job.microbatches - job.simulated_microbatches)
+    more_microbatches = job.microbatches - job.simulated_microbatches
     total = plus(measures, measures, job.rounds - job.simulated_rounds, "each round")
-    total = plus(total, measures, more_microbatches, "each microbatch")
-    return {key: value for key, value in total.items() if not key[0].startswith("each")}
+    total = plus(total, measures, job.rounds * more_microbatches, "each microbatch")
+    total = {key: value for key, value in total.items() if not key[0].startswith("each")}
+    if more_microbatches:
+        # What lies there from the beginning: tokens, and torch's stages take memory for all that they will receive.
+        fewer, more = (simulation_of(rank, job.simulated_microbatches + more)((1,)) for more in (0, 1))
+        first = ("peak", "start", 0)
+        total = {
+            key: value + more_microbatches * (more[first] - fewer[first]) if key[0] == "peak" else value
+            for key, value in total.items()
+        }
+    return total
 
 
-def _simulation_of(job: Job, rank: int) -> Callable[[tuple[int, ...]], Measures]:
+def _simulation_of(job: Job, rank: int, microbatches: int) -> Callable[[tuple[int, ...]], Measures]:
     config, dims = job.config, job.dims
     rows_each = config.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else 0
-    local = job.simulated_microbatches * rows_each if rows_each else config.training.local_batch_size
+    local = microbatches * rows_each if rows_each else config.training.local_batch_size
     # Compiled code cannot be simulated, and nothing lies in host memory.
     training = dataclasses.replace(config.training, compile=False, enable_cpu_offload=False, local_batch_size=local)
     config = dataclasses.replace(config, training=training)

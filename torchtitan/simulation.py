@@ -15,7 +15,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from torchtitan.as_on_gpu import gpu_kernels
 from torchtitan.config import JobConfig
 from torchtitan.converters import Target
 from torchtitan.data import Batch
@@ -26,6 +25,7 @@ from torchtitan.models import ModelSpec
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.record import Recorder
+from torchtitan.stand_ins import stand_ins
 from torchtitan.trainer import Trainer
 
 Measures = dict[tuple[Any, ...], float]
@@ -115,8 +115,7 @@ class Simulation(Trainer):
     def run(self, rounds: int) -> Measures:
         """A training step of so many forward and backward passes (each of a pipeline's microbatches)."""
         training = self.config.training
-        kernels = gpu_kernels() if self.planned.type == "cuda" else contextlib.nullcontext()
-        with self.fake_mode, self.recorder, kernels:
+        with self.fake_mode, self.recorder, stand_ins(self.planned.type):
             self._make_optimizer_state()
             tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
             documents = torch.zeros_like(tokens) if training.document_mask else None
