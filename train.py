@@ -6,10 +6,14 @@ import sys
 import threading
 import time
 import traceback
+from typing import TYPE_CHECKING
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, ConfigError, UserError
+
+if TYPE_CHECKING:
+    from torchtitan.device import Device
 
 PATIENCE = 5  # seconds
 RANK = int(os.environ.get("RANK", 0))
@@ -18,7 +22,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 def run(config: JobConfig) -> None:
     """One run, from a configuration to the end of training."""
-    from torchtitan.checks import check, global_batch_size  # imports torch, which --help and typos need not wait for
+    from torchtitan.checks import check, global_batch_size, is_plan  # torch: --help and typos need not wait for it
     from torchtitan.device import find_device
     from torchtitan.logging import init_logging, logger
     from torchtitan.trainer import Trainer
@@ -27,11 +31,27 @@ def run(config: JobConfig) -> None:
     if config.experimental.custom_import:
         import_user_module(config.experimental.custom_import, "experimental.custom_import")
     device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if is_plan(config):
+        return plan(config, device)
     dims = check(config, WORLD_SIZE, device.type)
     if config.job.print_args:
         logger.info(f"configuration:\n{to_toml(config)}")
     with Trainer(config, dims, global_batch_size(config, dims), device) as trainer:
         trainer.train()
+
+
+def plan(config: JobConfig, device: "Device") -> None:
+    """What the run would hold and send."""
+    import torch
+
+    from torchtitan.checks import check, global_batch_size
+    from torchtitan.plan import planned_device, run_plan
+
+    job = config.job
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    planned, why = planned_device(job.simulate_device, job.simulate_world_size is not None, device, dtype)
+    dims = check(config, job.simulate_world_size or max(1, torch.cuda.device_count()), planned.type)
+    run_plan(config, dims, global_batch_size(config, dims), planned, why)
 
 
 def end_on_signals() -> None:

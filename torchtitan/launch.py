@@ -22,6 +22,18 @@ def launch(arguments: list[str]) -> int:
     # Until torchrun takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+    if "--job.plan" in arguments:  # one process, whatever the world
+        world_size = os.environ.get("NGPU")
+        given = any(argument.startswith("--job.simulate_world_size") for argument in arguments)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.execv(
+            sys.executable,
+            [
+                sys.executable,
+                *arguments,
+                *([f"--job.simulate_world_size={world_size}"] if world_size and not given else []),
+            ],
+        )
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -92,34 +92,60 @@ class Job:
         """All but the first find gradients there, all but the last keep copies apart: two show the rest."""
         return self.rounds if self.whole else min(self.rounds, 2)
 
+    @property
+    def skips_stages(self) -> bool:
+        """Whether stages in the middle are told from two of them."""
+        return self.fills_and_drains and self.dims.pp > 4 and not self.whole
+
+    def own_stages(self, rank: int) -> list[int]:
+        """Numbers of the stages on a rank of the pipeline."""
+        if self.dims.pp == 1:
+            return [0]
+        return stages_of(rank, self.dims.pp, len(self.layers), self.config.parallelism.pipeline_parallel_schedule)
+
+    def own_layers(self, rank: int) -> tuple[int, ...]:
+        return tuple(self.layers[stage] for stage in self.own_stages(rank))
+
+    def simulated_layers(self, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """How many layers to simulate for a rank that has so many: as many, or two smaller numbers.
+
+        Blocks at either end may differ from those between, and one must lie between in both.
+        """
+        least = 2 * self.period + 1
+        base = least + (layers[0] - least) % self.period
+        if self.whole or len(layers) > 1 or not self.alike or layers[0] <= base + self.period:
+            return [layers]
+        return [(base,), (base + self.period,)]
+
+    def says_what_is_simulated(self) -> str:
+        """For people."""
+        stages = [0, 1, 2, self.dims.pp - 1] if self.skips_stages else list(range(self.dims.pp))
+        layers = sorted({n for rank in stages for own in self.simulated_layers(self.own_layers(rank)) for n in own})
+        parts = [f"{' and '.join(map(str, layers))} layers"]
+        if self.dims.pp > 1:
+            parts.append(f"{self.simulated_microbatches} microbatches of {self.microbatches}")
+            parts.append(f"ranks {', '.join(map(str, stages))} of the pipeline")
+        parts.append(f"{self.simulated_rounds} of {self.rounds} passes in a step")
+        return f"simulated: {'; '.join(parts)}. What is more of the same is computed from these, exactly"
+
 
 def measure(job: Job) -> list[Measures]:
     """What the ranks of each place in the pipeline hold and send, with the one key ("peak",) for memory."""
     ranks = job.dims.pp
     simulation_of = functools.cache(functools.partial(_simulation_of, job))
     one = functools.cache(functools.partial(_measure_rank, job, simulation_of))
-    if job.whole or not job.fills_and_drains or ranks <= 4:
-        return [_with_one_peak(one(rank, _own_layers(job, rank))) for rank in range(ranks)]
+    if not job.skips_stages:
+        return [_with_one_peak(one(rank, job.own_layers(rank))) for rank in range(ranks)]
     # Of stages in the middle, two show the rest: the further back, the fewer microbatches are kept.
     found = []
     for rank in range(ranks):
-        layers = _own_layers(job, rank)
+        layers = job.own_layers(rank)
         if rank in (0, ranks - 1):
             found.append(_with_one_peak(one(rank, layers)))
         else:
             first, second = (_with_one_peak(one(place, layers)) for place in (1, 2))
             found.append(along(first, second, rank - 1))
     return found
-
-
-def _own_layers(job: Job, rank: int) -> tuple[int, ...]:
-    return tuple(job.layers[stage] for stage in _own_stages(job, rank))
-
-
-def _own_stages(job: Job, rank: int) -> list[int]:
-    if job.dims.pp == 1:
-        return [0]
-    return stages_of(rank, job.dims.pp, len(job.layers), job.config.parallelism.pipeline_parallel_schedule)
 
 
 def _with_one_peak(measures: Measures) -> Measures:
@@ -135,14 +161,10 @@ def _measure_rank(
 ) -> Measures:
     """Of a rank with stages of so many layers."""
     simulate = simulation_of(rank, job.simulated_microbatches)
-    period, count = job.period, layers[0]
-    # Blocks at either end may differ from those between; a block must lie between in both simulations to be one.
-    least = 2 * period + 1
-    base = least + (count - least) % period
-    if job.whole or len(layers) > 1 or not job.alike or count <= base + period:
-        measures = simulate(layers)
-    else:
-        measures = along(simulate((base,)), simulate((base + period,)), (count - base) / period)
+    sizes = job.simulated_layers(layers)
+    measures = simulate(sizes[0])
+    if len(sizes) > 1:
+        measures = along(measures, simulate(sizes[1]), (layers[0] - sizes[0][0]) / job.period)
     more_microbatches = job.microbatches - job.simulated_microbatches
     total = plus(measures, measures, job.rounds - job.simulated_rounds, "each round")
     total = plus(total, measures, job.rounds * more_microbatches, "each microbatch")
@@ -168,7 +190,7 @@ def _simulation_of(job: Job, rank: int, microbatches: int) -> Callable[[tuple[in
 
     def simulate(layers: tuple[int, ...]) -> Measures:
         of_stages = [1] * len(job.layers)
-        for stage, count in zip(_own_stages(job, rank), layers, strict=True):
+        for stage, count in zip(job.own_stages(rank), layers, strict=True):
             of_stages[stage] = count
         world_size = dims.pp * dims.dp * dims.cp * dims.tp
         with pretended_world(rank * world_size // dims.pp, world_size):

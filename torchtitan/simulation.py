@@ -29,8 +29,8 @@ from torchtitan.stand_ins import stand_ins
 from torchtitan.trainer import Trainer
 
 Measures = dict[tuple[Any, ...], float]
-"""What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",); ("count", group, kind)
-and ("bytes", group, kind) of collectives; ("peak", label): bytes, of everything, at the moments that have this label.
+"""What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",); ("count", group,
+kind) and ("bytes", group, kind) of collectives; ("peak", label): bytes, of everything, at moments with this label.
 Numbers of a step; with ("each round", ...) or ("each microbatch", ...) in front: of one of several alike."""
 
 
@@ -195,7 +195,7 @@ class _Reporter:
     def step(self, step: int, loss: Any, **others: Any) -> None:
         loss()
 
-    
+
 def group_names(trainer: Trainer) -> dict[str, str]:
     """What each process group of a trainer is called: a dimension of the mesh, "cp", or "world"."""
     default = dist.group.WORLD

@@ -22,7 +22,7 @@ def stand_ins(device_type: str) -> Iterator[None]:
     """Within it attention and RMSNorm are the operations that they are on "cuda" or "cpu". For fake tensors only.
 
     On a GPU flash attention keeps queries, keys, values, output and log-sum-exp; the fused norm its input and a number
-    a row. torch for CPU has a norm of many operations, and a mask of its own for causal attention among unequal lengths.
+    a row. On CPU the norm is made of many operations, and causal attention among unequal lengths has a mask.
     """
     patched: list[tuple[Any, str, Any]] = [(context, "causal_lower_right", _mask_on_cpu)]
     if device_type == "cuda":

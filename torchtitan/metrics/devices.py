@@ -82,4 +82,3 @@ def this_device(device: Device, dtype: torch.dtype) -> PlannedDevice:
         torch.cuda.get_device_capability(device.torch_device),
         known_peak(device.name),
     )
-
