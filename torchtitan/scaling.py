@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan.config import JobConfig
 from torchtitan.metrics.devices import PlannedDevice
@@ -132,8 +132,12 @@ class Job:
 def measure(job: Job) -> list[Measures]:
     """What the ranks of each place in the pipeline hold and send, with the one key ("peak",) for memory."""
     ranks = job.dims.pp
-    simulation_of = functools.cache(functools.partial(_simulation_of, job))
-    one = functools.cache(functools.partial(_measure_rank, job, simulation_of))
+
+    @functools.cache
+    def simulate(rank: int, layers: tuple[int, ...]) -> Measures:
+        return _simulation(job, rank, layers, job.simulated_microbatches, lambda it: it.run(job.simulated_rounds))
+
+    one = functools.cache(functools.partial(_measure_rank, job, simulate))
     if not job.skips_stages:
         return [_with_one_peak(one(rank, job.own_layers(rank))) for rank in range(ranks)]
     # Of stages in the middle, two show the rest: the further back, the fewer microbatches are kept.
@@ -154,48 +158,44 @@ def _with_one_peak(measures: Measures) -> Measures:
 
 
 def _measure_rank(
-    job: Job,
-    simulation_of: Callable[[int, int], Callable[[tuple[int, ...]], Measures]],
-    rank: int,
-    layers: tuple[int, ...],
+    job: Job, simulate: Callable[[int, tuple[int, ...]], Measures], rank: int, layers: tuple[int, ...]
 ) -> Measures:
     """Of a rank with stages of so many layers."""
-    simulate = simulation_of(rank, job.simulated_microbatches)
     sizes = job.simulated_layers(layers)
-    measures = simulate(sizes[0])
+    measures = simulate(rank, sizes[0])
     if len(sizes) > 1:
-        measures = along(measures, simulate(sizes[1]), (layers[0] - sizes[0][0]) / job.period)
+        measures = along(measures, simulate(rank, sizes[1]), (layers[0] - sizes[0][0]) / job.period)
     more_microbatches = job.microbatches - job.simulated_microbatches
     total = plus(measures, measures, job.rounds - job.simulated_rounds, "each round")
     total = plus(total, measures, job.rounds * more_microbatches, "each microbatch")
     total = {key: value for key, value in total.items() if not key[0].startswith("each")}
     if more_microbatches:
-        # What lies there from the beginning: tokens, and torch's stages take memory for all that they will receive.
-        fewer, more = (simulation_of(rank, job.simulated_microbatches + more)((1,)) for more in (0, 1))
-        first = ("peak", "start", 0)
-        total = {
-            key: value + more_microbatches * (more[first] - fewer[first]) if key[0] == "peak" else value
-            for key, value in total.items()
-        }
+        # Torch's stages take memory for all that they will receive from the beginning on.
+        kept = [
+            _simulation(job, rank, (1,), job.simulated_microbatches + more, Simulation.bytes_at_start)
+            for more in (0, 1)
+        ]
+        each = more_microbatches * (kept[1] - kept[0])
+        total = {key: value + each if key[0] == "peak" else value for key, value in total.items()}
     return total
 
 
-def _simulation_of(job: Job, rank: int, microbatches: int) -> Callable[[tuple[int, ...]], Measures]:
+T = TypeVar("T")
+
+
+def _simulation(job: Job, rank: int, layers: tuple[int, ...], microbatches: int, look: Callable[[Simulation], T]) -> T:
+    """What `look` makes of a rank with stages of so many layers."""
     config, dims = job.config, job.dims
-    rows_each = config.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else 0
-    local = microbatches * rows_each if rows_each else config.training.local_batch_size
+    local = config.training.local_batch_size
+    if dims.pp > 1:
+        local = microbatches * config.parallelism.pipeline_parallel_microbatch_size
     # Compiled code cannot be simulated, and nothing lies in host memory.
     training = dataclasses.replace(config.training, compile=False, enable_cpu_offload=False, local_batch_size=local)
     config = dataclasses.replace(config, training=training)
-
-    def simulate(layers: tuple[int, ...]) -> Measures:
-        of_stages = [1] * len(job.layers)
-        for stage, count in zip(job.own_stages(rank), layers, strict=True):
-            of_stages[stage] = count
-        world_size = dims.pp * dims.dp * dims.cp * dims.tp
-        with pretended_world(rank * world_size // dims.pp, world_size):
-            rows = local * dims.dp * job.simulated_rounds
-            simulation = Simulation(config, dims, rows, job.args, of_stages, job.period + 1, job.device)
-            return simulation.run(job.simulated_rounds)
-
-    return functools.cache(simulate)
+    of_stages = [1] * len(job.layers)
+    for stage, count in zip(job.own_stages(rank), layers, strict=True):
+        of_stages[stage] = count
+    world_size = dims.pp * dims.dp * dims.cp * dims.tp
+    with pretended_world(rank * world_size // dims.pp, world_size):
+        rows = local * dims.dp * job.simulated_rounds
+        return look(Simulation(config, dims, rows, job.args, of_stages, job.period + 1, job.device))

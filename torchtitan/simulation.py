@@ -5,8 +5,10 @@ The building and the step are the trainer's own; data, weights' numbers and chec
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +39,10 @@ Numbers of a step; with ("each round", ...) or ("each microbatch", ...) in front
 @contextlib.contextmanager
 def pretended_world(rank: int, world_size: int) -> Iterator[None]:
     """A process group in which this process is that rank, and in which collectives do nothing."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _clear_sharding_prop_cache()  # it remembers meshes, and so groups, of the world before
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -91,7 +95,7 @@ class Simulation(Trainer):
         self.planned = planned
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._build_meshes()
-        self.recorder = Recorder(group_names(self), self.fake_mode)
+        self.recorder = Recorder(name_of_group(self), self.fake_mode)
         self.gradient_bytes = 0
         self._rounds: list[Measures] = []
         self._microbatches: list[Measures] = []
@@ -114,14 +118,8 @@ class Simulation(Trainer):
 
     def run(self, rounds: int) -> Measures:
         """A training step of so many forward and backward passes (each of a pipeline's microbatches)."""
-        training = self.config.training
-        with self.fake_mode, self.recorder, stand_ins(self.planned.type):
-            self._make_optimizer_state()
-            tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
-            documents = torch.zeros_like(tokens) if training.document_mask else None
-            batch = Batch(tokens, tokens.clone(), documents, None)
-            self.recorder.clear()
-            self._train_step([batch] * rounds, _Reporter())  # type: ignore[arg-type]
+        with self._step_around():
+            self._train_step([self._batch()] * rounds, _Reporter())  # type: ignore[arg-type]
             measures: Measures = {(key,): size for key, size in state_bytes(self.model, self.optimizer).items()}
         measures[("gradients",)] = self.gradient_bytes
         measures |= self._traffic()
@@ -131,6 +129,42 @@ class Simulation(Trainer):
                 before, after = marks[-2:]
                 measures |= {(what, *key): after[key] - before.get(key, 0) for key in after}
         return measures
+
+    def bytes_at_start(self) -> int:
+        """What is live when the first block begins: the step goes no further."""
+
+        found = 0
+
+        def stop(*_: Any) -> None:
+            nonlocal found
+            found = self.recorder.current
+            raise _Enough
+
+        next(iter(next(iter(self.stages.values())).layers.values())).register_forward_pre_hook(stop, prepend=True)
+        with self._step_around():
+            try:
+                self._train_step([self._batch()], _Reporter())  # type: ignore[arg-type]
+            except Exception as error:  # the schedule puts its own around it
+                if not isinstance(error.__cause__ or error, _Enough):
+                    raise
+        return found
+
+    @contextlib.contextmanager
+    def _step_around(self) -> Iterator[None]:
+        gc.collect()
+        gc.disable()  # as in training: what is held does not depend on when it runs
+        try:
+            with self.fake_mode, self.recorder, stand_ins(self.planned.type):
+                self._make_optimizer_state()
+                self.recorder.clear()
+                yield
+        finally:
+            gc.enable()
+
+    def _batch(self) -> Batch:
+        training = self.config.training
+        tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+        return Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
 
     def _make_optimizer_state(self) -> None:
         """An update as of every step but the first: there is its state, and shapes that DTensor looks up once."""
@@ -189,6 +223,10 @@ def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Any, ...]]) 
     block.register_forward_hook(after)
 
 
+class _Enough(Exception):
+    """Ends a step that has shown what it should."""
+
+
 class _Reporter:
     """Takes the place of `MetricsReporter` in a step that is reported."""
 
@@ -196,16 +234,23 @@ class _Reporter:
         loss()
 
 
-def group_names(trainer: Trainer) -> dict[str, str]:
-    """What each process group of a trainer is called: a dimension of the mesh, "cp", or "world"."""
-    default = dist.group.WORLD
-    names = {default.group_name: "world"} if default is not None else {}
+def name_of_group(trainer: Trainer) -> Callable[[str], str]:
+    """From a process group's own name to a dimension of the mesh, "cp", or "world": by its ranks, for DTensor makes
+    groups of its own."""
+    groups = {"world": dist.group.WORLD}
+    if trainer.context_mesh is not None:
+        groups["cp"] = trainer.context_mesh.get_group()
     for name in trainer.mesh.mesh_dim_names or ():
         if trainer.mesh[name].size() > 1:
-            names[trainer.mesh.get_group(name).group_name] = name  # also where it is all the world
-    if trainer.context_mesh is not None:
-        names.setdefault(trainer.context_mesh.get_group().group_name, "cp")
-    return names
+            groups[name] = trainer.mesh.get_group(name)
+    by_ranks = {tuple(dist.get_process_group_ranks(group)): name for name, group in groups.items()}
+
+    @functools.cache
+    def name_of(group: str) -> str:
+        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))
+        return by_ranks.get(tuple(ranks), f"{len(ranks)} ranks")
+
+    return name_of
 
 
 def target_on(planned: PlannedDevice, config: JobConfig, spec: ModelSpec, dims: ParallelDims) -> Target:

@@ -5,7 +5,7 @@ Both see real tensors and fake ones (`torch._subclasses.fake_tensor`) alike.
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class Recorder(TorchDispatchMode):
     gives back is not seen.
 
     Args:
-        groups: what to call each process group, by its own name.
+        name_of_group: from a process group's own name to what to call it.
         fake_mode: of the tensors to look at; None for real ones.
 
     Attributes:
@@ -61,9 +61,9 @@ class Recorder(TorchDispatchMode):
         peaks: the most so far, by the labels given to `enter`.
     """
 
-    def __init__(self, groups: Mapping[str, str], fake_mode: FakeTensorMode | None = None) -> None:
+    def __init__(self, name_of_group: Callable[[str], str], fake_mode: FakeTensorMode | None = None) -> None:
         super().__init__()
-        self.groups = groups
+        self.name_of_group = name_of_group
         self.fake_mode = fake_mode
         self.count: Counter[Collective] = Counter()
         self.bytes: Counter[Collective] = Counter()
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
         groups = [leaf for leaf in objects if str(leaf._type()).endswith(".ProcessGroup")]
         name = dist.ProcessGroup.unbox(groups[0]).group_name if groups else _last_string(leaves)
-        key = Collective(self.groups.get(name, name), kind)
+        key = Collective(self.name_of_group(name), kind)
         self.count[key] += 1
         self.bytes[key] += max(sizes)
 
