@@ -293,7 +293,7 @@ def _notes(job: Job, why: str) -> list[str]:
         f"device: {job.device.name}{f' ({why})' if why else ''}; machines of {NODE}",
         "simulated: building and training step of the trainer itself, in fake tensors and a pretended process group; "
         "counted are its tensors and collectives in a step that is reported (so with the sum of the loss)",
-        job.says_what_is_simulated(),
+        _what_is_simulated(job),
         "not counted: what a kernel takes and gives back, CUDA's context, NCCL's buffers (1 to 3 GiB), fragmentation",
         "lower bound: products at the device's peak, causal attention at half, tensor and context parallel collectives "
         "waited for, FSDP's hidden behind them, a pipeline's filling and draining",
@@ -308,3 +308,16 @@ def _notes(job: Job, why: str) -> list[str]:
     if config.training.enable_cpu_offload:
         notes.append("parameters, gradients and optimizer state are in host memory; the peak counts them nevertheless")
     return notes
+
+
+def _what_is_simulated(job: Job) -> str:
+    parts = job.simulated_parts()
+    layers = sorted({count for part in parts for count in part.layers})
+    what = [f"{' and '.join(map(str, layers))} layers of {'+'.join(map(str, sorted(set(job.layers))))} in a stage"]
+    if job.dims.pp > 1:
+        ranks = dict.fromkeys(f"{part.rank} of {part.ranks}" for part in parts)
+        microbatches = sorted({part.microbatches for part in parts})
+        what.append(f"ranks {', '.join(ranks)} of a pipeline")
+        what.append(f"{' and '.join(map(str, microbatches))} microbatches of {job.microbatches}")
+    what.append(f"{job.simulated_rounds} of {job.rounds} passes in a step")
+    return f"simulated: {'; '.join(what)}. What is more of the same is computed from these, exactly"

@@ -17,9 +17,6 @@ from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.pipeline import stages_of
 from torchtitan.simulation import Measures, Simulation, pretended_world
 
-FILLS_AND_DRAINS = ("1f1b", "gpipe")
-"""Schedules of one stage a rank, in which a stage differs from its neighbours in how many microbatches it keeps."""
-
 
 def along(first: Measures, second: Measures, steps: float) -> Measures:
     """The affine function through `first` (at 0) and `second` (at 1), at `steps`. Moments of one alone are left out."""
@@ -34,6 +31,21 @@ def plus(total: Measures, part: Measures, times: float, prefix: str) -> Measures
         if key[0] == prefix:
             added[key[1:]] = added.get(key[1:], 0) + times * value
     return added
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is simulated: a rank of a pipeline of so many ranks.
+
+    Attributes:
+        layers: of each of its stages.
+        microbatches: in a forward and backward pass.
+    """
+
+    ranks: int
+    rank: int
+    layers: tuple[int, ...]
+    microbatches: int
 
 
 @dataclass(frozen=True)
@@ -77,15 +89,8 @@ class Job:
 
     @property
     def fills_and_drains(self) -> bool:
-        parallelism = self.config.parallelism
-        name = parallelism.pipeline_parallel_schedule.lower()
-        return name in FILLS_AND_DRAINS and not parallelism.pipeline_parallel_schedule_csv
-
-    @property
-    def simulated_microbatches(self) -> int:
-        """With 1F1B a stage keeps no more microbatches than there are stages after it: one more shows the rest."""
-        is_1f1b = self.config.parallelism.pipeline_parallel_schedule.lower() == "1f1b" and self.fills_and_drains
-        return min(self.microbatches, self.dims.pp + 1) if is_1f1b and not self.whole else self.microbatches
+        """Whether a rank has one stage, and differs from its neighbours in how many microbatches it keeps at most."""
+        return not self.config.parallelism.pipeline_parallel_schedule_csv and self._schedule in ("1f1b", "gpipe")
 
     @property
     def simulated_rounds(self) -> int:
@@ -93,109 +98,118 @@ class Job:
         return self.rounds if self.whole else min(self.rounds, 2)
 
     @property
-    def skips_stages(self) -> bool:
-        """Whether stages in the middle are told from two of them."""
-        return self.fills_and_drains and self.dims.pp > 4 and not self.whole
+    def _schedule(self) -> str:
+        return self.config.parallelism.pipeline_parallel_schedule.lower()
 
     def own_stages(self, rank: int) -> list[int]:
         """Numbers of the stages on a rank of the pipeline."""
-        if self.dims.pp == 1:
-            return [0]
-        return stages_of(rank, self.dims.pp, len(self.layers), self.config.parallelism.pipeline_parallel_schedule)
+        return stages_of(rank, self.dims.pp, len(self.layers), self._schedule) if self.dims.pp > 1 else [0]
 
-    def own_layers(self, rank: int) -> tuple[int, ...]:
-        return tuple(self.layers[stage] for stage in self.own_stages(rank))
+    def part(self, rank: int) -> Part:
+        """What a rank is like. Of the ranks before, it knows only whether there is one; and with 1F1B it keeps no more
+        microbatches than ranks follow, and one more shows what others add."""
+        ranks, layers = self.dims.pp, tuple(self.layers[stage] for stage in self.own_stages(rank))
+        if self.whole or not self.fills_and_drains:
+            return Part(ranks, rank, layers, self.microbatches)
+        ranks, rank = ranks - max(0, rank - 1), min(rank, 1)
+        return Part(ranks, rank, layers, min(self.microbatches, ranks + 1) if self._keeps_few else self.microbatches)
 
-    def simulated_layers(self, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """How many layers to simulate for a rank that has so many: as many, or two smaller numbers.
+    @property
+    def _keeps_few(self) -> bool:
+        return self._schedule == "1f1b" and self.dims.pp > 1
 
-        Blocks at either end may differ from those between, and one must lie between in both.
-        """
+    def with_fewer_ranks(self, part: Part) -> list[Part]:
+        """The part itself, or two in shorter pipelines."""
+        least = 3 if 0 < part.rank < part.ranks - 1 else 2
+        if self.whole or not self.fills_and_drains or part.ranks <= least + 1:
+            return [part]
+        return [
+            Part(
+                ranks,
+                part.rank,
+                part.layers,
+                part.microbatches - (part.ranks - ranks if self._keeps_few else 0),
+            )
+            for ranks in (least, least + 1)
+        ]
+
+    def with_fewer_layers(self, part: Part) -> list[Part]:
+        """The part itself, or two with fewer layers. Blocks at either end may differ from those between, and one must
+        lie between in both."""
+        count = part.layers[0]
         least = 2 * self.period + 1
-        base = least + (layers[0] - least) % self.period
-        if self.whole or len(layers) > 1 or not self.alike or layers[0] <= base + self.period:
-            return [layers]
-        return [(base,), (base + self.period,)]
+        base = least + (count - least) % self.period
+        if self.whole or len(part.layers) > 1 or not self.alike or count <= base + self.period:
+            return [part]
+        return [dataclasses.replace(part, layers=(layers,)) for layers in (base, base + self.period)]
 
-    def says_what_is_simulated(self) -> str:
-        """For people."""
-        stages = [0, 1, 2, self.dims.pp - 1] if self.skips_stages else list(range(self.dims.pp))
-        layers = sorted({n for rank in stages for own in self.simulated_layers(self.own_layers(rank)) for n in own})
-        parts = [f"{' and '.join(map(str, layers))} layers"]
-        if self.dims.pp > 1:
-            parts.append(f"{self.simulated_microbatches} microbatches of {self.microbatches}")
-            parts.append(f"ranks {', '.join(map(str, stages))} of the pipeline")
-        parts.append(f"{self.simulated_rounds} of {self.rounds} passes in a step")
-        return f"simulated: {'; '.join(parts)}. What is more of the same is computed from these, exactly"
+    def simulated_parts(self) -> list[Part]:
+        """All that `measure` simulates."""
+        shorter = [part for rank in range(self.dims.pp) for part in self.with_fewer_ranks(self.part(rank))]
+        return list(dict.fromkeys(smaller for part in shorter for smaller in self.with_fewer_layers(part)))
 
 
 def measure(job: Job) -> list[Measures]:
     """What the ranks of each place in the pipeline hold and send, with the one key ("peak",) for memory."""
-    ranks = job.dims.pp
-
-    @functools.cache
-    def simulate(rank: int, layers: tuple[int, ...]) -> Measures:
-        return _simulation(job, rank, layers, job.simulated_microbatches, lambda it: it.run(job.simulated_rounds))
-
-    one = functools.cache(functools.partial(_measure_rank, job, simulate))
-    if not job.skips_stages:
-        return [_with_one_peak(one(rank, job.own_layers(rank))) for rank in range(ranks)]
-    # Of stages in the middle, two show the rest: the further back, the fewer microbatches are kept.
+    simulate = functools.cache(lambda part: _simulation(job, part, lambda it: it.run(job.simulated_rounds)))
+    with_all_layers = functools.cache(functools.partial(_with_all_layers, job, simulate))
     found = []
-    for rank in range(ranks):
-        layers = job.own_layers(rank)
-        if rank in (0, ranks - 1):
-            found.append(_with_one_peak(one(rank, layers)))
-        else:
-            first, second = (_with_one_peak(one(place, layers)) for place in (1, 2))
-            found.append(along(first, second, rank - 1))
+    for rank in range(job.dims.pp):
+        part = job.part(rank)
+        shorter = job.with_fewer_ranks(part)
+        measures = with_all_layers(shorter[0])
+        if len(shorter) > 1:
+            measures = along(measures, with_all_layers(shorter[1]), part.ranks - shorter[0].ranks)
+        found.append(_with_all_microbatches(job, part, measures))
     return found
 
 
-def _with_one_peak(measures: Measures) -> Measures:
+def _with_all_layers(job: Job, simulate: Callable[[Part], Measures], part: Part) -> Measures:
+    """Of a part, with the one key ("peak",) for memory."""
+    fewer = job.with_fewer_layers(part)
+    measures = simulate(fewer[0])
+    if len(fewer) > 1:
+        measures = along(measures, simulate(fewer[1]), (part.layers[0] - fewer[0].layers[0]) / job.period)
     peaks = [value for key, value in measures.items() if key[0] == "peak"]
     return {**{key: value for key, value in measures.items() if key[0] != "peak"}, ("peak",): max(peaks)}
 
 
-def _measure_rank(
-    job: Job, simulate: Callable[[int, tuple[int, ...]], Measures], rank: int, layers: tuple[int, ...]
-) -> Measures:
-    """Of a rank with stages of so many layers."""
-    sizes = job.simulated_layers(layers)
-    measures = simulate(rank, sizes[0])
-    if len(sizes) > 1:
-        measures = along(measures, simulate(rank, sizes[1]), (layers[0] - sizes[0][0]) / job.period)
-    more_microbatches = job.microbatches - job.simulated_microbatches
+def _with_all_microbatches(job: Job, part: Part, measures: Measures) -> Measures:
+    """Of all rounds and microbatches of a step, from those of a part."""
+    more = job.microbatches - part.microbatches
     total = plus(measures, measures, job.rounds - job.simulated_rounds, "each round")
-    total = plus(total, measures, job.rounds * more_microbatches, "each microbatch")
+    total = plus(total, measures, job.rounds * more, "each microbatch")
     total = {key: value for key, value in total.items() if not key[0].startswith("each")}
-    if more_microbatches:
+    if more:
         # Torch's stages take memory for all that they will receive from the beginning on.
+        small = dataclasses.replace(part, ranks=part.rank + (1 if part.ranks - part.rank == 1 else 2), layers=(1,))
         kept = [
-            _simulation(job, rank, (1,), job.simulated_microbatches + more, Simulation.bytes_at_start)
-            for more in (0, 1)
+            _simulation(job, dataclasses.replace(small, microbatches=small.ranks + one), Simulation.bytes_at_start)
+            for one in (0, 1)
         ]
-        each = more_microbatches * (kept[1] - kept[0])
-        total = {key: value + each if key[0] == "peak" else value for key, value in total.items()}
+        total["peak",] += more * (kept[1] - kept[0])
     return total
 
 
 T = TypeVar("T")
 
 
-def _simulation(job: Job, rank: int, layers: tuple[int, ...], microbatches: int, look: Callable[[Simulation], T]) -> T:
-    """What `look` makes of a rank with stages of so many layers."""
-    config, dims = job.config, job.dims
+def _simulation(job: Job, part: Part, look: Callable[[Simulation], T]) -> T:
+    """What `look` makes of a part."""
+    config, dims = job.config, dataclasses.replace(job.dims, pp=part.ranks)
     local = config.training.local_batch_size
-    if dims.pp > 1:
-        local = microbatches * config.parallelism.pipeline_parallel_microbatch_size
+    if job.dims.pp > 1:
+        local = part.microbatches * config.parallelism.pipeline_parallel_microbatch_size
     # Compiled code cannot be simulated, and nothing lies in host memory.
     training = dataclasses.replace(config.training, compile=False, enable_cpu_offload=False, local_batch_size=local)
     config = dataclasses.replace(config, training=training)
-    of_stages = [1] * len(job.layers)
-    for stage, count in zip(job.own_stages(rank), layers, strict=True):
-        of_stages[stage] = count
+    if part.ranks == job.dims.pp:
+        layers, own = [1] * len(job.layers), job.own_stages(part.rank)
+    else:
+        layers, own = [1] * part.ranks, [part.rank]
+    for stage, count in zip(own, part.layers, strict=True):
+        layers[stage] = count
     world_size = dims.pp * dims.dp * dims.cp * dims.tp
-    with pretended_world(rank * world_size // dims.pp, world_size):
+    with pretended_world(part.rank * world_size // dims.pp, world_size):
         rows = local * dims.dp * job.simulated_rounds
-        return look(Simulation(config, dims, rows, job.args, of_stages, job.period + 1, job.device))
+        return look(Simulation(config, dims, rows, job.args, layers, job.period + 1, job.device))
