@@ -21,7 +21,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 def run(config: JobConfig, stop: Stop | None = None) -> None:
     """One run, from a configuration to the end of training, or until `stop` says so."""
-    from torchtitan.checks import check, global_batch_size  # imports torch, which --help and typos need not wait for
+    from torchtitan.checks import check, global_batch_size, is_plan  # torch: --help and typos need not wait for it
     from torchtitan.device import find_device
     from torchtitan.logging import init_logging, logger
     from torchtitan.parallel.comm import named_failures
@@ -31,6 +31,10 @@ def run(config: JobConfig, stop: Stop | None = None) -> None:
     if config.experimental.custom_import:
         import_user_module(config.experimental.custom_import, "experimental.custom_import")
     device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if is_plan(config):
+        from torchtitan.plan.plan import plan
+
+        return plan(config, device)
     dims = check(config, WORLD_SIZE, device.type)
     if config.job.print_args:
         logger.info(f"configuration:\n{to_toml(config)}")

@@ -90,7 +90,7 @@ def train(config: JobConfig) -> tuple[float, dict[str, Any]]:
         device = find_device(0)
         dims = check(config, 1, device.type)
         with Trainer(config, dims, global_batch_size(config, dims), device) as trainer:
-            model: nn.Module = trainer.model
+            model: nn.Module = trainer.work.model
 
             def watch(fqn: str) -> Any:
                 def hook(module: nn.Linear, inputs: tuple[torch.Tensor], out: torch.Tensor) -> None:

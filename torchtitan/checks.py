@@ -47,6 +47,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
         _check_batch(config, dims, problems)
         _check_parallel(config, dims, device_type, problems)
     _check_checkpoint(config, world_size, device_type, problems)
+    _check_plan(config, problems)
     _check_not_built(config, device_type, problems)
     _check_activation_checkpoint(config, problems)
     _check_dump_folder(config, problems)
@@ -155,12 +156,37 @@ def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, prob
             problems.append("checkpoint.create_seed_checkpoint needs one process (NGPU=1); every layout can load it.")
 
 
+def is_plan(config: JobConfig) -> bool:
+    """Whether the run is to be planned, not made."""
+    return config.job.plan or config.memory_estimation.enabled
+
+
+def _check_plan(config: JobConfig, problems: list[str]) -> None:
+    if config.memory_estimation.disable_fake_mode:
+        problems.append(
+            "memory_estimation.disable_fake_mode: a plan has no real tensors; to measure with them, train a few steps "
+            "and look at peak_memory_bytes in metrics.jsonl."
+        )
+    if is_plan(config):
+        if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            problems.append(
+                "job.plan needs one process, whatever the size of the world; start one (NGPU=1 or `python train.py`) "
+                "and give --job.simulate_world_size."
+            )
+        return
+    for key, on in {
+        "simulate_world_size": config.job.simulate_world_size is not None,
+        "simulate_device": config.job.simulate_device != "auto",
+    }.items():
+        if on:
+            problems.append(f"job.{key} is for plans; add --job.plan, or unset it.")
+
+
 def _check_not_built(config: JobConfig, device_type: str, problems: list[str]) -> None:
     """A key that is switched on works or stops the run; these do not work yet."""
     for key, on in {
         "optimizer.early_step_in_backward": config.optimizer.early_step_in_backward,
         "parallelism.enable_compiled_autograd": config.parallelism.enable_compiled_autograd,
-        "memory_estimation.enabled": config.memory_estimation.enabled,
     }.items():
         if on:
             problems.append(f"{key} is not built yet; set it to false.")

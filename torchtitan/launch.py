@@ -21,6 +21,18 @@ def launch(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: end_unbegun(number))
+    if "--job.plan" in arguments:  # one process, whatever the world
+        world_size = os.environ.get("NGPU")
+        given = any(argument.startswith("--job.simulate_world_size") for argument in arguments)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.execv(
+            sys.executable,
+            [
+                sys.executable,
+                *arguments,
+                *([f"--job.simulate_world_size={world_size}"] if world_size and not given else []),
+            ],
+        )
     # torch's C++ part shows a page of stack frames for each lost connection. It reads this once, while it is imported.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"

@@ -14,6 +14,15 @@ class Job:
     dump_folder: Annotated[str, Doc("Folder for everything the run writes.")] = "./outputs"
     description: Annotated[str, Doc("One line for people; printed at start.")] = "default job"
     print_args: Annotated[bool, Doc("Print the resolved configuration at start.")] = False
+    plan: Annotated[
+        bool, Doc("Train nothing: say what each device would hold and send; plan.json and plan.png in dump_folder.")
+    ] = False
+    simulate_world_size: Annotated[
+        PositiveInt | None, Doc("For a plan: the number of processes; none: one for each GPU here, or one.")
+    ] = None
+    simulate_device: Annotated[
+        str, Doc("For a plan: A100, H100, H200, B200, MI300X, cpu; auto: this machine's GPU, else H100 for a world.")
+    ] = "auto"
 
 
 @dataclass(frozen=True)

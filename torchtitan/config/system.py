@@ -57,8 +57,8 @@ class Comm:
 class MemoryEstimation:
     """Memory of a run without running it."""
 
-    enabled: Annotated[bool, Doc("Estimate instead of training.")] = False
-    disable_fake_mode: Annotated[bool, Doc("Estimate with real tensors.")] = False
+    enabled: Annotated[bool, Doc("Estimate instead of training: the same as job.plan.")] = False
+    disable_fake_mode: Annotated[bool, Doc("Refused: a plan has no real tensors; train some steps to measure.")] = False
 
 
 @dataclass(frozen=True)

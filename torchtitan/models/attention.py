@@ -26,15 +26,16 @@ def causal_attention(
     """
     grouped = q.shape[1] != k.shape[1]
     if document_ids is None:
-        if (
-            q.device.type == "cpu"
-            and q.dtype == torch.bfloat16
-            and q.requires_grad
-            and not torch.compiler.is_compiling()
-        ):
+        if has_own_kernel(q):
             repeats = q.shape[1] // k.shape[1]
             return causal_attention_cpu(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
     causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=same & causal, enable_gqa=grouped)
+
+
+def has_own_kernel(q: torch.Tensor) -> bool:
+    """Whether these queries get the attention that is made for CPU."""
+    kind = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    return kind and q.requires_grad and not torch.compiler.is_compiling()

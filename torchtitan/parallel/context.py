@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from torchtitan.parallel.collectives import exchange, gather
 
@@ -69,7 +69,7 @@ def context_parallel_attention(attend: Attend, mesh: DeviceMesh, method: Method)
             end = (part + 1) * part_len
             mask = _mask(part_len, end, q.device, document_ids)
             outs.append(
-                scaled_dot_product_attention(
+                F.scaled_dot_product_attention(
                     queries,
                     k[:, :, :end],
                     v[:, :, :end],

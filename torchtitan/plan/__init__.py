@@ -1,0 +1,1 @@
+"""`--job.plan`: what a run would hold, send and compute, without running it."""

@@ -1,0 +1,256 @@
+"""One rank's training step in fake tensors: what it holds and sends, without a device and without waiting.
+
+The building and the step are those of training; data, weights' numbers and checkpoints are left out.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config import JobConfig
+from torchtitan.converters import Target
+from torchtitan.data import Batch
+from torchtitan.device import Device
+from torchtitan.explain import conversion_target
+from torchtitan.models import ModelSpec
+from torchtitan.optim.clip import clip_grad_norm
+from torchtitan.parallel.dims import ParallelDims
+from torchtitan.plan.devices import PlannedDevice
+from torchtitan.plan.record import Recorder
+from torchtitan.plan.stand_ins import stand_ins
+from torchtitan.step import TrainingStep
+
+Measures = dict[tuple[Any, ...], float]
+"""What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",); ("count", group,
+kind) and ("bytes", group, kind) of collectives; ("peak", label): bytes, of everything, at moments with this label.
+Numbers of a step; with ("each round", ...) or ("each microbatch", ...) in front: of one of several alike."""
+
+
+@contextlib.contextmanager
+def pretended_world(rank: int, world_size: int) -> Iterator[None]:
+    """A process group in which this process is that rank, and in which collectives do nothing."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _clear_sharding_prop_cache()  # it remembers meshes, and so groups, of the world before
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def local_bytes(tensors: Iterator[Any]) -> int:
+    """Of what this rank holds of the tensors."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state on this rank."""
+    parameters = list(model.parameters())
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return {
+        "parameters": local_bytes(iter(parameters)),
+        "gradients": local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+        "optimizer": local_bytes(value for value in states if isinstance(value, torch.Tensor)),
+    }
+
+
+class Simulation(TrainingStep):
+    """A rank of a pretended world.
+
+    Args:
+        rows: sequences in an optimizer step.
+        args: sizes of the model.
+        layers: how many each stage of the pipeline has; they sum to the model's.
+        reach: blocks that are told from others by their place, at each end of a stage.
+        planned: the device to simulate. Tensors pretend to lie on CPU; what GPU's kernels keep is imitated.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        dims: ParallelDims,
+        rows: int,
+        args: Any,
+        layers: Sequence[int],
+        reach: int,
+        planned: PlannedDevice,
+    ) -> None:
+        device = Device("cpu", planned.name, torch.device("cpu"))
+        super().__init__(config, dims, rows, device, dataclasses.replace(args, n_layers=sum(layers)))
+        self.layers = layers
+        self.reach = reach
+        self.planned = planned
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.recorder = Recorder(name_of_group(self), self.fake_mode)
+        self.gradient_bytes = 0
+        self._rounds: list[Measures] = []
+        self._microbatches: list[Measures] = []
+        self.build()
+        self._label_blocks()
+
+    def _find_first_layers(self, model: Any) -> list[int]:
+        return [0, *itertools.accumulate(self.layers[:-1])]
+
+    def _conversion_target(self, spec: ModelSpec) -> Target:
+        return target_on(self.planned, self.config, spec, self.dims)
+
+    def _materialize(self, model: Any) -> None:
+        with self.fake_mode, self.recorder:
+            for stage in self.stages.values():
+                stage.to_empty(device="cpu")
+
+    def simulate(self, rounds: int) -> Measures:
+        """A training step of so many forward and backward passes (each of a pipeline's microbatches)."""
+        with self._step_around():
+            self._step(rounds)
+            measures: Measures = {(key,): size for key, size in state_bytes(self.model, self.optimizer).items()}
+        measures[("gradients",)] = self.gradient_bytes
+        measures |= self._traffic()
+        measures |= {("peak", *label): peak for label, peak in self.recorder.peaks.items()}  # type: ignore[misc]
+        for what, marks in (("each round", self._rounds), ("each microbatch", self._microbatches)):
+            if len(marks) > 1:
+                before, after = marks[-2:]
+                measures |= {(what, *key): after[key] - before.get(key, 0) for key in after}
+        return measures
+
+    def bytes_at_start(self) -> int:
+        """What is live when the first block begins: the step goes no further."""
+
+        found = 0
+
+        def stop(*_: Any) -> None:
+            nonlocal found
+            found = self.recorder.current
+            raise _Enough
+
+        next(iter(next(iter(self.stages.values())).layers.values())).register_forward_pre_hook(stop, prepend=True)
+        with self._step_around():
+            try:
+                self._step(1)
+            except Exception as error:  # the schedule puts its own around it
+                if not isinstance(error.__cause__ or error, _Enough):
+                    raise
+        return found
+
+    def _step(self, rounds: int) -> None:
+        """A step that is reported."""
+        loss, _ = self.run([self._batch()] * rounds, learning_rate=0.0)
+        self.over_ranks(loss)
+
+    @contextlib.contextmanager
+    def _step_around(self) -> Iterator[None]:
+        gc.collect()
+        gc.disable()  # as in training: what is held does not depend on when it runs
+        try:
+            with self.fake_mode, self.recorder, stand_ins(self.planned.type):
+                self._make_optimizer_state()
+                self.recorder.clear()
+                yield
+        finally:
+            gc.enable()
+
+    def _batch(self) -> Batch:
+        training = self.config.training
+        tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+        return Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
+
+    def _make_optimizer_state(self) -> None:
+        """An update as of every step but the first: there is its state, and shapes that DTensor looks up once."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _forward_backward(self, tokens: Any, labels: Any, others: Any) -> torch.Tensor:
+        self.recorder.enter(("start", len(self._rounds)))
+        self._rounds.append(self._traffic())
+        loss = super()._forward_backward(tokens, labels, others)
+        self.gradient_bytes = state_bytes(self.model, self.optimizer)["gradients"]
+        self.recorder.enter(("update",))
+        return loss
+
+    def _traffic(self) -> Measures:
+        """Of the step so far."""
+        recorder = self.recorder
+        measures: Measures = {("count", *key): count for key, count in recorder.count.items()}
+        measures |= {("bytes", *key): size for key, size in recorder.bytes.items()}
+        return {**measures, ("flops",): recorder.flops}
+
+    def _label_blocks(self) -> None:
+        """Names the moments between which only whole blocks come and go, so that the peaks of blocks alike can be
+        told from fewer of them: a block by its place from the first or the last, and how often it has been run."""
+        for number, stage in self.stages.items():
+            blocks = list(getattr(stage, "layers", nn.ModuleDict()).values())
+            for index, block in enumerate(blocks):
+                places = [index] if index < self.reach else []
+                places += [index - len(blocks)] if index >= len(blocks) - self.reach else []
+                _label(block, self.recorder, [(number, place) for place in places] or [(number, "between")])
+            if blocks:
+                blocks[0].register_forward_pre_hook(lambda *_: self._microbatches.append(self._traffic()))
+
+
+def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Any, ...]]) -> None:
+    visits = {"forward": 0, "after forward": 0, "backward": 0, "after backward": 0}
+
+    def enter(what: str) -> None:
+        recorder.enter(*((what, *place, visits[what]) for place in places))
+        visits[what] += 1
+
+    def before(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        enter("forward")
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda grad: enter("after backward"))
+
+    def after(module: nn.Module, inputs: Any, out: torch.Tensor) -> None:
+        enter("after forward")
+        if out.requires_grad:
+            out.register_hook(lambda grad: enter("backward"))
+
+    block.register_forward_pre_hook(before)
+    block.register_forward_hook(after)
+
+
+class _Enough(Exception):
+    """Ends a step that has shown what it should."""
+
+
+def name_of_group(step: TrainingStep) -> Callable[[str], str]:
+    """From a process group's own name to a dimension of the mesh, "cp", or "world": by its ranks, for DTensor makes
+    groups of its own."""
+    groups = {"world": dist.group.WORLD}
+    if step.context_mesh is not None:
+        groups["cp"] = step.context_mesh.get_group()
+    for name in step.mesh.mesh_dim_names or ():
+        if step.mesh[name].size() > 1:
+            groups[name] = step.mesh.get_group(name)
+    by_ranks = {tuple(dist.get_process_group_ranks(group)): name for name, group in groups.items()}
+
+    @functools.cache
+    def name_of(group: str) -> str:
+        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))  # type: ignore[arg-type]
+        return by_ranks.get(tuple(ranks), f"{len(ranks)} ranks")
+
+    return name_of
+
+
+def target_on(planned: PlannedDevice, config: JobConfig, spec: ModelSpec, dims: ParallelDims) -> Target:
+    """Where a converted model will run. "meta": nothing is computed to see whether the kernels work."""
+    return dataclasses.replace(
+        conversion_target(config, spec, None, shards=dims.fsdp),
+        device_name=planned.name,
+        compute_capability=planned.compute_capability,
+    )

@@ -1,0 +1,247 @@
+"""The training step, and all that it computes with: model, converters, layout, optimizer.
+
+It knows no data set, no checkpoint and no report; the trainer feeds it, and a plan simulates it.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.config import JobConfig
+from torchtitan.converters import LinearConverter, Target, apply_converters, checked_products
+from torchtitan.data import Batch
+from torchtitan.device import Device
+from torchtitan.explain import conversion_target
+from torchtitan.metrics.flops import flops_per_token
+from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.init import init_weights
+from torchtitan.optim.clip import clip_grad_norm
+from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
+from torchtitan.parallel.async_tensor import enable_async_tensor_parallel
+from torchtitan.parallel.context import own_positions
+from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.fsdp import reshard, set_last_microbatch
+from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, splits_backward, stages_of
+
+Skips = Callable[[torch.Tensor, torch.Tensor], bool]
+"""From this rank's summed loss and the gradient norm to whether the update is left out; the same on every rank."""
+
+
+class TrainingStep:
+    """One rank's part of a training step. The process group must be there; all ranks make one, and call it together.
+
+    Args:
+        config: the run; checked.
+        dims: its degrees of parallelism.
+        global_batch_size: sequences in an optimizer step.
+        device: this process's.
+        args: sizes of the model.
+
+    Attributes:
+        model: what this rank holds of it, under the names of the whole.
+        stages: of the pipeline, by number; without a pipeline the model alone.
+        mesh: (pp, dp_replicate, fsdp, tp).
+        context_mesh: the ranks that share a sequence, or None.
+        positions: of each sequence, what this rank computes; None where that is all of it.
+    """
+
+    def __init__(
+        self, config: JobConfig, dims: ParallelDims, global_batch_size: int, device: Device, args: Any
+    ) -> None:
+        self.config = config
+        self.dims = dims
+        self.device = device
+        self.args = args
+        self.tokens_per_step = global_batch_size * config.training.seq_len
+        self.mesh = dims.build_mesh(device.type)
+        self.context_mesh = dims.build_context_mesh(device.type)
+
+    def build(self) -> None:
+        """Model, layout, optimizer, memory."""
+        config, dims = self.config, self.dims
+        asynchronous = config.parallelism.enable_async_tensor_parallel
+        self.fused_products = enable_async_tensor_parallel(self.mesh["tp"]) if asynchronous else None
+        self.model = self._build_model()
+        # The loss is the mean over the tokens of the global batch. FSDP averages gradients over ranks and microbatches
+        # are summed, so a rank's share is its sum times the number of ranks, over all tokens.
+        self.loss_scale = dims.dp_replicate * dims.fsdp / self.tokens_per_step
+        self.pipeline = self.validation_pipeline = None
+        if dims.pp > 1:
+            self.pipeline = self._pipeline(config.training.local_batch_size, self.loss_scale)
+            if config.validation.enabled:
+                self.validation_pipeline = self._pipeline(config.validation.local_batch_size)
+        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the `dims.dp` slices of a global batch is this rank's."""
+        return self.mesh.get_local_rank("dp_replicate") * self.dims.dp_shard + (
+            self.mesh.get_local_rank("fsdp") // self.dims.cp
+        )
+
+    @property
+    def is_first_with_its_rows(self) -> bool:
+        """Whether this is the first of the ranks that share a slice of the batch."""
+        pp, _, fsdp, tp = self.mesh.get_coordinate() or ()
+        return pp == 0 and tp == 0 and fsdp % self.dims.cp == 0
+
+    def _build_model(self) -> Any:
+        """Meta device, converters, parallelization, then memory and numbers."""
+        config = self.config
+        spec = MODELS.get(config.model.name)
+        with torch.device("meta"):
+            model: Any = spec.build(self.args)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        embedding = model.tok_embeddings.weight.numel() if not self.args.tied_embeddings else 0
+        self.flops_per_token = flops_per_token(
+            self.parameters - embedding,
+            self.args.n_layers,
+            self.args.n_heads,
+            self.args.head_dim,
+            config.training.seq_len,
+        )
+        target = self._conversion_target(spec)
+        self.passes = model.passes(target.tokens) if hasattr(model, "passes") else {}
+        self.converters = apply_converters(
+            model, config.model.converters, lambda section: getattr(config, section), target
+        )
+        self.converted_model = str(model) if config.model.print_after_conversion else ""
+        self.stages = self._split(model) if self.dims.pp > 1 else {0: model}
+        self.positions = self._own_positions()
+        for stage in self.stages.values():
+            stage.positions = self.positions
+            spec.parallelize(
+                stage,
+                self.mesh,
+                self.context_mesh,
+                config.parallelism,
+                config.activation_checkpoint,
+                config.training,
+            )
+        self._materialize(model)
+        return model
+
+    def _conversion_target(self, spec: ModelSpec) -> Target:
+        return conversion_target(self.config, spec, self.device, shards=self.dims.fsdp)
+
+    def _materialize(self, model: Any) -> None:
+        training = self.config.training
+        for stage in self.stages.values():
+            stage.to_empty(device="cpu" if training.enable_cpu_offload else self.device.torch_device)
+        init_weights(model, model.init_std, training.seed)
+
+    def _split(self, model: Any) -> dict[int, Any]:
+        """The stages of the pipeline on this rank by number; the model keeps their modules alone."""
+        self.first_layers = self._find_first_layers(model)
+        rank, schedule = self.mesh.get_local_rank("pp"), self.config.parallelism.pipeline_parallel_schedule
+        numbers = stages_of(rank, self.dims.pp, len(self.first_layers), schedule)
+        return split(model, self.first_layers, numbers)
+
+    def _find_first_layers(self, model: Any) -> list[int]:
+        return find_first_layers(self.config.parallelism, layer_costs(model, self.config.training.seq_len))
+
+    def _own_positions(self) -> torch.Tensor | None:
+        seq_len = self.config.training.seq_len
+        if self.context_mesh is not None:
+            method = self.config.parallelism.context_parallel_rotate_method
+            return own_positions(seq_len, self.context_mesh.get_local_rank(), self.dims.cp, method)
+        # A later stage sees no tokens, and under tensor parallelism a part of the sequence.
+        return torch.arange(seq_len) if self.dims.pp > 1 else None
+
+    def _pipeline(self, local_batch_size: int, scale: float = 1.0) -> Pipeline:
+        """Runs batches of so many sequences through the stages."""
+        training, parallelism = self.config.training, self.config.parallelism
+        rows, seq_len = parallelism.pipeline_parallel_microbatch_size, training.seq_len // self.dims.cp
+        dtype = getattr(torch, training.mixed_precision_param)
+        return Pipeline(
+            self.stages,
+            len(self.first_layers),
+            self.mesh.get_group("pp"),
+            parallelism,
+            self.device.torch_device,
+            tokens=torch.empty(rows, seq_len, dtype=torch.int64, device="meta"),
+            hidden=torch.empty(rows, seq_len // self.dims.tp, self.args.dim, dtype=dtype, device="meta"),
+            microbatches=local_batch_size // rows,
+            scale=scale,
+        )
+
+    def run(
+        self, microbatches: Sequence[Batch], learning_rate: float, skips: Skips = lambda loss, norm: False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward, backward, update.
+
+        Returns:
+            The loss summed over this rank's tokens, for `over_ranks`, and the gradient norm of the whole model before
+            clipping; float32 scalars on the device.
+        """
+        total = torch.zeros((), device=self.device.torch_device)
+        for number, batch in enumerate(microbatches):
+            set_last_microbatch(self.stages.values(), last=number == len(microbatches) - 1)
+            total += self._forward_backward(*self._inputs(batch))
+        grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
+        set_learning_rate(self.optimizer, learning_rate)
+        if not skips(total, grad_norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        for converter in self.converters:
+            converter.post_optimizer_hook([self.model])
+        return total, grad_norm
+
+    def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Tokens and labels on the device, the rank's own positions of them, and what else the model is given."""
+        move = functools.partial(torch.Tensor.to, device=self.device.torch_device, non_blocking=True)
+        tokens, labels = batch.tokens, batch.labels
+        if self.context_mesh is not None:
+            tokens, labels = tokens[:, self.positions], labels[:, self.positions]
+        others = {} if batch.document_ids is None else {"document_ids": move(batch.document_ids)}
+        return move(tokens), move(labels), others
+
+    def _forward_backward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, others: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The loss of a batch, summed over its tokens. Adds to the gradients."""
+        if self.pipeline is not None:
+            return self.pipeline.train(tokens, labels, **others)
+        loss = self.model(tokens, labels, **others)
+        (loss * self.loss_scale).backward()
+        return loss.detach()
+
+    def over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """The sum of a loss over all ranks. Tensor-parallel ranks have the same one; without the last stage it is 0."""
+        loss = loss.clone()
+        dist.all_reduce(loss)
+        return loss / self.dims.tp
+
+    @torch.no_grad()
+    def validate(self, batches: Iterable[Batch]) -> torch.Tensor:
+        """Mean loss over the tokens of the batches of all ranks."""
+        total, tokens = torch.zeros((), device=self.device.torch_device), 0
+        for batch in batches:
+            inputs, labels, others = self._inputs(batch)
+            if self.validation_pipeline is not None:
+                total += self.validation_pipeline.evaluate(inputs, labels, **others)
+            else:
+                total += self.model(inputs, labels, **others)
+            tokens += batch.labels.numel()
+        reshard(self.stages.values())
+        return self.over_ranks(total) / (tokens * self.dims.dp)
+
+    @property
+    def converts(self) -> bool:
+        """Whether low-precision products are promised."""
+        return any(isinstance(converter, LinearConverter) for converter in self.converters)
+
+    def checked_products(self, microbatches: int) -> contextlib.AbstractContextManager[None]:
+        """Around `run`, in which nothing is compiled any more: low-precision products must run as promised."""
+        return checked_products(
+            self.converters,
+            microbatches * (self.pipeline.microbatches if self.pipeline else 1),
+            self.passes,
+            on_this_rank={name for name, _ in self.model.named_modules()},
+            repeated=self.config.activation_checkpoint.mode != "none" or splits_backward(self.config.parallelism),
+            compiled=self.config.training.compile,
+        )
