@@ -5,6 +5,10 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as funcol
 
+# torch 2.13 has renamed them, and warns of the old names.
+_all_gather: Any = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_reduce_scatter: Any = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
 
 def gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Joins the parts of all ranks along `dim`, in the order of ranks. Backward sums the ranks' gradients, and each
@@ -33,12 +37,12 @@ def awaited(tensor: torch.Tensor) -> torch.Tensor:
 
 def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """`gather` without gradients."""
-    return awaited(funcol.all_gather_tensor(x.contiguous(), dim, group))  # type: ignore[arg-type]
+    return awaited(_all_gather(x.contiguous(), dim, group))
 
 
 def sum_scatter_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """`sum_scatter` without gradients."""
-    return awaited(funcol.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))  # type: ignore[arg-type]
+    return awaited(_reduce_scatter(x.contiguous(), "sum", dim, group))
 
 
 def exchange_parts(x: torch.Tensor, split: int, join: int, group: str, size: int) -> torch.Tensor:
