@@ -30,17 +30,16 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def test_collectives_of_a_block_are_fused_into_its_products(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_of_a_block_are_fused_into_its_products(mesh: DeviceMesh) -> None:
     model: Any = Llama(ARGS)
     apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh)
     block = model.layers["0"]
     apply_compile([block], "cpu")
     fused = FusedProducts()
-    monkeypatch.setattr(torch._inductor.config, "_micro_pipeline_tp", True)
-    monkeypatch.setattr(torch._inductor.config, "post_grad_custom_post_pass", fused)
+    settings = torch._inductor.config.patch(_micro_pipeline_tp=True, post_grad_custom_post_pass=fused)
     x = torch.randn(2, 16, ARGS.dim, requires_grad=True)
     # The forward graph is compiled; to run, its fused operations would need a GPU.
-    with _test_mode(), pytest.raises(NotImplementedError):
+    with settings, _test_mode(), pytest.raises(NotImplementedError):
         block(x, model.rope(32, x.device), None).sum().backward()
     fused.check()
     # The gathers before attention and before the feed-forward, and the sums after them.
