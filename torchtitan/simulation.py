@@ -31,8 +31,9 @@ from torchtitan.stand_ins import stand_ins
 from torchtitan.trainer import Trainer
 
 Measures = dict[tuple[Any, ...], float]
-"""What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",); ("count", group,
-kind) and ("bytes", group, kind) of collectives; ("peak", label): bytes, of everything, at moments with this label.
+"""What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",), ("flops_8bit",);
+("count", group, kind) and ("bytes", group, kind) of collectives; ("peak", label): bytes, of everything, at moments with
+this label.
 Numbers of a step; with ("each round", ...) or ("each microbatch", ...) in front: of one of several alike."""
 
 
@@ -123,7 +124,7 @@ class Simulation(Trainer):
             measures: Measures = {(key,): size for key, size in state_bytes(self.model, self.optimizer).items()}
         measures[("gradients",)] = self.gradient_bytes
         measures |= self._traffic()
-        measures |= {("peak", *label): peak for label, peak in self.recorder.peaks.items()}
+        measures |= {("peak", label): peak for label, peak in self.recorder.peaks.items()}
         for what, marks in (("each round", self._rounds), ("each microbatch", self._microbatches)):
             if len(marks) > 1:
                 before, after = marks[-2:]
@@ -187,7 +188,7 @@ class Simulation(Trainer):
         recorder = self.recorder
         measures: Measures = {("count", *key): count for key, count in recorder.count.items()}
         measures |= {("bytes", *key): size for key, size in recorder.bytes.items()}
-        return {**measures, ("flops",): recorder.flops}
+        return {**measures, ("flops",): recorder.flops, ("flops_8bit",): recorder.flops_8bit}
 
     def _label_blocks(self) -> None:
         """Names the moments between which only whole blocks come and go, so that the peaks of blocks alike can be
@@ -247,7 +248,7 @@ def name_of_group(trainer: Trainer) -> Callable[[str], str]:
 
     @functools.cache
     def name_of(group: str) -> str:
-        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))
+        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))  # type: ignore[arg-type]
         return by_ranks.get(tuple(ranks), f"{len(ranks)} ranks")
 
     return name_of
