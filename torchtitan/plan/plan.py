@@ -20,11 +20,10 @@ from torchtitan.models import MODELS
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.pipeline import find_first_layers, layer_costs
 from torchtitan.plan.devices import DEFAULT, PlannedDevice, named_device, this_device
+from torchtitan.plan.links import NODE, extent, least_seconds
 from torchtitan.plan.report import draw, to_text
 from torchtitan.plan.scaling import Job, measure
 from torchtitan.plan.simulation import Measures, target_on
-
-NODE = 8  # devices in a machine
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class RankPlan:
         parameters, gradients, optimizer: bytes.
         peaks: bytes of everything, by mode of activation checkpointing.
         flops: of products and attention, with what is computed again; causal attention counts half.
+        flops_8bit: of products in 8 bits, apart.
     """
 
     rank: int
@@ -65,6 +65,7 @@ class RankPlan:
     optimizer: int
     peaks: dict[str, int]
     flops: float
+    flops_8bit: float
     traffic: list[Traffic]
     compute_seconds: float | None
 
@@ -233,8 +234,8 @@ def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
         if what == "count":
             dimension, kind = collective
             size = round(measures["bytes", dimension, kind])
-            ranks, stride = _extent(dimension, job.dims)
-            seconds = _seconds(kind, round(count), size, ranks, stride, job.device)
+            ranks, stride = extent(dimension, job.dims)
+            seconds = least_seconds(kind, size, ranks, stride, job.device)
             traffic.append(Traffic(dimension, kind, ranks, round(count), size, seconds))
     return RankPlan(
         rank,
@@ -244,41 +245,11 @@ def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
         optimizer=round(measures["optimizer",]),
         peaks={mode: round(found["peak",]) for mode, found in by_mode.items()},
         flops=measures["flops",],
+        flops_8bit=measures["flops_8bit",],
         traffic=sorted(traffic, key=lambda line: (line.dimension, line.kind)),
-        compute_seconds=measures["flops",] / peak_flops if peak_flops else None,
+        # Tensor cores multiply 8-bit numbers at twice the rate of bf16 (the data sheets of BF16_PEAKS).
+        compute_seconds=(measures["flops",] + measures["flops_8bit",] / 2) / peak_flops if peak_flops else None,
     )
-
-
-def _extent(dimension: str, dims: ParallelDims) -> tuple[int, int]:
-    """Ranks in a group, and how far apart they are."""
-    within = dims.tp * dims.fsdp
-    return {
-        "tp": (dims.tp, 1),
-        "cp": (dims.cp, dims.tp),
-        "fsdp": (dims.fsdp, dims.tp),
-        "dp_replicate": (dims.dp_replicate, within),
-        "pp": (dims.pp, within * dims.dp_replicate),
-    }.get(dimension, (dims.pp * dims.dp * dims.cp * dims.tp, 1))
-
-
-def _seconds(kind: str, count: int, size: int, ranks: int, stride: int, device: PlannedDevice) -> float | None:
-    """The least time for collectives of so many bytes in all: no byte crosses a link twice that need not.
-
-    A rank gets from the others all but its own part of what is gathered, and a machine all but its ranks' parts, over
-    the network links of those ranks. Reducing is gathering backwards; an all-reduce is both.
-    """
-    if device.within_node is None or device.between_nodes is None:
-        return None
-    here = max(1, min(ranks, NODE // stride))
-    if kind in ("send", "receive"):
-        return size / (device.within_node if here == ranks else device.between_nodes)
-    passes = 2 if kind == "all-reduce" else 1
-    if kind == "all-to-all":
-        within, between = size * (here - 1) / ranks, size * (ranks - here) / ranks
-    else:
-        within = size * (ranks - 1) / ranks if here > 1 else 0
-        between = size * (ranks - here) / ranks / here
-    return passes * max(within / device.within_node, between / device.between_nodes)
 
 
 def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:

@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+aten = torch.ops.aten
+
 KINDS = {
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
@@ -57,6 +59,7 @@ class Recorder(TorchDispatchMode):
         count: collectives so far.
         bytes: of their whole tensors: what an all-gather makes, what a reduce-scatter is given.
         flops: of products and attention so far, a multiply-add being two; attention counts half, being causal.
+        flops_8bit: of products in 8 bits, which count there alone.
         current: bytes that are live.
         peaks: the most so far, by the labels given to `enter`.
     """
@@ -68,6 +71,7 @@ class Recorder(TorchDispatchMode):
         self.count: Counter[Collective] = Counter()
         self.bytes: Counter[Collective] = Counter()
         self.flops = 0.0
+        self.flops_8bit = 0.0
         self.current = 0
         self.peaks: dict[Hashable, int] = {}
         self._labels: tuple[Hashable, ...] = ("start",)
@@ -77,7 +81,7 @@ class Recorder(TorchDispatchMode):
         """Forgets what has been recorded, but for what is live."""
         self.count.clear()
         self.bytes.clear()
-        self.flops = 0.0
+        self.flops = self.flops_8bit = 0.0
         self.peaks.clear()
 
     def enter(self, *labels: Hashable) -> None:
@@ -95,14 +99,15 @@ class Recorder(TorchDispatchMode):
             recorder._resized(storage, before, size)
             return result
 
-        torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore  # FSDP frees and takes memory so
+        # FSDP frees and takes memory so.
+        setattr(torch.UntypedStorage, "resize_", resize_and_tell)  # noqa: B010
         super().__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
         super().__exit__(kind, error, trace)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
@@ -112,15 +117,20 @@ class Recorder(TorchDispatchMode):
             if kind not in PLAIN:
                 return NotImplemented  # a subclass, such as DTensor, first takes it apart into plain operations
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1  # nobody knows; what is asked is whether all labels count, and whether the stages agree: yes
         out = func(*args, **kwargs)
         namespace = func.namespace
         if namespace in ("c10d", "_c10d_functional"):
             self._record(func, args, out)
+        elif func is aten._int_mm.default:
+            self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
         elif func._overloadpacket in flop_registry:
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-            self.flops += flops / 2 if "attention" in func._overloadpacket.__name__ else flops
+            if func is aten._scaled_mm.default:
+                self.flops_8bit += flops
+            else:
+                self.flops += flops / 2 if "attention" in func._overloadpacket.__name__ else flops
         if isinstance(out, torch.Tensor):
             self._made(out)
         elif isinstance(out, (tuple, list)):

@@ -9,12 +9,17 @@ from torchtitan.converters.report import summary, to_table
 if TYPE_CHECKING:
     from torchtitan.plan.plan import Plan, RankPlan
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 def to_text(plan: "Plan") -> str:
     """For people: memory, traffic, time, conversion, and what is behind the numbers."""
     device = plan.device
+    unit, scale = ("GiB", GIB) if max(rank.peaks[plan.mode] for rank in plan.ranks) >= GIB else ("MiB", MIB)
+
+    def sized(size: float) -> str:
+        return f"{size / scale:.2f}" if size >= 0.005 * scale or size == 0 else f"{size / scale:.0e}"
+
     memory = [
         "pipeline rank",
         "layers",
@@ -34,29 +39,29 @@ def to_text(plan: "Plan") -> str:
             [
                 str(rank.rank),
                 "+".join(map(str, rank.layers)),
-                *map(_gib, sizes),
+                *map(sized, sizes),
                 f"{peak / device.memory_bytes:.0%}",
-                *(_gib(rank.peaks[mode]) for mode in others),
+                *(sized(rank.peaks[mode]) for mode in others),
             ]
         )
-    traffic = [["pipeline rank", "dimension", "ranks", "collective", "count", "GiB", "seconds"]]
+    traffic = [["pipeline rank", "dimension", "ranks", "collective", "count", unit, "seconds"]]
     for ranks in _alike(plan.ranks):
         for line in ranks[0].traffic:
             seconds = "?" if line.seconds is None else f"{line.seconds:.3f}"
             names = _span([rank.rank for rank in ranks])
             traffic.append(
-                [names, line.dimension, str(line.ranks), line.kind, f"{line.count:,}", _gib(line.bytes), seconds]
+                [names, line.dimension, str(line.ranks), line.kind, f"{line.count:,}", sized(line.bytes), seconds]
             )
     fits = [rank for rank in plan.ranks if rank.peaks[plan.mode] > device.memory_bytes]
     verdict = (
-        f"It does not fit: rank {fits[0].rank} of the pipeline needs {_gib(fits[0].peaks[plan.mode])} GiB."
+        f"It does not fit: rank {fits[0].rank} of the pipeline needs {sized(fits[0].peaks[plan.mode])} {unit}."
         if fits
         else "It fits."
     )
     parts = [
         f"plan of {plan.model}, {plan.parameters:,} parameters, on {plan.world_size} x {device.name}: {plan.layout}",
         f"{plan.batch}; {plan.flops_per_token:.4g} FLOPs a token, forward and backward",
-        f"\nMemory of one rank in GiB, of {_gib(device.memory_bytes)}; activation checkpointing: {plan.mode}\n"
+        f"\nMemory of one rank in {unit}, of {sized(device.memory_bytes)}; activation checkpointing: {plan.mode}\n"
         + _table(rows),
         verdict,
         "\nCollectives of one rank in a step\n" + _table(traffic),
@@ -76,9 +81,10 @@ def _time(plan: "Plan") -> str:
     slowest = max(plan.ranks, key=lambda rank: rank.compute_seconds or 0)
     tokens = plan.tokens_per_step / plan.step_seconds / plan.world_size
     return (
-        f"A step takes {plan.step_seconds:.2f} s or more ({tokens:,.0f} tokens/s a device or less, "
-        f"MFU {plan.mfu or 0:.0%}): products alone {slowest.compute_seconds or 0:.2f} s "
-        f"({slowest.flops / 1e12:,.0f} TFLOP at {(device.peak_flops or 0) / 1e12:,.0f} TFLOP/s), links of "
+        f"A step takes {plan.step_seconds:.3g} s or more ({tokens:,.0f} tokens/s a device or less, "
+        f"MFU {plan.mfu or 0:.0%}, which counts all of causal attention, the bound half): products alone "
+        f"{slowest.compute_seconds or 0:.3g} s ({(slowest.flops + slowest.flops_8bit) / 1e12:,.4g} TFLOP at "
+        f"{(device.peak_flops or 0) / 1e12:,.4g} TFLOP/s, 8-bit ones at twice that), links of "
         f"{(device.within_node or 0) / 1e9:,.0f} GB/s within a machine and {(device.between_nodes or 0) / 1e9:,.0f} "
         "GB/s a device between machines."
     )
@@ -97,10 +103,6 @@ def _alike(ranks: "Sequence[RankPlan]") -> "list[list[RankPlan]]":
 
 def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f}" if size >= 0.01 * GIB or size == 0 else f"{size / GIB:.1g}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

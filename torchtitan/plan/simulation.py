@@ -31,8 +31,9 @@ from torchtitan.plan.stand_ins import stand_ins
 from torchtitan.step import TrainingStep
 
 Measures = dict[tuple[Any, ...], float]
-"""What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",); ("count", group,
-kind) and ("bytes", group, kind) of collectives; ("peak", label): bytes, of everything, at moments with this label.
+"""What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",), ("flops_8bit",);
+("count", group, kind) and ("bytes", group, kind) of collectives; ("peak", label): bytes, of everything, at moments with
+this label.
 Numbers of a step; with ("each round", ...) or ("each microbatch", ...) in front: of one of several alike."""
 
 
@@ -119,7 +120,7 @@ class Simulation(TrainingStep):
             measures: Measures = {(key,): size for key, size in state_bytes(self.model, self.optimizer).items()}
         measures[("gradients",)] = self.gradient_bytes
         measures |= self._traffic()
-        measures |= {("peak", *label): peak for label, peak in self.recorder.peaks.items()}  # type: ignore[misc]
+        measures |= {("peak", label): peak for label, peak in self.recorder.peaks.items()}
         for what, marks in (("each round", self._rounds), ("each microbatch", self._microbatches)):
             if len(marks) > 1:
                 before, after = marks[-2:]
@@ -147,8 +148,14 @@ class Simulation(TrainingStep):
 
     def _step(self, rounds: int) -> None:
         """A step that is reported."""
-        loss, _ = self.run([self._batch()] * rounds, learning_rate=0.0)
+        loss, _ = self.run([self._batch()] * rounds, 0.0, self._agree_on_update)
         self.over_ranks(loss)
+
+    def _agree_on_update(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+        """What `UpdateGuard` sends."""
+        if self.config.training.skip_nonfinite or self.config.training.skip_grad_norm_outliers is not None:
+            dist.all_reduce(torch.isfinite(loss).float())
+        return False
 
     @contextlib.contextmanager
     def _step_around(self) -> Iterator[None]:
@@ -188,7 +195,7 @@ class Simulation(TrainingStep):
         recorder = self.recorder
         measures: Measures = {("count", *key): count for key, count in recorder.count.items()}
         measures |= {("bytes", *key): size for key, size in recorder.bytes.items()}
-        return {**measures, ("flops",): recorder.flops}
+        return {**measures, ("flops",): recorder.flops, ("flops_8bit",): recorder.flops_8bit}
 
     def _label_blocks(self) -> None:
         """Names the moments between which only whole blocks come and go, so that the peaks of blocks alike can be

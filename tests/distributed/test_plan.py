@@ -1,0 +1,203 @@
+"""A plan against real runs: gloo processes train two steps, whose tensors and collectives are counted."""
+
+import gc
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from torchtitan.checks import check, global_batch_size
+from torchtitan.config import ConfigManager
+from torchtitan.device import find_device
+from torchtitan.plan.plan import RankPlan, make_plan, planned_device
+from torchtitan.plan.record import Recorder
+from torchtitan.plan.simulation import name_of_group, state_bytes
+from torchtitan.plan.stand_ins import stand_ins
+
+FLAGS = (
+    "--training.seq_len=512",
+    "--model.flavor=debugmodel",
+    "--training.local_batch_size=2",
+    "--training.mixed_precision_param=float32",
+    "--activation_checkpoint.mode=none",
+)
+TP, CP, PP = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("tensor", "context", "pipeline"))
+BF16 = "--training.mixed_precision_param=bfloat16"
+FULL, SELECTIVE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective"
+HSDP = "--parallelism.data_parallel_replicate_degree=2"
+KINDS = {
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::allgather_into_tensor_coalesced_": "all-gather",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "c10d::allreduce_": "all-reduce",
+    "c10d::alltoall_base_": "all-to-all",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
+}
+"""As torch's profiler names what reaches a process group, from `torch.distributed` or functional collectives."""
+
+
+class Reporter:
+    def step(self, step: int, loss: Any, **others: Any) -> None:
+        loss()
+
+
+def train(rank: int, world_size: int, layouts: list[list[str]], ports: list[int], folder: str) -> None:
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
+    results = []
+    for flags, port in zip(layouts, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        _clear_sharding_prop_cache()  # of the layout before
+        gc.collect()  # so that nothing of it is freed while memory is counted
+        results.append(two_steps(flags, world_size))
+    torch.save(results, f"{folder}/result{rank}")
+
+
+def two_steps(flags: list[str], world_size: int) -> dict[str, Any]:
+    """What the second step holds and sends, without anything of ours watching; and the third, by dimension."""
+    from torchtitan.trainer import Trainer
+
+    config = ConfigManager().parse_args(flags)
+    dims = check(config, world_size, "cpu")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
+        trainer = Trainer(config, dims, global_batch_size(config, dims), find_device(0))
+        trainer._train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
+        gradients: list[int] = []
+        trainer.work.optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(state_bytes(trainer.work.model, trainer.work.optimizer)["gradients"])
+        )
+        batches = trainer.loader.next()
+        with record_function("measured"):
+            trainer._train_step(batches, Reporter())  # type: ignore[arg-type]
+    recorder = Recorder(name_of_group(trainer.work))
+    with recorder, stand_ins("cpu"):  # torch's mask cannot be made while a recorder looks on
+        trainer._train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
+    sizes = state_bytes(trainer.work.model, trainer.work.optimizer)  # without gradients: they are gone
+    place = trainer.work.mesh.get_local_rank("pp")
+    with trainer:
+        pass  # closes it
+    return {
+        "states": (sizes["parameters"], gradients[0], sizes["optimizer"]),
+        "rank": place,
+        "by dimension": {key: (count, recorder.bytes[key]) for key, count in recorder.count.items()},
+        **profiled(profiler, config.job.dump_folder),
+    }
+
+
+def profiled(profiler: Any, folder: str) -> dict[str, Any]:
+    """Peak of memory and number of collectives in the part called "measured"."""
+    path = Path(folder) / f"trace{os.environ['RANK']}.json"
+    profiler.profiler.kineto_results.save(str(path))
+    events = sorted(json.loads(path.read_text())["traceEvents"], key=lambda event: event.get("ts", 0))
+    measured = next(event for event in events if event.get("name") == "measured")
+    start, end = measured["ts"], measured["ts"] + measured["dur"]
+    live: dict[int, int] = {}  # by address: gloo's threads free its copies unseen, until the address is used again
+    total = peak = 0
+    for event in events:
+        if event.get("name") == "[memory]":
+            size, address = event["args"]["Bytes"], event["args"]["Addr"]
+            total -= live.pop(address, 0)
+            if size > 0:
+                live[address] = size
+                total += size
+            if start <= event["ts"] <= end:
+                peak = max(peak, total)
+    names = [event["name"] for event in events if start <= event.get("ts", 0) <= end and event.get("name") in KINDS]
+    return {"peak": peak, "collectives": Counter(KINDS[name] for name in names)}
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def measured(world_size: int, layouts: list[list[str]], folder: Path) -> list[list[dict[str, Any]]]:
+    """For each layout what each rank found."""
+    ports = [free_port() for _ in layouts]
+    mp.spawn(train, (world_size, layouts, ports, str(folder)), nprocs=world_size)
+    by_rank = [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(world_size)]
+    return [list(found) for found in zip(*by_rank, strict=True)]
+
+
+def planned(flags: Sequence[str], world_size: int) -> list[RankPlan]:
+    config = ConfigManager().parse_args([*flags, "--job.plan", "--job.simulate_device=cpu"])
+    dims = check(config, world_size, "cpu")
+    device, why = planned_device("cpu", True, find_device(0), torch.float32)
+    return make_plan(config, dims, global_batch_size(config, dims), device, why).ranks
+
+
+TWO = {
+    "FSDP 2": (),
+    "FSDP 2, accumulated, selective, bfloat16": ("--training.global_batch_size=12", SELECTIVE, BF16),
+    "TP 2": (TP,),
+    "CP 2": (CP,),
+    "PP 2": (PP, "--training.local_batch_size=4"),
+}
+FOUR = {
+    "HSDP 2 x 2, accumulated": (HSDP, "--training.global_batch_size=16"),
+    "FSDP 2 x TP 2, bfloat16": (TP, BF16),
+    "FSDP 2 x CP 2, by heads": (CP, "--parallelism.context_parallel_rotate_method=alltoall"),
+    "PP 2 x FSDP 2, interleaved": (PP, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"),
+    "TP 2 x PP 2, full": (TP, PP, FULL, "--training.local_batch_size=4"),
+}
+EIGHT = {"FSDP 2 x TP 2 x PP 2": (TP, PP)}
+
+
+def in_folders(layouts: dict[str, tuple[str, ...]], folder: Path) -> list[list[str]]:
+    return [
+        [*FLAGS, *flags, f"--job.dump_folder={folder / str(number)}"] for number, flags in enumerate(layouts.values())
+    ]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("two")
+    return dict(zip(TWO, measured(2, in_folders(TWO, folder), folder), strict=True))
+
+
+@pytest.mark.parametrize("layout", TWO)
+def test_a_plan_is_what_two_processes_hold_and_send(
+    layout: str, two: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    assert_planned((*TWO[layout], f"--job.dump_folder={tmp_path}"), 2, two[layout])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("world_size", "layouts"), [(4, FOUR), (8, EIGHT)], ids=["4", "8"])
+def test_a_plan_is_what_more_processes_hold_and_send(
+    world_size: int, layouts: dict[str, tuple[str, ...]], tmp_path: Path
+) -> None:
+    for flags, real in zip(
+        layouts.values(), measured(world_size, in_folders(layouts, tmp_path), tmp_path), strict=True
+    ):
+        assert_planned((*flags, f"--job.dump_folder={tmp_path}"), world_size, real)
+
+
+def assert_planned(flags: Sequence[str], world_size: int, real: list[dict[str, Any]]) -> None:
+    """Bytes of tensors, and collectives, to the last one; activations and buffers within a tenth."""
+    ranks = planned((*FLAGS, *flags), world_size)
+    assert len(real) == world_size
+    for found in real:
+        plan = ranks[found["rank"]]
+        assert (plan.parameters, plan.gradients, plan.optimizer) == found["states"]
+        assert {(line.dimension, line.kind): (line.count, line.bytes) for line in plan.traffic} == found["by dimension"]
+        counts: Counter[str] = Counter()
+        for line in plan.traffic:
+            counts[line.kind] += line.count
+        assert counts == found["collectives"]
+        peak = next(iter(plan.peaks.values()))
+        assert peak - plan.states == pytest.approx(found["peak"] - plan.states, rel=0.1)

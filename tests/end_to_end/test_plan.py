@@ -1,0 +1,54 @@
+"""`--job.plan` as a user types it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from runs import ROOT, failure, into, train, train_here
+
+from torchtitan.errors import ConfigError
+
+PLAN = "--job.plan"
+TINY = ("--experimental.custom_import=tiny", "--model.name=tiny", "--model.flavor=narrow", "--training.seq_len=64")
+
+
+def test_a_plan_without_training(tmp_path: Path) -> None:
+    """By run_train.sh, for the processes that it would start."""
+    flags = ("--parallelism.tensor_parallel_degree=2", "--model.converters=float8", "--activation_checkpoint.mode=full")
+    command = [str(ROOT / "run_train.sh"), PLAN, *TINY, *flags, into(tmp_path)]
+    output = train(command=command, NGPU="16", CONFIG_FILE=str(ROOT / "train_configs" / "debug_model.toml"))
+    for part in ("16 x NVIDIA H100", "FSDP 8 x TP 2", "It fits", "linear layers converted (float8", "peak with none"):
+        assert part in output
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    (rank,) = plan["ranks"]
+    # 598,336 float32 numbers on 16 ranks; 5 norms of 64 on each of two
+    assert rank["parameters"] == (4 * (598_336 - 5 * 64) // 2 + 4 * 5 * 64) // 8
+    assert rank["gradients"] == rank["parameters"]
+    assert rank["peaks"]["none"] > rank["peaks"]["full"] > rank["parameters"] + rank["gradients"] + rank["optimizer"]
+    assert {line["dimension"] for line in rank["traffic"]} == {"fsdp", "tp", "world"}
+    assert plan["step_seconds"] > 0
+    assert plan["conversion"]
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--job.simulate_world_size=8"], "job.simulate_world_size is for plans; add --job.plan"),
+        ([PLAN, "--job.simulate_world_size=6", "--parallelism.tensor_parallel_degree=4"], "6 processes cannot be"),
+        ([PLAN, "--job.simulate_device=H101"], "job.simulate_device: unknown device 'H101' (did you mean H100?)"),
+        (["--memory_estimation.enabled", "--memory_estimation.disable_fake_mode"], "a plan has no real tensors"),
+    ],
+    ids=["no plan", "degrees", "device", "real tensors"],
+)
+def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        train_here(*TINY, *flags, into(tmp_path))
+
+
+def test_several_processes_make_no_plan(tmp_path: Path) -> None:
+    status, output = failure(*TINY, "--memory_estimation.enabled", into(tmp_path), processes=2)
+    assert status == 2
+    assert output.count("job.plan needs one process") == 1
