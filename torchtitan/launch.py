@@ -9,12 +9,14 @@ import logging
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+PLANS = ("--job.plan", "--memory_estimation.enabled")
 
 
 def launch(arguments: list[str]) -> int:
@@ -22,18 +24,8 @@ def launch(arguments: list[str]) -> int:
     # Until torchrun takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(INTERRUPTED))
-    if "--job.plan" in arguments:  # one process, whatever the world
-        world_size = os.environ.get("NGPU")
-        given = any(argument.startswith("--job.simulate_world_size") for argument in arguments)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.execv(
-            sys.executable,
-            [
-                sys.executable,
-                *arguments,
-                *([f"--job.simulate_world_size={world_size}"] if world_size and not given else []),
-            ],
-        )
+    if any(argument.split("=")[0] in PLANS and not argument.endswith("=false") for argument in arguments):
+        _plan(arguments)
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -62,6 +54,15 @@ def launch(arguments: list[str]) -> int:
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
     return 0
+
+
+def _plan(arguments: list[str]) -> NoReturn:
+    """One process plans for NGPU, where the size of the world is not given."""
+    given = any(argument.startswith("--job.simulate_world_size") for argument in arguments)
+    if "NGPU" in os.environ and not given:
+        arguments = [*arguments, f"--job.simulate_world_size={os.environ['NGPU']}"]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def _status(error: "ChildFailedError") -> int:
