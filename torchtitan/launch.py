@@ -10,9 +10,12 @@ import logging
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED
 from torchtitan.signals import STOP_SIGNALS, end_unbegun
+
+PLANS = ("--job.plan", "--memory_estimation.enabled")
 
 
 def launch(arguments: list[str]) -> int:
@@ -21,18 +24,8 @@ def launch(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: end_unbegun(number))
-    if "--job.plan" in arguments:  # one process, whatever the world
-        world_size = os.environ.get("NGPU")
-        given = any(argument.startswith("--job.simulate_world_size") for argument in arguments)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.execv(
-            sys.executable,
-            [
-                sys.executable,
-                *arguments,
-                *([f"--job.simulate_world_size={world_size}"] if world_size and not given else []),
-            ],
-        )
+    if any(argument.split("=")[0] in PLANS and not argument.endswith("=false") for argument in arguments):
+        _plan(arguments)
     # torch's C++ part shows a page of stack frames for each lost connection. It reads this once, while it is imported.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
@@ -80,6 +73,15 @@ def launch(arguments: list[str]) -> int:
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
     return 0
+
+
+def _plan(arguments: list[str]) -> NoReturn:
+    """One process plans for NGPU, where the size of the world is not given."""
+    given = any(argument.startswith("--job.simulate_world_size") for argument in arguments)
+    if "NGPU" in os.environ and not given:
+        arguments = [*arguments, f"--job.simulate_world_size={os.environ['NGPU']}"]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 if __name__ == "__main__":

@@ -49,6 +49,9 @@ def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
 
 
 def test_several_processes_make_no_plan(tmp_path: Path) -> None:
-    status, output = failure(*TINY, "--memory_estimation.enabled", into(tmp_path), processes=2)
+    """As torchrun starts them, or a file that asks for a plan."""
+    file = tmp_path / "plan.toml"
+    file.write_text("[memory_estimation]\nenabled = true\n")
+    status, output = failure(f"--job.config_file={file}", *TINY, into(tmp_path), processes=2)
     assert status == 2
     assert output.count("job.plan needs one process") == 1

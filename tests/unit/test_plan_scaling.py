@@ -27,7 +27,7 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
 @pytest.mark.parametrize(
     ("flags", "world_size", "layers"),
     [
-        ((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [8]),
+        ((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [9]),
         ((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 5, 5, 3]),
         pytest.param(
             ("--activation_checkpoint.mode=full", f"{PP}=6", "--training.local_batch_size=6"),

@@ -5,7 +5,8 @@ Both see real tensors and fake ones (`torch._subclasses.fake_tensor`) alike.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -35,6 +37,7 @@ KINDS = {
 }
 """By the name of torch's operation, from `torch.distributed` (c10d) or functional collectives."""
 
+PROPAGATE = "_propagate_tensor_meta_non_cached"
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -73,6 +76,7 @@ class Recorder(TorchDispatchMode):
         self.flops = 0.0
         self.flops_8bit = 0.0
         self.current = 0
+        self._paused = False
         self.peaks: dict[Hashable, int] = {}
         self._labels: tuple[Hashable, ...] = ("start",)
         self._live: dict[int, tuple[int, Any]] = {}
@@ -90,8 +94,7 @@ class Recorder(TorchDispatchMode):
         self._grown(0)
 
     def __enter__(self) -> "Recorder":
-        self._resize = torch.UntypedStorage.resize_
-        recorder, resize = self, self._resize
+        recorder, resize, propagate = self, torch.UntypedStorage.resize_, ShardingPropagator.__dict__[PROPAGATE]
 
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             before = storage.nbytes()
@@ -99,20 +102,32 @@ class Recorder(TorchDispatchMode):
             recorder._resized(storage, before, size)
             return result
 
+        def propagate_unseen(*args: Any) -> Any:
+            recorder._paused = True
+            try:
+                return propagate(*args)
+            finally:
+                recorder._paused = False
+
+        self._replaced = ExitStack()
         # FSDP frees and takes memory so.
-        setattr(torch.UntypedStorage, "resize_", resize_and_tell)  # noqa: B010
+        self._replaced.enter_context(_replaced(torch.UntypedStorage, "resize_", resize_and_tell))
+        # DTensor finds out shapes by fake tensors of the whole size.
+        self._replaced.enter_context(_replaced(ShardingPropagator, PROPAGATE, propagate_unseen))
         super().__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
         super().__exit__(kind, error, trace)
+        self._replaced.close()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # most of all calls; the short way
+        if self._paused:
+            return func(*args, **(kwargs or {}))
         for kind in types:
             if kind not in PLAIN:
                 return NotImplemented  # a subclass, such as DTensor, first takes it apart into plain operations
@@ -156,7 +171,7 @@ class Recorder(TorchDispatchMode):
 
     def _made(self, tensor: torch.Tensor) -> None:
         if getattr(tensor, "fake_mode", None) is not self.fake_mode:
-            return  # DTensor finds shapes out by fake tensors of its own
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -180,6 +195,16 @@ class Recorder(TorchDispatchMode):
         for label in self._labels:
             if self.current > self.peaks.get(label, -1):
                 self.peaks[label] = self.current
+
+
+@contextmanager
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _tensor_bytes(tree: Any) -> int:

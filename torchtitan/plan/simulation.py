@@ -23,7 +23,6 @@ from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.explain import conversion_target
 from torchtitan.models import ModelSpec
-from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import PlannedDevice
 from torchtitan.plan.record import Recorder
@@ -175,10 +174,9 @@ class Simulation(TrainingStep):
         return Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
 
     def _make_optimizer_state(self) -> None:
-        """An update as of every step but the first: there is its state, and shapes that DTensor looks up once."""
+        """An update, so that its state is there, as in every step but the first."""
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
