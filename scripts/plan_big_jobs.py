@@ -15,14 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "plan.md"
-TP, PP = "--parallelism.tensor_parallel_degree=8", "--parallelism.pipeline_parallel_degree=8"
 JOBS = {
     "Llama 3 8B on 8 (FSDP 8)": ("llama3_8b", ["--job.simulate_world_size=8"]),
-    "Llama 3 70B on 256 (FSDP 32 x TP 8)": ("llama3_70b", ["--job.simulate_world_size=256", TP]),
-    "Llama 3 405B on 512 (FSDP 8 x TP 8 x PP 8)": (
-        "llama3_405b",
-        ["--job.simulate_world_size=512", TP, PP, "--training.local_batch_size=64"],
-    ),
+    "Llama 3 70B on 256 (FSDP 32 x TP 8)": ("llama3_70b", ["--job.simulate_world_size=256"]),
+    "Llama 3 405B on 512 (FSDP 8 x TP 8 x PP 8)": ("llama3_405b", ["--job.simulate_world_size=512"]),
 }
 HEAD = """\
 # Planning a run
@@ -32,8 +28,7 @@ gradients, optimizer state, activations) against its device's memory, which coll
 dimension of the mesh and how many bytes they move, FLOPs, a lower bound of the step's time, and what the converters
 would convert. `plan.json` and `plan.png` in the dump folder hold the same.
 
-    CONFIG_FILE=train_configs/llama3_70b.toml ./run_train.sh --job.plan --job.simulate_world_size=256 \\
-        --parallelism.tensor_parallel_degree=8
+    CONFIG_FILE=train_configs/llama3_70b.toml ./run_train.sh --job.plan --job.simulate_world_size=256
 
 It takes one process on one CPU, no data and, where the flavor has its vocabulary, no tokenizer. Without
 `job.simulate_world_size` it plans for the processes that `run_train.sh` would start here. `[memory_estimation] enabled`
@@ -41,7 +36,7 @@ is the same as `job.plan`; `disable_fake_mode` is refused, for a plan has no rea
 
 ## What the numbers are
 
-- The trainer's own code builds the model and takes a training step, in fake tensors and a pretended process group of
+- The code of training itself builds the model and takes a step, in fake tensors and a pretended process group of
   the whole size. Tensors are counted from the operation that makes them until nothing refers to them.
 - Parameters, gradients, optimizer state, number and bytes of collectives are exact; the peak is what torch's allocator
   hands out at most. "Activations and buffers" is the peak without the three states: activations, gathered weights,
