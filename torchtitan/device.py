@@ -1,5 +1,6 @@
 """Which device a process computes on, and what it can tell about itself."""
 
+import ctypes
 import os
 import resource
 import sys
@@ -49,12 +50,26 @@ class Device:
 
 
 def find_device(local_rank: int) -> Device:
-    """The GPU with this process's local rank where there are GPUs, the CPU otherwise."""
+    """The GPU with this process's local rank where there are GPUs, the CPU otherwise; made ready."""
     if not torch.cuda.is_available():
+        _keep_freed_memory()
         return Device("cpu", _cpu_name(), torch.device("cpu"))
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return Device("cuda", torch.cuda.get_device_name(device), device)
+
+
+def _keep_freed_memory() -> None:
+    """Tells glibc to keep the memory of freed tensors for the next ones.
+
+    It would return it to the system and get it back page by page, 30,000 faults and 50 ms in each step of the debug
+    model (benchmarks/README.md). The most that a run holds at once stays the same.
+    """
+    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):  # another libc
+        return
+    trim_threshold, mmap_threshold = -1, -3  # mallopt(3)
+    libc.mallopt(mmap_threshold, 2**30)
+    libc.mallopt(trim_threshold, -1)
 
 
 def _cpu_name() -> str:

@@ -1,9 +1,10 @@
 """torchrun with short messages: `python -m torchtitan.launch train.py --job.config_file=... --section.key=value`.
 
 It starts NGPU processes on this machine (by default one for each GPU, or one), and ends with the exit status of the
-process that failed first. Each process has said itself what was wrong, so torchrun's own report of it is left out.
-torchrun's options may stand before train.py, or in the environment as it reads them (`PET_MAX_RESTARTS=3`); they make
-a run of several machines (docs/multinode.md). `torchrun train.py ...` works just as well.
+process that failed first. Each process has said itself what was wrong, so torchrun's own report of it is left out. A
+single process needs no torchrun: this one becomes it. torchrun's options may stand before train.py, or in the
+environment as it reads them (`PET_MAX_RESTARTS=3`); they make a run of several machines (docs/multinode.md).
+`torchrun train.py ...` works just as well.
 """
 
 import logging
@@ -16,6 +17,7 @@ from torchtitan.errors import EXIT_STATUS, INTERRUPTED
 from torchtitan.signals import STOP_SIGNALS, end_unbegun
 
 PLANS = ("--job.plan", "--memory_estimation.enabled")
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, either on Windows: there where a GPU is
 
 
 def launch(arguments: list[str]) -> int:
@@ -26,6 +28,8 @@ def launch(arguments: list[str]) -> int:
         signal.signal(number, lambda number, _: end_unbegun(number))
     if any(argument.split("=")[0] in PLANS and not argument.endswith("=false") for argument in arguments):
         _plan(arguments)
+    if _is_single(arguments):
+        _run_alone(arguments)
     # torch's C++ part shows a page of stack frames for each lost connection. It reads this once, while it is imported.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
@@ -51,11 +55,7 @@ def launch(arguments: list[str]) -> int:
     if 0 < gpus < processes:
         print(f"Error: NGPU is {processes}, but this machine has {gpus} GPUs.", file=sys.stderr)
         return EXIT_STATUS
-    # torchrun would give each process one thread, however many cores there are.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    # A thread that waits for another spins, by default for milliseconds: a run on a machine that does something else
-    # too would lose most of its speed to it (benchmarks/README.md).
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    _set_threads(processes)
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -73,6 +73,24 @@ def launch(arguments: list[str]) -> int:
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
     return 0
+
+
+def _is_single(arguments: list[str]) -> bool:
+    """Whether one process is all that torchrun would start, and nothing was asked of torchrun itself."""
+    processes = os.environ.get("NGPU") or ("all" if any(map(os.path.exists, GPU_DRIVERS)) else "1")
+    plain = bool(arguments) and arguments[0].endswith(".py") and not any(name.startswith("PET_") for name in os.environ)
+    return processes == "1" and plain
+
+
+def _run_alone(arguments: list[str]) -> NoReturn:
+    """Becomes the one process, which saves importing torch and starting Python once more."""
+    _set_threads(1)
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _set_threads(processes: int) -> None:
+    """torchrun would give each process one thread, however many cores there are."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
 
 
 def _plan(arguments: list[str]) -> NoReturn:

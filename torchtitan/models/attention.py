@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from torchtitan.models.attention_cpu import causal_attention_cpu
 
+WIDE_HEADS = 64  # torch's kernel is faster from this head_dim on (benchmarks/attention_cpu.py)
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Causal attention: `causal_attention`, or what does its work where a sequence is divided."""
 
@@ -36,6 +38,6 @@ def causal_attention(
 
 
 def has_own_kernel(q: torch.Tensor) -> bool:
-    """Whether these queries get the attention that is made for CPU."""
-    kind = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    """Whether these queries get the attention that is made for narrow heads on CPU."""
+    kind = q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-1] < WIDE_HEADS
     return kind and q.requires_grad and not torch.compiler.is_compiling()
