@@ -1,0 +1,121 @@
+"""Where the time of a step goes, from the traces that `[profiling]` writes.
+
+python benchmarks/step_split.py TRACE.json ...      prints the split of each
+
+- `data`, `forward`, `backward`, `optimizer`: the spans of these names (`TrainingStep.run`), on a GPU from the first to
+  the last of their kernels. The chunked loss takes the gradient of the output layer in the forward pass, so `forward`
+  holds it; `optimizer` holds clipping too. A pipeline has one span, `forward and backward`.
+- `rest`: the step less these: reports, transfers, Python between them.
+- `communication_wait`: collectives run and nothing else does. On a GPU: NCCL kernels without another kernel beside
+  them; on a CPU: gloo's work while the training thread is in no operation of its own. It is a part of the spans above.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+PHASES = ("data", "forward", "backward", "forward and backward", "optimizer")
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+Intervals = list[tuple[float, float]]
+Event = dict[str, Any]
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """The same time, without overlaps, in order."""
+    merged: Intervals = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def without(intervals: Intervals, others: Intervals) -> Intervals:
+    """What is in no interval of `others`; both as `union` gives them."""
+    left: Intervals = []
+    first = 0
+    for start, end in intervals:
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(others) and others[at][0] < end:
+            if others[at][0] > start:
+                left.append((start, others[at][0]))
+            start = max(start, others[at][1])
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def length(intervals: Intervals) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def step_split(path: Path) -> dict[str, float]:
+    """Seconds of the step of a trace: `step`, the phases, `rest`, `communication_wait`."""
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    steps = [event for event in of_kind(events, "user_annotation") if event["name"].startswith("ProfilerStep")]
+    if not steps:
+        sys.exit(f"{path} holds no step")
+    on_gpu = any(event["cat"] in GPU_WORK for event in events)
+    split = {"step": length(spans(steps))}
+    for phase in PHASES:
+        # The wait for data runs no kernel.
+        kind = "gpu_user_annotation" if on_gpu and phase != "data" else "user_annotation"
+        split[phase] = length(spans(event for event in of_kind(events, kind) if event["name"] == phase))
+    split["rest"] = max(0.0, split["step"] - sum(split[phase] for phase in PHASES))
+    working, communicating = gpu_work(events) if on_gpu else cpu_work(events, steps[0]["tid"])
+    split["communication_wait"] = length(without(communicating, working))
+    return {name: microseconds / 1e6 for name, microseconds in split.items()}
+
+
+def of_kind(events: Iterable[Event], kind: str) -> list[Event]:
+    return [event for event in events if event.get("cat") == kind]
+
+
+def spans(events: Iterable[Event]) -> Intervals:
+    return union((event["ts"], event["ts"] + event["dur"]) for event in events)
+
+
+def gpu_work(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
+    """(all other kernels, NCCL's)."""
+    kernels = [event for event in events if event.get("cat") in GPU_WORK]
+    is_nccl = ["nccl" in event["name"].lower() for event in kernels]
+    others = spans(event for event, nccl in zip(kernels, is_nccl, strict=True) if not nccl)
+    return others, spans(event for event, nccl in zip(kernels, is_nccl, strict=True) if nccl)
+
+
+def cpu_work(events: Sequence[Event], thread: int) -> tuple[Intervals, Intervals]:
+    """(operations of the training thread, gloo's work).
+
+    Operations that contain others are only frames around them, and hooks wait in some; but fused loops of compiled
+    code have no operation of their own.
+    """
+    operations = [event for event in of_kind(events, "cpu_op") if event["tid"] == thread]
+    waits = [event for event in operations if "c10d" in event["name"]]
+    operations.sort(key=lambda event: (event["ts"], -event["dur"]))
+    working = []
+    for event, after in zip(operations, [*operations[1:], None], strict=True):
+        is_leaf = after is None or after["ts"] >= event["ts"] + event["dur"]
+        if (is_leaf or event["name"].startswith("CompiledFunction")) and "c10d" not in event["name"]:
+            working.append(event)
+    gloo = [event for event in events if event["name"].startswith("gloo:")]
+    return without(spans(working), spans(waits)), spans(gloo)
+
+
+def median_split(paths: Sequence[Path]) -> dict[str, float]:
+    """Of several traced steps, each part's median."""
+    splits = [step_split(path) for path in paths]
+    return {name: statistics.median(split[name] for split in splits) for name in splits[0]}
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        split = step_split(Path(argument))
+        parts = ", ".join(f"{name} {seconds / split['step']:.1%}" for name, seconds in split.items() if name != "step")
+        print(f"{argument}: {split['step'] * 1e3:.1f} ms: {parts}")
