@@ -64,8 +64,8 @@ def tera(rate: float) -> str:
     return f"{rate / 1e12:.0f}" if rate >= 1e13 else f"{rate / 1e12:.3f}"
 
 
-def measure_machine(threads: int | None = None) -> Machine:
-    """In this process. `threads`: of torch on a CPU; None leaves them."""
+def measure_machine(threads: int | None = None, sizes: tuple[int, ...] = ()) -> Machine:
+    """In this process. `threads`: of torch on a CPU; None leaves them. `sizes`: of the products, if not the usual."""
     import torch
 
     from torchtitan.device import find_device
@@ -74,7 +74,7 @@ def measure_machine(threads: int | None = None) -> Machine:
     if threads:
         torch.set_num_threads(threads)
     device = find_device(0)
-    rates = bf16_rates(device.torch_device)
+    rates = bf16_rates(device.torch_device, sizes)
     versions = {"Python": platform.python_version(), "torch": torch.__version__}
     with contextlib.suppress(PackageNotFoundError):
         versions["torchao"] = version("torchao")

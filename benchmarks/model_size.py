@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -20,6 +21,7 @@ def model_size(argv: Sequence[str]) -> dict[str, float]:
     from torchtitan.config import ConfigManager
     from torchtitan.config.extension import import_user_module
     from torchtitan.data import load_tokenizer
+    from torchtitan.metrics.flops import flops_per_token
     from torchtitan.models import MODELS
 
     config = ConfigManager().parse_args(argv)
@@ -30,22 +32,17 @@ def model_size(argv: Sequence[str]) -> dict[str, float]:
     if args.vocab_size is None:
         args = args.with_vocab_size(load_tokenizer(config.model.tokenizer_path).vocab_size)
     with torch.device("meta"):
-        model = spec.build(args)
-    return sizes_of(model, args, config.training.seq_len)
-
-
-def sizes_of(model, args, seq_len: int) -> dict[str, float]:  # type: ignore[no-untyped-def]
-    """Of a module and its sizes (`docs/extension.md`)."""
-    from torchtitan.metrics.flops import flops_per_token
-
+        model: Any = spec.build(args)
+    seq_len = config.training.seq_len
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings else model.tok_embeddings.weight.numel()
     full = flops_per_token(parameters - embedding, args.n_layers, args.n_heads, args.head_dim, seq_len)
-    return {
-        "parameters": parameters,
-        "full": full,
-        "causal": full - 6.0 * args.n_layers * args.n_heads * args.head_dim * seq_len,
-    }
+    return {"parameters": parameters, "full": full, "causal": causal(full, args, seq_len)}
+
+
+def causal(full: float, args: Any, seq_len: int) -> float:
+    """FLOPs per token with half of the attention. `args`: a model's sizes."""
+    return full - 6.0 * args.n_layers * args.n_heads * args.head_dim * seq_len
 
 
 def ask(argv: Sequence[str]) -> dict[str, float]:

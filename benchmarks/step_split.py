@@ -11,6 +11,7 @@ python benchmarks/step_split.py TRACE.json ...      prints the split of each
 """
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PHASES = ("data", "forward", "backward", "forward and backward", "optimizer")
+FRAMES = ("autograd", "c10d", "_c10d_functional", "c10d_functional", "profiler")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 Intervals = list[tuple[float, float]]
 Event = dict[str, Any]
@@ -91,21 +93,56 @@ def gpu_work(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
 
 
 def cpu_work(events: Sequence[Event], thread: int) -> tuple[Intervals, Intervals]:
-    """(operations of the training thread, gloo's work).
-
-    Operations that contain others are only frames around them, and hooks wait in some; but fused loops of compiled
-    code have no operation of their own.
-    """
+    """(operations of the training thread, gloo's work)."""
     operations = [event for event in of_kind(events, "cpu_op") if event["tid"] == thread]
     waits = [event for event in operations if "c10d" in event["name"]]
-    operations.sort(key=lambda event: (event["ts"], -event["dur"]))
-    working = []
-    for event, after in zip(operations, [*operations[1:], None], strict=True):
-        is_leaf = after is None or after["ts"] >= event["ts"] + event["dur"]
-        if (is_leaf or event["name"].startswith("CompiledFunction")) and "c10d" not in event["name"]:
-            working.append(event)
     gloo = [event for event in events if event["name"].startswith("gloo:")]
-    return without(spans(working), spans(waits)), spans(gloo)
+    return without(spans(filter(computes, operations)), spans(waits)), spans(gloo)
+
+
+def computes(operation: Event) -> bool:
+    """Whether an operation on a CPU is work, and not a frame around work: autograd's nodes, in whose hooks FSDP waits,
+    or a compiled region."""
+    namespace, colons, _ = operation["name"].partition("::")
+    return operation["name"].startswith("CompiledFunction") or (colons and namespace not in FRAMES)
+
+
+# By the first pattern found in the name of a kernel, or of an operation on a CPU.
+CLASSES = (
+    ("communication", r"nccl|c10d"),
+    ("attention", r"flash|fmha|sdpa|attention"),
+    ("products", r"gemm|nvjet|cutlass|cublas|mm\b|matmul|linear"),
+    ("optimizer", r"adam|multi_tensor|foreach"),
+    ("compiled loops", r"^triton_|CompiledFunction"),
+    ("copies", r"memcpy|memset|copy|split_with_sizes"),
+    ("other", r""),
+)
+
+
+def time_by_class(path: Path, longest: int = 12) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
+    """(seconds by class of kernel, [(name, seconds, calls)] of those that take longest) of a trace."""
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    kernels = [event for event in events if event["cat"] in GPU_WORK] or outermost(
+        filter(computes, of_kind(events, "cpu_op"))
+    )
+    by_name: dict[str, tuple[float, int]] = {}
+    for event in kernels:
+        seconds, calls = by_name.get(event["name"], (0.0, 0))
+        by_name[event["name"]] = seconds + event["dur"] / 1e6, calls + 1
+    by_class = dict.fromkeys((name for name, _ in CLASSES), 0.0)
+    for name, (seconds, _) in by_name.items():
+        by_class[next(kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE))] += seconds
+    order = sorted(by_name.items(), key=lambda item: -item[1][0])[:longest]
+    return by_class, [(name[:120], seconds, calls) for name, (seconds, calls) in order]
+
+
+def outermost(operations: Iterable[Event]) -> list[Event]:
+    """Those that no other of their thread contains."""
+    found: list[Event] = []
+    for event in sorted(operations, key=lambda event: (event["tid"], event["ts"], -event["dur"])):
+        if not found or found[-1]["tid"] != event["tid"] or event["ts"] >= found[-1]["ts"] + found[-1]["dur"]:
+            found.append(event)
+    return found
 
 
 def median_split(paths: Sequence[Path]) -> dict[str, float]:
