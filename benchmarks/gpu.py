@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -174,11 +175,20 @@ class Run:
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         environment.setdefault("TEARDOWN_CUPTI", "1")  # a trace leaves nothing behind that would slow the next row
         process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps(task)], stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__, "--worker", json.dumps(task)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # a group of its own: the compiler's processes must not outlive it
         )
         assert process.stdout is not None
         timed_out = threading.Event()
-        timer = threading.Timer(task["seconds"], lambda: (timed_out.set(), process.kill()))
+
+        def stop() -> None:
+            timed_out.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(task["seconds"], stop)
         timer.start()
         before = len(self.results)
         for line in process.stdout:
@@ -195,7 +205,7 @@ class Run:
         elif left and status != 0 and not done:
             self.results.append({**dropped(left.pop(0)), "failed": f"its process ended with status {status}"})
         last = self.results[-1] if self.results else {}
-        if OUT_OF_MEMORY in last.get("failed", "") and last["recipe"] == BASE.name and last["layers"] > 1:
+        if done and OUT_OF_MEMORY in last.get("failed", "") and last["recipe"] == BASE.name and last["layers"] > 1:
             layers = max(1, int(0.75 * last["layers"]))  # the estimate was wrong: again, with fewer
             again = [rows[done - 1], *left]
             left = [replace(row, layers=layers) if row.model == last["model"] else row for row in again]
