@@ -129,7 +129,11 @@ def train(variant: Variant, config: Path, flags: Sequence[str], folder: Path, **
     command = [str(ROOT / "run_train.sh"), f"--job.dump_folder={folder}", *flags, *variant.flags, *own]
     # Lines of the compiler's log about recompilations; it logs nothing else.
     logs = ",".join(filter(None, [os.environ.get("TORCH_LOGS"), "recompiles"]))
-    return observe(variant.name, command, {"CONFIG_FILE": str(config), "TORCH_LOGS": logs, **variant.environment})
+    return observe(
+        variant.name,
+        command,
+        {"PYTHON": sys.executable, "CONFIG_FILE": str(config), "TORCH_LOGS": logs, **variant.environment},
+    )
 
 
 def timed(variant: Variant, config: Path, flags: Sequence[str], warmup: int, steps: int) -> Result:
