@@ -1,6 +1,6 @@
 """The machine that a table was made on: its name, versions, and how fast it multiplies matrices.
 
-python benchmarks/machine.py [--threads N]      prints one JSON object
+python benchmarks/machine.py [--threads N] [--sizes 1024,2048]      prints one JSON object
 
 The scripts that start training runs ask for it in a process of its own: they stay small, since a process that starts
 another lends it its memory in the operating system's books.
@@ -125,9 +125,10 @@ def bf16_rates(device: Any, sizes: tuple[int, ...] = ()) -> dict[str, float]:
     return rates
 
 
-def ask(threads: int | None = None) -> Machine:
+def ask(threads: int | None = None, sizes: str = "") -> Machine:
     """`measure_machine` in a process of its own."""
-    command = [sys.executable, str(Path(__file__).resolve()), *([f"--threads={threads}"] if threads else [])]
+    flags = ([f"--threads={threads}"] if threads else []) + ([f"--sizes={sizes}"] if sizes else [])
+    command = [sys.executable, str(Path(__file__).resolve()), *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Machine(**json.loads(done.stdout.splitlines()[-1]))
 
@@ -135,7 +136,10 @@ def ask(threads: int | None = None) -> Machine:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int)
-    print(json.dumps(asdict(measure_machine(parser.parse_args().threads))))
+    parser.add_argument("--sizes", default="", help="of the products, comma-separated")
+    arguments = parser.parse_args()
+    sizes = tuple(int(size) for size in arguments.sizes.split(",") if size)
+    print(json.dumps(asdict(measure_machine(arguments.threads, sizes))))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ With `--json`, axes that are in the file already, of the same machine, are kept 
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -182,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--axes", default="sequence,size,accumulation,vocabulary,processes", help="(%(default)s)")
     parser.add_argument("--processes", default="1,2,4", help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a point (%(default)s)")
+    parser.add_argument("--product-sizes", default="", help="of the bf16 products that the machine is measured by")
     parser.add_argument("--output", type=Path, help="figure, as PNG")
     parser.add_argument("--json", type=Path, help="every figure; axes already there are kept")
     parser.add_argument("flags", nargs="*", help="flags for all runs, after --")
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = arguments.axes.split(",")
     if set(wanted) - set(known):
         sys.exit(f"unknown axis {', '.join(sorted(set(wanted) - set(known)))}; known: {', '.join(known)}")
-    here = machine.ask(int(os.environ["OMP_NUM_THREADS"]) if "OMP_NUM_THREADS" in os.environ else None)
+    here = machine.ask(sizes=arguments.product_sizes)
     results = earlier(arguments.json, here.device, here.versions)
     for name in wanted:
         if name in results:

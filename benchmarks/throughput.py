@@ -109,6 +109,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=4, help="steps that do not count; of the other trainer, reports")
     parser.add_argument("--steps", type=int, default=12, help="steps that do")
+    parser.add_argument("--product-sizes", default="", help="of the bf16 products that the machine is measured by")
     parser.add_argument("--no-split", action="store_true", help="leave out the run that is traced")
     parser.add_argument("--json", type=Path, help="write every figure there")
     parser.add_argument("flags", nargs="*", help="flags for all variants, after --")
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for variant in variants
     }
     thread_counts = {variant.threads for variant in variants}
-    before = {threads: machine.ask(threads) for threads in thread_counts}
+    before = {threads: machine.ask(threads, arguments.product_sizes) for threads in thread_counts}
     results: dict[str, list[Result]] = {name.name: [] for name in ([other] if other else []) + variants}
     for number in range(1, arguments.rounds + 1):
         if other:
@@ -146,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             results[variant.name].append(result)
         rates = ", ".join(f"{name} {runs[-1].rate:,.0f}" for name, runs in results.items())
         print(f"round {number}: {rates} tokens/s", file=sys.stderr, flush=True)
-    after = {threads: machine.ask(threads) for threads in thread_counts}
+    after = {threads: machine.ask(threads, arguments.product_sizes) for threads in thread_counts}
     best = {
         threads: max(before[threads], after[threads], key=lambda machine: machine.bf16_rate)
         for threads in thread_counts
