@@ -252,6 +252,7 @@ def work(
     bench = Bench(smoke, SEQ_LEN, steps)
     if describe:
         send({"machine": bench.describe_machine(), "settings": bench.settings})
+        bench.clean()
     for values in rows:
         row = Row(**{**values, "recipe": Recipe(**values["recipe"])})
         if time.monotonic() + longest > end:

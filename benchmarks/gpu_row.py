@@ -83,9 +83,9 @@ class Bench:
     def layers_that_fit(self, family: str, flavor: str) -> int:
         """All of the model's, or as many as an estimate finds room for.
 
-        18 bytes a parameter: float32 weight, gradient, two moments, and the bf16 copy that stays gathered. What a layer
-        keeps for its backward pass, in bf16 and uncompiled, a token: 8 vectors of dim, 4 of the keys' width, 4 of
-        the feed-forward's, and the float32 queries and keys of the rotation.
+        14 bytes a parameter: float32 weight and two moments, and the bf16 copy that stays gathered. Gradients, 4 more,
+        come as activations go. What a layer keeps for its backward pass, in bf16 and uncompiled, a token: 8 vectors of
+        dim, 4 of the keys' width, 4 of the feed-forward's, and the float32 queries and keys of the rotation.
         """
         args = MODELS.get(family).flavor(flavor)
         if self.smoke:
@@ -97,7 +97,7 @@ class Bench:
         # Besides its states: the output layer's gradient in float32 and bf16 while the loss sums it, and logits.
         fixed = 18 * head + 8 * args.dim * args.vocab_size + 2 * 2**30
         room = SHARE_OF_MEMORY * self.device.memory_capacity_bytes() - fixed
-        return max(1, min(args.n_layers, int(room / (18 * weights + kept * self.seq_len))))
+        return max(1, min(args.n_layers, int(room / (14 * weights + max(4 * weights, kept * self.seq_len)))))
 
     def run(self, family: str, flavor: str, layers: int, recipe: "Recipe", traced: bool) -> dict[str, Any]:
         """What the table says of a row."""
