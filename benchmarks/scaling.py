@@ -169,7 +169,7 @@ def draw(results: dict[str, list[dict[str, Any]]], labels: dict[str, str], title
 
 def dress(panel: Any, label: str, unit: str, xs: Sequence[float]) -> None:
     panel.set(xscale="log", xlabel=label, ylabel=unit)
-    panel.set_ylim(bottom=0)
+    panel.set_ylim(0, 1.1 * max(panel.dataLim.y1, 1e-9))
     panel.set_xticks(xs, [f"{x:,.0f}" for x in xs], fontsize=7, rotation=45)
     panel.minorticks_off()
     panel.grid(alpha=0.3)
