@@ -1,176 +1,197 @@
-"""Tokens/s, MFU, memory and time to the first step of variants of a run, beside each other on one machine.
+"""Tokens/s, MFU, memory, time to the first step and the split of a step, of variants of a run beside each other.
 
 python benchmarks/throughput.py --variant "bf16:" --variant "int8: --model.converters=int8" -- --training.seq_len=512
 python benchmarks/throughput.py --variant "one:" --variant "FSDP 2: NGPU=2 --training.local_batch_size=2"
 python benchmarks/throughput.py --against "COMMAND OF ANOTHER TRAINER"
 
-A variant is a name, then variables and flags of its own; flags after -- are for all. Variants run in turn, A B C A B C,
-and ratios are taken within a round, since the speed of a machine drifts. Rates are those of all processes together, the
-median over the steps after warm-up.
+A variant is a name, then variables and flags of its own; flags after -- are for all. Runs go in turn, A B A B, and
+ratios are taken within a round, since the speed of a machine drifts. What the columns mean:
+
+- tokens/s: of all processes together; of a run the median over the steps after warm-up, of these the median over
+  rounds; `range` is that of the rounds.
+- MFU: model FLOPs at that rate over the machine's bf16 product rate, which is measured in this call (benchmarks/
+  machine.py; on a CPU with the threads of all processes, before the first and after the last round, the better one).
+  `full` counts attention as if each token saw the whole sequence (torchtitan, PaLM), `causal` half of that (Megatron).
+- memory: on a GPU the most that torch's allocator held in the measured steps, else the peak resident set of the largest
+  process; for another trainer always the latter.
+- first step: seconds from the command to the end of the first step, imports, data and compilation included.
+- the split of a step comes from traces of one more run (benchmarks/step_split.py); `data`, though, from the timed runs.
+
+A run that compiles anything after its warm-up ends the benchmark with status 1.
 """
 
 import argparse
-import json
-import os
-import platform
-import re
-import shlex
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import machine, model_size
+from benchmarks.machine import Machine
+from benchmarks.runs import ROOT, Result, Variant, split_of, timed, timed_other, variables_first
+from benchmarks.step_split import PHASES
+from benchmarks.tables import markdown, median_of, spread, write_json
+
 DEBUG_MODEL = ROOT / "train_configs" / "debug_model.toml"
+OTHER = "the other"
+GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Variant:
-    """What is timed: our trainer with these variables and flags, or another's command."""
-
-    name: str
-    environment: dict[str, str]
-    flags: list[str]
-
-    @classmethod
-    def parse(cls, text: str) -> "Variant":
-        name, _, rest = text.partition(":")
-        words = shlex.split(rest)
-        variables = dict(word.split("=", 1) for word in words if not word.startswith("-"))
-        return cls(name.strip(), variables, [word for word in words if word.startswith("-")])
-
-
-@dataclass(frozen=True)
-class Result:
-    """Of one run; what is not known is None.
-
-    Attributes:
-        rate: tokens/s of all processes.
-        mfu: 0 to 1.
-        memory: peak bytes of the first process.
-        first_step: seconds from the command to the end of the first step.
-    """
-
-    rate: float
-    mfu: float | None = None
-    memory: float | None = None
-    first_step: float | None = None
-
-
-def run(variant: Variant, config: Path, flags: Sequence[str], warmup: int, steps: int) -> Result:
-    """One run of our trainer."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            str(ROOT / "run_train.sh"),
-            f"--job.dump_folder={folder}",
-            f"--training.steps={warmup + steps}",
-            "--metrics.log_freq=1",
-            *flags,
-            *variant.flags,
-        ]
-        environment = {**os.environ, "CONFIG_FILE": str(config), **variant.environment}
-        start = time.time()
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        assert process.stdout is not None
-        lines, first_step = [], None
-        for line in process.stdout:
-            lines.append(line)
-            if first_step is None and re.search(r"step +1/", line):
-                first_step = time.time() - start
-        if process.wait() != 0:
-            sys.exit(f"{variant.name}:\n{''.join(lines)}")
-        reports = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()][warmup:]
-    processes = int(environment.get("NGPU") or 1)
-    mfus = [report["mfu"] for report in reports if report["mfu"]]
-    return Result(
-        processes * statistics.median(report["tokens_per_second"] for report in reports),
-        statistics.median(mfus) if mfus else None,
-        max(report["peak_memory_bytes"] for report in reports),
-        first_step,
-    )
-
-
-def run_other(command: str, pattern: str) -> Result:
-    """One run of another trainer: what the pattern finds last in its output is its rate."""
-    done = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    found = re.findall(pattern, done.stdout)
-    if done.returncode != 0 or not found:
-        sys.exit(f"the other trainer failed, or printed nothing like {pattern!r}:\n{done.stdout}")
-    return Result(float(found[-1].replace(",", "")))
-
-
-def table(results: dict[str, list[Result]]) -> str:
-    """Markdown; ratios to the first variant."""
+def rates_table(
+    results: dict[str, list[Result]],
+    flops: dict[str, dict[str, float]],
+    peaks: dict[str, float],
+    datasheet: dict[str, float],
+) -> str:
+    """One line for each variant; ratios to the first. `flops` per token, `peaks` in FLOP/s of all its devices."""
     base = next(iter(results.values()))
-    lines = [
-        "| variant | tokens/s | range | ratio | range | MFU | memory, GiB | first step, s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ["variant", "tokens/s", "range", "ratio", "range", "MFU full", "causal"]
+    columns += ["of the data sheet, full", "causal"] if datasheet else []
+    columns += ["memory, GiB", "first step, s", "ratio"]
+    rows = []
     for name, runs in results.items():
         rates = [result.rate for result in runs]
+        rate = statistics.median(rates)
         ratios = [result.rate / first.rate for result, first in zip(runs, base, strict=True)]
-        cells = [
-            name,
-            f"{statistics.median(rates):,.0f}",
-            f"{min(rates):,.0f} to {max(rates):,.0f}",
-            f"{statistics.median(ratios):.2f}",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
-            median_of([result.mfu for result in runs], "{:.1%}"),
-            median_of([result.memory and result.memory / 2**30 for result in runs], "{:.2f}"),
-            median_of([result.first_step for result in runs], "{:.1f}"),
+        starts = [
+            result.first_step / first.first_step if result.first_step and first.first_step else None
+            for result, first in zip(runs, base, strict=True)
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        mfus = [
+            f"{rate * flops[name][kind] / peak[name]:.1%}" if name in flops and name in peak else ""
+            for peak in (peaks, *([datasheet] if datasheet else []))
+            for kind in ("full", "causal")
+        ]
+        rows.append(
+            [
+                name,
+                f"{rate:,.0f}",
+                spread(rates, "{:,.0f}"),
+                f"{statistics.median(ratios):.2f}",
+                spread(ratios, "{:.2f}"),
+                *mfus,
+                median_of([(run.device_memory or run.memory) / GIB for run in runs], "{:.2f}"),
+                median_of([result.first_step for result in runs], "{:.1f}"),
+                median_of(starts, "{:.2f}"),
+            ]
+        )
+    return markdown(columns, rows)
 
 
-def median_of(values: Sequence[float | None], form: str) -> str:
-    known = [value for value in values if value is not None]
-    return form.format(statistics.median(known)) if known else ""
+def split_table(splits: dict[str, dict[str, float]], results: dict[str, list[Result]]) -> str:
+    """Shares of a step."""
+    phases = [phase for phase in PHASES if phase == "data" or any(split[phase] for split in splits.values())]
+    rows = []
+    for name, split in splits.items():
+        waits = [result.data_wait for result in results[name]]
+        shares = [f"{split[phase] / split['step']:.1%}" for phase in phases if phase != "data"]
+        others = [f"{split[part] / split['step']:.1%}" for part in ("rest", "communication_wait")]
+        steps = [record["step_seconds"] for run in results[name] for record in run.records]
+        slower = split["step"] / statistics.median(steps)
+        rows.append(
+            [name, median_of(waits, "{:.2%}"), *shares, *others, f"{split['step'] * 1e3:.0f} ms, {slower:.2f} x"]
+        )
+    columns = ["share of a step", *phases, "rest", "communication wait, in these", "traced step, to a timed one"]
+    return markdown(columns, rows)
 
 
-def machine() -> str:
-    """Device and versions, for people."""
-    import torch
-
-    if torch.cuda.is_available():
-        device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    else:
-        device = f"{platform.machine()} CPU, {os.cpu_count()} cores, {os.environ.get('OMP_NUM_THREADS', 'all')} threads"
-    return f"{device}, torch {torch.__version__}"
-
-
-def main() -> None:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=DEBUG_MODEL, help="TOML file (default: the debug model)")
     parser.add_argument("--variant", action="append", type=Variant.parse, help="name, a colon, variables and flags")
-    parser.add_argument("--against", help="command of another trainer, at the same sizes")
-    parser.add_argument("--against-pattern", default=r"tps: ([0-9,]+)", help="where its tokens/s are (%(default)s)")
+    parser.add_argument("--against", help="command of another trainer, at the same sizes; variables may come first")
+    parser.add_argument("--against-pattern", default=r"tps: ([0-9,]+)", help="its tokens/s per process (%(default)s)")
+    parser.add_argument("--against-first-step", default=r"step: +1\b", help="its first step's line (%(default)s)")
+    parser.add_argument("--against-processes", type=int, help="how many it starts; default: those of the first variant")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=4, help="steps that do not count")
+    parser.add_argument("--warmup", type=int, default=4, help="steps that do not count; of the other trainer, reports")
     parser.add_argument("--steps", type=int, default=12, help="steps that do")
+    parser.add_argument("--product-sizes", default="", help="of the bf16 products that the machine is measured by")
+    parser.add_argument("--no-split", action="store_true", help="leave out the run that is traced")
     parser.add_argument("--json", type=Path, help="write every figure there")
     parser.add_argument("flags", nargs="*", help="flags for all variants, after --")
-    arguments = parser.parse_args()
-    variants = arguments.variant or [Variant("ours", {}, [])]
-    results: dict[str, list[Result]] = {"the other": []} if arguments.against else {}
-    results |= {variant.name: [] for variant in variants}
+    arguments = parser.parse_args(argv)
+    arguments.variant = arguments.variant or [Variant("ours", {}, [])]
+    if arguments.warmup < 1 or arguments.steps < 1 or arguments.rounds < 1:
+        parser.error("--warmup, --steps and --rounds must be above 0")
+    if len({variant.name for variant in arguments.variant}) < len(arguments.variant):
+        parser.error("two variants have the same name")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    variants: list[Variant] = arguments.variant
+    other = None
+    if arguments.against:
+        variables, words = variables_first(arguments.against)
+        processes = arguments.against_processes or variants[0].processes
+        other = Variant(OTHER, {**variables, "NGPU": str(processes)}, words)
+    flops = {
+        variant.name: model_size.ask([f"--job.config_file={arguments.config}", *arguments.flags, *variant.flags])
+        for variant in variants
+    }
+    thread_counts = {variant.threads for variant in variants}
+    before = {threads: machine.ask(threads, arguments.product_sizes) for threads in thread_counts}
+    results: dict[str, list[Result]] = {name.name: [] for name in ([other] if other else []) + variants}
     for number in range(1, arguments.rounds + 1):
-        if arguments.against:
-            results["the other"].append(run_other(arguments.against, arguments.against_pattern))
+        if other:
+            results[OTHER].append(
+                timed_other(other, arguments.against_pattern, arguments.against_first_step, arguments.warmup)
+            )
         for variant in variants:
-            result = run(variant, arguments.config, arguments.flags, arguments.warmup, arguments.steps)
+            result = timed(variant, arguments.config, arguments.flags, arguments.warmup, arguments.steps)
             results[variant.name].append(result)
-            print(f"round {number}, {variant.name}: {result.rate:,.0f} tokens/s", file=sys.stderr, flush=True)
-    print(f"{machine()}, {arguments.rounds} rounds of {arguments.steps} steps\n\n{table(results)}")
+        rates = ", ".join(f"{name} {runs[-1].rate:,.0f}" for name, runs in results.items())
+        print(f"round {number}: {rates} tokens/s", file=sys.stderr, flush=True)
+    after = {threads: machine.ask(threads, arguments.product_sizes) for threads in thread_counts}
+    best = {
+        threads: max(before[threads], after[threads], key=lambda machine: machine.bf16_rate)
+        for threads in thread_counts
+    }
+    peaks, datasheet = peaks_of(variants, best)
+    splits = (
+        {}
+        if arguments.no_split
+        else {variant.name: split_of(variant, arguments.config, arguments.flags) for variant in variants}
+    )
+    for found in best.values():
+        print(found)
+    print(f"{arguments.rounds} rounds, {arguments.steps} steps after {arguments.warmup}\n")
+    print(rates_table(results, flops, peaks, datasheet))
+    if splits:
+        print(f"\n{split_table(splits, results)}")
     if arguments.json:
-        figures = {name: [vars(result) for result in runs] for name, runs in results.items()}
-        arguments.json.write_text(json.dumps({"machine": machine(), "results": figures}, indent=1))
+        write_json(
+            arguments.json,
+            {
+                "machines": [asdict(found) for found in [*before.values(), *after.values()]],
+                "flags": arguments.flags,
+                "config": arguments.config.name,
+                "model": flops,
+                "peak_flops": peaks,
+                "datasheet_flops": datasheet,
+                "results": {
+                    name: [{"rate": run.rate, **asdict(run)} for run in runs] for name, runs in results.items()
+                },
+                "splits": splits,
+            },
+        )
+
+
+def peaks_of(variants: Sequence[Variant], machines: dict[int, Machine]) -> tuple[dict[str, float], dict[str, float]]:
+    """FLOP/s of all devices of each variant: measured, and where known by the data sheet."""
+    peaks, datasheet = {}, {}
+    for variant in variants:
+        found = machines[variant.threads]
+        devices = variant.processes if found.kind == "cuda" else 1
+        peaks[variant.name] = devices * found.bf16_rate
+        if found.datasheet_rate:
+            datasheet[variant.name] = devices * found.datasheet_rate
+    return peaks, datasheet
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from torchtitan.config import JobConfig
 from torchtitan.converters import LinearConverter, Target, apply_converters, checked_products
@@ -172,7 +173,7 @@ class TrainingStep:
     def run(
         self, microbatches: Sequence[Batch], learning_rate: float, skips: Skips = lambda loss, norm: False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward, backward, update.
+        """Forward, backward, update. A trace shows them under these names: forward, backward, optimizer.
 
         Returns:
             The loss summed over this rank's tokens, for `over_ranks`, and the gradient norm of the whole model before
@@ -182,13 +183,14 @@ class TrainingStep:
         for number, batch in enumerate(microbatches):
             set_last_microbatch(self.stages.values(), last=number == len(microbatches) - 1)
             total += self._forward_backward(*self._inputs(batch))
-        grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
-        set_learning_rate(self.optimizer, learning_rate)
-        if not skips(total, grad_norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        for converter in self.converters:
-            converter.post_optimizer_hook([self.model])
+        with record_function("optimizer"):
+            grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
+            set_learning_rate(self.optimizer, learning_rate)
+            if not skips(total, grad_norm):
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            for converter in self.converters:
+                converter.post_optimizer_hook([self.model])
         return total, grad_norm
 
     def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -205,9 +207,12 @@ class TrainingStep:
     ) -> torch.Tensor:
         """The loss of a batch, summed over its tokens. Adds to the gradients."""
         if self.pipeline is not None:
-            return self.pipeline.train(tokens, labels, **others)
-        loss = self.model(tokens, labels, **others)
-        (loss * self.loss_scale).backward()
+            with record_function("forward and backward"):
+                return self.pipeline.train(tokens, labels, **others)
+        with record_function("forward"):
+            loss = self.model(tokens, labels, **others)
+        with record_function("backward"):
+            (loss * self.loss_scale).backward()
         return loss.detach()
 
     def over_ranks(self, loss: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig, to_toml
@@ -200,7 +201,7 @@ class Trainer:
             _garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
         ):
             while self.step < steps and not self.stop.agreed():
-                with reporter.waiting_for_data():
+                with reporter.waiting_for_data(), record_function("data"):
                     microbatches = self.loader.next()
                 self.step += 1
                 collect_garbage(self.step)

@@ -3,6 +3,7 @@
 import json
 import os
 import statistics
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -73,23 +74,40 @@ def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int) -> flo
 
 def speedup(converter: "LinearConverter", m: int, k: int, n: int) -> float:
     """Time of bf16 over time of low precision, forward and backward of one layer; medians of interleaved rounds."""
-    device = "cuda" if converter.target.device_type == "cuda" else "cpu"
+    seconds = layer_seconds([None, converter], m, k, n)
+    high_seconds, low_seconds = (statistics.median(map(sum, times)) for times in seconds)
+    return high_seconds / low_seconds
+
+
+def layer_seconds(
+    converters: "Sequence[LinearConverter | None]", m: int, k: int, n: int, rounds: int = ROUNDS
+) -> list[list[tuple[float, float]]]:
+    """Seconds of (forward, backward) of one bf16 layer under each converter, None for bf16 itself, in each round.
+
+    Rounds are interleaved, since the speed of a machine drifts. The layer has no bias; (m, k) x (k, n).
+    """
+    target = next(converter.target for converter in converters if converter is not None)
+    device = "cuda" if target.device_type == "cuda" else "cpu"
     x = torch.randn(m, k, device=device, dtype=torch.bfloat16, requires_grad=True)
     out_grad = torch.randn(m, n, device=device, dtype=torch.bfloat16)
-    high = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
-    low = converter.swap(nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16))
-    forwards: list[Any] = [torch.compile(module) if converter.target.compile else module for module in (high, low)]
+    layers = [nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16) for _ in converters]
+    modules = [c.swap(layer) if c is not None else layer for c, layer in zip(converters, layers, strict=True)]
+    forwards: list[Any] = [torch.compile(module) if target.compile else module for module in modules]
 
-    def seconds(forward: Any) -> float:
-        start = perf_counter()
-        forward(x).backward(out_grad)
+    def now() -> float:
         if device == "cuda":
             torch.cuda.synchronize()
-        return perf_counter() - start
+        return perf_counter()
+
+    def seconds(forward: Any) -> tuple[float, float]:
+        start = now()
+        out = forward(x)
+        middle = now()
+        out.backward(out_grad)
+        return middle - start, now() - middle
 
     for forward in forwards:  # compile, load kernels, fill caches
         seconds(forward)
         seconds(forward)
-    rounds = [[seconds(forward) for forward in forwards] for _ in range(ROUNDS)]
-    high_seconds, low_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
-    return high_seconds / low_seconds
+    rows = [[seconds(forward) for forward in forwards] for _ in range(rounds)]
+    return [list(column) for column in zip(*rows, strict=True)]

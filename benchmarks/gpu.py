@@ -1,0 +1,296 @@
+"""Training speed of Llama shapes on one GPU of the H100 class: bf16, float8 and int8, in under nine minutes.
+
+python benchmarks/gpu.py [--minutes 9] [--models 8B,3B,1B] [--rows "bf16 compiled,float8 tensorwise"] [--name h200]
+
+It runs from a bare checkout and needs torch 2.11 or later and torchao, nothing else. Rows come in order of importance;
+those for which no time is left are dropped, and the table says so. It is written after each row, to
+benchmarks/results/NAME.md and NAME.json. `--smoke` runs tiny shapes uncompiled, on CPU too.
+
+A row is `torchtitan.step.TrainingStep` (model, converter, per-block compile, FSDP2 on a group of one, clipping, fused
+AdamW with float32 weights and states) on random tokens, without activation checkpointing. A model of which not all
+layers fit in memory has fewer; the row says how many. Times are between CUDA events after each step, with no
+synchronization between; the first step (compilation), a step in which low-precision products are counted, and one more
+do not count. The compiler's cache starts empty, except for the rows called "cached". One process runs row after row; a
+row that fails ends it, is written down with the reason, and the next row has a process of its own.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu_report import report
+from benchmarks.runs import ROOT
+from benchmarks.tables import write_json
+
+MODELS = {"8B": ("llama3", "8B"), "3B": ("llama3.2", "3B"), "1B": ("llama3.2", "1B")}
+SEQ_LEN = 8192
+MARK = "@gpu "  # begins the lines that a worker sends to its parent
+RESERVE = 8.0  # seconds before the deadline in which no row is at work any more
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a row is, apart from the model.
+
+    Attributes:
+        converter: name, or "".
+        keys: of its section. `output` stays in bf16 (docs/performance.md).
+    """
+
+    name: str
+    compile: bool = True
+    converter: str = ""
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+def float8(recipe_name: str, *filters: str) -> dict[str, Any]:
+    return {"recipe_name": recipe_name, "filter_fqns": ["output", *filters]}
+
+
+BASE = Recipe("bf16 compiled")
+RECIPES = (
+    BASE,
+    Recipe("float8 tensorwise", converter="float8", keys=float8("tensorwise")),
+    Recipe("float8 rowwise, auto_filter_small_kn", converter="float8", keys=float8("rowwise", "auto_filter_small_kn")),
+    Recipe("float8 rowwise", converter="float8", keys=float8("rowwise")),
+    Recipe("int8 rowwise", converter="int8"),
+    Recipe("bf16 eager", compile=False),
+)
+CACHED = Recipe("bf16 compiled, cached")  # of the first model, in a process of its own, last
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table to be.
+
+    Attributes:
+        traced: whether one more step shows where the time goes, which takes some seconds.
+        layers: None: as many as fit.
+    """
+
+    model: str
+    recipe: Recipe
+    traced: bool = True
+    layers: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.recipe.name}"
+
+
+# The parent: it imports no torch, hands rows to workers, and writes what they send.
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything (%(default)s)")
+    parser.add_argument("--models", default=",".join(MODELS), help="(%(default)s)")
+    parser.add_argument("--rows", default="", help="names of rows, comma-separated, a comma in a name left out; all")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a row (%(default)s)")
+    parser.add_argument("--name", default="", help="of the result files; default: the GPU's")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="their folder")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, uncompiled, any device")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return work(**json.loads(arguments.worker))
+    start = time.monotonic()
+    wanted = [name.strip() for name in arguments.rows.split(",") if name.strip()]
+    unknown = set(arguments.models.split(",")) - set(MODELS)
+    names = [recipe.name.replace(",", "") for recipe in (*RECIPES, CACHED)]
+    unknown |= set(wanted) - set(names)
+    if unknown:
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}; models are {', '.join(MODELS)}, rows {', '.join(names)}")
+    models = arguments.models.split(",")
+    rows = [
+        Row(
+            model, replace(recipe, compile=recipe.compile and not arguments.smoke), recipe is BASE or model == models[0]
+        )
+        for model, recipe in [
+            *((m, r) for m in models for r in RECIPES),
+            *([(models[0], CACHED)] * (not arguments.smoke)),
+        ]
+        if not wanted or recipe.name.replace(",", "") in wanted
+    ]
+    run = Run(start + 60 * arguments.minutes, arguments)
+    run.all(rows)
+    if not any("rate" in result for result in run.results):
+        sys.exit("no row came to an end")
+
+
+class Run:
+    """All rows, in as many processes as it takes.
+
+    Args:
+        deadline: by the monotonic clock.
+    """
+
+    def __init__(self, deadline: float, arguments: argparse.Namespace) -> None:
+        self.deadline = deadline
+        self.arguments = arguments
+        self.about: dict[str, Any] = {}
+        self.results: list[dict[str, Any]] = []
+        self.cache = tempfile.mkdtemp()
+
+    def all(self, rows: list[Row]) -> None:
+        try:
+            while rows and time.monotonic() < self.deadline - RESERVE:
+                rows = self.one_worker(rows)
+            self.results += [dropped(row) for row in rows]
+            self.write()
+        finally:
+            shutil.rmtree(self.cache, ignore_errors=True)
+
+    def one_worker(self, rows: list[Row]) -> list[Row]:
+        """Rows that are left after a worker has ended, well or not."""
+        cached = next(
+            (number for number, row in enumerate(rows) if row.recipe.name == CACHED.name and number), len(rows)
+        )
+        rows, later = rows[:cached], rows[cached:]
+        task = {
+            "rows": [asdict(row) for row in rows],
+            "seconds": self.deadline - RESERVE - time.monotonic(),
+            "steps": self.arguments.steps,
+            "smoke": self.arguments.smoke,
+            "longest": max((result.get("wall_seconds", 0.0) for result in self.results), default=0.0),
+            "describe": not self.about,
+        }
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": self.cache, "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        environment.setdefault("TEARDOWN_CUPTI", "1")  # a trace leaves nothing behind that would slow the next row
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", json.dumps(task)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # a group of its own: the compiler's processes must not outlive it
+        )
+        assert process.stdout is not None
+        timed_out = threading.Event()
+
+        def stop() -> None:
+            timed_out.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(task["seconds"], stop)
+        timer.start()
+        before = len(self.results)
+        for line in process.stdout:
+            if line.startswith(MARK):
+                self.take(json.loads(line.removeprefix(MARK)))
+            else:
+                print(line, end="", flush=True)
+        status = process.wait()
+        timer.cancel()
+        done = len(self.results) - before
+        left = rows[done:]
+        if left and timed_out.is_set():
+            self.results.append({**dropped(left.pop(0)), "failed": "stopped: no time left"})
+        elif left and status != 0 and not done:
+            self.results.append({**dropped(left.pop(0)), "failed": f"its process ended with status {status}"})
+        last = self.results[-1] if self.results else {}
+        if done and OUT_OF_MEMORY in last.get("failed", "") and last["recipe"] == BASE.name and last["layers"] > 1:
+            layers = max(1, int(0.75 * last["layers"]))  # the estimate was wrong: again, with fewer
+            again = [rows[done - 1], *left]
+            left = [replace(row, layers=layers) if row.model == last["model"] else row for row in again]
+        return left + later
+
+    def take(self, message: dict[str, Any]) -> None:
+        if "machine" in message:
+            self.about = message
+        elif "no time for another" in message:
+            self.deadline = 0.0
+        else:
+            self.results.append(message)
+            print(f"{message['model']}, {message['recipe']}: {message.get('failed') or brief(message)}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if not self.about:
+            return
+        device = re.sub(r"\W+", "_", self.about["machine"]["device"].lower()).strip("_")
+        name = self.arguments.name or ("smoke" if self.arguments.smoke else device)
+        write_json(self.arguments.output / f"{name}.json", {**self.about, "rows": self.results})
+        (self.arguments.output / f"{name}.md").write_text(report(self.about, self.results, BASE.name))
+
+
+def dropped(row: Row) -> dict[str, Any]:
+    return {"model": row.model, "recipe": row.recipe.name, "layers": row.layers, "failed": "dropped: no time left"}
+
+
+def brief(result: dict[str, Any]) -> str:
+    return f"{result['rate']:,.0f} tokens/s, first step {result['first_step']:.1f} s"
+
+
+# The worker.
+
+
+def work(
+    rows: Sequence[dict[str, Any]], seconds: float, longest: float, steps: int, smoke: bool, describe: bool
+) -> None:
+    """Runs rows in order until one fails, or less than the `longest` of them is left of its `seconds`."""
+    end = time.monotonic() + seconds
+    stand_in_for_missing()
+    from benchmarks.gpu_row import Bench
+
+    bench = Bench(smoke, SEQ_LEN, steps)
+    if describe:
+        send({"machine": bench.describe_machine(), "settings": bench.settings})
+        bench.clean()
+    for values in rows:
+        row = Row(**{**values, "recipe": Recipe(**values["recipe"])})
+        if time.monotonic() + longest > end:
+            send({"no time for another": True})
+            break
+        start = time.monotonic()
+        about = {"model": row.model, "recipe": row.recipe.name}
+        layers = row.layers or bench.layers_that_fit(*MODELS[row.model])
+        try:
+            result = bench.run(*MODELS[row.model], layers, row.recipe, row.traced)
+        except Exception as error:
+            reason = OUT_OF_MEMORY if OUT_OF_MEMORY in str(error) else f"{type(error).__name__}: {error}"
+            send({**about, "layers": layers, "failed": " ".join(reason.split())[:400]})
+            sys.exit(1)  # whatever it has left behind goes with the process
+        wall_seconds = time.monotonic() - start
+        send({**about, "layers": layers, **result, "wall_seconds": wall_seconds})
+        longest = max(longest, wall_seconds)
+        if not bench.clean():
+            break
+    bench.close()
+
+
+def stand_in_for_missing() -> None:
+    """pydantic and annotated_types only check what a user types. Where they are not installed, nobody types anything
+    here, and empty stand-ins let `torchtitan.config` be imported."""
+    for name, parts in {"annotated_types": ("Ge", "Gt", "Le"), "pydantic": ()}.items():
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            module = types.ModuleType(name)
+            for part in parts:
+                setattr(module, part, lambda limit: limit)
+            sys.modules[name] = module
+
+
+def send(message: dict[str, Any]) -> None:
+    print(f"{MARK}{json.dumps(message)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

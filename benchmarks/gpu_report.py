@@ -1,0 +1,98 @@
+"""The page that gpu.py writes."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.tables import markdown, spread
+
+GIB = 2**30
+Result = dict[str, Any]
+
+
+def report(about: dict[str, Any], results: Sequence[Result], base: str) -> str:
+    """Markdown: the machine, the table, the rows that are missing, where the device's time goes.
+
+    Args:
+        about: `machine` and `settings`.
+        base: the recipe that others are compared with, in the same shape.
+    """
+    done = [result for result in results if "rate" in result]
+    parts = [
+        f"# Training on {about['machine']['device']}",
+        about["machine"]["text"] + ".",
+        *([f"```\n{about['machine']['driver']}\n```"] if about["machine"]["driver"] else []),
+        ", ".join(f"{key} {value}" for key, value in about["settings"].items()) + ".",
+        rates(done, about["machine"], base),
+        "MFU: model FLOPs at this rate over the bf16 product rate, measured or of the data sheet; `full` counts "
+        "attention as if each token saw the whole sequence (torchtitan), `causal` half of that (Megatron). The range "
+        "is that of single steps.",
+    ]
+    failed = [f"- {name(result)}: {result['failed']}" for result in results if "failed" in result]
+    if failed:
+        parts.append("Rows without a figure:\n\n" + "\n".join(failed))
+    notes = [f"- {name(result)}: {result['note']}" for result in done if result["note"]]
+    if notes:
+        parts.append("Notes:\n\n" + "\n".join(notes))
+    traced = [result for result in done if "device_seconds" in result]
+    if traced:
+        parts += ["## Where a step's time goes", split(traced), device_time(traced)]
+    return "\n\n".join(parts) + "\n"
+
+
+def name(result: Result) -> str:
+    return f"{result['model']}, {result['recipe']}"
+
+
+def rates(done: Sequence[Result], machine: dict[str, Any], base: str) -> str:
+    against = {"": machine["bf16_rate"]}
+    if machine["datasheet_rate"]:
+        against["data sheet "] = machine["datasheet_rate"]
+    bases = {(r["model"], r["layers"]): statistics.median(r["step_seconds"]) for r in done if r["recipe"] == base}
+    columns = ["model", "layers", "recipe", "tokens/s", "range", f"to {base}"]
+    columns += [f"MFU {peak}{kind}" for peak in against for kind in ("full", "causal")]
+    columns += ["memory, GiB", "compilation, s", "converted layers"]
+    rows = []
+    for result in done:
+        first = bases.get((result["model"], result["layers"]))
+        tokens = result["rate"] * statistics.median(result["step_seconds"])
+        rows.append(
+            [
+                result["model"],
+                f"{result['layers']} of {result['all_layers']}",
+                result["recipe"] + ("" if result["compiled"] or "eager" in result["recipe"] else " (not compiled)"),
+                f"{result['rate']:,.0f}",
+                spread([tokens / seconds for seconds in result["step_seconds"]], "{:,.0f}"),
+                f"{first / statistics.median(result['step_seconds']):.2f}" if first else "",
+                *(
+                    f"{result['rate'] * result['flops_per_token'][kind] / rate:.1%}"
+                    for rate in against.values()
+                    for kind in ("full", "causal")
+                ),
+                f"{result['memory'] / GIB:.1f}",
+                "" if result["compile_seconds"] is None else f"{result['compile_seconds']:.0f}",
+                result["converted"],
+            ]
+        )
+    return markdown(columns, rows)
+
+
+def split(traced: Sequence[Result]) -> str:
+    """Shares of a traced step."""
+    parts = [part for part in traced[0]["split"] if part != "step" and any(r["split"].get(part) for r in traced)]
+    rows = []
+    for result in traced:
+        seconds = result["split"]
+        rows.append([name(result), *(f"{seconds.get(part, 0.0) / seconds['step']:.1%}" for part in parts)])
+    return markdown(["share of a step", *(part.replace("_", " ") for part in parts)], rows)
+
+
+def device_time(traced: Sequence[Result]) -> str:
+    """Milliseconds by class of kernel, and what is left of the step."""
+    classes = [kind for kind in traced[0]["device_seconds"] if any(r["device_seconds"][kind] for r in traced)]
+    rows = []
+    for result in traced:
+        seconds = result["device_seconds"]
+        idle = max(0.0, result["split"]["step"] - sum(seconds.values()))
+        rows.append([name(result), *(f"{1e3 * seconds[kind]:.0f}" for kind in classes), f"{1e3 * idle:.0f}"])
+    return markdown(["device time of a step, ms", *classes, "none"], rows)

@@ -1,0 +1,229 @@
+"""The worker's part of gpu.py: builds a training step of a given shape and precision, and times it."""
+
+import gc
+import itertools
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.machine import measure_machine
+from benchmarks.model_size import causal
+from benchmarks.step_split import PHASES, step_split, time_by_class
+from torchtitan.config import JobConfig
+from torchtitan.config.system import ActivationCheckpoint, Comm, Parallelism
+from torchtitan.config.training import Model, Training
+from torchtitan.data import Batch
+from torchtitan.device import find_device
+from torchtitan.errors import ConfigError
+from torchtitan.logging import init_logging, logger
+from torchtitan.models import MODELS
+from torchtitan.parallel.comm import init_process_group
+from torchtitan.parallel.dims import ParallelDims
+from torchtitan.step import TrainingStep
+
+if TYPE_CHECKING:
+    from benchmarks.gpu import Recipe
+
+WARMUP = 3
+LEARNING_RATE = 1e-4
+SHARE_OF_MEMORY = 0.85  # of the card, that an estimate may fill
+LEFT_BEHIND = 2**30  # bytes that a row may leave allocated before the process is given up
+SMOKE_SIZES = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 512}
+
+
+class Bench:
+    """One process's GPU, on which rows run one after the other.
+
+    Args:
+        smoke: tiny shapes.
+        seq_len: of a row's single sequence.
+        steps: measured.
+    """
+
+    def __init__(self, smoke: bool, seq_len: int, steps: int) -> None:
+        self.smoke = smoke
+        self.seq_len = 64 if smoke else seq_len
+        self.steps = steps
+        init_logging(0, 1, color=False)
+        logger.setLevel("WARNING")
+        self.device = find_device(0)
+        if self.device.type != "cuda" and not smoke:
+            sys.exit("there is no CUDA device here; --smoke runs tiny shapes on a CPU")
+        end_expandable_segments_where_they_fail(self.device.torch_device)
+        init_process_group(self.device, Comm(), Path(tempfile.gettempdir()))
+        self.settings = {
+            "seq_len": self.seq_len,
+            "batch": 1,
+            "warm-up steps": WARMUP,
+            "steps": steps,
+            "activation checkpointing": "none",
+            "fsdp_reshard_after_forward": "never",
+            "optimizer": "AdamW, fused, float32",
+        }
+
+    def describe_machine(self) -> dict[str, Any]:
+        """Device, versions, product rates, and what the driver says of its limits."""
+        machine = measure_machine(sizes=(256,) if self.smoke else ())
+        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm,memory.total", "--format=csv"]
+        limits = ""
+        if self.device.type == "cuda" and shutil.which(query[0]):
+            limits = subprocess.run(query, stdout=subprocess.PIPE, text=True).stdout.strip()
+        return {**asdict(machine), "text": str(machine), "driver": limits}
+
+    def layers_that_fit(self, family: str, flavor: str) -> int:
+        """All of the model's, or as many as an estimate finds room for.
+
+        14 bytes a parameter: float32 weight and two moments, and the bf16 copy that stays gathered. Gradients, 4 more,
+        come as activations go. What a layer keeps for its backward pass, in bf16 and uncompiled, a token: 8 vectors of
+        dim, 4 of the keys' width, 4 of the feed-forward's, and the float32 queries and keys of the rotation.
+        """
+        args = MODELS.get(family).flavor(flavor)
+        if self.smoke:
+            return 2
+        kv = args.n_kv_heads * args.head_dim
+        weights = 2 * args.dim * (args.dim + kv) + 3 * args.dim * args.ffn_dim
+        kept = 2 * (8 * args.dim + 4 * kv + 4 * args.ffn_dim) + 4 * 2 * (args.dim + kv)
+        head = args.dim * args.vocab_size * (1 if args.tied_embeddings else 2)
+        # Besides its states: the output layer's gradient in float32 and bf16 while the loss sums it, and logits.
+        fixed = 18 * head + 8 * args.dim * args.vocab_size + 2 * 2**30
+        room = SHARE_OF_MEMORY * self.device.memory_capacity_bytes() - fixed
+        return max(1, min(args.n_layers, int(room / (14 * weights + max(4 * weights, kept * self.seq_len)))))
+
+    def run(self, family: str, flavor: str, layers: int, recipe: "Recipe", traced: bool) -> dict[str, Any]:
+        """What the table says of a row."""
+        device, config = self.device, self.config(family, flavor, recipe)
+        args = replace(MODELS.get(family).flavor(flavor), n_layers=layers, **(SMOKE_SIZES if self.smoke else {}))
+        torch.manual_seed(0)
+        step = TrainingStep(config, ParallelDims(), 1, device, args)
+        step.build()
+        batches = [self.batch(args.vocab_size) for _ in range(WARMUP)]
+        note = ""
+        device.synchronize()
+        start = perf_counter()
+        step.run(batches[0:1], LEARNING_RATE)
+        device.synchronize()
+        first_step = perf_counter() - start
+        try:
+            with step.checked_products(1):
+                step.run(batches[1:2], LEARNING_RATE)
+        except ConfigError as error:
+            note = str(error)
+        step.run(batches[2:3], LEARNING_RATE)
+        device.synchronize()
+        device.reset_peak_memory()
+        seconds, loss = self.time_steps(step, batches)
+        memory = device.peak_memory_bytes()
+        typical = statistics.median(seconds)
+        converted = [d for c in step.converters for d in getattr(c, "decisions", [])]
+        result = {
+            "all_layers": MODELS.get(family).flavor(flavor).n_layers,
+            "compiled": recipe.compile,
+            "rate": self.seq_len / typical,
+            "step_seconds": seconds,
+            "flops_per_token": {
+                "full": step.flops_per_token,
+                "causal": causal(step.flops_per_token, args, self.seq_len),
+            },
+            "parameters": step.parameters,
+            "memory": memory,
+            "first_step": first_step,
+            "compile_seconds": first_step - typical if recipe.compile else None,
+            "loss_per_token": loss / self.seq_len,
+            "converted": f"{sum(d.converted for d in converted)} of {len(converted)}" if converted else "",
+            "note": note,
+        }
+        try:  # a figure more, never a row less
+            result |= self.traced(step, batches) if traced else {}
+        except Exception as error:
+            result["note"] = f"{note} no trace: {error}".strip()
+        return result
+
+    def config(self, family: str, flavor: str, recipe: "Recipe") -> JobConfig:
+        converters = [recipe.converter] if recipe.converter else []
+        config = JobConfig(
+            model=Model(name=family, flavor=flavor, converters=converters),
+            training=Training(seq_len=self.seq_len, local_batch_size=1, compile=recipe.compile),
+            parallelism=Parallelism(fsdp_reshard_after_forward="never"),
+            activation_checkpoint=ActivationCheckpoint(mode="none"),
+        )
+        if not recipe.converter:
+            return config
+        return replace(config, **{recipe.converter: replace(getattr(config, recipe.converter), **recipe.keys)})
+
+    def batch(self, vocab_size: int) -> Batch:
+        tokens = torch.randint(vocab_size, (1, self.seq_len + 1))
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory()
+        return Batch(tokens[:, :-1], tokens[:, 1:], None, None)
+
+    def time_steps(self, step: TrainingStep, batches: list[Batch]) -> tuple[list[float], float]:
+        """Seconds of each step, and the last loss, summed over tokens."""
+        cuda = self.device.type == "cuda"
+        marks: list[Any] = []
+
+        def mark() -> None:
+            if cuda:
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+            else:
+                marks.append(perf_counter())
+
+        gc.collect()
+        gc.disable()
+        mark()
+        for number in range(self.steps):
+            loss, _ = step.run([batches[number % len(batches)]], LEARNING_RATE)
+            mark()
+        self.device.synchronize()
+        gc.enable()
+        seconds = [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in itertools.pairwise(marks)]
+        return seconds, float(loss)
+
+    def traced(self, step: TrainingStep, batches: list[Batch]) -> dict[str, Any]:
+        """One more step under the profiler: its split, and the device's time by class of kernel."""
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            with profile(activities=activities, acc_events=False) as recorded, record_function("ProfilerStep#0"):
+                step.run(batches[0:1], LEARNING_RATE)
+                self.device.synchronize()
+            recorded.export_chrome_trace(str(path))
+            split = step_split(path)
+            classes, kernels = time_by_class(path)
+        return {
+            "split": {name: seconds for name, seconds in split.items() if seconds or name in PHASES},
+            "device_seconds": classes,
+            "longest_kernels": kernels,
+        }
+
+    def clean(self) -> bool:
+        """Frees what a row held; whether the process is fit for another."""
+        torch.compiler.reset()
+        gc.collect()
+        if self.device.type != "cuda":
+            return True
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated() < LEFT_BEHIND
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def end_expandable_segments_where_they_fail(device: torch.device) -> None:
+    """Expandable segments need a driver that maps memory freely; some sandboxes have none."""
+    try:
+        torch.empty(2**22, device=device)
+    except RuntimeError:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        torch.empty(2**22, device=device)

@@ -1,0 +1,146 @@
+"""The machine that a table was made on: its name, versions, and how fast it multiplies matrices.
+
+python benchmarks/machine.py [--threads N] [--sizes 1024,2048]      prints one JSON object
+
+The scripts that start training runs ask for it in a process of its own: they stay small, since a process that starts
+another lends it its memory in the operating system's books.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+CPU_SIZES = (1024, 2048, 4096)
+GPU_SIZES = (4096, 8192, 16384)
+REPETITIONS = 5  # on CPU; ten times as many on a GPU, timed together
+SECONDS_FOR_A_SIZE = 2.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a table was made.
+
+    Attributes:
+        device: name of the GPU or CPU.
+        kind: "cuda" or "cpu".
+        cores: this process may run on.
+        threads: with which the products of a CPU ran.
+        versions: of Python, torch, torchao and CUDA.
+        bf16_rate: FLOP/s of the best of several large square bf16 products, of one GPU or of all those threads.
+        bf16_rates: the same by size.
+        datasheet_rate: of a known GPU, dense.
+    """
+
+    device: str
+    kind: str
+    cores: int
+    threads: int
+    versions: dict[str, str]
+    bf16_rate: float
+    bf16_rates: dict[str, float]
+    datasheet_rate: float | None
+
+    def __str__(self) -> str:
+        threads = f"{self.cores} cores, {self.threads} threads, " if self.kind == "cpu" else ""
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        sizes = ", ".join(f"{size}: {tera(rate)}" for size, rate in self.bf16_rates.items())
+        sheet = f"; data sheet {tera(self.datasheet_rate)}" if self.datasheet_rate else ""
+        rate = f"bf16 products, measured: {tera(self.bf16_rate)} TFLOP/s ({sizes}){sheet}"
+        return f"{self.device}, {threads}{versions}; {rate}"
+
+
+def tera(rate: float) -> str:
+    return f"{rate / 1e12:.0f}" if rate >= 1e13 else f"{rate / 1e12:.3f}"
+
+
+def measure_machine(threads: int | None = None, sizes: tuple[int, ...] = ()) -> Machine:
+    """In this process. `threads`: of torch on a CPU; None leaves them. `sizes`: of the products, if not the usual."""
+    import torch
+
+    from torchtitan.device import find_device
+    from torchtitan.metrics.flops import known_peak
+
+    if threads:
+        torch.set_num_threads(threads)
+    device = find_device(0)
+    rates = bf16_rates(device.torch_device, sizes)
+    versions = {"Python": platform.python_version(), "torch": torch.__version__}
+    with contextlib.suppress(PackageNotFoundError):
+        versions["torchao"] = version("torchao")
+    if device.type == "cuda":
+        versions["CUDA"] = str(torch.version.cuda)
+    return Machine(
+        device.name,
+        device.type,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        torch.get_num_threads(),
+        versions,
+        max(rates.values()),
+        rates,
+        known_peak(device.name) if device.type == "cuda" else None,
+    )
+
+
+def bf16_rates(device: Any, sizes: tuple[int, ...] = ()) -> dict[str, float]:
+    """FLOP/s of square bf16 products by size: the best of some on CPU, the mean of many on a GPU.
+
+    The numbers are normal: a GPU is faster with zeros, which take less power.
+    """
+    import torch
+
+    rates = {}
+    for size in sizes or (GPU_SIZES if device.type == "cuda" else CPU_SIZES):
+        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+        for _ in range(3):
+            a @ b
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(10 * REPETITIONS):
+                a @ b
+            end.record()
+            torch.cuda.synchronize()
+            seconds = start.elapsed_time(end) / 1e3 / (10 * REPETITIONS)
+        else:
+            seconds, began = float("inf"), perf_counter()
+            for _ in range(REPETITIONS):
+                start_time = perf_counter()
+                a @ b
+                now = perf_counter()
+                seconds = min(seconds, now - start_time)
+                if now - began > SECONDS_FOR_A_SIZE:
+                    break
+        rates[f"{size}"] = 2 * size**3 / seconds
+    return rates
+
+
+def ask(threads: int | None = None, sizes: str = "") -> Machine:
+    """`measure_machine` in a process of its own."""
+    flags = ([f"--threads={threads}"] if threads else []) + ([f"--sizes={sizes}"] if sizes else [])
+    command = [sys.executable, str(Path(__file__).resolve()), *flags]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return Machine(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--sizes", default="", help="of the products, comma-separated")
+    arguments = parser.parse_args()
+    sizes = tuple(int(size) for size in arguments.sizes.split(",") if size)
+    print(json.dumps(asdict(measure_machine(arguments.threads, sizes))))
+
+
+if __name__ == "__main__":
+    main()

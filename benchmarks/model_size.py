@@ -1,0 +1,58 @@
+"""Parameters and FLOPs per token of a configuration: `python benchmarks/model_size.py --job.config_file=... flags`.
+
+Prints one JSON object: `parameters`, `full` (FLOPs of forward and backward for one token, attention counted as if each
+token saw the whole sequence, as torchtitan and PaLM count) and `causal` (half of the attention, as Megatron counts).
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def model_size(argv: Sequence[str]) -> dict[str, float]:
+    """In this process."""
+    import torch
+
+    from torchtitan.config import ConfigManager
+    from torchtitan.config.extension import import_user_module
+    from torchtitan.data import load_tokenizer
+    from torchtitan.metrics.flops import flops_per_token
+    from torchtitan.models import MODELS
+
+    config = ConfigManager().parse_args(argv)
+    if config.experimental.custom_import:
+        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    spec = MODELS.get(config.model.name)
+    args = spec.flavor(config.model.flavor)
+    if args.vocab_size is None:
+        args = args.with_vocab_size(load_tokenizer(config.model.tokenizer_path).vocab_size)
+    with torch.device("meta"):
+        model: Any = spec.build(args)
+    seq_len = config.training.seq_len
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    embedding = 0 if args.tied_embeddings else model.tok_embeddings.weight.numel()
+    full = flops_per_token(parameters - embedding, args.n_layers, args.n_heads, args.head_dim, seq_len)
+    return {"parameters": parameters, "full": full, "causal": causal(full, args, seq_len)}
+
+
+def causal(full: float, args: Any, seq_len: int) -> float:
+    """FLOPs per token with half of the attention. `args`: a model's sizes."""
+    return full - 6.0 * args.n_layers * args.n_heads * args.head_dim * seq_len
+
+
+def ask(argv: Sequence[str]) -> dict[str, float]:
+    """`model_size` in a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), *argv]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"the configuration cannot be built: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    print(json.dumps(model_size(sys.argv[1:])))

@@ -1,0 +1,200 @@
+"""Starts training commands, ours and others', and observes them from outside: lines as they come, time, memory."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FIRST_STEP = r"\bstep +1/"
+RECOMPILED = re.compile(r"\[__recompiles\] Recompiling function (.*)")
+PROFILE_FREQ = 4  # at least the three steps that the profiler warms up for
+PROFILED = 3  # traces; the first, of steps that may not be steady yet, is left out
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is timed: a name, and variables and flags of its own. For another trainer the flags are the command."""
+
+    name: str
+    environment: dict[str, str]
+    flags: list[str]
+
+    @classmethod
+    def parse(cls, text: str) -> "Variant":
+        """`NAME: VARIABLE=value --flag=value ...`."""
+        name, _, rest = text.partition(":")
+        return cls(name.strip(), *variables_first(rest))
+
+    @property
+    def processes(self) -> int:
+        return int(self.environment.get("NGPU") or os.environ.get("NGPU") or 1)
+
+    @property
+    def threads(self) -> int:
+        """Of a CPU that all processes have together; torchtitan.launch gives each a share of the cores."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        each = self.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
+        return self.processes * int(each) if each else max(self.processes, cores)
+
+
+def variables_first(text: str) -> tuple[dict[str, str], list[str]]:
+    """`A=1 B=2 word ...` to its variables and the words after them."""
+    words, variables = shlex.split(text), {}
+    while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    return variables, words
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One command, from outside.
+
+    Attributes:
+        lines: (seconds since the command was given, line).
+        seconds: in all.
+        memory: peak resident bytes of the largest of its processes, wherever in the tree: what `wait4` says.
+    """
+
+    lines: list[tuple[float, str]]
+    seconds: float
+    memory: int
+
+    @property
+    def text(self) -> str:
+        return "".join(line for _, line in self.lines)
+
+    def when(self, pattern: str) -> float | None:
+        """Seconds to the first line in which the pattern is found."""
+        return next((seconds for seconds, line in self.lines if re.search(pattern, line)), None)
+
+
+def observe(name: str, command: Sequence[str], environment: Mapping[str, str]) -> Observed:
+    """Runs a command. Exits with all that it printed where it fails."""
+    lines: list[tuple[float, str]] = []
+    start = perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append((perf_counter() - start, line))
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    memory = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    observed = Observed(lines, perf_counter() - start, memory)
+    if process.returncode != 0:
+        sys.exit(f"{name} ended with status {process.returncode}:\n{observed.text}")
+    return observed
+
+
+@dataclass(frozen=True)
+class Result:
+    """One timed run; what is not known is None.
+
+    Attributes:
+        step_rates: tokens/s of all processes in each measured step.
+        first_step: seconds from the command to the end of the first step.
+        memory: peak resident bytes of the largest process.
+        device_memory: peak bytes of torch's allocator on a GPU.
+        data_wait: share of the measured steps, 0 to 1.
+    """
+
+    step_rates: list[float]
+    first_step: float | None
+    memory: int
+    device_memory: int | None = None
+    data_wait: float | None = None
+    records: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    @property
+    def rate(self) -> float:
+        ordered = sorted(self.step_rates)
+        middle = len(ordered) // 2
+        return (ordered[middle] + ordered[-middle - 1]) / 2
+
+
+def train(variant: Variant, config: Path, flags: Sequence[str], folder: Path, **settings: Any) -> Observed:
+    """Our trainer, with `settings` of `section__key` form on top of all flags."""
+    own = [f"--{key.replace('__', '.')}={value}" for key, value in settings.items()]
+    command = [str(ROOT / "run_train.sh"), f"--job.dump_folder={folder}", *flags, *variant.flags, *own]
+    # Lines of the compiler's log about recompilations; it logs nothing else.
+    logs = ",".join(filter(None, [os.environ.get("TORCH_LOGS"), "recompiles"]))
+    return observe(
+        variant.name,
+        command,
+        {"PYTHON": sys.executable, "CONFIG_FILE": str(config), "TORCH_LOGS": logs, **variant.environment},
+    )
+
+
+def timed(variant: Variant, config: Path, flags: Sequence[str], warmup: int, steps: int) -> Result:
+    """A run of our trainer, of which the last `steps` count. Exits where they hold a recompilation."""
+    with tempfile.TemporaryDirectory() as folder:
+        observed = train(variant, config, flags, Path(folder), training__steps=warmup + steps, metrics__log_freq=1)
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    late = recompiled_after(observed, warmup)
+    if late:
+        sys.exit(
+            f"{variant.name}: after {warmup} steps of warm-up the compiler was still at work ({late[0]}); a steady run "
+            "compiles in its first steps only: raise --warmup if these were too few, else find what changes."
+        )
+    records = [json.loads(line) for line in lines]
+    records = [record for record in records if "loss" in record][warmup:]
+    gpu = any(record["mfu"] is not None for record in records) and on_gpu(observed)
+    return Result(
+        [variant.processes * record["tokens_per_second"] for record in records],
+        observed.when(FIRST_STEP),
+        observed.memory,
+        max(record["peak_memory_bytes"] for record in records) if gpu else None,
+        sum(record["data_wait_share"] * record["step_seconds"] for record in records)
+        / sum(record["step_seconds"] for record in records),
+        records,
+    )
+
+
+def on_gpu(observed: Observed) -> bool:
+    return re.search(r"\bdevice +cuda\b", observed.text) is not None
+
+
+def recompiled_after(observed: Observed, step: int) -> list[str]:
+    """What was compiled again after the line that reports on a step."""
+    reported = observed.when(rf"\bstep +{step}/")
+    found = [(seconds, RECOMPILED.search(line)) for seconds, line in observed.lines]
+    return [match[1] for seconds, match in found if match and reported is not None and seconds >= reported]
+
+
+def split_of(variant: Variant, config: Path, flags: Sequence[str]) -> dict[str, float]:
+    """Where a step's time goes, from traces of a run of its own, so that timed runs are not disturbed."""
+    from benchmarks.step_split import median_split
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(
+            variant, config, flags, Path(folder),
+            training__steps=PROFILE_FREQ * PROFILED, metrics__log_freq=1,
+            profiling__enable_profiling="true", profiling__profile_freq=PROFILE_FREQ,
+        )  # fmt: skip
+        traces = sorted(Path(folder).glob("profile_traces/iteration_*/rank0_trace.json"))
+        last = [trace for trace in traces if trace.parent.name != f"iteration_{PROFILE_FREQ}"]
+        return median_split(last)
+
+
+def timed_other(command: Variant, pattern: str, first_step: str, warmup: int) -> Result:
+    """A run of another trainer: the pattern finds its tokens/s per process, once for each step that it reports on."""
+    observed = observe(command.name, command.flags, command.environment)
+    found = [float(rate.replace(",", "")) for rate in re.findall(pattern, observed.text)]
+    if not found:
+        sys.exit(f"{command.name} printed nothing like {pattern!r}:\n{observed.text}")
+    return Result(
+        [command.processes * rate for rate in found[warmup:] or found[-1:]],
+        observed.when(first_step),
+        observed.memory,
+    )

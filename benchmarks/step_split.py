@@ -1,0 +1,158 @@
+"""Where the time of a step goes, from the traces that `[profiling]` writes.
+
+python benchmarks/step_split.py TRACE.json ...      prints the split of each
+
+- `data`, `forward`, `backward`, `optimizer`: the spans of these names (`TrainingStep.run`), on a GPU from the first to
+  the last of their kernels. The chunked loss takes the gradient of the output layer in the forward pass, so `forward`
+  holds it; `optimizer` holds clipping too. A pipeline has one span, `forward and backward`.
+- `rest`: the step less these: reports, transfers, Python between them.
+- `communication_wait`: collectives run and nothing else does. On a GPU: NCCL kernels without another kernel beside
+  them; on a CPU: gloo's work while the training thread is in no operation of its own. It is a part of the spans above.
+"""
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+PHASES = ("data", "forward", "backward", "forward and backward", "optimizer")
+FRAMES = ("autograd", "c10d", "_c10d_functional", "c10d_functional", "profiler")
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+Intervals = list[tuple[float, float]]
+Event = dict[str, Any]
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """The same time, without overlaps, in order."""
+    merged: Intervals = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def without(intervals: Intervals, others: Intervals) -> Intervals:
+    """What is in no interval of `others`; both as `union` gives them."""
+    left: Intervals = []
+    first = 0
+    for start, end in intervals:
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(others) and others[at][0] < end:
+            if others[at][0] > start:
+                left.append((start, others[at][0]))
+            start = max(start, others[at][1])
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def length(intervals: Intervals) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def step_split(path: Path) -> dict[str, float]:
+    """Seconds of the step of a trace: `step`, the phases, `rest`, `communication_wait`."""
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    steps = [event for event in of_kind(events, "user_annotation") if event["name"].startswith("ProfilerStep")]
+    if not steps:
+        sys.exit(f"{path} holds no step")
+    on_gpu = any(event["cat"] in GPU_WORK for event in events)
+    split = {"step": length(spans(steps))}
+    for phase in PHASES:
+        # The wait for data runs no kernel.
+        kind = "gpu_user_annotation" if on_gpu and phase != "data" else "user_annotation"
+        split[phase] = length(spans(event for event in of_kind(events, kind) if event["name"] == phase))
+    split["rest"] = max(0.0, split["step"] - sum(split[phase] for phase in PHASES))
+    working, communicating = gpu_work(events) if on_gpu else cpu_work(events, steps[0]["tid"])
+    split["communication_wait"] = length(without(communicating, working))
+    return {name: microseconds / 1e6 for name, microseconds in split.items()}
+
+
+def of_kind(events: Iterable[Event], kind: str) -> list[Event]:
+    return [event for event in events if event.get("cat") == kind]
+
+
+def spans(events: Iterable[Event]) -> Intervals:
+    return union((event["ts"], event["ts"] + event["dur"]) for event in events)
+
+
+def gpu_work(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
+    """(all other kernels, NCCL's)."""
+    kernels = [event for event in events if event.get("cat") in GPU_WORK]
+    is_nccl = ["nccl" in event["name"].lower() for event in kernels]
+    others = spans(event for event, nccl in zip(kernels, is_nccl, strict=True) if not nccl)
+    return others, spans(event for event, nccl in zip(kernels, is_nccl, strict=True) if nccl)
+
+
+def cpu_work(events: Sequence[Event], thread: int) -> tuple[Intervals, Intervals]:
+    """(operations of the training thread, gloo's work)."""
+    operations = [event for event in of_kind(events, "cpu_op") if event["tid"] == thread]
+    waits = [event for event in operations if "c10d" in event["name"]]
+    gloo = [event for event in events if event["name"].startswith("gloo:")]
+    return without(spans(filter(computes, operations)), spans(waits)), spans(gloo)
+
+
+def computes(operation: Event) -> bool:
+    """Whether an operation on a CPU is work, and not a frame around work: autograd's nodes, in whose hooks FSDP waits,
+    or a compiled region."""
+    namespace, colons, _ = operation["name"].partition("::")
+    return operation["name"].startswith("CompiledFunction") or (colons and namespace not in FRAMES)
+
+
+# By the first pattern found in the name of a kernel, or of an operation on a CPU.
+CLASSES = (
+    ("communication", r"nccl|c10d"),
+    ("attention", r"flash|fmha|sdpa|attention"),
+    ("products", r"gemm|nvjet|cutlass|cublas|mm\b|matmul|linear"),
+    ("optimizer", r"adam|multi_tensor|foreach"),
+    ("compiled loops", r"^triton_|CompiledFunction"),
+    ("copies", r"memcpy|memset|copy|split_with_sizes"),
+    ("other", r""),
+)
+
+
+def time_by_class(path: Path, longest: int = 12) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
+    """(seconds by class of kernel, [(name, seconds, calls)] of those that take longest) of a trace."""
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    kernels = [event for event in events if event["cat"] in GPU_WORK] or outermost(
+        filter(computes, of_kind(events, "cpu_op"))
+    )
+    by_name: dict[str, tuple[float, int]] = {}
+    for event in kernels:
+        seconds, calls = by_name.get(event["name"], (0.0, 0))
+        by_name[event["name"]] = seconds + event["dur"] / 1e6, calls + 1
+    by_class = dict.fromkeys((name for name, _ in CLASSES), 0.0)
+    for name, (seconds, _) in by_name.items():
+        by_class[next(kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE))] += seconds
+    order = sorted(by_name.items(), key=lambda item: -item[1][0])[:longest]
+    return by_class, [(name[:120], seconds, calls) for name, (seconds, calls) in order]
+
+
+def outermost(operations: Iterable[Event]) -> list[Event]:
+    """Those that no other of their thread contains."""
+    found: list[Event] = []
+    for event in sorted(operations, key=lambda event: (event["tid"], event["ts"], -event["dur"])):
+        if not found or found[-1]["tid"] != event["tid"] or event["ts"] >= found[-1]["ts"] + found[-1]["dur"]:
+            found.append(event)
+    return found
+
+
+def median_split(paths: Sequence[Path]) -> dict[str, float]:
+    """Of several traced steps, each part's median."""
+    splits = [step_split(path) for path in paths]
+    return {name: statistics.median(split[name] for split in splits) for name in splits[0]}
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        split = step_split(Path(argument))
+        parts = ", ".join(f"{name} {seconds / split['step']:.1%}" for name, seconds in split.items() if name != "step")
+        print(f"{argument}: {split['step'] * 1e3:.1f} ms: {parts}")

@@ -1,0 +1,112 @@
+"""Each script of `benchmarks/` runs, on shapes so small that nothing is measured."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+from runs import ROOT, TINY, failure, train
+
+
+def bench(script: str, *flags: str, **options: Any) -> str:
+    return train(*flags, command=[sys.executable, str(ROOT / "benchmarks" / f"{script}.py")], **options)
+
+
+def test_throughput_beside_another_trainer(tmp_path: Path) -> None:
+    other = "for n in range(1, 4): print(f'step: {n:2} tps: {1000 * n:,}')"
+    output = bench(
+        "throughput", "--rounds=1", "--warmup=1", "--steps=2", "--product-sizes=64,99", f"--json={tmp_path / 'x.json'}",
+        f'--against=NAME=1 {sys.executable} -c "{other}"',
+        "--variant=plain:", "--", *TINY, "--training.global_batch_size=2",
+    )  # fmt: skip
+    assert "| the other | 2,500 |" in output
+    figures = json.loads((tmp_path / "x.json").read_text())
+    (ours,) = figures["results"]["plain"]
+    (theirs,) = figures["results"]["the other"]
+    assert theirs["step_rates"] == [2000, 3000] and len(ours["step_rates"]) == 2
+    assert theirs["first_step"] < ours["first_step"]
+    assert ours["memory"] > theirs["memory"] > 0
+    assert 0 < figures["machines"][0]["bf16_rate"] == figures["machines"][0]["bf16_rates"][max_of(figures)]
+    split = figures["splits"]["plain"]
+    assert split["backward"] > 0 < split["forward"] < split["step"] and split["communication_wait"] < split["step"]
+    assert figures["model"]["plain"]["full"] > figures["model"]["plain"]["causal"] > 0
+
+
+def max_of(figures: dict[str, Any]) -> str:
+    rates = figures["machines"][0]["bf16_rates"]
+    return max(rates, key=rates.__getitem__)
+
+
+RECOMPILING = '''
+"""A model whose blocks see another number in each step, for which the compiler must compile again."""
+import tiny
+from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.llama.model import Llama, TransformerBlock
+
+
+class Block(TransformerBlock):
+    step = 1
+
+    def forward(self, x, rope, document_ids):
+        return super().forward(x, rope, document_ids) * (1 + 0 * self.step)
+
+
+class Changing(Llama):
+    def __init__(self, args):
+        super().__init__(args)
+        self.layers["0"] = Block(args)
+
+    def forward(self, *inputs, **others):
+        self.layers["0"].step += 1
+        return super().forward(*inputs, **others)
+
+
+MODELS.register("changing", ModelSpec({"one": tiny.replace(tiny.TINY, n_layers=1)}, build=Changing))
+'''
+
+
+@pytest.mark.full
+def test_throughput_fails_where_a_steady_run_compiles_again(tmp_path: Path) -> None:
+    (tmp_path / "recompiling.py").write_text(RECOMPILING)
+    path = f"{ROOT}:{ROOT / 'tests'}:{tmp_path}"
+    status, output = failure(
+        *("--rounds=1", "--warmup=1", "--steps=2", "--product-sizes=64", "--no-split", "--", *TINY),
+        *("--training.compile", "--training.global_batch_size=2", "--experimental.custom_import=recompiling"),
+        *("--model.name=changing", "--model.flavor=one"),
+        command=[sys.executable, str(ROOT / "benchmarks" / "throughput.py")],
+        PYTHONPATH=path,
+    )
+    assert status == 1
+    assert "ours: after 1 steps of warm-up the compiler was still at work (forward in" in output
+
+
+def test_scaling_draws_what_it_measures(tmp_path: Path) -> None:
+    flags = ["--axes=processes", "--processes=1", "--steps=1", "--product-sizes=64", f"--json={tmp_path / 'x.json'}"]
+    output = bench("scaling", *flags, f"--output={tmp_path / 'x.png'}", "--", "--training.seq_len=64")
+    (point,) = json.loads((tmp_path / "x.json").read_text())["axes"]["processes"]
+    assert point["x"] == 1 and point["rate"] > 0 and point["memory"] > 1e8 and point["first_step"] > 0
+    assert f"| 1 | {point['rate']:,.0f} |" in output
+    assert matplotlib.image.imread(tmp_path / "x.png").std() > 0
+
+
+def test_kernels(tmp_path: Path) -> None:
+    output = bench(
+        "kernels", "--models=debug", "--tokens=32", "--rounds=1", "--no-compile", f"--json={tmp_path / 'x.json'}",
+        "--recipes=float8 rowwise,mx mxfp8",
+    )  # fmt: skip
+    shapes = [(row["k"], row["n"]) for row in json.loads((tmp_path / "x.json").read_text())["rows"]]
+    assert shapes == [(256, 256), (256, 768), (768, 256)]
+    assert "failed" not in output and output.count("| mx mxfp8 |") == 3
+
+
+def test_gpu_on_tiny_shapes(tmp_path: Path) -> None:
+    rows = "--rows=bf16 compiled,float8 rowwise auto_filter_small_kn,bf16 eager"
+    bench("gpu", "--smoke", "--models=1B", "--steps=2", rows, f"--output={tmp_path}")
+    first, filtered, eager = json.loads((tmp_path / "smoke.json").read_text())["rows"]
+    assert first["rate"] > 0 < eager["rate"] and len(first["step_seconds"]) == 2
+    assert first["split"]["forward"] > 0 < first["device_seconds"]["optimizer"]
+    assert "would convert no layer" in filtered["failed"]  # and the row after it ran all the same
+    page = (tmp_path / "smoke.md").read_text()
+    assert "2 of 16" in page and "- 1B, float8 rowwise, auto_filter_small_kn: ConfigError" in page

@@ -1,0 +1,207 @@
+"""The parts of `benchmarks/` that count: intervals, traces, tables, and what becomes of rows that fail."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks import gpu, throughput
+from benchmarks.gpu_report import report
+from benchmarks.machine import Machine
+from benchmarks.runs import Observed, Result, Variant, observe, recompiled_after, timed_other, variables_first
+from benchmarks.scaling import earlier
+from benchmarks.step_split import length, step_split, time_by_class, union, without
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p))), max_size=6)
+
+
+@given(INTERVALS, INTERVALS)
+def test_intervals_cover_the_same_seconds_as_sets_of_them(left: list[Any], right: list[Any]) -> None:
+    def seconds(intervals: list[Any]) -> set[int]:
+        return {second for start, end in intervals for second in range(start, end)}
+
+    assert seconds(union(left)) == seconds(left)
+    assert length(union(left)) == len(seconds(left))
+    assert seconds(without(union(left), union(right))) == seconds(left) - seconds(right)
+    assert length(without(union(left), union(right))) == len(seconds(left) - seconds(right))
+
+
+def test_a_trace_is_split_into_its_phases(tmp_path: Path) -> None:
+    matrix = torch.ones(256, 256)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded, record_function("ProfilerStep#3"):
+        with record_function("forward"):
+            for _ in range(8):
+                matrix @ matrix
+        with record_function("optimizer"):
+            matrix + matrix
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    split = step_split(tmp_path / "trace.json")
+    assert split["forward"] > split["optimizer"] > 0 == split["backward"] == split["communication_wait"]
+    assert split["forward"] + split["optimizer"] + split["rest"] == pytest.approx(split["step"])
+    classes, longest = time_by_class(tmp_path / "trace.json")
+    assert longest[0][0].startswith("aten::m") and longest[0][2] == 8
+    assert 0 < classes["products"] < split["forward"]
+
+
+def trace(folder: Path, *events: tuple[str, str, float, float, int]) -> Path:
+    """(kind, name, start, end, thread) of each event; microseconds."""
+    path = folder / "trace.json"
+    keys = [{"ph": "X", "cat": c, "name": n, "ts": a, "dur": b - a, "tid": t} for c, n, a, b, t in events]
+    path.write_text(json.dumps({"traceEvents": keys}))
+    return path
+
+
+def test_communication_counts_where_nothing_else_runs(tmp_path: Path) -> None:
+    on_cpu = trace(
+        tmp_path,
+        ("user_annotation", "ProfilerStep#8", 0, 100, 1),
+        ("cpu_op", "autograd::engine::evaluate_function: AddBackward0", 0, 100, 1),  # FSDP's hooks wait in such frames
+        ("cpu_op", "aten::mm", 10, 30, 1),
+        ("cpu_op", "CompiledFunctionBackward", 60, 100, 1),
+        ("cpu_op", "_c10d_functional::wait_tensor", 80, 90, 1),
+        ("user_annotation", "gloo:all_gather", 20, 50, 2),
+        ("user_annotation", "gloo:all_reduce", 70, 90, 2),
+    )
+    assert step_split(on_cpu)["communication_wait"] == pytest.approx(30e-6)
+    on_gpu = trace(
+        tmp_path,
+        ("user_annotation", "ProfilerStep#8", 0, 100, 1),
+        ("user_annotation", "forward", 0, 5, 1),
+        ("gpu_user_annotation", "forward", 10, 60, 7),
+        ("kernel", "ncclDevKernel_AllGather", 10, 40, 7),
+        ("kernel", "nvjet_tst_128x256", 20, 60, 8),
+    )
+    split = step_split(on_gpu)
+    assert split["communication_wait"] == pytest.approx(10e-6)
+    assert split["forward"] == pytest.approx(50e-6)  # that of its kernels, not that of their launch
+
+
+def test_a_recompilation_counts_after_the_warm_up_alone() -> None:
+    compiled = "V1121 [0/1] [__recompiles] Recompiling function forward in model.py:52\n"
+    lines = ["step  1/12 | loss 8\n", compiled, "step  2/12 | loss 8\n", "step 12/12 | loss 7\n"]
+    observed = Observed(list(enumerate(lines)), 4, 0)
+    assert recompiled_after(observed, 2) == []
+    assert recompiled_after(observed, 1) == ["forward in model.py:52"]
+
+
+def test_a_command_is_observed_from_outside() -> None:
+    code = "import sys; x = bytearray(300 << 20); print('late: step:  1 tps: 1,500'); print('step:  2 tps: 500')"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    result = timed_other(
+        Variant("other", {"NGPU": "2"}, [sys.executable, "-c", child]), r"tps: ([\d,]+)", "step: +1", 1
+    )
+    assert result.step_rates == [1000]  # the first report is warm-up; two processes
+    assert result.first_step is not None and 0 < result.first_step < 60
+    assert 300 << 20 < result.memory < 600 << 20  # of the grandchild
+    with pytest.raises(SystemExit, match=r"other ended with status 3:\n.*no such thing"):
+        observe("other", [sys.executable, "-c", "import sys; print('no such thing'); sys.exit(3)"], {})
+
+
+def test_variants_and_commands_are_told_apart_from_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    variant = Variant.parse("FSDP 2: NGPU=2 OMP_NUM_THREADS=3 --training.seq_len=64 --a 'b c'")
+    assert variant == Variant("FSDP 2", {"NGPU": "2", "OMP_NUM_THREADS": "3"}, ["--training.seq_len=64", "--a", "b c"])
+    assert (variant.processes, variant.threads) == (2, 6)
+    assert variables_first("A=1 torchrun x=2") == ({"A": "1"}, ["torchrun", "x=2"])
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    def run(rate: float, first_step: float) -> Result:
+        return Result([rate, rate, 9 * rate], first_step, 2**30)
+
+    results = {"a": [run(100, 10), run(10, 20)], "b": [run(150, 5), run(20, 12)]}
+    flops = {"a": {"full": 4.0, "causal": 2.0}}
+    table = throughput.rates_table(results, flops, {"a": 1000.0}, {})
+    header, _, first, second = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert dict(zip(header, first, strict=True)) == {
+        "variant": "a", "tokens/s": "55", "range": "1.00 to 1.00", "ratio": "1.00", "MFU full": "22.0%",
+        "causal": "11.0%", "memory, GiB": "1.00", "first step, s": "15.0",
+    }  # fmt: skip
+    assert second[3] == "1.75" and second[5:7] == ["", ""] and second[-1] == "0.55"
+
+
+MACHINE = {"device": "NVIDIA X", "bf16_rate": 1e6, "datasheet_rate": 2e6, "text": "NVIDIA X, torch 2", "driver": ""}
+
+
+def row(recipe: str, seconds: float, layers: int = 4) -> dict[str, Any]:
+    return {
+        "model": "8B", "recipe": recipe, "layers": layers, "all_layers": 32, "compiled": True, "rate": 10 / seconds,
+        "step_seconds": [seconds], "flops_per_token": {"full": 1e5, "causal": 5e4}, "memory": 2**30,
+        "compile_seconds": 20.0, "converted": "", "note": "",
+    }  # fmt: skip
+
+
+def test_the_gpus_table_compares_like_with_like() -> None:
+    done = [row("bf16", 2.0), row("float8", 1.6), row("int8", 1.0, layers=3)]
+    gone = {"model": "8B", "recipe": "eager", "layers": 4, "failed": "out of memory"}
+    page = report({"machine": MACHINE, "settings": {"seq_len": 10}}, [*done, gone], "bf16")
+    lines = {
+        line.split("|")[3].strip(): [c.strip() for c in line.split("|")] for line in page.splitlines() if "8B |" in line
+    }
+    assert lines["float8"][6:11] == ["1.25", "62.5%", "31.2%", "31.2%", "15.6%"]
+    assert lines["int8"][6] == ""  # another number of layers
+    assert "- 8B, eager: out of memory" in page
+
+
+WORKER = """
+import json, sys
+task = json.loads(sys.argv[sys.argv.index("--worker") + 1])
+def send(message): print("@gpu " + json.dumps(message), flush=True)
+if task["describe"]: send({"machine": %s, "settings": {}})
+for row in task["rows"]:
+    about = {"model": row["model"], "recipe": row["recipe"]["name"], "layers": row["layers"] or 8}
+    if row["model"] == "8B" and about["layers"] > 6:
+        send({**about, "failed": "out of memory"}); sys.exit(1)
+    if row["recipe"]["name"] == "int8 rowwise": sys.exit(7)
+    if row["model"] == "1B": import time; time.sleep(600)
+    send({**%s, **about, "first_step": 1.0, "wall_seconds": 0.1})
+"""
+
+
+def test_rows_that_fail_do_not_take_others_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker.py").write_text(WORKER % (MACHINE, row("bf16", 1.0)))
+    monkeypatch.setattr(gpu, "__file__", str(tmp_path / "worker.py"))
+    monkeypatch.setattr(gpu, "RESERVE", 1.0)
+    arguments = argparse.Namespace(steps=1, smoke=False, output=tmp_path, name="x")
+    run = gpu.Run(gpu.time.monotonic() + 6, arguments)
+    run.all([gpu.Row(model, recipe) for model in ("8B", "3B", "1B") for recipe in gpu.RECIPES[::2]])
+    rows = [
+        (r["model"], r["recipe"], r["layers"], r.get("failed", ""))
+        for r in json.loads((tmp_path / "x.json").read_text())["rows"]
+    ]
+    filtered = "float8 rowwise, auto_filter_small_kn"
+    assert rows == [
+        ("8B", "bf16 compiled", 8, "out of memory"),
+        ("8B", "bf16 compiled", 6, ""),  # the estimate was wrong: fewer layers, for those that follow too
+        ("8B", filtered, 6, ""),
+        ("8B", "int8 rowwise", 6, "its process ended with status 7"),
+        ("3B", "bf16 compiled", 8, ""),
+        ("3B", filtered, 8, ""),
+        ("3B", "int8 rowwise", None, "its process ended with status 7"),
+        ("1B", "bf16 compiled", None, "stopped: no time left"),
+        ("1B", filtered, None, "dropped: no time left"),
+        ("1B", "int8 rowwise", None, "dropped: no time left"),
+    ]
+    assert "stopped: no time left" in (tmp_path / "x.md").read_text()
+
+
+def test_a_table_never_mixes_machines(tmp_path: Path) -> None:
+    path = tmp_path / "scaling.json"
+    path.write_text(json.dumps({"machine": {"device": "A", "versions": {"torch": "2"}}, "axes": {"size": []}}))
+    assert earlier(path, "A", {"torch": "2"}) == {"size": []}
+    with pytest.raises(SystemExit, match="another machine"):
+        earlier(path, "B", {"torch": "2"})
+
+
+def test_a_machine_says_what_it_is() -> None:
+    machine = Machine("NVIDIA H200", "cuda", 16, 8, {"torch": "2.11.0"}, 7.9e14, {"8192": 7.9e14}, 9.89e14)
+    assert str(machine) == (
+        "NVIDIA H200, torch 2.11.0; bf16 products, measured: 790 TFLOP/s (8192: 790); data sheet 989"
+    )
