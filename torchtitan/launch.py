@@ -9,6 +9,7 @@ environment as it reads them (`PET_MAX_RESTARTS=3`); they make a run of several 
 
 import logging
 import os
+import runpy
 import signal
 import sys
 from typing import NoReturn
@@ -83,9 +84,11 @@ def _is_single(arguments: list[str]) -> bool:
 
 
 def _run_alone(arguments: list[str]) -> NoReturn:
-    """Becomes the one process, which saves importing torch and starting Python once more."""
+    """Becomes the one process, which saves importing torch twice. Signals are taken here until it takes them."""
     _set_threads(1)
-    os.execv(sys.executable, [sys.executable, *arguments])
+    sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
+    runpy.run_path(arguments[0], run_name="__main__")
+    sys.exit()
 
 
 def _set_threads(processes: int) -> None:

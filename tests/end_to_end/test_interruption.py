@@ -36,8 +36,8 @@ def test_stopped_while_it_starts(moment: str, processes: int, tmp_path: Path) ->
         if moment == "launcher":
             time.sleep(0.3)
         elif moment == "imports":
-            run.wait_until(lambda: run.pid_of_rank(0))
-            time.sleep(0.3)
+            run.wait_until(lambda: processes == 1 or run.pid_of_rank(0))  # one is the launcher itself
+            time.sleep(0.6 if processes == 1 else 0.3)
         else:
             run.wait_until(lambda: "batch  " in run.output())
         run.signal_group(signal.SIGINT)
