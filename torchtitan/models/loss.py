@@ -10,6 +10,8 @@ IGNORE = -100  # label of a position that has no loss; the default of torch's cr
 # of fewer than 512 rows uses a GPU badly, and low-precision kernels want multiples of 32: so multiples of 512.
 CHUNK_ELEMENTS = 2**24
 CHUNK_MULTIPLE = 512
+# On a CPU fewer rows go through the softmax at once: 1 MiB in float32 stays in the cache.
+CPU_ELEMENTS, CPU_ROWS = 2**18, 16
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -24,25 +26,24 @@ def chunks(tokens: int, vocab_size: int) -> int:
 
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From (tokens, vocab) logits and (tokens,) labels to the sum over tokens of the cross-entropy, in float32, and its
-gradient by the logits, in their dtype."""
+gradient by the logits, in their dtype; the logits may be gone afterwards."""
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cross-entropy and its gradient, softmax - onehot(label).
-
-    In one float32 copy of the logits, where autograd would keep three.
-    """
-    largest, position = logits.max(-1, keepdim=True)
-    probabilities = torch.softmax(logits, -1, dtype=torch.float32)
-    # log-sum-exp from the most probable token: its probability, 1 / vocab or more, has a safe logarithm.
-    logsumexp = largest.float() - probabilities.gather(-1, position).log()
-    counted = (labels != IGNORE).unsqueeze(-1)
-    label = labels.where(labels != IGNORE, 0).unsqueeze(-1)
-    loss = ((logsumexp - logits.gather(-1, label).float()) * counted).sum()
-    probabilities.scatter_add_(-1, label, torch.full_like(logsumexp, -1.0))
-    if not counted.all():
-        probabilities *= counted
-    return loss, probabilities.to(logits.dtype)
+    """The cross-entropy and its gradient, softmax - onehot(label), which takes the place of the logits."""
+    rows = max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+    total = torch.zeros((), device=logits.device)
+    for part, label in zip(logits.split(rows), labels.split(rows), strict=True):
+        log_probabilities = torch.log_softmax(part, -1, dtype=torch.float32)
+        counted = (label != IGNORE).unsqueeze(-1)
+        label = label.where(label != IGNORE, 0).unsqueeze(-1)
+        total -= (log_probabilities.gather(-1, label) * counted).sum()
+        probabilities = log_probabilities.exp_()
+        probabilities.scatter_add_(-1, label, torch.full_like(label, -1.0, dtype=torch.float32))
+        if not counted.all():
+            probabilities *= counted
+        part.copy_(probabilities)
+    return total, logits
 
 
 def chunked_cross_entropy(
@@ -81,7 +82,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grads = []
         weight_grad: torch.Tensor | None = None
-        for part, label in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+        parts = hidden.split(chunk)
+        for part, label in zip(parts, labels.split(chunk), strict=True):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 logits = output(part)
@@ -90,7 +92,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += loss
             hidden_grads.append(hidden_grad)
             # The chunks' sum is kept in float32, as one product over all tokens would keep it.
-            weight_grad = grad if weight_grad is None else weight_grad.float() + grad
+            if weight_grad is None:
+                weight_grad = grad if len(parts) == 1 else grad.float()
+            else:
+                weight_grad += grad
         ctx.save_for_backward(torch.cat(hidden_grads), weight_grad)
         ctx.weight_dtype = weight.dtype
         return total
