@@ -5,8 +5,8 @@ its rank's share as a plain tensor, and the collectives stand in hooks at the bo
 between, be it torch's, a converter's or the compiler's, is that of a smaller model on one device.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def apply_tensor_parallel(
         match style_of(name, plan):
             case "embedding":
                 _divide(module, {"weight": Shard(0)}, mesh)
-                module.forward = partial(_embed_own_tokens, module, rank=mesh.get_local_rank(), group=group)
+                module.forward = functools.partial(_embed_own_tokens, module, rank=mesh.get_local_rank(), group=group)
             case "sequence":
                 _divide(module, {"weight": Replicate()}, mesh)
             case "sequence_gather":
@@ -101,7 +101,7 @@ def _divide(module: nn.Module, placements: Mapping[str, Placement], mesh: Device
         NotImplementedError: a parameter that the style does not provide for (the bias of a rowwise layer, of which
             every rank would add its own).
     """
-    shown = {}
+    shown: dict[str, Placement] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name not in placements:
             raise NotImplementedError(f"tensor parallelism has no place for the parameter {name} of {module}")
@@ -113,16 +113,14 @@ def _divide(module: nn.Module, placements: Mapping[str, Placement], mesh: Device
             local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
         module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-        shown[name] = _local_share(name, Partial() if isinstance(placement, Replicate) else placement)
-    module.__class__ = _showing(type(module), shown)
+        # The gradient of a whole weight on a part of the sequence is a partial sum.
+        shown[name] = Partial() if isinstance(placement, Replicate) else placement
+    if shown:
+        module.__class__ = _showing(type(module), tuple(shown.items()))
 
 
 def _local_share(name: str, grad_placement: Placement) -> property:
-    """With it, `module.<name>` gives the local share; the parameter itself stays registered under its name.
-
-    Args:
-        grad_placement: of the share's gradient; that of a whole weight on a part of the sequence is a partial sum.
-    """
+    """With it, `module.<name>` gives the local share; the parameter itself stays registered under its name."""
 
     def local(self: nn.Module) -> torch.Tensor:
         parameter: Any = self._parameters[name]
@@ -133,9 +131,14 @@ def _local_share(name: str, grad_placement: Placement) -> property:
     return property(local)
 
 
-def _showing(cls: type[nn.Module], shown: dict[str, property]) -> type[nn.Module]:
-    """A class of a module's own with these properties, as `torch.nn.utils.parametrize` makes them."""
-    return type(cls.__name__, (cls,), {**shown, "_shown": shown})
+@functools.cache  # modules alike have one class: what is compiled for one layer then serves all
+def _showing(cls: Any, shown: tuple[tuple[str, Placement], ...]) -> Any:
+    """A subclass that shows the local shares of these parameters, as `torch.nn.utils.parametrize` does it.
+
+    Args:
+        shown: names, and the placements of their gradients.
+    """
+    return type(cls.__name__, (cls,), {**{name: _local_share(name, grad) for name, grad in shown}, "_shown": shown})
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
