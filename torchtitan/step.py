@@ -168,7 +168,7 @@ class TrainingStep:
             return False
         switch(self.model, self._faces[self.phase], self._faces[entered])
         self.phase = entered
-        if self.config.training.compile:  # it does not look at the classes of modules that FSDP manages
+        if self.config.training.compile:  # else what does not run any more would count to the limit of recompilations
             torch._dynamo.reset()
         return True
 
