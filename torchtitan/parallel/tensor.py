@@ -116,7 +116,8 @@ def _divide(module: nn.Module, placements: Mapping[str, Placement], mesh: Device
         # The gradient of a whole weight on a part of the sequence is a partial sum.
         shown[name] = Partial() if isinstance(placement, Replicate) else placement
     if shown:
-        module.__class__ = _showing(type(module), tuple(shown.items()))
+        cls: Any = type(module)
+        module.__class__ = _showing(cls, tuple(shown.items()))
 
 
 def _local_share(name: str, grad_placement: Placement) -> property:
@@ -141,8 +142,8 @@ def _showing(cls: Any, shown: tuple[tuple[str, Placement], ...]) -> Any:
     return type(cls.__name__, (cls,), {**{name: _local_share(name, grad) for name, grad in shown}, "_shown": shown})
 
 
-def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Makes an instance of `cls` of a module, divided or not.
+def set_class(module: nn.Module, cls: Any) -> None:
+    """Makes an instance of the class `cls` of a module, divided or not.
 
     Raises:
         NotImplementedError: FSDP has given the module itself a class.
