@@ -154,6 +154,13 @@ def test_a_mistake_in_a_later_phase_stops_the_run_at_its_start(tmp_path: Path) -
     )
 
 
+def test_a_plan_is_of_the_first_phase_and_says_so(tmp_path: Path) -> None:
+    train_here(*TINY, into(tmp_path), "--training.steps=4", "--job.plan", schedule(tmp_path, "int8 rowwise", "bf16"))
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["notes"][0].startswith("planned: [[precision.phase]] 1 of 2 (to step 2), as if all of the run")
+    assert {decision["recipe"] for decision in plan["conversion"]} == {"rowwise", "bf16"}
+
+
 def test_blocks_are_compiled_once_for_each_phase(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     clear_compilation_metrics()
     flags = ("--training.compile", "--model.flavor=deep", "--training.steps=4")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan.checks import check
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.precision import MX, Float8, Int8
 from torchtitan.converters import (
@@ -116,6 +117,13 @@ def test_mistakes_in_the_file_name_the_entry(text: str, message: str, tmp_path: 
 def test_a_schedule_has_no_flag() -> None:
     with pytest.raises(ConfigError, match=r"--precision\.phase is a list of tables and has no flag: write \[\[pre"):
         ConfigManager().parse_args(["--precision.phase=float8"])
+
+
+def test_the_example_in_the_docs(tmp_path: Path) -> None:
+    file = ROOT / "docs" / "examples" / "precision_schedule.toml"
+    config = ConfigManager().parse_args([f"--job.config_file={file}", f"--job.dump_folder={tmp_path}"])
+    check(config, 1, "cpu")
+    assert [phase.last for phase in phases_of(config)] == [50, 90, None]
 
 
 PHASE, FLOAT8 = "[[precision.phase]]\n", "[[precision.phase]]\nconverters = ['float8']\n"
