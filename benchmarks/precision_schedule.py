@@ -3,8 +3,8 @@ as a table and a plot.
 
 python benchmarks/precision_schedule.py --output docs/figures/precision_schedule.png [--steps 300]
 
-A run's loss is the mean over its last 20 steps; its time is that of its steps, where the first of a phase, which counts
-products, is taken to be as long as the others. Runs that are there already (in --folder) are not run again.
+A run's loss is the mean over its last 20 steps; its time is the median of a phase's steps times their number, summed
+over the phases. Runs that are there already (in --folder) are not run again.
 """
 
 import argparse
@@ -33,11 +33,15 @@ class Result:
 
     Attributes:
         losses: of each step.
-        seconds: of all steps.
+        step_seconds: by phase, the median and how many steps it has.
     """
 
     losses: list[float]
-    seconds: float
+    step_seconds: list[tuple[float, int]]
+
+    @property
+    def seconds(self) -> float:
+        return sum(seconds * steps for seconds, steps in self.step_seconds)
 
     @property
     def loss(self) -> float:
@@ -60,11 +64,10 @@ def result(name: str, recipe: str, share: float, processes: int, steps: int, fol
     flags = [f"--job.config_file={file}", f"--training.local_batch_size={BATCH // processes}"]
     dump = run(name.replace("%", ""), flags, steps, folder, processes)
     entries = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
-    seconds = 0.0
-    for phase in {entry["precision_phase"] for entry in entries}:
-        times = [entry["step_seconds"] for entry in entries if entry["precision_phase"] == phase]
-        seconds += statistics.mean(times[1:] or times) * len(times)
-    found = Result([entry["loss"] for entry in entries], seconds)
+    times: dict[int, list[float]] = {}
+    for entry in entries:
+        times.setdefault(entry["precision_phase"], []).append(entry["step_seconds"])
+    found = Result([entry["loss"] for entry in entries], [(statistics.median(of), len(of)) for of in times.values()])
     print(f"{name}: loss {found.loss:.4f}, {found.seconds:.0f} s", file=sys.stderr, flush=True)
     return found
 
@@ -122,12 +125,14 @@ def main() -> None:
                 of_run = result(f"{recipe} {name}", recipe, share, count, arguments.steps, arguments.folder)
                 results[recipe, name, count] = of_run
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
-    print("| run | processes | loss | against bf16 | seconds | against bf16 |\n|---|---|---|---|---|---|")
+    print("| run | processes | loss | against bf16 | seconds a step, by phase | seconds | against bf16 |")
+    print("|---|---|---|---|---|---|---|")
     for (recipe, name, count), found in results.items():
         base = results["", "bf16", count]
+        by_phase = ", ".join(f"{seconds:.2f}" for seconds, _ in found.step_seconds)
         print(
             f"| {f'{recipe} {name}'.strip()} | {count} | {found.loss:.4f} | {found.loss / base.loss - 1:+.2%} | "
-            f"{found.seconds:.0f} | {found.seconds / base.seconds:.2f} |"
+            f"{by_phase} | {found.seconds:.0f} | {found.seconds / base.seconds:.2f} |"
         )
     plot(results, recipes, processes, arguments.output)
 

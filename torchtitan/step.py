@@ -283,8 +283,8 @@ class TrainingStep:
         return self.over_ranks(total) / (tokens * self.dims.dp)
 
     def steps_to_check(self, first_step: int) -> set[int]:
-        """Steps of a run from `first_step` on in which to count low-precision products: the first of each phase, or,
-        since products of a compiler's tracing would be counted too, the second."""
+        """The steps, `first_step` the first of them, in which to count low-precision products: the first of each phase,
+        or, since products of a compiler's tracing would be counted too, the second."""
         if not any(isinstance(converter, LinearConverter) for phase in self.converters_by_phase for converter in phase):
             return set()
         ends = [phase.last for phase in self.phases]

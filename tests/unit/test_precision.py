@@ -15,6 +15,7 @@ from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.precision import MX, Float8, Int8
 from torchtitan.converters import (
     CONVERTERS,
+    LinearConverter,
     Target,
     apply_converters,
     checked_products,
@@ -231,27 +232,40 @@ class Counting(Int8Converter):
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
         new = super().swap(linear)
+        new.history = torch.zeros(3)  # type: ignore[assignment]
+        return new
+
+
+class Buffering(Int8Converter):
+    def swap(self, linear: nn.Linear) -> nn.Linear:
+        new = super().swap(linear)
         new.register_buffer("history", torch.zeros(3, device=linear.weight.device))
         return new
 
 
-def test_what_layers_keep_comes_and_goes_with_the_phase() -> None:
-    plain = converted("bf16")
+def by(converter: LinearConverter) -> tuple[nn.Module, list[Any]]:
     with torch.device("meta"):
         model = blocks()
-    keeping = Counting(Int8(filter_fqns=[]), CPU)
-    keeping.convert(model)
-    bf16, low = faces_of([plain, (model, [keeping])])
-    live = in_precision("bf16", [nn.Parameter(torch.randn(64, 64)) for _ in range(2)])
-    names = list(live.state_dict())
-    switch(live, bf16, low)
+    converter.convert(model)
+    return model, [converter]
+
+
+def test_what_layers_keep_comes_and_goes_with_the_phase() -> None:
+    phases = [converted("bf16"), *(by(Counting(Int8(filter_fqns=[]), CPU)) for _ in range(2))]
+    bf16, first, second = faces_of(phases)
+    live: Any = in_precision("bf16", [nn.Parameter(torch.randn(64, 64)) for _ in range(2)])
+    switch(live, bf16, first)
     assert isinstance(live[0], Int8Linear)
-    assert torch.equal(live.state_dict()["0.history"], torch.zeros(3))
     live[0].history.fill_(5)
-    switch(live, low, bf16)
-    assert list(live.state_dict()) == names
-    switch(live, bf16, low)
+    switch(live, first, second)
     assert torch.equal(live[0].history, torch.zeros(3))
+    switch(live, second, bf16)
+    assert not hasattr(live[0], "history")
+
+
+def test_layers_with_buffers_of_their_own_are_refused() -> None:
+    with pytest.raises(ConfigError, match="0 does not have the same parameters, buffers and children in all phases"):
+        faces_of([converted("bf16"), by(Buffering(Int8(filter_fqns=[]), CPU))])
 
 
 def test_converters_of_other_things_than_linear_layers_are_refused() -> None:

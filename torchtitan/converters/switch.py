@@ -8,7 +8,6 @@ the optimizer and the compiler's callers hold on to.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from torchtitan.converters.linear import LinearConverter
@@ -25,13 +24,12 @@ class Face(NamedTuple):
 
     Attributes:
         kind: its class.
-        attributes: other than those of every module.
-        buffers: by name; they begin at 0.
+        attributes: other than those of every module; what a recipe keeps from step to step is among them, so it begins
+            anew with each phase.
     """
 
     kind: type[nn.Module]
     attributes: dict[str, Any]
-    buffers: dict[str, torch.Tensor]
 
 
 Faces = dict[str, Face]
@@ -42,7 +40,7 @@ def faces_of(phases: Sequence[Converted]) -> list[Faces]:
     """The faces of one model in each phase.
 
     Raises:
-        ConfigError: a converter is none of linear layers.
+        ConfigError: a converter is none of linear layers, or gives them more than attributes.
     """
     converted: dict[str, None] = {}
     for _, converters in phases:
@@ -53,13 +51,28 @@ def faces_of(phases: Sequence[Converted]) -> list[Faces]:
                     "can change in a built model; name it in model.converters, without phases."
                 )
             converted.update(dict.fromkeys(decision.fqn for decision in converter.decisions if decision.converted))
+    for fqn in converted:
+        if len({_registered(model.get_submodule(fqn)) for model, _ in phases}) > 1:
+            raise ConfigError(
+                f"[[precision.phase]]: {fqn} does not have the same parameters, buffers and children in all phases, "
+                "and a built model cannot change them; leave out the converter that adds some."
+            )
     return [{fqn: _face_of(model.get_submodule(fqn)) for fqn in converted} for model, _ in phases]
+
+
+def _registered(module: nn.Module) -> tuple[Any, ...]:
+    """What FSDP, the optimizer and checkpoints know of a layer."""
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return (
+        tuple((name, tensor.shape, type(tensor.data)) for name, tensor in tensors),
+        tuple(name for name, _ in module.named_children()),
+    )
 
 
 def _face_of(module: nn.Module) -> Face:
     of_every_module = vars(nn.Module())
     attributes = {name: value for name, value in vars(module).items() if name not in of_every_module}
-    return Face(type(module), attributes, dict(module.named_buffers(recurse=False)))
+    return Face(type(module), attributes)
 
 
 def switch(model: nn.Module, old: Faces, new: Faces) -> None:
@@ -73,10 +86,5 @@ def switch(model: nn.Module, old: Faces, new: Faces) -> None:
 def _put_on(module: nn.Module, old: Face, new: Face) -> None:
     set_class(module, new.kind)
     for name in old.attributes:
-        del vars(module)[name]
+        vars(module).pop(name, None)
     vars(module).update(new.attributes)
-    device = next(module.parameters()).device
-    for name in old.buffers:
-        delattr(module, name)
-    for name, buffer in new.buffers.items():
-        module.register_buffer(name, torch.zeros_like(buffer, device=device))
