@@ -33,7 +33,7 @@ RECIPES: dict[str, list[str]] = {
 }
 
 
-def run(name: str, flags: list[str], steps: int, folder: Path) -> Path:
+def run(name: str, flags: list[str], steps: int, folder: Path, processes: int = 1) -> Path:
     """The dump folder of a finished run."""
     dump = folder / name.replace(" ", "_").replace(",", "")
     metrics = dump / "metrics.jsonl"
@@ -41,6 +41,7 @@ def run(name: str, flags: list[str], steps: int, folder: Path) -> Path:
         return dump
     command = [
         sys.executable,
+        *(["-m", "torchtitan.launch"] if processes > 1 else []),
         str(ROOT / "train.py"),
         f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}",
         f"--job.dump_folder={dump}",
@@ -50,7 +51,7 @@ def run(name: str, flags: list[str], steps: int, folder: Path) -> Path:
         "--metrics.log_freq=1",
         *flags,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NGPU": str(processes)}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     if done.returncode != 0:
         sys.exit(done.stdout)

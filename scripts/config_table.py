@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import JobConfig
-from torchtitan.config.keys import Key, fields_by_key, section_class
+from torchtitan.config.keys import Key, fields_by_key, keys_of_entry, section_class
 
 TABLE = Path(__file__).parent.parent / "docs" / "config_keys.md"
 HEAD = """\
@@ -28,13 +28,21 @@ def render(config_class: type[JobConfig] = JobConfig) -> str:
     parts = [HEAD]
     for section in dataclasses.fields(config_class):
         doc = (section_class(config_class, section.name).__doc__ or "").strip().splitlines()[0]
-        parts.append(f"\n## [{section.name}]\n\n{doc}\n\n| key | default | type | meaning |\n|---|---|---|---|\n")
-        parts += [row(key, spec) for key, spec in keys.items() if key.split(".", 1)[0] == section.name]
+        mine = {key: spec for key, spec in keys.items() if key.split(".", 1)[0] == section.name}
+        parts += [f"\n## [{section.name}]\n\n{doc}\n\n", table(mine)]
+        for key, spec in mine.items():
+            if spec.entry:
+                doc = " ".join(spec.entry.__doc__.split("\n\n")[0].split())
+                parts += [f"\n### [[{key}]]\n\n{doc}\n\n", table(keys_of_entry(spec.entry))]
     return "".join(parts)
 
 
+def table(keys: dict[str, Key]) -> str:
+    return "| key | default | type | meaning |\n|---|---|---|---|\n" + "".join(map(row, keys, keys.values()))
+
+
 def row(key: str, spec: Key) -> str:
-    cells = (f"`{key.split('.', 1)[1]}`", f"`{spec.shown_default}`", spec.expected, spec.help)
+    cells = (f"`{key.rpartition('.')[2]}`", f"`{spec.shown_default}`", spec.expected, spec.help)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

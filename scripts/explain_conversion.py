@@ -20,14 +20,21 @@ def main() -> None:
         config = ConfigManager().parse_args(flags)
         if config.experimental.custom_import:
             import_user_module(config.experimental.custom_import, "experimental.custom_import")
-        from torchtitan.converters.report import summary, to_json, to_table
+        from torchtitan.converters.report import phases_to_json, summary, to_json, to_table
         from torchtitan.explain import explain_conversion
+        from torchtitan.precision import phases_of
 
-        report = explain_conversion(config)
-        print(to_table(report))
-        print(summary(report))
+        reports = []
+        for phase in phases_of(config):
+            with phase.named():
+                report = explain_conversion(phase.config)
+            reports.append((phase.last, report))
+            if phase.title:
+                print(phase.title + ("" if phase.last is None else f", to step {phase.last}"))
+            print(f"{to_table(report)}\n{summary(report)}" if report or not phase.title else "no converters")
         if arguments.json:
-            Path(arguments.json).write_text(to_json(report), encoding="utf-8")
+            text = phases_to_json(reports) if config.precision.phase else to_json(reports[0][1])
+            Path(arguments.json).write_text(text, encoding="utf-8")
     except UserError as error:
         sys.exit(_complain(str(error)))
     except OSError as error:

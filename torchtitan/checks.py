@@ -16,6 +16,7 @@ from torchtitan.models import MODELS
 from torchtitan.optim.optimizer import OPTIMIZERS
 from torchtitan.parallel.checks import check_model, check_pipeline
 from torchtitan.parallel.dims import ParallelDims, find_dims
+from torchtitan.precision import phases_of
 
 PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state"]
 
@@ -35,6 +36,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     _collect(problems, lambda: OPTIMIZERS.get(config.optimizer.name))
     for name in config.model.converters:
         _collect(problems, lambda name=name: CONVERTERS.get(name))  # type: ignore[misc]
+    _collect(problems, lambda: phases_of(config))
     if len(set(config.model.converters)) < len(config.model.converters):
         problems.append("model.converters: a converter is named twice; each can be applied once.")
     if not config.training.dataset_mixture:
@@ -102,7 +104,8 @@ def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, pro
     if dims.pp > 1:
         from torchtitan.parallel.pipeline import splits_backward  # takes its time to import
 
-        if config.model.converters and splits_backward(parallelism):
+        phases = config.precision.phase
+        if (config.model.converters or any(phase.converters for phase in phases)) and splits_backward(parallelism):
             logger.warning(
                 f"parallelism.pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule} computes the "
                 "backward products of low-precision layers twice; 1F1B or Interleaved1F1B are faster with converters"

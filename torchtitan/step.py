@@ -13,7 +13,18 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchtitan.config import JobConfig
-from torchtitan.converters import LinearConverter, Target, apply_converters, checked_products
+from torchtitan.converters import (
+    Decision,
+    Faces,
+    LinearConverter,
+    ModelConverter,
+    Target,
+    apply_converters,
+    checked_products,
+    conversion_report,
+    faces_of,
+    switch,
+)
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.explain import conversion_target
@@ -27,6 +38,7 @@ from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.fsdp import reshard, set_last_microbatch
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, splits_backward, stages_of
+from torchtitan.precision import phase_of, phases_of
 
 Skips = Callable[[torch.Tensor, torch.Tensor], bool]
 """From this rank's summed loss and the gradient norm to whether the update is left out; the same on every rank."""
@@ -48,6 +60,9 @@ class TrainingStep:
         mesh: (pp, dp_replicate, fsdp, tp).
         context_mesh: the ranks that share a sequence, or None.
         positions: of each sequence, what this rank computes; None where that is all of it.
+        phases: of the precision schedule; a single one without.
+        phase: which of them the model is in, from 0.
+        converters_by_phase: of each.
     """
 
     def __init__(
@@ -94,8 +109,7 @@ class TrainingStep:
         """Meta device, converters, parallelization, then memory and numbers."""
         config = self.config
         spec = MODELS.get(config.model.name)
-        with torch.device("meta"):
-            model: Any = spec.build(self.args)
+        model = self._convert(spec)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         embedding = model.tok_embeddings.weight.numel() if not self.args.tied_embeddings else 0
         self.flops_per_token = flops_per_token(
@@ -104,11 +118,6 @@ class TrainingStep:
             self.args.n_heads,
             self.args.head_dim,
             config.training.seq_len,
-        )
-        target = self._conversion_target(spec)
-        self.passes = model.passes(target.tokens) if hasattr(model, "passes") else {}
-        self.converters = apply_converters(
-            model, config.model.converters, lambda section: getattr(config, section), target
         )
         self.converted_model = str(model) if config.model.print_after_conversion else ""
         self.stages = self._split(model) if self.dims.pp > 1 else {0: model}
@@ -125,6 +134,49 @@ class TrainingStep:
             )
         self._materialize(model)
         return model
+
+    def _convert(self, spec: ModelSpec) -> Any:
+        """The whole model on the meta device, as the first phase computes it, and what becomes of it in the others."""
+        self.phases, self.phase = phases_of(self.config), 0
+        target = self._conversion_target(spec)
+        built: list[tuple[Any, list[ModelConverter]]] = []
+        for phase in self.phases:
+            with torch.device("meta"):
+                model: Any = spec.build(self.args)
+            self.passes = model.passes(target.tokens) if hasattr(model, "passes") else {}
+            with phase.named():
+                section_of = functools.partial(getattr, phase.config)
+                built.append((model, apply_converters(model, phase.config.model.converters, section_of, target)))
+        self.converters_by_phase = [converters for _, converters in built]
+        self._faces: list[Faces] = faces_of(built) if len(built) > 1 else [{}]
+        return built[0][0]
+
+    @property
+    def conversions(self) -> list[list[Decision]]:
+        """What becomes of each linear layer, by phase; nothing where no converter of linear layers is named."""
+        return [
+            conversion_report(converter.decisions for converter in converters if isinstance(converter, LinearConverter))
+            for converters in self.converters_by_phase
+        ]
+
+    def enter_phase_of(self, step: int) -> bool:
+        """Puts the model into the precision in which `step` is computed; whether that is another than before.
+
+        Parameters, their sharding and the optimizer's state stay. What is compiled is compiled anew.
+        """
+        entered = phase_of(step, self.phases)
+        if entered == self.phase:
+            return False
+        switch(self.model, self._faces[self.phase], self._faces[entered])
+        self.phase = entered
+        if self.config.training.compile:  # else what does not run any more would count to the limit of recompilations
+            torch._dynamo.reset()
+        return True
+
+    @property
+    def converters(self) -> list[ModelConverter]:
+        """Of the phase that the model is in."""
+        return self.converters_by_phase[self.phase]
 
     def _conversion_target(self, spec: ModelSpec) -> Target:
         return conversion_target(self.config, spec, self.device, shards=self.dims.fsdp)
@@ -235,10 +287,15 @@ class TrainingStep:
         reshard(self.stages.values())
         return self.over_ranks(total) / (tokens * self.dims.dp)
 
-    @property
-    def converts(self) -> bool:
-        """Whether low-precision products are promised."""
-        return any(isinstance(converter, LinearConverter) for converter in self.converters)
+    def steps_to_check(self, first_step: int) -> set[int]:
+        """The steps, `first_step` the first of them, in which to count low-precision products: the first of each phase,
+        or, since products of a compiler's tracing would be counted too, the second."""
+        if not any(isinstance(converter, LinearConverter) for phase in self.converters_by_phase for converter in phase):
+            return set()
+        ends = [phase.last for phase in self.phases]
+        firsts = [max(first_step, (before or 0) + 1) for before in [0, *ends[:-1]]]
+        steps = {first + self.config.training.compile: last for first, last in zip(firsts, ends, strict=True)}
+        return {step for step, last in steps.items() if last is None or step <= last}
 
     def checked_products(self, microbatches: int) -> contextlib.AbstractContextManager[None]:
         """Around `run`, in which nothing is compiled any more: low-precision products must run as promised."""
@@ -249,4 +306,5 @@ class TrainingStep:
             on_this_rank={name for name, _ in self.model.named_modules()},
             repeated=self.config.activation_checkpoint.mode != "none" or splits_backward(self.config.parallelism),
             compiled=self.config.training.compile,
+            others=[converter for converters in self.converters_by_phase for converter in converters],
         )

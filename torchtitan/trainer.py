@@ -14,8 +14,7 @@ from torch.profiler import record_function
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig, to_toml
-from torchtitan.converters import LinearConverter, conversion_report
-from torchtitan.converters.report import summary, to_json, to_table
+from torchtitan.converters.report import phases_to_json, precision_of, schedule_line, summary, to_json, to_table
 from torchtitan.data import Batch, build_loader, build_validation_loader, load_tokenizer
 from torchtitan.device import Device
 from torchtitan.errors import CheckpointError, ConfigError
@@ -102,6 +101,9 @@ class Trainer:
         )
 
         self.work.build()
+        names = [precision_of(report) for report in self.work.conversions]
+        ends = [phase.last for phase in self.work.phases]
+        self.schedule = list(zip(ends, names, strict=True)) if config.precision.phase else []
         self._report_conversion()
         self.checkpoints = CheckpointManager(
             config.checkpoint,
@@ -120,20 +122,23 @@ class Trainer:
             (self.dump_folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
 
     def _report_conversion(self) -> None:
-        converters = self.work.converters
-        decisions = [converter.decisions for converter in converters if isinstance(converter, LinearConverter)]
-        if not decisions:
+        reports = self.work.conversions
+        if not any(reports):
             return
-        report = conversion_report(decisions)
-        logger.info(f"conversion to low precision:\n{to_table(report)}")
-        logger.info(summary(report))
+        for phase, report in zip(self.work.phases, reports, strict=True):
+            if report:
+                logger.info(f"{phase.title or 'conversion to low precision'}:\n{to_table(report)}")
+                logger.info(summary(report))
         if dist.get_rank() == 0:
-            (self.dump_folder / "conversion.json").write_text(to_json(report), encoding="utf-8")
+            ends = [phase.last for phase in self.work.phases]
+            by_phase = list(zip(ends, reports, strict=True))
+            text = phases_to_json(by_phase) if self.schedule else to_json(reports[0])
+            (self.dump_folder / "conversion.json").write_text(text, encoding="utf-8")
         if self.work.converted_model:
             logger.info(f"after conversion:\n{self.work.converted_model}")
 
     def _resume(self) -> None:
-        state = self.checkpoints.load()
+        state = self.checkpoints.load(self._prepare)
         if state is None:
             return
         self.step = state.get("step", 0)
@@ -142,6 +147,18 @@ class Trainer:
             self.guard.load_state_dict(state["guard"])
         if "dataloader" in state:
             self.loader.load_state_dict(state["dataloader"])
+
+    def _prepare(self, state: Mapping[str, Any]) -> None:
+        """Before the tensors of a checkpoint are loaded: what is saved was in the phase of its last step."""
+        if state["step"] > 0:
+            self.work.enter_phase_of(state["step"])
+        saved = [(last, name) for last, name in state.get("precision_schedule", [])]
+        if saved and saved != self.schedule:
+            now = schedule_line(self.schedule) if self.schedule else "none"
+            logger.warning(
+                f"the checkpoint of step {state['step']} had the precision schedule {schedule_line(saved)}; it is "
+                f"{now} from here on (a share such as until = 0.9 is of training.steps)"
+            )
 
     def _state(self) -> dict[str, Any]:
         """The JSON part of a checkpoint; complete on rank 0."""
@@ -152,6 +169,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "guard": self.guard.state_dict(),
             "dataloader": self.loader.merge_states(states),
+            **({"precision_schedule": self.schedule} if self.schedule else {}),
         }
 
     def __enter__(self) -> "Trainer":
@@ -186,8 +204,7 @@ class Trainer:
             path.parent.mkdir(exist_ok=True)
             self.sample_ids = JSONLWriter(path, self.step)
         first_step = self.step + 1
-        # While the first step is compiled, products of the tracing are counted too.
-        checked_step = first_step + config.training.compile
+        steps_to_check = self.work.steps_to_check(first_step)
         with (
             Profiler(
                 config.profiling,
@@ -195,7 +212,7 @@ class Trainer:
                 rank=dist.get_rank(),
                 device_type=self.device.type,
                 start_step=self.step,
-                idle_until=checked_step if self.work.converts else 0,
+                busy=steps_to_check,
             ) as profiler,
             self._reporter() as reporter,
             _garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
@@ -205,7 +222,12 @@ class Trainer:
                     microbatches = self.loader.next()
                 self.step += 1
                 collect_garbage(self.step)
-                checked = self.step == checked_step
+                switched = self.work.enter_phase_of(self.step)
+                if switched:
+                    logger.info(f"step {self.step}: {self.schedule[self.work.phase][1]} from here on")
+                    if config.training.compile:
+                        set_timeout(config.comm.init_timeout_seconds)
+                checked = self.step in steps_to_check
                 with self.work.checked_products(len(microbatches)) if checked else contextlib.nullcontext():
                     self._train_step(microbatches, reporter)
                 self.stop.has_trained = True
@@ -218,9 +240,9 @@ class Trainer:
                 if self.checkpoints.due(self.step, last):
                     with reporter.pause():
                         self.checkpoints.save(self.step, self._state, last)
-                if self.step == first_step:
-                    if self.work.fused_products is not None:
-                        self.work.fused_products.check()
+                if self.step == first_step and self.work.fused_products is not None:
+                    self.work.fused_products.check()
+                if self.step == first_step or (switched and config.training.compile):
                     set_timeout(config.comm.train_timeout_seconds)
         if self.step < steps:
             self._end_early()
@@ -267,6 +289,7 @@ class Trainer:
             lr=lr,
             skipped_updates=self.guard.skipped,
             failed_saves=self.checkpoints.failed_saves,
+            **({"precision_phase": self.work.phase + 1} if self.schedule else {}),
         )
 
     def _record_skipped(self, step: int, values: Mapping[str, Any]) -> None:
@@ -287,7 +310,8 @@ class Trainer:
             "layout": f"{self.dims}",
             "model": f"{config.model.name} {config.model.flavor}, {self.work.parameters:,} parameters",
             "precision": f"{dtype} products, float32 weights and gradient sums"
-            + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else ""),
+            + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else "")
+            + (f"; schedule: {schedule_line(self.schedule)}" if self.schedule else ""),
             "data": self.loader.description,
             "batch": f"{self.global_batch_size} x {training.seq_len} = {self.tokens_per_step:,} tokens a step"
             f" ({training.local_batch_size} x {self.dims.dp} ranks x {microbatches} microbatches)",

@@ -1,5 +1,6 @@
 """What tensor parallelism sends."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -46,6 +47,28 @@ def block_with_its_gathers(recipe: str, filtered: str, in_float8: bool) -> tuple
         out = model.layers["0"](part, model.rope(32, part.device), None)
     out.float().square().sum().backward()
     return [str(dtype) for dtype in gathers.dtypes], torch.stack([out.detach(), part.grad])
+
+
+def blocks_look_alike() -> bool:
+    """Whether the divided modules of two blocks have the same classes, and gather with the same function."""
+    with torch.device("meta"):
+        model: Any = Llama(dataclasses.replace(ARGS, n_layers=2))
+    apply_converters(model, ["float8"], lambda _: Float8(), Target("cpu", tokens=64))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh, gather_for)
+    looks = [
+        [
+            (type(module), [vars(hook).get("gather") for hook in module._forward_pre_hooks.values()])
+            for module in block.modules()
+        ]
+        for block in model.layers.values()
+    ]
+    return looks[0] == looks[1]
+
+
+def test_blocks_look_alike_to_the_compiler() -> None:
+    """Else it would compile each of them, and stop at the ninth."""
+    assert in_processes(blocks_look_alike, 2) == [True, True]
 
 
 @pytest.mark.parametrize(

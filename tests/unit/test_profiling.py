@@ -47,7 +47,7 @@ def test_steps_are_counted_from_the_start_of_the_run_after_a_resume(tmp_path: Pa
 
 def test_steps_in_which_somebody_else_profiles_are_left_out(tmp_path: Path) -> None:
     profiling = Profiling(enable_profiling=True, profile_freq=1)
-    with Profiler(profiling, tmp_path, rank=0, device_type="cpu", start_step=2, idle_until=3) as profiler:
+    with Profiler(profiling, tmp_path, rank=0, device_type="cpu", start_step=2, busy=[3]) as profiler:
         with torch.profiler.profile():
             torch.ones(8, 8) @ torch.ones(8, 8)
         profiler.step()

@@ -93,11 +93,15 @@ class CheckpointManager:
 
     # Loading
 
-    def load(self) -> TrainState | None:
+    def load(self, prepare: Callable[[TrainState], None] = lambda state: None) -> TrainState | None:
         """Loads the checkpoint that the configuration asks for into model and optimizer.
 
         With `load_step = -1` it is the newest that is intact; those that are not are named. A new run is begun only
         where nothing speaks of an old one.
+
+        Args:
+            prepare: gets the state of a run that is gone on with, before its tensors are loaded; it may change what
+                the model computes with.
 
         Returns:
             The state that `save` was given, where the run goes on from it; None for a new run (perhaps with loaded
@@ -114,17 +118,17 @@ class CheckpointManager:
                     "checkpoint.enable_checkpoint is off"
                 )
         elif (step := choose_step(self.folder, steps, self.config.load_step, self.dump_folder)) is not None:
-            state = self._load(step_folder(self.folder, step), weights_only=False)
+            state = self._load(step_folder(self.folder, step), False, prepare)
             self.step_on_disk = state.get("step")  # None where it is left out: steps are counted anew
             return state
         if self.config.initial_load_path:
             path, weights_only = Path(self.config.initial_load_path), self.config.initial_load_model_weights_only
             check_start(path)
-            state = self._load(path, weights_only)
+            state = self._load(path, weights_only, prepare)
             return None if weights_only else state
         return None
 
-    def _load(self, path: Path, weights_only: bool) -> TrainState:
+    def _load(self, path: Path, weights_only: bool, prepare: Callable[[TrainState], None]) -> TrainState:
         """Loads an intact checkpoint, if it is of this model."""
 
         def read() -> tuple[TrainState, Any]:
@@ -142,6 +146,8 @@ class CheckpointManager:
                 "from it; choose an earlier one with --checkpoint.load_step, or start a new run with "
                 f"--checkpoint.initial_load_path={path} and another --job.dump_folder."
             )
+        if not weights_only:
+            prepare(state)
         excluded = set(self.config.exclude_from_loading)
         model = {} if "model" in excluded else model_tensors(self.model)
         without_optimizer = weights_only or "optimizer" in excluded or state["step"] == 0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from torchtitan.config.output import Checkpoint, Job, Metrics, Profiling
-from torchtitan.config.precision import MX, Float8, Int8
+from torchtitan.config.precision import MX, Float8, Int8, Precision
 from torchtitan.config.system import ActivationCheckpoint, Comm, Experimental, MemoryEstimation, Parallelism
 from torchtitan.config.training import LRScheduler, Model, Optimizer, Training, Validation
 
@@ -26,6 +26,7 @@ class JobConfig:
     float8: Float8 = field(default_factory=Float8)
     int8: Int8 = field(default_factory=Int8)
     mx: MX = field(default_factory=MX)
+    precision: Precision = field(default_factory=Precision)
     comm: Comm = field(default_factory=Comm)
     memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
     experimental: Experimental = field(default_factory=Experimental)

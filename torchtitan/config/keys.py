@@ -26,6 +26,13 @@ class Key:
         return any(typing.get_origin(_plain(arm)) is list for arm in _arms(self.annotation))
 
     @property
+    def entry(self) -> Any:
+        """The dataclass of the entries, where the value is a list of tables; else None."""
+        plain = _plain(self.annotation)
+        of_list = typing.get_args(plain)[0] if typing.get_origin(plain) is list else None
+        return of_list if dataclasses.is_dataclass(of_list) else None
+
+    @property
     def choices(self) -> list[Any]:
         literals = [_plain(arm) for arm in _arms(self.annotation) if typing.get_origin(_plain(arm)) is Literal]
         return [value for literal in literals for value in literal.__args__]
@@ -39,6 +46,8 @@ class Key:
         """'an integer above 0', 'one of bfloat16, float32' ..."""
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}" + (" or none" if self.optional else "")
+        if self.entry:
+            return "a list of tables"
         names = {
             int: "an integer",
             float: "a number",
@@ -68,15 +77,23 @@ def fields_by_key(config_class: type) -> dict[str, Key]:
     """Every "section.key" with its annotation, default and help."""
     keys = {}
     for section in dataclasses.fields(config_class):
-        cls = section_class(config_class, section.name)
-        hints = typing.get_type_hints(cls, include_extras=True)
-        defaults = cls()
-        for field in dataclasses.fields(cls):
-            annotation = hints[field.name]
-            docs = [item.documentation for item in _constraints(annotation) if isinstance(item, Doc)]
-            keys[f"{section.name}.{field.name}"] = Key(
-                annotation, getattr(defaults, field.name), docs[0] if docs else ""
-            )
+        of_section = _keys_of(section_class(config_class, section.name))
+        keys.update({f"{section.name}.{name}": key for name, key in of_section.items()})
+    return keys
+
+
+def keys_of_entry(entry: Any) -> dict[str, Key]:
+    """The keys of an entry in a list of tables; a field without help is none."""
+    return {name: key for name, key in _keys_of(entry).items() if key.help}
+
+
+def _keys_of(cls: Any) -> dict[str, Key]:
+    keys = {}
+    hints, defaults = typing.get_type_hints(cls, include_extras=True), cls()
+    for field in dataclasses.fields(cls):
+        annotation = hints[field.name]
+        docs = [item.documentation for item in _constraints(annotation) if isinstance(item, Doc)]
+        keys[field.name] = Key(annotation, getattr(defaults, field.name), docs[0] if docs else "")
     return keys
 
 

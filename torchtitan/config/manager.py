@@ -15,7 +15,7 @@ import pydantic
 
 from torchtitan.config.extension import extend
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.keys import Key, fields_by_key, section_class
+from torchtitan.config.keys import Key, fields_by_key, keys_of_entry, section_class
 from torchtitan.errors import ConfigError, nearest
 
 if sys.version_info >= (3, 11):
@@ -77,10 +77,21 @@ def to_toml(config: JobConfig) -> str:
 
     return tomli_w.dumps(
         {
-            section: {key: "none" if value is None else value for key, value in keys.items()}
+            section: {key: _in_toml(value) for key, value in keys.items()}
             for section, keys in dataclasses.asdict(config).items()
         }
     )
+
+
+def _in_toml(value: Any) -> Any:
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return [_in_toml(item) for item in value]
+    if isinstance(value, dict):  # an entry in a list of tables, which in the file holds its sections directly
+        own = {key: item for key, item in value.items() if key != "sections"}
+        return {key: _in_toml(item) for key, item in {**own, **value.get("sections", {})}.items()}
+    return value
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -110,6 +121,8 @@ def _values_of_file(path: str, table: dict[str, Any], keys: dict[str, Key], prob
                 key = f"{section}.{name}"
                 if key not in keys:
                     problems.append(f"{path}: unknown key {key}{nearest(key, list(keys))}.")
+                elif keys[key].entry:
+                    _take_tables(values, key, keys, value, path, problems)
                 else:
                     _take(values, key, keys[key], value, True, f"{path}: {key}", problems)
     return values
@@ -133,6 +146,9 @@ def _values_of_flags(argv: list[str], keys: dict[str, Key], problems: list[str])
     for key, text in vars(given).items():
         spec = keys[key]
         value: Any = text
+        if spec.entry:
+            problems.append(f"--{key} is a list of tables and has no flag: write [[{key}]] in --job.config_file.")
+            continue
         if spec.is_list:
             value = [item.strip() for item in text.split(",") if item.strip()]
         elif spec.is_bool:  # only these two words, where pydantic would also take "yes" or "1"
@@ -150,6 +166,35 @@ def _take(values: Values, key: str, spec: Key, value: Any, strict: bool, where: 
         values[key] = pydantic.TypeAdapter(spec.annotation).validate_python(value, strict=strict)
     except pydantic.ValidationError:
         problems.append(f"{where} must be {spec.expected}, not {value!r}.")
+
+
+def _take_tables(values: Values, key: str, keys: dict[str, Key], tables: Any, path: str, problems: list[str]) -> None:
+    """Adds a list of tables as entries of its dataclass. A table within a table holds keys of that section."""
+    entry = keys[key].entry
+    own = keys_of_entry(entry)
+    if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
+        problems.append(f"{path}: {key} must be a list of tables, each headed [[{key}]], not {tables!r}.")
+        return
+    entries = []
+    for number, table in enumerate(tables, 1):
+        where = f"{path}: [[{key}]] {number}"
+        mine: Values = {}
+        sections: dict[str, Values] = {}
+        for name, value in table.items():
+            if name in own:
+                _take(mine, name, own[name], value, True, f"{where}: {name}", problems)
+            elif not isinstance(value, dict):
+                problems.append(f"{where}: unknown key {name}{nearest(name, list(own))}.")
+            else:
+                sections[name] = {}
+                for key_of_section, item in value.items():
+                    full = f"{name}.{key_of_section}"
+                    if full in keys:
+                        _take(sections[name], key_of_section, keys[full], item, True, f"{where}: {full}", problems)
+                    else:
+                        problems.append(f"{where}: unknown key {full}{nearest(full, list(keys))}.")
+        entries.append(entry(**mine, sections=sections))
+    values[key] = entries
 
 
 class _Parser(argparse.ArgumentParser):
@@ -197,4 +242,7 @@ def print_help(config_class: type[JobConfig]) -> None:
         print(f"\n[{section.name}]  {doc}")
         for key, spec in keys.items():
             if key.split(".", 1)[0] == section.name:
-                print(f"  --{key}\n      {spec.help} ({spec.expected}; default {spec.shown_default})")
+                flag = f"[[{key}]]" if spec.entry else f"--{key}"
+                print(f"  {flag}\n      {spec.help} ({spec.expected}; default {spec.shown_default})")
+                for name, own in (keys_of_entry(spec.entry) if spec.entry else {}).items():
+                    print(f"    {name}\n      {own.help} ({own.expected}; default {own.shown_default})")

@@ -1,9 +1,9 @@
-"""Sections of the low-precision converters."""
+"""Sections of the low-precision converters, and the schedule of them."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from torchtitan.config.fields import Annotated, Doc
+from torchtitan.config.fields import Annotated, Doc, PositiveInt, Share
 
 FILTER_DOC = Doc("Layers to leave alone: whole components of a module path, such as output or attention.wk; globs too.")
 
@@ -55,3 +55,29 @@ class MX:
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
     emulate: Annotated[bool, Doc("Compute in high precision with MX rounding, where the device has none.")] = False
     use_fp8_dim1_cast_triton_kernel: Annotated[bool, Doc("No effect: torchao chooses the kernel now.")] = True
+
+
+@dataclass(frozen=True)
+class PrecisionPhase:
+    """A stretch of a run with its own converters. In the file it may have tables of their sections, such as
+    [precision.phase.float8], whose keys replace those of [float8] for this phase.
+
+    Attributes:
+        sections: these tables, by name.
+    """
+
+    until_step: Annotated[PositiveInt | None, Doc("Last step of the phase; the last phase may leave it out.")] = None
+    until: Annotated[Share | None, Doc("The same as a share of training.steps.")] = None
+    converters: Annotated[list[str], Doc("Converters, as in model.converters; none: bf16.")] = field(
+        default_factory=list
+    )
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A precision schedule: converters that change while the run goes on."""
+
+    phase: Annotated[list[PrecisionPhase], Doc("Phases, one after another, in place of model.converters.")] = field(
+        default_factory=list
+    )

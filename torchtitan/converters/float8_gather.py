@@ -4,6 +4,7 @@ scale a tensor: half of bf16's bytes, and one cast for all these layers instead 
 (Other recipes have a scale for each row, or for each column in the backward pass, and communicate in high precision.)
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,10 +29,18 @@ def gather_for(linears: Sequence[nn.Module]) -> Gather:
         for config in configs
     ):
         return gather
+    return _gather_in_float8(configs[0].cast_config_input.target_dtype, linears[0].linear_mm_config)
+
+
+@functools.cache  # one for all layers: what is compiled for one block then serves all
+def _gather_in_float8(dtype: torch.dtype, products: Any) -> Gather:
+    """
+    Args:
+        dtype: to gather in.
+        products: torchao's settings of the products that follow.
+    """
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
     from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
-
-    dtype, products = configs[0].cast_config_input.target_dtype, linears[0].linear_mm_config
 
     @torch._dynamo.allow_in_graph
     class GatherInFloat8(torch.autograd.Function):

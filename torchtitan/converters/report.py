@@ -34,7 +34,36 @@ def conversion_report(decisions: Iterable[Sequence[Decision]]) -> list[Decision]
 
 def to_json(report: Sequence[Decision]) -> str:
     """A list of objects: fqn, m, k, n, converter, recipe, converted, reason."""
-    return json.dumps([dataclasses.asdict(decision) for decision in report], indent=1)
+    return json.dumps(_objects(report), indent=1)
+
+
+def phases_to_json(reports: Sequence[tuple[int | None, Sequence[Decision]]]) -> str:
+    """A list of objects, one for each phase of a precision schedule: phase (from 1), precision, last_step (null for
+    the end of the run), and `to_json` of its layers.
+
+    Args:
+        reports: the last step of each phase, and its report.
+    """
+    phases = [
+        {"phase": number, "precision": precision_of(report), "last_step": last, "layers": _objects(report)}
+        for number, (last, report) in enumerate(reports, 1)
+    ]
+    return json.dumps(phases, indent=1)
+
+
+def schedule_line(schedule: Sequence[tuple[int | None, str]]) -> str:
+    """'float8 rowwise to step 900, then bf16'."""
+    return ", then ".join(name if last is None else f"{name} to step {last}" for last, name in schedule)
+
+
+def _objects(report: Sequence[Decision]) -> list[dict[str, object]]:
+    return [dataclasses.asdict(decision) for decision in report]
+
+
+def precision_of(report: Sequence[Decision]) -> str:
+    """What layers compute in: 'float8 rowwise', 'float8 rowwise + int8 rowwise', 'bf16'."""
+    kinds = {f"{decision.converter} {decision.recipe}": None for decision in report if decision.converted}
+    return " + ".join(kinds) or HIGH_PRECISION
 
 
 def to_table(report: Sequence[Decision]) -> str:

@@ -1,6 +1,6 @@
 """Traces of time (Chrome format, any device) and of memory (CUDA) while a run goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 
@@ -29,8 +29,8 @@ class Profiler:
         rank: every rank writes its own files.
         device_type: "cuda" or "cpu".
         start_step: the step resumed from; 0 for a new run.
-        idle_until: no trace of the steps up to this one, in which torch's profiler serves somebody else: two at a
-            time end the process.
+        busy: steps in which torch's profiler serves somebody else, and of which there is no trace: two at a time end
+            the process.
 
     Raises:
         ConfigError: memory snapshots are wanted on a device other than CUDA.
@@ -44,7 +44,7 @@ class Profiler:
         rank: int,
         device_type: str,
         start_step: int,
-        idle_until: int = 0,
+        busy: Collection[int] = (),
     ) -> None:
         if profiling.enable_memory_snapshot and device_type != "cuda":
             raise ConfigError(
@@ -64,7 +64,7 @@ class Profiler:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device_type == "cuda")
             self.profile = profile(
                 activities=activities,
-                schedule=trace_schedule(start_step, self.freq, idle_until),
+                schedule=trace_schedule(start_step, self.freq, busy),
                 on_trace_ready=self._save_trace,
                 record_shapes=True,
                 acc_events=False,
@@ -118,12 +118,16 @@ class Profiler:
         logger.info(f"wrote {path}")
 
 
-def trace_schedule(start_step: int, freq: int, idle_until: int) -> Callable[[int], ProfilerAction]:
-    """Record the steps that are multiples of `freq`, counted from the start of the run also after a resume."""
+def trace_schedule(start_step: int, freq: int, busy: Collection[int]) -> Callable[[int], ProfilerAction]:
+    """Record the steps that are multiples of `freq`, counted from the start of the run also after a resume.
+
+    Neither a trace nor its warm-up reaches into a busy step; after one, a warm-up may be shorter.
+    """
 
     def action(steps_done: int) -> ProfilerAction:
         step = start_step + steps_done + 1
-        if step <= idle_until:
+        next_trace = step + -step % freq
+        if any(step <= other <= next_trace for other in busy):
             return ProfilerAction.NONE
         if step % freq == 0:
             return ProfilerAction.RECORD_AND_SAVE

@@ -207,6 +207,8 @@ class MetricsReporter:
             f"memory {(record['peak_memory_bytes'] or 0) / 2**30:.2f} GiB{'' if share is None else f' ({share:.0%})'}",
             f"data wait {record['data_wait_share']:.1%}",
         ]
+        if "precision_phase" in record:
+            parts.append(f"phase {record['precision_phase']}")
         if left := self._time_left(step):
             parts.append(left)
         return " | ".join(parts)

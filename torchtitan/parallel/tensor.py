@@ -5,14 +5,15 @@ its rank's share as a plain tensor, and the collectives stand in hooks at the bo
 between, be it torch's, a converter's or the compiler's, is that of a smaller model on one device.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan.parallel.collectives import gather, sum_scatter
@@ -49,7 +50,7 @@ def apply_tensor_parallel(
         match style_of(name, plan):
             case "embedding":
                 _divide(module, {"weight": Shard(0)}, mesh)
-                module.forward = partial(_embed_own_tokens, module, rank=mesh.get_local_rank(), group=group)
+                module.forward = functools.partial(_embed_own_tokens, module, rank=mesh.get_local_rank(), group=group)
             case "sequence":
                 _divide(module, {"weight": Replicate()}, mesh)
             case "sequence_gather":
@@ -59,7 +60,7 @@ def apply_tensor_parallel(
                 linears = [
                     child for end, child in module.named_children() if style_of(f"{name}.{end}", plan) == "colwise"
                 ]
-                module.register_forward_pre_hook(_gather_input(gather_for(linears), group))
+                module.register_forward_pre_hook(_GatherInput(linears, gather_for, group))
             case "colwise":
                 _divide(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
             case "rowwise":
@@ -67,11 +68,25 @@ def apply_tensor_parallel(
                 module.register_forward_hook(lambda module, inputs, out: sum_scatter(out, SEQUENCE, group))
 
 
-def _gather_input(gather: Gather, group: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return gather(inputs[0], SEQUENCE, group), *inputs[1:]
+class _GatherInput:
+    """A hook before the forward of a module whose children `linears` take its input whole."""
 
-    return hook
+    def __init__(
+        self, linears: Sequence[nn.Module], gather_for: Callable[[Sequence[nn.Module]], Gather], group: str
+    ) -> None:
+        self.linears, self.gather_for, self.group = linears, gather_for, group
+        self.gather = gather_for(linears)
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self.gather(inputs[0], SEQUENCE, self.group), *inputs[1:]
+
+
+def choose_gathers(model: nn.Module) -> None:
+    """Chooses anew how the inputs of layers are gathered, after layers have changed."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, _GatherInput):
+                hook.gather = hook.gather_for(hook.linears)
 
 
 def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
@@ -86,6 +101,7 @@ def _divide(module: nn.Module, placements: Mapping[str, Placement], mesh: Device
         NotImplementedError: a parameter that the style does not provide for (the bias of a rowwise layer, of which
             every rank would add its own).
     """
+    shown: dict[str, Placement] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name not in placements:
             raise NotImplementedError(f"tensor parallelism has no place for the parameter {name} of {module}")
@@ -97,16 +113,15 @@ def _divide(module: nn.Module, placements: Mapping[str, Placement], mesh: Device
             local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
         module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-        _show_local(module, name, Partial() if isinstance(placement, Replicate) else placement)
+        # The gradient of a whole weight on a part of the sequence is a partial sum.
+        shown[name] = Partial() if isinstance(placement, Replicate) else placement
+    if shown:
+        cls: Any = type(module)
+        module.__class__ = _showing(cls, tuple(shown.items()))
 
 
-def _show_local(module: nn.Module, name: str, grad_placement: Placement) -> None:
-    """`module.<name>` gives the local share. (A property of a class of its own, as `torch.nn.utils.parametrize` does
-    it: the parameter itself stays registered under its name.)
-
-    Args:
-        grad_placement: of the share's gradient; that of a whole weight on a part of the sequence is a partial sum.
-    """
+def _local_share(name: str, grad_placement: Placement) -> property:
+    """With it, `module.<name>` gives the local share; the parameter itself stays registered under its name."""
 
     def local(self: nn.Module) -> torch.Tensor:
         parameter: Any = self._parameters[name]
@@ -114,8 +129,29 @@ def _show_local(module: nn.Module, name: str, grad_placement: Placement) -> None
         gathered = parameter.device_mesh.ndim == 1
         return parameter.to_local(grad_placements=[grad_placement]) if gathered else parameter
 
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (cls,), {name: property(local)})
+    return property(local)
+
+
+@functools.cache  # modules alike have one class: what is compiled for one layer then serves all
+def _showing(cls: Any, shown: tuple[tuple[str, Placement], ...]) -> Any:
+    """A subclass that shows the local shares of these parameters, as `torch.nn.utils.parametrize` does it.
+
+    Args:
+        shown: names, and the placements of their gradients.
+    """
+    return type(cls.__name__, (cls,), {**{name: _local_share(name, grad) for name, grad in shown}, "_shown": shown})
+
+
+def set_class(module: nn.Module, cls: Any) -> None:
+    """Makes an instance of the class `cls` of a module, divided or not.
+
+    Raises:
+        NotImplementedError: FSDP has given the module itself a class.
+    """
+    if isinstance(module, FSDPModule):
+        raise NotImplementedError(f"{type(module).__name__} is an FSDP group by itself, so its class cannot change")
+    shown = vars(type(module)).get("_shown")
+    module.__class__ = _showing(cls, shown) if shown else cls
 
 
 def _embed_own_tokens(module: nn.Module, tokens: torch.Tensor, rank: int, group: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torchtitan.config import JobConfig
 from torchtitan.converters import Decision, LinearConverter, apply_converters, conversion_report
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.device import Device
+from torchtitan.explain import explain_conversion
 from torchtitan.logging import logger
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
@@ -24,6 +25,7 @@ from torchtitan.plan.links import NODE, extent, least_seconds
 from torchtitan.plan.report import draw, to_text
 from torchtitan.plan.scaling import Job, measure
 from torchtitan.plan.simulation import Measures, target_on
+from torchtitan.precision import Phase, phases_of
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,11 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         rows: sequences in an optimizer step.
         why: the device is what it is.
     """
+    phases = phases_of(config)
+    for phase in phases[1:]:
+        with phase.named():
+            explain_conversion(phase.config)  # a mistake there would stop the run
+    config = phases[0].config
     training, name = config.training, config.model.name
     spec = MODELS.get(name)
     args = spec.flavor(config.model.flavor)
@@ -197,7 +204,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         ranks=ranks,
         step_seconds=seconds,
         mfu=mfu,
-        notes=_notes(job, why),
+        notes=[*([_phase_note(phases)] if len(phases) > 1 else []), *_notes(job, why)],
         conversion=conversion_report(
             converter.decisions for converter in converters if isinstance(converter, LinearConverter)
         ),
@@ -270,6 +277,14 @@ def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
         beside = by_dimension.get("fsdp", 0) + by_dimension.get("dp_replicate", 0)
         totals.append(max(waited, beside, by_dimension.get("pp", 0)))
     return max(totals)
+
+
+def _phase_note(phases: list[Phase]) -> str:
+    end = f" (to step {phases[0].last})" if phases[0].last else ""
+    return (
+        f"planned: {phases[0].title} of {len(phases)}{end}, as if all of the run were like this; for another give its "
+        "converters as model.converters"
+    )
 
 
 def _notes(job: Job, why: str) -> list[str]:

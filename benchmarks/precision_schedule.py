@@ -1,0 +1,141 @@
+"""Low precision throughout, bf16 throughout, and from one to the other on the way: loss and time on the debug model,
+as a table and a plot.
+
+python benchmarks/precision_schedule.py --output docs/figures/precision_schedule.png [--steps 300]
+
+A run's loss is the mean over its last 20 steps; its time is the median of a phase's steps times their number, summed
+over the phases. Runs that are there already (in --folder) are not run again.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from low_precision import LAST, ROOT, run
+
+RECIPES = {
+    "float8 rowwise": 'converters = ["float8"]\n[precision.phase.float8]\nrecipe_name = "rowwise"\n',
+    "float8 tensorwise": 'converters = ["float8"]\n',
+    "int8 rowwise": 'converters = ["int8"]\n',
+}
+SHARES = {"throughout": 1.0, "90%, then bf16": 0.9, "50%, then bf16": 0.5}
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one run.
+
+    Attributes:
+        losses: of each step.
+        step_seconds: by phase, the median and how many steps it has.
+    """
+
+    losses: list[float]
+    step_seconds: list[tuple[float, int]]
+
+    @property
+    def seconds(self) -> float:
+        return sum(seconds * steps for seconds, steps in self.step_seconds)
+
+    @property
+    def loss(self) -> float:
+        return statistics.mean(self.losses[-LAST:])
+
+
+def schedule(recipe: str, share: float) -> str:
+    """A configuration: the debug model's, with this recipe for a share of the steps."""
+    text = (ROOT / "train_configs" / "debug_model.toml").read_text()
+    if share:
+        text += f"\n[[precision.phase]]\nuntil = {share}\n{RECIPES[recipe]}"
+    return text + ("[[precision.phase]]\n" if share < 1 else "")
+
+
+def result(name: str, recipe: str, share: float, processes: int, steps: int, folder: Path) -> Result:
+    name = f"{name}, {processes} process{'es' if processes > 1 else ''}"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name.replace(' ', '_').replace('%', '')}.toml"
+    file.write_text(schedule(recipe, share))
+    flags = [f"--job.config_file={file}", f"--training.local_batch_size={BATCH // processes}"]
+    dump = run(name.replace("%", ""), flags, steps, folder, processes)
+    entries = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
+    times: dict[int, list[float]] = {}
+    for entry in entries:
+        times.setdefault(entry["precision_phase"], []).append(entry["step_seconds"])
+    found = Result([entry["loss"] for entry in entries], [(statistics.median(of), len(of)) for of in times.values()])
+    print(f"{name}: loss {found.loss:.4f}, {found.seconds:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def plot(results: dict[tuple[str, str, int], Result], recipes: list[str], processes: list[int], output: Path) -> None:
+    """For each recipe: what its losses are above bf16's, in a moving average, and its times over bf16's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, grid = plt.subplots(
+        len(recipes), 2, figsize=(11, 0.6 + 3.2 * len(recipes)), squeeze=False, width_ratios=(3, 1)
+    )
+    for (left, right), recipe in zip(grid, recipes, strict=True):
+        base = results["", "bf16", processes[0]]
+        for number, (name, share) in enumerate(SHARES.items()):
+            found = results[recipe, name, processes[0]]
+            above = [low - high for low, high in zip(found.losses, base.losses, strict=True)]
+            ends = range(LAST, len(above) + 1)
+            left.plot(ends, [statistics.mean(above[end - LAST : end]) for end in ends], f"C{number}", label=name)
+            if share < 1:
+                left.axvline(round(share * len(above)), color=f"C{number}", linestyle=":")
+            for place, count in enumerate(processes):
+                ratio = results[recipe, name, count].seconds / results["", "bf16", count].seconds
+                bar = right.bar(number + 0.4 * place, ratio, 0.36, color=f"C{number}", alpha=1 - 0.5 * place)
+                right.bar_label(bar, [f"{count}: {ratio:.2f}"], fontsize=7)
+        left.axhline(0, color="black", linewidth=0.8)
+        left.set(xlabel="step", ylabel=f"loss above bf16's\n(mean of {LAST} steps)", title=recipe)
+        left.legend(frameon=False, fontsize="small")
+        right.axhline(1, color="black", linewidth=0.8)
+        right.set(xticks=[], title="time over bf16's, by processes")
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=150, format="png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--processes", default="1,2", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--recipes", default="float8 rowwise,int8 rowwise", help=f"of {', '.join(RECIPES)}")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/precision_schedule"))
+    parser.add_argument("--output", type=Path, default=Path("precision_schedule.png"))
+    arguments = parser.parse_args()
+    recipes = [recipe.strip() for recipe in arguments.recipes.split(",")]
+    processes = [int(count) for count in arguments.processes.split(",")]
+    results: dict[tuple[str, str, int], Result] = {}
+    for count in processes:
+        results["", "bf16", count] = result("bf16", "", 0, count, arguments.steps, arguments.folder)
+        for recipe in recipes:
+            for name, share in SHARES.items():
+                of_run = result(f"{recipe} {name}", recipe, share, count, arguments.steps, arguments.folder)
+                results[recipe, name, count] = of_run
+    print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
+    print("| run | processes | loss | against bf16 | seconds a step, by phase | seconds | against bf16 |")
+    print("|---|---|---|---|---|---|---|")
+    for (recipe, name, count), found in results.items():
+        base = results["", "bf16", count]
+        by_phase = ", ".join(f"{seconds:.2f}" for seconds, _ in found.step_seconds)
+        print(
+            f"| {f'{recipe} {name}'.strip()} | {count} | {found.loss:.4f} | {found.loss / base.loss - 1:+.2%} | "
+            f"{by_phase} | {found.seconds:.0f} | {found.seconds / base.seconds:.2f} |"
+        )
+    plot(results, recipes, processes, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
