@@ -74,10 +74,7 @@ class CompactAdamW(torch.optim.Optimizer):
     def _step(self, parameter: nn.Parameter, grad: torch.Tensor, lr: torch.Tensor, group: dict[str, Any]) -> None:
         state, formats = self.state_of(parameter), self._formats[parameter]
         state["step"] += 1
-        moments = [
-            {part: _local(state[_join(key, part)]) for part in form.parts}
-            for key, form in zip(self._moment_names, formats, strict=True)
-        ]
+        moments = self._parts(parameter)
         weight = _local(parameter)
         dtypes = [weight.dtype, *(moment[""].dtype if "" in moment else None for moment in moments)]
         noise = self._noise(parameter, weight, [dtype == torch.bfloat16 for dtype in dtypes], state["step"])
@@ -95,6 +92,21 @@ class CompactAdamW(torch.optim.Optimizer):
                 group["eps"],
                 group["weight_decay"],
             )
+
+    @torch.no_grad()
+    def moments(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and second moment of what this rank holds, as the next update will see them; float32."""
+        pairs = zip(self._formats[parameter], self._parts(parameter), strict=True)
+        first, second = (form.read(parts) for form, parts in pairs)
+        return first, second.square() if self.root else second
+
+    def _parts(self, parameter: nn.Parameter) -> list[State]:
+        """Of the first and the second moment; in their own memory."""
+        state = self.state_of(parameter)
+        return [
+            {part: _local(state[_join(key, part)]) for part in form.parts}
+            for key, form in zip(self._moment_names, self._formats[parameter], strict=True)
+        ]
 
     @property
     def _moment_names(self) -> tuple[str, str]:
