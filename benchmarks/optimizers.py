@@ -39,7 +39,12 @@ TRAINED = {
     "AdamW8bit, bfloat16 weights": [*FLAGS["AdamW8bit"], BFLOAT16],
 }
 PLANNED = {
-    **TRAINED,
+    "AdamW": [],
+    "AdamW, bfloat16 states": FLAGS["AdamW, bfloat16 states"],
+    "AdamW8bit or AdamWFp8": FLAGS["AdamW8bit"],
+    "AdamW4bit": FLAGS["AdamW4bit"],
+    "AdamW, bfloat16 weights": [BFLOAT16],
+    "AdamW8bit or AdamWFp8, bfloat16 weights": [*FLAGS["AdamW8bit"], BFLOAT16],
     "AdamW4bit, bfloat16 weights": [*FLAGS["AdamW4bit"], BFLOAT16],
     "AdamW, updates during backward": EARLY,
     "AdamW8bit, bfloat16 weights, updates during backward": [*FLAGS["AdamW8bit"], BFLOAT16, *EARLY],
@@ -101,7 +106,6 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
 
             exact.register_step_pre_hook(step_others)
             exact.register_step_post_hook(compare)
-            trainer.config = config
             for _ in range(steps):
                 trainer.step += 1
                 trainer._train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
@@ -132,37 +136,35 @@ def bytes_table() -> str:
     from torchtitan.checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.device import find_device
-    from torchtitan.plan.plan import make_plan, planned_device
+    from torchtitan.models import MODELS
+    from torchtitan.plan.plan import planned_device
+    from torchtitan.plan.scaling import Job, measure
 
     lines = [
         "| optimizer | weights | gradients | states | sum | peak of 8 GPUs, GiB | of 2, GiB |",
         "|---|---|---|---|---|---|---|",
     ]
-    device, why = planned_device("H100", True, find_device(0), torch.bfloat16)
+    device, _ = planned_device("H100", True, find_device(0), torch.bfloat16)
+    spec = MODELS.get("llama3")
+    args = spec.flavor("8B")
+    with torch.device("meta"):
+        whole: Any = spec.build(args)
+    parameters = sum(parameter.numel() for parameter in whole.parameters())
+    model = ["--model.flavor=8B", "--training.local_batch_size=1", "--training.seq_len=4096"]
     for name, flags in PLANNED.items():
         peaks = []
         for world_size in (8, 2):
             with tempfile.TemporaryDirectory() as folder:
-                config = ConfigManager().parse_args(
-                    [
-                        f"--job.dump_folder={folder}",
-                        "--job.plan",
-                        f"--job.simulate_world_size={world_size}",
-                        "--job.simulate_device=H100",
-                        "--model.flavor=8B",
-                        "--training.local_batch_size=1",
-                        "--training.seq_len=4096",
-                        "--activation_checkpoint.mode=full",
-                        *flags,
-                    ]
-                )
+                plan = ["--job.plan", f"--job.simulate_world_size={world_size}", f"--job.dump_folder={folder}"]
+                config = ConfigManager().parse_args([*plan, *model, "--activation_checkpoint.mode=full", *flags])
                 dims = check(config, world_size, "cuda")
-                plan = make_plan(config, dims, global_batch_size(config, dims), device, why)
-            rank = plan.ranks[0]
-            share = plan.parameters / world_size
-            parts = [size / share for size in (rank.parameters, rank.gradients, rank.optimizer)]
-            peaks.append(rank.peaks["full"] / GIB)
-        cells = [f"{part:.2f}".rstrip("0").rstrip(".") for part in (*parts, sum(parts))]
+            rows = global_batch_size(config, dims)
+            (found,) = measure(Job(config, dims, rows, args, [args.n_layers], alike=True, device=device))
+            peaks.append(found["peak",] / GIB)
+            parts = [found[part,] for part in ("parameters", "gradients", "optimizer")]
+        share = parameters / world_size
+        a_parameter = [round(part / share, 2) for part in parts]
+        cells = [f"{part:g}" for part in (*a_parameter, round(sum(a_parameter), 2))]
         lines.append(f"| {name} | {' | '.join(cells)} | {peaks[0]:.1f} | {peaks[1]:.1f} |")
     return "\n".join(lines)
 
