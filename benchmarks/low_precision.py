@@ -55,7 +55,23 @@ def run(name: str, flags: list[str], steps: int, folder: Path, processes: int = 
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     if done.returncode != 0:
         sys.exit(done.stdout)
+    print(f"{name}: loss {statistics.mean(losses(dump)[-LAST:]):.4f}", file=sys.stderr, flush=True)
     return dump
+
+
+def losses(dump: Path) -> list[float]:
+    """Of every step of a finished run."""
+    return [json.loads(line)["loss"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_table(what: str, runs: dict[str, Path]) -> str:
+    """Each against the first."""
+    means = {name: statistics.mean(losses(dump)[-LAST:]) for name, dump in runs.items()}
+    base = next(iter(means))
+    lines = [f"| {what} | loss | against {base} |", "|---|---|---|"]
+    return "\n".join(
+        lines + [f"| {name} | {loss:.4f} | {loss / means[base] - 1:+.2%} |" for name, loss in means.items()]
+    )
 
 
 def products_table() -> str:
@@ -89,20 +105,11 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    results = {}
-    for name, flags in RECIPES.items():
-        dump = run(name, flags, arguments.steps, arguments.folder)
-        entries = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
-        loss = statistics.mean(entry["loss"] for entry in entries[-LAST:])
-        results[name] = (dump, loss)
-        print(f"{name}: loss {loss:.4f}", file=sys.stderr, flush=True)
+    results = {name: run(name, flags, arguments.steps, arguments.folder) for name, flags in RECIPES.items()}
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
-    print("| recipe | loss | against bf16 |\n|---|---|---|")
-    _, base_loss = results["bf16"]
-    for name, (_, loss) in results.items():
-        print(f"| {name} | {loss:.4f} | {loss / base_loss - 1:+.2%} |")
+    print(losses_table("recipe", results))
     print(f"\n{products_table()}")
-    plot = [sys.executable, str(ROOT / "scripts" / "plot_run.py"), *(str(dump) for dump, _ in results.values())]
+    plot = [sys.executable, str(ROOT / "scripts" / "plot_run.py"), *map(str, results.values())]
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([*plot, "--smooth", "20", "--output", arguments.output], check=True)
 

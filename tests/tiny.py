@@ -13,6 +13,7 @@ MODELS.register(
         {
             "narrow": TINY,
             "wide": replace(TINY, dim=128),
+            "blocks": replace(TINY, dim=256, ffn_dim=256),
             "shallow": replace(TINY, n_layers=1),
             "deep": replace(TINY, n_layers=4),
             "tied": replace(TINY, tied_embeddings=True),

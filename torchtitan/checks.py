@@ -1,5 +1,6 @@
 """Mistakes between keys, found before a process group or a model is made, and reported all at once."""
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
-from torchtitan.optim.optimizer import OPTIMIZERS
+from torchtitan.optim.optimizer import IN_CODES, OPTIMIZERS
 from torchtitan.parallel.checks import check_model, check_pipeline
 from torchtitan.parallel.dims import ParallelDims, find_dims
 from torchtitan.precision import phases_of
@@ -48,6 +49,8 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     if dims is not None:
         _check_batch(config, dims, problems)
         _check_parallel(config, dims, device_type, problems)
+        _check_one_backward_pass(config, dims, problems)
+    _check_optimizer(config, problems)
     _check_checkpoint(config, world_size, device_type, problems)
     _check_plan(config, problems)
     _check_not_built(config, device_type, problems)
@@ -129,6 +132,65 @@ def _check_async_tensor_parallel(degree: int, compiled: bool, device_type: str, 
         problems.append(f"{key} needs symmetric memory of CUDA devices, and this run is on {device_type}; unset it.")
 
 
+def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
+    optimizer, training = config.optimizer, config.training
+    in_codes = optimizer.name in IN_CODES
+    smaller = optimizer.state_dtype != "float32" or training.weight_dtype != "float32"
+    if optimizer.state_dtype != "float32" and optimizer.name != "AdamW":
+        problems.append(f"optimizer.state_dtype is for AdamW; unset it, or change optimizer.name = {optimizer.name}.")
+    if optimizer.second_moment != "v" and optimizer.name != "AdamWFp8":
+        problems.append(
+            f"optimizer.second_moment is for AdamWFp8; unset it, or change optimizer.name = {optimizer.name}."
+        )
+    if training.weight_dtype != "float32" and not in_codes and optimizer.name != "AdamW":
+        problems.append(
+            f"training.weight_dtype = {training.weight_dtype} needs an update that rounds stochastically, for most are "
+            f"smaller than half a step of bfloat16: take AdamW, AdamW8bit, AdamWFp8 or AdamW4bit, not {optimizer.name}."
+        )
+    if optimizer.implementation != "fused" and (in_codes or (smaller and optimizer.name == "AdamW")):
+        problems.append(
+            f"optimizer.implementation = {optimizer.implementation} is of torch's optimizers in float32; unset it."
+        )
+    if not optimizer.early_step_in_backward:
+        return
+    key = "optimizer.early_step_in_backward updates parameters before"
+    if training.max_norm < math.inf:
+        problems.append(
+            f"{key} the gradient norm is known, so nothing can be clipped by it: set training.max_norm = inf."
+        )
+    if training.skip_nonfinite or training.skip_grad_norm_outliers is not None:
+        problems.append(
+            f"{key} the loss of all ranks and the gradient norm are known, so no update can be left out: set "
+            "training.skip_nonfinite = false and leave training.skip_grad_norm_outliers unset."
+        )
+    if training.enable_cpu_offload:
+        problems.append(f"{key} gradients are sure to be in host memory: unset training.enable_cpu_offload.")
+
+
+def _check_one_backward_pass(config: JobConfig, dims: ParallelDims, problems: list[str]) -> None:
+    """What cannot be with several microbatches in a step."""
+    rows, size = global_batch_size(config, dims), config.training.local_batch_size * dims.dp
+    early, weight_dtype = config.optimizer.early_step_in_backward, config.training.weight_dtype
+    if early and dims.pp > 1:
+        problems.append(
+            "optimizer.early_step_in_backward would update parameters after each microbatch of a pipeline: unset it, "
+            "or parallelism.pipeline_parallel_degree."
+        )
+    if rows <= size:
+        return
+    remedy = f"set training.global_batch_size = {size} (local_batch_size x data-parallel ranks)"
+    if early:
+        problems.append(
+            f"optimizer.early_step_in_backward would update parameters after each of {rows // size} microbatches: "
+            f"{remedy}, or unset it."
+        )
+    if weight_dtype != "float32":
+        problems.append(
+            f"training.weight_dtype = {weight_dtype} keeps gradients in it too, and those of {rows // size} "
+            f"microbatches cannot be summed there without loss: {remedy}."
+        )
+
+
 def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, problems: list[str]) -> None:
     checkpoint = config.checkpoint
     if checkpoint.keep_latest_k == 1:
@@ -188,7 +250,6 @@ def _check_plan(config: JobConfig, problems: list[str]) -> None:
 def _check_not_built(config: JobConfig, device_type: str, problems: list[str]) -> None:
     """A key that is switched on works or stops the run; these do not work yet."""
     for key, on in {
-        "optimizer.early_step_in_backward": config.optimizer.early_step_in_backward,
         "parallelism.enable_compiled_autograd": config.parallelism.enable_compiled_autograd,
     }.items():
         if on:

@@ -32,6 +32,7 @@ from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.init import init_weights
 from torchtitan.optim.clip import clip_grad_norm
+from torchtitan.optim.in_backward import StepInBackward
 from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan.parallel.async_tensor import enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
@@ -90,7 +91,10 @@ class TrainingStep:
             self.pipeline = self._pipeline(config.training.local_batch_size, self.loss_scale)
             if config.validation.enabled:
                 self.validation_pipeline = self._pipeline(config.validation.local_batch_size)
-        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer, config.training.seed)
+        self.in_backward = None
+        if config.optimizer.early_step_in_backward:
+            self.in_backward = StepInBackward(self.model.parameters(), self.optimizer)
 
     @property
     def dp_rank(self) -> int:
@@ -143,6 +147,8 @@ class TrainingStep:
         for phase in self.phases:
             with torch.device("meta"):
                 model: Any = spec.build(self.args)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(getattr(torch, self.config.training.weight_dtype))
             self.passes = model.passes(target.tokens) if hasattr(model, "passes") else {}
             with phase.named():
                 section_of = functools.partial(getattr, phase.config)
@@ -231,16 +237,19 @@ class TrainingStep:
             The loss summed over this rank's tokens, for `over_ranks`, and the gradient norm of the whole model before
             clipping; float32 scalars on the device.
         """
+        set_learning_rate(self.optimizer, learning_rate)
         total = torch.zeros((), device=self.device.torch_device)
         for number, batch in enumerate(microbatches):
             set_last_microbatch(self.stages.values(), last=number == len(microbatches) - 1)
             total += self._forward_backward(*self._inputs(batch))
         with record_function("optimizer"):
-            grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
-            set_learning_rate(self.optimizer, learning_rate)
-            if not skips(total, grad_norm):
-                self.optimizer.step()
-            self.optimizer.zero_grad()
+            if self.in_backward is not None:
+                grad_norm = self.in_backward.grad_norm()
+            else:
+                grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
+                if not skips(total, grad_norm):
+                    self.optimizer.step()
+                self.optimizer.zero_grad()
             for converter in self.converters:
                 converter.post_optimizer_hook([self.model])
         return total, grad_norm

@@ -309,7 +309,7 @@ class Trainer:
             "device": f"{self.device.type} ({self.device.name}{threads}), {dist.get_world_size()} process(es)",
             "layout": f"{self.dims}",
             "model": f"{config.model.name} {config.model.flavor}, {self.work.parameters:,} parameters",
-            "precision": f"{dtype} products, float32 weights and gradient sums"
+            "precision": f"{dtype} products, {training.weight_dtype} weights, float32 gradient sums"
             + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else "")
             + (f"; schedule: {schedule_line(self.schedule)}" if self.schedule else ""),
             "data": self.loader.description,

@@ -76,6 +76,8 @@ def two_steps(flags: list[str], world_size: int) -> dict[str, Any]:
         trainer = Trainer(config, dims, global_batch_size(config, dims), find_device(0))
         trainer._train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
         gradients: list[int] = []
+        if trainer.work.in_backward is not None:
+            gradients.append(0)
         trainer.work.optimizer.register_step_pre_hook(
             lambda *_: gradients.append(state_bytes(trainer.work.model, trainer.work.optimizer)["gradients"])
         )
@@ -146,7 +148,12 @@ TWO = {
     "TP 2": (TP,),
     "CP 2": (CP,),
     "PP 2": (PP, "--training.local_batch_size=4"),
+    "FSDP 2, 8 bits": ("--optimizer.name=AdamW8bit",),
+    "FSDP 2, bfloat16 weights": ("--optimizer.name=AdamW4bit", "--training.weight_dtype=bfloat16", BF16),
 }
+FEW_TOKENS = ("--training.seq_len=64", "--training.local_batch_size=1", FULL)
+AFTER_BACKWARD = (*FEW_TOKENS, "--training.max_norm=inf", "--training.no_skip_nonfinite")
+IN_BACKWARD = (*AFTER_BACKWARD, "--optimizer.early_step_in_backward")
 FOUR = {
     "HSDP 2 x 2, accumulated": (HSDP, "--training.global_batch_size=16"),
     "FSDP 2 x TP 2, bfloat16": (TP, BF16),
@@ -166,7 +173,8 @@ def in_folders(layouts: dict[str, tuple[str, ...]], folder: Path) -> list[list[s
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
-    return dict(zip(TWO, measured(2, in_folders(TWO, folder), folder), strict=True))
+    layouts = {**TWO, "after backward": AFTER_BACKWARD, "in backward": IN_BACKWARD}
+    return dict(zip(layouts, measured(2, in_folders(layouts, folder), folder), strict=True))
 
 
 @pytest.mark.parametrize("layout", TWO)
@@ -174,6 +182,20 @@ def test_a_plan_is_what_two_processes_hold_and_send(
     layout: str, two: dict[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     assert_planned((*TWO[layout], f"--job.dump_folder={tmp_path}"), 2, two[layout])
+
+
+def test_updates_during_the_backward_pass_lower_the_peak(two: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """By most of the gradients; those of a block, and of embedding and output layer together, are still there."""
+    folder = f"--job.dump_folder={tmp_path}"
+    before, after = (planned((*FLAGS, *flags, folder), 2)[0] for flags in (AFTER_BACKWARD, IN_BACKWARD))
+    assert after.gradients == 0
+    assert after.peaks["full"] < before.peaks["full"] - 0.5 * before.gradients
+    for ordinary, early in zip(two["after backward"], two["in backward"], strict=True):
+        assert early["states"] == (after.parameters, 0, after.optimizer)
+        assert {(line.dimension, line.kind): (line.count, line.bytes) for line in after.traffic} == early[
+            "by dimension"
+        ]
+        assert early["peak"] < ordinary["peak"] - 0.5 * before.gradients
 
 
 @pytest.mark.full

@@ -51,6 +51,62 @@ def test_a_mistake_is_reported_with_its_key(flags: list[str], message: str, tmp_
         checked(*flags, folder=tmp_path)
 
 
+TP, CP, PP = (f"--parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "pipeline"))
+EARLY = ("--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.no_skip_nonfinite")
+BFLOAT16 = "--training.weight_dtype=bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--optimizer.name=Adam", "--optimizer.state_dtype=bfloat16"], r"optimizer\.state_dtype is for AdamW; "),
+        (["--optimizer.name=AdamW8bit", "--optimizer.state_dtype=bfloat16"], r"optimizer\.state_dtype .*AdamW8bit\."),
+        (
+            ["--optimizer.second_moment=sqrt_v"],
+            r"optimizer\.second_moment is for AdamWFp8; .*optimizer\.name = AdamW\.",
+        ),
+        (
+            ["--optimizer.name=Adam", BFLOAT16],
+            r"training\.weight_dtype = bfloat16 needs .* stochastically.*, not Adam\.",
+        ),
+        ([BFLOAT16, "--training.global_batch_size=16"], r"training\.weight_dtype = .* 2 microbatches .*_size = 8 \("),
+        (["--optimizer.name=AdamWFp8", "--optimizer.implementation=foreach"], r"optimizer\.implementation = foreach"),
+        (
+            ["--optimizer.state_dtype=bfloat16", "--optimizer.implementation=for-loop"],
+            r"optimizer\.implementation = for",
+        ),
+        ([BFLOAT16, "--optimizer.implementation=for-loop"], r"optimizer\.implementation = for"),
+        ([*EARLY, "--training.max_norm=1"], r"early_step_in_backward .*norm is known.* set training\.max_norm = inf"),
+        ([*EARLY, "--training.skip_nonfinite"], r"early_step_in_backward .* set training\.skip_nonfinite = false"),
+        (
+            [*EARLY, "--training.skip_grad_norm_outliers=4"],
+            r"early_step.* leave training\.skip_grad_norm_outliers unset",
+        ),
+        (
+            [*EARLY, "--training.global_batch_size=24"],
+            r"early_step_in_backward .* after each of 3 microbatches: set .* 8 ",
+        ),
+        ([*EARLY, "--training.enable_cpu_offload"], r"early_step_in_backward .* unset training\.enable_cpu_offload"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_optimizers_that_cannot_be(flags: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(*flags, folder=tmp_path)
+
+
+def test_updates_in_the_backward_pass_of_a_pipeline(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"early_step_in_backward .*unset it, or parallelism\.pipeline_parallel_degree"
+    ):
+        checked(*EARLY, f"{PP}=2", world_size=2, folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_optimizers_that_can_be_together(name: str, tmp_path: Path) -> None:
+    checked(*EARLY, BFLOAT16, f"--optimizer.name={name}", folder=tmp_path)
+
+
 def test_more_ranks_than_rows(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"training\.global_batch_size = 2 is smaller than the 4 data-parallel ranks"):
         checked("--training.global_batch_size=2", "--training.local_batch_size=1", world_size=4, folder=tmp_path)
@@ -73,7 +129,6 @@ def test_degrees_that_do_not_make_the_world(tmp_path: Path) -> None:
         )
 
 
-TP, CP, PP = (f"--parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "pipeline"))
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 
 

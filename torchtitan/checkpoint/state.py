@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from torchtitan.optim.compact import CompactAdamW
+
 # By parameter name and not by number: so that another layout, and another order, can load it.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 OPTIMIZER = "optimizer."
@@ -42,7 +44,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's state, as `optimizer.state.<parameter>.<name>`. Learning rates and the like are left out: they
-    are the configuration's, and would bring old settings back."""
+    are the configuration's, and would bring old settings back. Moments in codes are saved as they are."""
+    if isinstance(optimizer, CompactAdamW):  # torch's function for this makes float32 of them
+        return {
+            f"{OPTIMIZER}state.{name}.{key}": tensor
+            for name, parameter in model.named_parameters()
+            for key, tensor in optimizer.state_of(parameter).items()
+        }
     full = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
     tensors: dict[str, Any] = {key: value for key, value in full.items() if isinstance(value, torch.Tensor)}
     return {OPTIMIZER + key: tensor for key, tensor in tensors.items()}
@@ -50,6 +58,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Any]) -> None:
     """Puts `optimizer_tensors`, read back, into the optimizer."""
+    if isinstance(optimizer, CompactAdamW):
+        return  # they are its own, and were read into place
     full = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
     full.update({key.removeprefix(OPTIMIZER): value for key, value in tensors.items()})
     set_optimizer_state_dict(model, optimizer, full, options=BY_NAME)

@@ -37,7 +37,9 @@ class Model:
 class Optimizer:
     """The update rule."""
 
-    name: Annotated[str, Doc("AdamW or Adam.")] = "AdamW"
+    name: Annotated[str, Doc("AdamW, Adam, or AdamW with moments in 8 or 4 bits: AdamW8bit, AdamWFp8, AdamW4bit.")] = (
+        "AdamW"
+    )
     lr: Annotated[PositiveFloat, Doc("Peak learning rate.")] = 8e-4
     beta1: Annotated[Share, Doc("Decay of the first moment.")] = 0.9
     beta2: Annotated[Share, Doc("Decay of the second moment.")] = 0.95
@@ -46,7 +48,15 @@ class Optimizer:
     implementation: Annotated[
         Literal["for-loop", "foreach", "fused"], Doc("How the update runs; fused is fastest.")
     ] = "fused"
-    early_step_in_backward: Annotated[bool, Doc("Update each parameter as soon as its gradient is there.")] = False
+    state_dtype: Annotated[
+        Literal["float32", "bfloat16"], Doc("dtype of AdamW's moments; bfloat16 is rounded stochastically.")
+    ] = "float32"
+    second_moment: Annotated[
+        Literal["v", "sqrt_v"], Doc("What AdamWFp8 holds: the second moment, or its root, of half the dynamic range.")
+    ] = "v"
+    early_step_in_backward: Annotated[
+        bool, Doc("Update each parameter during the backward pass, and free its gradient; without clipping.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class Training:
         int, Doc("Sequences in one optimizer step over all ranks; -1: local_batch_size times the ranks.")
     ] = -1
     seq_len: Annotated[PositiveInt, Doc("Tokens in a sequence.")] = 2048
-    max_norm: Annotated[PositiveFloat, Doc("Gradients are scaled down to this total norm.")] = 1.0
+    max_norm: Annotated[PositiveFloat, Doc("Gradients are scaled down to this total norm; inf: never.")] = 1.0
     skip_nonfinite: Annotated[
         bool, Doc("Leave an update out, on all ranks, where the loss or the gradient norm is not finite.")
     ] = True
@@ -97,6 +107,10 @@ class Training:
         PositiveInt, Doc("Stop the run, with the ids of the samples, after so many updates left out in a row.")
     ] = 10
     steps: Annotated[PositiveInt, Doc("Optimizer steps.")] = 10000
+    weight_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Doc("dtype of weights and gradients in memory; bfloat16: updated weights are rounded stochastically."),
+    ] = "float32"
     enable_cpu_offload: Annotated[bool, Doc("Keep parameters and optimizer state in host memory.")] = False
     mixed_precision_param: Annotated[
         Literal["bfloat16", "float32"], Doc("dtype of the forward and backward computation, whatever the layout.")

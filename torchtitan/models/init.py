@@ -29,7 +29,7 @@ def init_weights(model: nn.Module, std_of: Callable[[str], float | None], seed: 
             parameter.fill_(1.0)
             continue
         generator = torch.Generator(device=parameter.device).manual_seed(_seed(seed, name))
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std, generator=generator)
         if isinstance(parameter, DTensor):
             parameter.to_local().copy_(local_share(whole, parameter))

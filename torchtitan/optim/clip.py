@@ -1,5 +1,6 @@
 """Gradient clipping by the norm over all parameters and ranks."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scales gradients in place so that their total 2-norm is at most `max_norm`.
+    """Scales gradients in place so that their total 2-norm is at most `max_norm`; inf leaves them as they are.
 
     The norm is that of the whole model, wherever its parameters lie: on other shards, tensor-parallel ranks or
     pipeline stages. One all-reduce of one number does it. All ranks call this, each with what it holds.
@@ -19,24 +20,36 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
         The norm before clipping, a float32 scalar on the device, the same on every rank.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = norm_over_ranks(squared_norm(parameters))
+    if max_norm < math.inf:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return norm
+
+
+@torch.no_grad()
+def squared_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """This rank's share of the square of the norm of these parameters' gradients; a float64 scalar."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     if locals_[0].device.type == "cpu":
         # torch's CPU kernel sums in float32 one number after the other: 1e-4 off for a large sparse gradient, and
         # differently so for each layout. Rows are short enough; their norms are summed in float64.
-        norms = [torch.linalg.vector_norm(torch.linalg.vector_norm(g, dim=-1), dtype=torch.float64) for g in locals_]
+        rows = [torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32) for grad in locals_]
+        norms = [torch.linalg.vector_norm(norms, dtype=torch.float64) for norms in rows]
     else:
-        norms = list(torch._foreach_norm(locals_, 2))
+        norms = list(torch._foreach_norm(locals_, 2, dtype=torch.float32))
     by_copies: dict[int, list[torch.Tensor]] = {}
     for grad, norm in zip(grads, norms, strict=True):
         by_copies.setdefault(_copies(grad), []).append(norm)
     squares = [torch.stack(norms).double().square().sum() / copies for copies, norms in by_copies.items()]
-    total = torch.stack(squares).sum()
+    return torch.stack(squares).sum()
+
+
+def norm_over_ranks(square: torch.Tensor) -> torch.Tensor:
+    """The norm, from every rank's share of its square (which is overwritten); float32. Collective."""
     if dist.is_initialized():
-        dist.all_reduce(total)
-    norm = total.sqrt().float()
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
-    return norm
+        dist.all_reduce(square)
+    return square.sqrt().float()
 
 
 def _copies(grad: torch.Tensor) -> int:

@@ -1,0 +1,269 @@
+"""What smaller optimizer states cost and save: four tables, and a plot of losses and of the error of updates.
+
+python benchmarks/optimizers.py --output docs/figures/optimizers.png [--steps 1000] [--only losses,errors,bytes,peaks]
+
+losses: the debug model with each optimizer, on the same data (as `low_precision.py`; runs in --folder are not run
+    again); a run that ends in an error is left out with what it said.
+errors: the update of each optimizer against float32's, from the same weights and the same history of gradients.
+bytes: of an 8B model, as planned (`--job.plan`).
+peaks: the most bytes of live tensors on 1 and 2 processes, with updates after and during the backward pass.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from low_precision import ROOT, losses, losses_table, run
+
+CHANGES: dict[str, dict[str, str]] = {
+    "AdamW": {},
+    "AdamW, bfloat16 states": {"state_dtype": "bfloat16"},
+    "AdamW8bit": {"name": "AdamW8bit"},
+    "AdamW4bit": {"name": "AdamW4bit"},
+    "AdamWFp8, v": {"name": "AdamWFp8"},
+    "AdamWFp8, sqrt_v": {"name": "AdamWFp8", "second_moment": "sqrt_v"},
+}
+BFLOAT16 = "--training.weight_dtype=bfloat16"
+EARLY = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.no_skip_nonfinite"]
+FLAGS = {name: [f"--optimizer.{key}={value}" for key, value in changes.items()] for name, changes in CHANGES.items()}
+TRAINED = {
+    **FLAGS,
+    "AdamW, bfloat16 weights": [BFLOAT16],
+    "AdamW8bit, bfloat16 weights": [*FLAGS["AdamW8bit"], BFLOAT16],
+}
+PLANNED = {
+    "AdamW": [],
+    "AdamW, bfloat16 states": FLAGS["AdamW, bfloat16 states"],
+    "AdamW8bit or AdamWFp8": FLAGS["AdamW8bit"],
+    "AdamW4bit": FLAGS["AdamW4bit"],
+    "AdamW, bfloat16 weights": [BFLOAT16],
+    "AdamW8bit or AdamWFp8, bfloat16 weights": [*FLAGS["AdamW8bit"], BFLOAT16],
+    "AdamW4bit, bfloat16 weights": [*FLAGS["AdamW4bit"], BFLOAT16],
+    "AdamW, updates during backward": EARLY,
+    "AdamW8bit, bfloat16 weights, updates during backward": [*FLAGS["AdamW8bit"], BFLOAT16, *EARLY],
+}
+DEBUG = [f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}", "--training.seq_len=128"]
+GIB = 2**30
+
+
+def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """By optimizer: the relative error of each step's update, 2-norms over all parameters; and in the last step the
+    share of numbers whose second moment is held as 0 and is none.
+
+    AdamW in float32 trains the debug model. The others get its weights and gradients before each of its steps.
+    """
+    import torch
+    from peak_memory import NoReport
+
+    from torchtitan.checks import check, global_batch_size
+    from torchtitan.config import ConfigManager
+    from torchtitan.config.training import Optimizer
+    from torchtitan.device import find_device
+    from torchtitan.optim.compact import CompactAdamW, _local
+    from torchtitan.optim.optimizer import build_optimizer
+    from torchtitan.trainer import Trainer
+
+    errors: dict[str, list[float]] = {name: [] for name in CHANGES if name != "AdamW"}
+    flushed: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [*DEBUG, f"--job.dump_folder={folder}", "--training.local_batch_size=8", f"--training.steps={steps}"]
+        config = ConfigManager().parse_args(flags)
+        dims = check(config, 1, "cpu")
+        with Trainer(config, dims, global_batch_size(config, dims), find_device(0)) as trainer:
+            exact = trainer.work.optimizer
+            parameters = list(trainer.work.model.parameters())
+            others = {name: [torch.nn.Parameter(_local(it).clone()) for it in parameters] for name in errors}
+            optimizers: dict[str, Any] = {}
+            for name, them in others.items():
+                section = Optimizer(**{**vars(config.optimizer), **CHANGES[name]})  # type: ignore[arg-type]
+                optimizers[name] = build_optimizer(them, section)
+            before: list[torch.Tensor] = []
+
+            @torch.no_grad()
+            def step_others(*_: Any) -> None:
+                before[:] = [_local(parameter).clone() for parameter in parameters]
+                for name, them in others.items():
+                    for mine, start, parameter in zip(them, before, parameters, strict=True):
+                        mine.copy_(start)
+                        mine.grad = _local(parameter.grad)  # type: ignore[arg-type]
+                    optimizers[name].param_groups[0]["lr"] = exact.param_groups[0]["lr"]
+                    optimizers[name].step()
+
+            @torch.no_grad()
+            def compare(*_: Any) -> None:
+                for name, them in others.items():
+                    triples = list(zip(them, before, map(_local, parameters), strict=True))
+                    off = sum(float((mine - right).square().sum()) for mine, _, right in triples)
+                    whole = sum(float((right - start).square().sum()) for _, start, right in triples)
+                    errors[name].append((off / whole) ** 0.5 if whole else 0.0)
+
+            exact.register_step_pre_hook(step_others)
+            exact.register_step_post_hook(compare)
+            for _ in range(steps):
+                trainer.step += 1
+                trainer._train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
+            for name, optimizer in optimizers.items():
+                assert isinstance(optimizer, CompactAdamW)
+                lost = total = 0
+                for mine, parameter in zip(others[name], parameters, strict=True):
+                    there = _local(exact.state[parameter]["exp_avg_sq"]) > 0
+                    lost += int(((optimizer.moments(mine)[1] == 0) & there).sum())
+                    total += int(there.sum())
+                flushed[name] = lost / total
+    return errors, flushed
+
+
+def errors_table(errors: dict[str, list[float]], flushed: dict[str, float]) -> str:
+    last = 20
+    lines = ["| optimizer | error of an update | largest | second moments lost to 0 |", "|---|---|---|---|"]
+    for name, found in errors.items():
+        mean = sum(found[-last:]) / len(found[-last:])
+        lines.append(f"| {name} | {mean:.3g} | {max(found):.3g} | {flushed[name]:.2%} |")
+    return "\n".join(lines)
+
+
+def bytes_table() -> str:
+    """Of Llama 3 8B, bytes a parameter, and GiB on each of 8 GPUs and of 2."""
+    import torch
+
+    from torchtitan.checks import check, global_batch_size
+    from torchtitan.config import ConfigManager
+    from torchtitan.device import find_device
+    from torchtitan.models import MODELS
+    from torchtitan.plan.plan import planned_device
+    from torchtitan.plan.scaling import Job, measure
+
+    lines = [
+        "| optimizer | weights | gradients | states | sum | peak of 8 GPUs, GiB | of 2, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    device, _ = planned_device("H100", True, find_device(0), torch.bfloat16)
+    spec = MODELS.get("llama3")
+    args = spec.flavor("8B")
+    with torch.device("meta"):
+        whole: Any = spec.build(args)
+    parameters = sum(parameter.numel() for parameter in whole.parameters())
+    model = ["--model.flavor=8B", "--training.local_batch_size=1", "--training.seq_len=4096"]
+    for name, flags in PLANNED.items():
+        peaks = []
+        for world_size in (8, 2):
+            with tempfile.TemporaryDirectory() as folder:
+                plan = ["--job.plan", f"--job.simulate_world_size={world_size}", f"--job.dump_folder={folder}"]
+                config = ConfigManager().parse_args([*plan, *model, "--activation_checkpoint.mode=full", *flags])
+                dims = check(config, world_size, "cuda")
+            rows = global_batch_size(config, dims)
+            (found,) = measure(Job(config, dims, rows, args, [args.n_layers], alike=True, device=device))
+            peaks.append(found["peak",] / GIB)
+            parts = [found[part,] for part in ("parameters", "gradients", "optimizer")]
+        share = parameters / world_size
+        a_parameter = [round(part / share, 2) for part in parts]
+        cells = [f"{part:g}" for part in (*a_parameter, round(sum(a_parameter), 2))]
+        lines.append(f"| {name} | {' | '.join(cells)} | {peaks[0]:.1f} | {peaks[1]:.1f} |")
+    return "\n".join(lines)
+
+
+def peaks_table() -> str:
+    """Real tensors of the debug model, MiB."""
+    lines = [
+        "| processes | batch | all gradients, MiB | peak after backward, MiB | during, MiB | saved, MiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for processes in (1, 2):
+        for rows in (1, 8):
+            flags = [*DEBUG, f"--training.local_batch_size={rows}", "--activation_checkpoint.mode=full", *EARLY[1:]]
+            found = [_peak(processes, [*flags, *more]) for more in ([], EARLY[:1])]
+            ordinary, early = (one["peak"] / 2**20 for one in found)
+            lines.append(
+                f"| {processes} | {rows} x 128 | {found[0]['gradients'] / 2**20:.1f} | {ordinary:.1f} | {early:.1f} "
+                f"| {ordinary - early:.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def _peak(processes: int, flags: list[str]) -> dict[str, int]:
+    command = [sys.executable, "-m", "torchtitan.launch", str(ROOT / "benchmarks" / "peak_memory.py"), *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NGPU": str(processes)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        sys.exit(done.stderr)
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def plot(runs: dict[str, Path], errors: dict[str, list[float]], output: Path, smooth: int) -> None:
+    """Losses, their distance to the first run's, and the errors of updates, over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(3, 1, figsize=(9, 11))
+    found = {name: losses(dump) for name, dump in runs.items()}
+    base = next(iter(found.values()), [])
+    colors = {name: f"C{number}" for number, name in enumerate(TRAINED)}
+    for name, values in found.items():
+        panels[0].plot(_smooth(values, smooth), color=colors[name], label=name, linewidth=1.4)
+        gaps = [value / first - 1 for value, first in zip(values, base, strict=True)]
+        panels[1].plot([100 * gap for gap in _smooth(gaps, smooth)], color=colors[name], linewidth=1.4)
+    for name, values in errors.items():
+        panels[2].plot(values, color=colors[name], label=name, linewidth=1.2)
+    panels[2].set_yscale("log")
+    titles = ("Loss", f"Loss against {next(iter(found), '')} (%)", "Error of an update against float32's")
+    for panel, title in zip(panels, titles, strict=True):
+        panel.set_ylabel(title)
+        panel.set_xlabel("Step")
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in (panels[0], panels[2]):
+        panel.legend(frameon=False, fontsize="small")
+    figure.tight_layout()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=150)
+
+
+def _smooth(values: list[float], width: int) -> list[float]:
+    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--error-steps", type=int, default=100)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/optimizers"))
+    parser.add_argument("--output", type=Path, default=Path("optimizers.png"))
+    parser.add_argument("--only", default="losses,errors,bytes,peaks")
+    arguments = parser.parse_args()
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    wanted = arguments.only.split(",")
+    print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}")
+    runs: dict[str, Path] = {}
+    errors: dict[str, list[float]] = {}
+    if "losses" in wanted:
+        runs = {name: run(name, flags, arguments.steps, arguments.folder) for name, flags in TRAINED.items()}
+        print(f"\nlosses, {arguments.steps} steps\n\n{losses_table('optimizer', runs)}", flush=True)
+    saved = arguments.folder / "errors.json"
+    if "errors" in wanted:
+        errors, flushed = update_errors(arguments.error_steps)
+        print(f"\nerrors, {arguments.error_steps} steps\n\n{errors_table(errors, flushed)}", flush=True)
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        saved.write_text(json.dumps(errors))
+    tables: dict[str, Callable[[], str]] = {"bytes": bytes_table, "peaks": peaks_table}
+    for name, table in tables.items():
+        if name in wanted:
+            print(f"\n{name}\n\n{table()}", flush=True)
+    if runs:
+        errors = errors or (json.loads(saved.read_text()) if saved.exists() else {})
+        plot(runs, errors, arguments.output, smooth=max(1, arguments.steps // 20))
+
+
+if __name__ == "__main__":
+    main()

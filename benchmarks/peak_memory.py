@@ -1,0 +1,57 @@
+"""The most bytes that live tensors have in a training step, on rank 0: counted, as each is made and freed.
+
+NGPU=2 python -m torchtitan.launch benchmarks/peak_memory.py --training.seq_len=128 ... (flags of train.py)
+
+What kernels take and give back by themselves is not seen. Prints a line of JSON: states (weights and optimizer state),
+gradients (of all parameters, were they there at a time) and peak, in bytes.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+from torchtitan.checks import check, global_batch_size
+from torchtitan.config import ConfigManager
+from torchtitan.device import find_device
+from torchtitan.plan.record import Recorder
+from torchtitan.plan.simulation import local_bytes, state_bytes
+from torchtitan.plan.stand_ins import stand_ins
+from torchtitan.trainer import Trainer
+
+
+class NoReport:
+    """In the place of a reporter."""
+
+    def step(self, step: int, loss: Any, **others: Any) -> None:
+        loss()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        config = ConfigManager().parse_args([f"--job.dump_folder={folder}", *sys.argv[1:]])
+        device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dims = check(config, int(os.environ.get("WORLD_SIZE", 1)), device.type)
+        recorder = Recorder(name_of_group=str)
+        with recorder, Trainer(config, dims, global_batch_size(config, dims), device) as trainer:
+            for _ in range(2):  # in the second all states are there
+                recorder.clear()
+                with stand_ins(device.type):
+                    trainer._train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
+            states = state_bytes(trainer.work.model, trainer.work.optimizer)
+            gradients = local_bytes(parameter for parameter in trainer.work.model.parameters())  # of the same dtype
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                json.dumps(
+                    {
+                        "states": states["parameters"] + states["optimizer"],
+                        "gradients": gradients,
+                        "peak": max(recorder.peaks.values()),
+                    }
+                )
+            )
+
+
+if __name__ == "__main__":
+    main()

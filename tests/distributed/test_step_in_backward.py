@@ -1,0 +1,54 @@
+"""Updates during the backward pass: the same training in less memory."""
+
+from pathlib import Path
+
+import pytest
+from runs import TINY, assert_equal_bit_for_bit, grad_norms, into, losses, tensors_of, train, train_here
+
+FLAGS = (
+    *TINY,
+    "--training.steps=4",
+    "--training.max_norm=inf",
+    "--training.no_skip_nonfinite",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=4",
+)
+EARLY = "--optimizer.early_step_in_backward"
+TP, CP = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("tensor", "context"))
+COPIES = "--parallelism.data_parallel_replicate_degree=2"
+ONE = "--training.local_batch_size=4"
+LAYOUTS = {
+    "FSDP 2": (2, ()),
+    "one process, 8bit": (1, (ONE, "--optimizer.name=AdamW8bit", "--model.flavor=wide")),
+    "one process, tied embeddings": (1, (ONE, "--model.flavor=tied")),
+    "TP 2, tied embeddings": (2, (ONE, TP, "--model.flavor=tied")),
+    "DP 2": (2, (COPIES,)),
+    "CP 2": (2, (ONE, CP)),
+    "FSDP 2, bfloat16 weights": (2, ("--training.weight_dtype=bfloat16",)),
+    "FSDP 2, recomputation": (2, ("--activation_checkpoint.mode=full", "--optimizer.implementation=foreach")),
+    "FSDP 2 x TP 2": (4, (TP,)),
+}
+CORE = ("FSDP 2", "one process, 8bit", "one process, tied embeddings", "TP 2, tied embeddings")
+ROWS = [pytest.param(name, marks=[] if name in CORE else [pytest.mark.full]) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", ROWS)
+def test_it_is_the_ordinary_update(layout: str, tmp_path: Path) -> None:
+    """Bit for bit; the gradient norm, which is reported all the same, to rounding."""
+    processes, flags = LAYOUTS[layout]
+    ordinary, early = tmp_path / "ordinary", tmp_path / "early"
+    for folder, more in ((ordinary, ()), (early, (EARLY,))):
+        if processes == 1:
+            train_here(*FLAGS, into(folder), *flags, *more)
+        else:
+            train(*FLAGS, into(folder), *flags, *more, processes=processes)
+    assert losses(early) == losses(ordinary)
+    assert grad_norms(early) == pytest.approx(grad_norms(ordinary), rel=1e-6)
+    assert_equal_bit_for_bit(tensors_of(early, 4), tensors_of(ordinary, 4))
+
+
+def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    train_here(*FLAGS, into(tmp_path / "whole"), ONE, EARLY, "--training.steps=8")
+    train_here(*FLAGS, into(tmp_path / "parts"), ONE, EARLY)
+    train_here(*FLAGS, into(tmp_path / "parts"), ONE, EARLY, "--training.steps=8")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
