@@ -5,7 +5,7 @@ It knows no data set, no checkpoint and no report; the trainer feeds it, and a p
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +109,9 @@ class TrainingStep:
         self.converters = apply_converters(
             model, config.model.converters, lambda section: getattr(config, section), target
         )
+        for converter in self.converters:
+            if isinstance(converter, LinearConverter):
+                converter.connect(self.mesh)
         self.converted_model = str(model) if config.model.print_after_conversion else ""
         self.stages = self._split(model) if self.dims.pp > 1 else {0: model}
         self.positions = self._own_positions()
@@ -184,11 +187,15 @@ class TrainingStep:
             total += self._forward_backward(*self._inputs(batch))
         grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
         set_learning_rate(self.optimizer, learning_rate)
-        if not skips(total, grad_norm):
+        skipped = skips(total, grad_norm)
+        if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
         for converter in self.converters:
-            converter.post_optimizer_hook([self.model])
+            if isinstance(converter, LinearConverter):
+                converter.after_step([self.model], None if skipped else learning_rate)
+            else:
+                converter.post_optimizer_hook([self.model])
         return total, grad_norm
 
     def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -229,6 +236,33 @@ class TrainingStep:
             tokens += batch.labels.numel()
         reshard(self.stages.values())
         return self.over_ranks(total) / (tokens * self.dims.dp)
+
+    def converter_state(self) -> dict[str, Any]:
+        """What converters keep from step to step, by their names: JSON, of the whole model. Collective."""
+        converters = [converter for converter in self.converters if isinstance(converter, LinearConverter)]
+        own = {converter.name: converter.state_dict([self.model]) for converter in converters}
+        stages: list[Any] = [own]
+        if self.dims.pp > 1 and any(state is not None for state in own.values()):
+            stages = [None] * self.dims.pp
+            dist.all_gather_object(stages, own, group=self.mesh.get_group("pp"))
+        return {
+            name: {fqn: layer for stage in stages for fqn, layer in stage[name].items()}
+            for name, state in own.items()
+            if state is not None
+        }
+
+    def load_converter_state(self, state: Mapping[str, Any]) -> None:
+        """Takes up the `converter_state` of a checkpoint; what it says of other converters is left."""
+        for converter in self.converters:
+            if isinstance(converter, LinearConverter):
+                converter.load_state_dict([self.model], state.get(converter.name, {}))
+
+    @property
+    def steps_that_compile(self) -> int:
+        """How many steps from the start may compile something."""
+        if not self.config.training.compile:
+            return 0
+        return 1 + any(isinstance(converter, LinearConverter) and converter.warms_up for converter in self.converters)
 
     @property
     def converts(self) -> bool:

@@ -141,6 +141,7 @@ class Trainer:
             self.guard.load_state_dict(state["guard"])
         if "dataloader" in state:
             self.loader.load_state_dict(state["dataloader"])
+        self.work.load_converter_state(state.get("converters", {}))
 
     def _state(self) -> dict[str, Any]:
         """The JSON part of a checkpoint; complete on rank 0."""
@@ -151,6 +152,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "guard": self.guard.state_dict(),
             "dataloader": self.loader.merge_states(states),
+            "converters": self.work.converter_state(),
         }
 
     def __enter__(self) -> "Trainer":
@@ -185,8 +187,8 @@ class Trainer:
             path.parent.mkdir(exist_ok=True)
             self.sample_ids = JSONLWriter(path, self.step)
         first_step = self.step + 1
-        # While the first step is compiled, products of the tracing are counted too.
-        checked_step = first_step + config.training.compile
+        # While a step is compiled, products of the tracing are counted too.
+        checked_step = first_step + self.work.steps_that_compile
         with (
             Profiler(
                 config.profiling,

@@ -94,7 +94,7 @@ def train(name: str, section: Any, hugest: float = 0.0) -> dict[str, Any]:
     gathered_bytes = gather.bytes
     model[0].unshard()
     weight = model[0].up.weight
-    gathered = (weight.data_int8.clone(), weight.scale.clone()) if isinstance(weight, GatheredWeight) else None
+    gathered = tuple(t.clone() for t in weight.quantized()) if isinstance(weight, GatheredWeight) else None
     result = {
         "losses": losses,
         "bytes": gathered_bytes,
