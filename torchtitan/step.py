@@ -191,12 +191,16 @@ class TrainingStep:
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
+        self._tell_converters(None if skipped else learning_rate)
+        return total, grad_norm
+
+    def _tell_converters(self, learning_rate: float | None) -> None:
+        """That an update was made, or, with None, skipped."""
         for converter in self.converters:
             if isinstance(converter, LinearConverter):
-                converter.after_step([self.model], None if skipped else learning_rate)
+                converter.after_step([self.model], learning_rate)
             else:
                 converter.post_optimizer_hook([self.model])
-        return total, grad_norm
 
     def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Tokens and labels on the device, the rank's own positions of them, and what else the model is given."""
