@@ -60,6 +60,7 @@ class WeightBounds:
         # Adam's decay is part of the gradient, and the ratio holds for any gradient.
         self.decay = optimizer.weight_decay if optimizer.name == "AdamW" else 0.0
         self.every = every
+        self.layers: list[str] = []
         self.bounds: torch.Tensor | None = None
         self.age = 0
 
@@ -72,15 +73,15 @@ class WeightBounds:
         Raises:
             TrainingError: a weight has moved beyond its bound.
         """
-        weights = list(gathered_weights(models).values())
+        weights = gathered_weights(models)
         if not weights or learning_rate is None:
             return
         if self.bounds is not None:
             self.bounds = moved(self.bounds, learning_rate, self.ratio, self.decay)
         self.age += 1
         if self.bounds is None or self.age >= self.every:
-            measured = max_over(torch.stack(torch._foreach_norm([w._tensor for w in weights], math.inf)), group)
-            measured = measured.double()
+            shards = [weight._tensor for weight in weights.values()]
+            measured = max_over(torch.stack(torch._foreach_norm(shards, math.inf)), group).double()
             # A look at the device, too dear for every step.
             if self.bounds is not None and self.every > 1 and not bool((measured <= self.bounds).all()):
                 raise TrainingError(
@@ -90,18 +91,19 @@ class WeightBounds:
             self.bounds, self.age = measured, 0
         self.set_scales(weights)
 
-    def set_scales(self, weights: Sequence[Any]) -> None:
+    def set_scales(self, weights: dict[str, Any]) -> None:
         from torchao.float8.float8_utils import amax_to_scale
 
+        self.layers = list(weights)
         scales = amax_to_scale(self.bounds, torch.float8_e4m3fn)
-        for weight, scale in zip(weights, scales, strict=True):
+        for weight, scale in zip(weights.values(), scales, strict=True):
             weight._precomputed_scale = scale
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
         """By path of the layer, its bound and how many steps ago it was measured."""
         if self.bounds is None:
             return {}
-        return dict(zip(gathered_weights(models), ([bound, self.age] for bound in self.bounds.tolist()), strict=True))
+        return {layer: [bound, self.age] for layer, bound in zip(self.layers, self.bounds.tolist(), strict=True)}
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
         """Without all the bounds, the next step measures each weight before it is gathered, and then begins."""
@@ -114,7 +116,7 @@ class WeightBounds:
         bounds, ages = zip(*(state[fqn] for fqn in weights), strict=True)
         device = next(iter(weights.values())).device
         self.bounds, self.age = torch.tensor(bounds, dtype=torch.float64, device=device), max(ages)
-        self.set_scales(list(weights.values()))
+        self.set_scales(weights)
 
 
 def gathered_weights(models: Sequence[nn.Module]) -> dict[str, Any]:
