@@ -18,6 +18,7 @@ from torchtitan.config.training import Optimizer
 from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.gather import GatheredWeight
 from torchtitan.converters.quantize import quantize
+from torchtitan.errors import TrainingError
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.fsdp import apply_fsdp
@@ -66,6 +67,8 @@ class CountedAllReduces(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not set(types) <= {torch.Tensor, nn.Parameter}:
+            return NotImplemented  # a DTensor first takes the operation apart
         self.count += func._opname.replace("_", "").startswith("allreduce")
         return func(*args, **(kwargs or {}))
 
@@ -74,8 +77,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def train(name: str, section: Any, hugest: float = 0.0) -> dict[str, Any]:
-    """Three steps of two blocks on all ranks, sharded; what a test may want to know of it."""
+def train(name: str, section: Any, hugest: float = 0.0, told: float = OPTIMIZER.lr) -> dict[str, Any]:
+    """Three steps of two blocks on all ranks, sharded; what a test may want to know of it. `told`: to the converter, of
+    the learning rate."""
     gather = CountedAllGather()
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block())
@@ -109,7 +113,7 @@ def train(name: str, section: Any, hugest: float = 0.0) -> dict[str, Any]:
         optimizer.zero_grad()
         with CommDebugMode() as collectives:
             for converter in converters:
-                converter.after_step([model], OPTIMIZER.lr)
+                converter.after_step([model], told)
         hook_reduces.append(collectives.get_total_counts())
         losses.append(loss.item())
     gathered_bytes = gather.bytes
@@ -143,7 +147,12 @@ def train_all() -> dict[str, Any]:
     """Every case, and again with weights of zeros and huge ones."""
     results = {name: train(*case) for name, case in CASES.items()}
     extreme = {f"{name}, extreme": train(*case, 1e20) for name, case in CASES.items() if case[0]}
-    return {**results, **extreme}
+    try:
+        train(*CASES["float8 bound"], told=OPTIMIZER.lr / 100)
+        refused = ""
+    except TrainingError as error:
+        refused = str(error)
+    return {**results, **extreme, "moved too far": refused}
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +210,10 @@ def test_bounds_are_above_all_weights_and_near_them(ranks: list[dict[str, Any]])
         for name in ("0.up", "0.down", "1.up", "1.down"):
             bound, age = result["bounds"][name]
             assert age == 0 and bound == result["end"][f"{name}.weight"].abs().max()
+
+
+def test_a_weight_that_moves_further_than_its_bound_ends_the_run(ranks: list[dict[str, Any]]) -> None:
+    assert all("float8.weight_scale = measured" in rank["moved too far"] for rank in ranks)
 
 
 def test_precomputed_float8_scales_give_the_same_training(ranks: list[dict[str, Any]]) -> None:
