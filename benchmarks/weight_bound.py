@@ -35,6 +35,7 @@ def train(flags: list[str], output: Path) -> None:
     """In each process of a run: trains, looks at the weights after every step; rank 0 writes what was seen."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from torchtitan.checks import check, global_batch_size
@@ -47,7 +48,7 @@ def train(flags: list[str], output: Path) -> None:
         count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if not set(types) <= {torch.Tensor, torch.nn.Parameter}:
+            if DTensor in types:
                 return NotImplemented  # a DTensor first takes the operation apart
             self.count += func._opname.replace("_", "").startswith("allreduce")
             return func(*args, **(kwargs or {}))
