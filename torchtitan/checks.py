@@ -136,6 +136,11 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
     optimizer, training = config.optimizer, config.training
     in_codes = optimizer.name in IN_CODES
     smaller = optimizer.state_dtype != "float32" or training.weight_dtype != "float32"
+    if smaller and config.float8.weight_scale == "bound":
+        problems.append(
+            "float8.weight_scale = bound holds for updates in float32: with optimizer.state_dtype or "
+            "training.weight_dtype in bfloat16, what is rounded could go beyond it. Use measured, or float32."
+        )
     if optimizer.state_dtype != "float32" and optimizer.name != "AdamW":
         problems.append(f"optimizer.state_dtype is for AdamW; unset it, or change optimizer.name = {optimizer.name}.")
     if optimizer.second_moment != "v" and optimizer.name != "AdamWFp8":

@@ -23,6 +23,7 @@ def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None,
         tensor_parallel=parallelism.tensor_parallel_degree,
         plan=spec.plan,
         shards=shards,
+        optimizer=config.optimizer,
     )
 
 

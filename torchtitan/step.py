@@ -5,7 +5,7 @@ It knows no data set, no checkpoint and no report; the trainer feeds it, and a p
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,6 +154,10 @@ class TrainingStep:
                 section_of = functools.partial(getattr, phase.config)
                 built.append((model, apply_converters(model, phase.config.model.converters, section_of, target)))
         self.converters_by_phase = [converters for _, converters in built]
+        for converters in self.converters_by_phase:
+            for converter in converters:
+                if isinstance(converter, LinearConverter):
+                    converter.connect(self.mesh)
         self._faces: list[Faces] = faces_of(built) if len(built) > 1 else [{}]
         return built[0][0]
 
@@ -243,16 +247,25 @@ class TrainingStep:
             set_last_microbatch(self.stages.values(), last=number == len(microbatches) - 1)
             total += self._forward_backward(*self._inputs(batch))
         with record_function("optimizer"):
+            skipped = False
             if self.in_backward is not None:
                 grad_norm = self.in_backward.grad_norm()
             else:
                 grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
-                if not skips(total, grad_norm):
+                skipped = skips(total, grad_norm)
+                if not skipped:
                     self.optimizer.step()
                 self.optimizer.zero_grad()
-            for converter in self.converters:
-                converter.post_optimizer_hook([self.model])
+            self._tell_converters(None if skipped else learning_rate)
         return total, grad_norm
+
+    def _tell_converters(self, learning_rate: float | None) -> None:
+        """That an update was made, or, with None, skipped."""
+        for converter in self.converters:
+            if isinstance(converter, LinearConverter):
+                converter.after_step([self.model], learning_rate)
+            else:
+                converter.post_optimizer_hook([self.model])
 
     def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Tokens and labels on the device, the rank's own positions of them, and what else the model is given."""
@@ -297,14 +310,43 @@ class TrainingStep:
         return self.over_ranks(total) / (tokens * self.dims.dp)
 
     def steps_to_check(self, first_step: int) -> set[int]:
-        """The steps, `first_step` the first of them, in which to count low-precision products: the first of each phase,
-        or, since products of a compiler's tracing would be counted too, the second."""
+        """The steps, `first_step` the first of them, in which to count low-precision products: the first of each phase
+        in which nothing is compiled any more, since products of a compiler's tracing would be counted too."""
         if not any(isinstance(converter, LinearConverter) for phase in self.converters_by_phase for converter in phase):
             return set()
-        ends = [phase.last for phase in self.phases]
-        firsts = [max(first_step, (before or 0) + 1) for before in [0, *ends[:-1]]]
-        steps = {first + self.config.training.compile: last for first, last in zip(firsts, ends, strict=True)}
-        return {step for step, last in steps.items() if last is None or step <= last}
+        steps, first = set(), 1
+        for phase, converters in zip(self.phases, self.converters_by_phase, strict=True):
+            step = max(first_step, first) + self._steps_that_compile(converters)
+            if phase.last is None or step <= phase.last:
+                steps.add(step)
+            first = (phase.last or 0) + 1
+        return steps
+
+    def _steps_that_compile(self, converters: Sequence[ModelConverter]) -> int:
+        """How many steps from the start of a phase with these may compile something."""
+        if not self.config.training.compile:
+            return 0
+        return 1 + any(isinstance(converter, LinearConverter) and converter.warms_up for converter in converters)
+
+    def converter_state(self) -> dict[str, Any]:
+        """What converters keep from step to step, by their names: JSON, of the whole model. Collective."""
+        converters = [converter for converter in self.converters if isinstance(converter, LinearConverter)]
+        own = {converter.name: converter.state_dict([self.model]) for converter in converters}
+        stages: list[Any] = [own]
+        if self.dims.pp > 1 and any(state is not None for state in own.values()):
+            stages = [None] * self.dims.pp
+            dist.all_gather_object(stages, own, group=self.mesh.get_group("pp"))
+        return {
+            name: {fqn: layer for stage in stages for fqn, layer in stage[name].items()}
+            for name, state in own.items()
+            if state is not None
+        }
+
+    def load_converter_state(self, state: Mapping[str, Any]) -> None:
+        """Takes up the `converter_state` of a checkpoint; what it says of other converters is left."""
+        for converter in self.converters:
+            if isinstance(converter, LinearConverter):
+                converter.load_state_dict([self.model], state.get(converter.name, {}))
 
     def checked_products(self, microbatches: int) -> contextlib.AbstractContextManager[None]:
         """Around `run`, in which nothing is compiled any more: low-precision products must run as promised."""

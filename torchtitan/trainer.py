@@ -147,6 +147,7 @@ class Trainer:
             self.guard.load_state_dict(state["guard"])
         if "dataloader" in state:
             self.loader.load_state_dict(state["dataloader"])
+        self.work.load_converter_state(state.get("converters", {}))
 
     def _prepare(self, state: Mapping[str, Any]) -> None:
         """Before the tensors of a checkpoint are loaded: what is saved was in the phase of its last step."""
@@ -170,6 +171,7 @@ class Trainer:
             "guard": self.guard.state_dict(),
             "dataloader": self.loader.merge_states(states),
             **({"precision_schedule": self.schedule} if self.schedule else {}),
+            "converters": self.work.converter_state(),
         }
 
     def __enter__(self) -> "Trainer":

@@ -13,6 +13,13 @@ CONVERTERS = {
     ),
     "int8": ("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather"),
     "mx": ("--model.converters=mx", "--mx.emulate"),
+    "float8 delayed": ("--model.converters=float8", "--float8.recipe_name=delayed", "--float8.delayed_history_len=3"),
+    "float8 bound": (
+        "--model.converters=float8",
+        "--float8.enable_fsdp_float8_all_gather",
+        "--float8.weight_scale=bound",
+        "--float8.weight_scale_freq=3",
+    ),
 }
 FEATURES = {
     "accumulation and recomputation": ("--training.local_batch_size=1", "--activation_checkpoint.mode=full"),
@@ -38,6 +45,7 @@ SHORT = [
     ("FSDP and tensor parallel", "float8"),
     ("context parallel", "int8"),
     ("pipeline", "float8"),
+    ("tensor parallel and compile", "float8 delayed"),
 ]
 BASE = (*TINY, "--training.steps=3", "--training.mixed_precision_param=bfloat16")
 
@@ -83,7 +91,7 @@ def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("converter", CONVERTERS)
 def test_resumed_bit_for_bit(converter: str, processes: int, tmp_path: Path) -> None:
-    """Twice, with accumulation; scales are no part of a checkpoint, and yet the same."""
+    """Twice, with accumulation; scales with a history are part of a checkpoint, others are the same without."""
     flags = (*BASE, *CONVERTERS[converter], "--training.local_batch_size=1", "--optimizer.lr=1e-2")
     saved = (*flags, "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
 

@@ -170,6 +170,7 @@ class CheckpointManager:
             key: value
             for key, value in state.items()
             if not (key == "dataloader" and "dataloader" in excluded)
+            and not (key == "converters" and "model" in excluded)  # what they keep is of its weights
             and not (key in ("step", "tokens_seen", "guard") and "train_state" in excluded)
         }
 

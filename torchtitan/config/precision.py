@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torchtitan.config.fields import Annotated, Doc, PositiveInt, Share
+from torchtitan.config.fields import Annotated, Doc, NonNegativeInt, PositiveInt, Share
 
+Cast = Literal["dynamic", "delayed"]
 FILTER_DOC = Doc("Layers to leave alone: whole components of a module path, such as output or attention.wk; globs too.")
 
 
@@ -13,8 +14,27 @@ class Float8:
     """Matrix products in float8 (converter float8)."""
 
     recipe_name: Annotated[
-        Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None, Doc("Granularity of scales; none: tensorwise.")
+        Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"] | None,
+        Doc("Granularity of scales; delayed: one for each tensor, from the steps before; none: tensorwise."),
     ] = None
+    cast_input: Annotated[Cast | None, Doc("Whether inputs are scaled by their own numbers, or by those before.")] = (
+        None
+    )
+    cast_weight: Annotated[Cast | None, Doc("The same for weights; none: as the recipe does it.")] = None
+    cast_grad_output: Annotated[Cast | None, Doc("The same for gradients of outputs.")] = None
+    delayed_history_len: Annotated[PositiveInt, Doc("Steps that the largest magnitudes (amax) are kept for.")] = 16
+    delayed_amax: Annotated[
+        Literal["max", "most_recent"], Doc("Which amax of the history makes the scale: the largest, or the last.")
+    ] = "max"
+    delayed_margin: Annotated[NonNegativeInt, Doc("Powers of two left free above that amax.")] = 0
+    delayed_format: Annotated[
+        Literal["hybrid", "e4m3"], Doc("Gradients of outputs in e5m2 and the rest in e4m3, or everything in e4m3.")
+    ] = "hybrid"
+    weight_scale: Annotated[
+        Literal["measured", "bound"],
+        Doc("Scales of the float8 all-gather: from the weights' amax, or from how far AdamW can have moved them."),
+    ] = "measured"
+    weight_scale_freq: Annotated[PositiveInt, Doc("With bound: steps between measurements of the weights.")] = 16
     enable_fsdp_float8_all_gather: Annotated[bool, Doc("Gather sharded weights in float8 (tensorwise only).")] = False
     precompute_float8_dynamic_scale_for_fsdp: Annotated[
         bool, Doc("One reduction for all weight scales after each step (with the float8 all-gather).")

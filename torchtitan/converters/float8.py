@@ -1,19 +1,27 @@
-"""Matrix products in float8, with scales computed anew each time, by torchao."""
+"""Matrix products in float8: with scales computed anew each time, by torchao, or with delayed ones (`delayed.py`)."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.precision import Float8
+from torchtitan.converters.amax import stage_group
+from torchtitan.converters.bound import WeightBounds
 from torchtitan.converters.filter import FilterRules, too_small_for_rowwise, too_small_for_tensorwise
+from torchtitan.converters.float8_keys import casts, find_problems
 from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Role, Scaled, Trace
 from torchtitan.converters.measure import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.converters.histories import Histories
 
 # float8 tensor cores begin with Ada (8.9): NVIDIA's CUDA programming guide, table of capabilities.
 FIRST_CAPABILITY = (8, 9)
@@ -24,14 +32,20 @@ KNOWN_ERRORS = {
     "tensorwise": (0.037, 0.059, 0.059),
     "rowwise": (0.036, 0.036, 0.038),
     "rowwise_with_gw_hp": (0.036, 0.036, None),
+    "delayed": (0.037, 0.059, 0.059),
 }
+E4M3_ERRORS = (0.037, 0.037, 0.037)  # one scale for each tensor, gradients too in e4m3
 
 
 class Float8Converter(LinearConverter):
-    """Swaps linear layers for torchao's `Float8Linear`, whose weight stays in high precision.
+    """Swaps linear layers for torchao's `Float8Linear`, or the `DelayedLinear` of this project, whose weights stay in
+    high precision.
 
     Forward, input gradient and weight gradient each are a `torch._scaled_mm`; rowwise_with_gw_hp leaves the weight
     gradient in high precision. On a CPU the product is real too.
+
+    Attributes:
+        kept: what makes the scales of the next step, where they are not computed anew.
 
     Raises:
         ConfigError: the device has no float8 and `emulate` is not set, or keys contradict each other.
@@ -45,16 +59,15 @@ class Float8Converter(LinearConverter):
         self.gather = config.enable_fsdp_float8_all_gather
         self.precompute = config.precompute_float8_dynamic_scale_for_fsdp
         self.emulate = config.emulate
-        if self.gather and self.recipe != "tensorwise":
-            raise ConfigError(
-                f"float8.enable_fsdp_float8_all_gather needs float8.recipe_name = tensorwise, not {self.recipe}: "
-                "a shard does not hold what the other scales need. Unset one of them."
-            )
-        if self.precompute and not self.gather:
-            raise ConfigError(
-                "float8.precompute_float8_dynamic_scale_for_fsdp computes the scales of the float8 all-gather: set "
-                "float8.enable_fsdp_float8_all_gather too, or unset it."
-            )
+        self.config = config
+        problems = find_problems(config, target.optimizer)
+        if problems:
+            raise ConfigError(*problems)
+        self.delayed = tuple(cast == "delayed" for cast in casts(config))
+        self.warms_up = self.recipe == "delayed"
+        self.bound = config.weight_scale == "bound"
+        self.kept = self._kept()
+        self.group: dist.ProcessGroup | None = None
         if config.force_recompute_fp8_weight_in_bwd:
             logger.warning("float8.force_recompute_fp8_weight_in_bwd has no effect any more in torchao; remove the key")
         capability = target.compute_capability
@@ -63,17 +76,28 @@ class Float8Converter(LinearConverter):
                 f"model.converters: float8 needs a GPU of compute capability 8.9 or above, and this one has "
                 f"{capability[0]}.{capability[1]}; remove float8, or set float8.emulate for its numerics without speed."
             )
-        self.products = Products(
-            EMULATED_FLOAT8 if config.emulate else Trace("aten::_scaled_mm"), *KNOWN_ERRORS[self.recipe]
-        )
-        too_small = too_small_for_tensorwise if self.recipe == "tensorwise" else too_small_for_rowwise
+        self.one_scale = self.recipe in ("tensorwise", "delayed")
+        self.e5m2_gradients = self.one_scale and not (self.recipe == "delayed" and config.delayed_format == "e4m3")
+        errors = E4M3_ERRORS if self.one_scale and not self.e5m2_gradients else KNOWN_ERRORS[self.recipe]
+        self.products = Products(EMULATED_FLOAT8 if config.emulate else Trace("aten::_scaled_mm"), *errors)
+        too_small = too_small_for_tensorwise if self.one_scale else too_small_for_rowwise
         self.rules = FilterRules(MULTIPLE_OF, too_small, lambda m, k, n: measured_reason(self, m, k, n))
+
+    def _kept(self) -> "Histories | WeightBounds | None":
+        if self.recipe == "delayed":
+            from torchtitan.converters.histories import Histories  # a second of import
+
+            return Histories(self.config.delayed_amax, self.config.delayed_margin)
+        return WeightBounds(self.target.optimizer, self.config.weight_scale_freq) if self.bound else None
 
     @property
     def description(self) -> str:
-        return f"float8 {self.recipe}{' emulated' if self.emulate else ''}"
+        delayed = f" {self.delayed}" if self.recipe == "delayed" else ""
+        return f"float8 {self.recipe}{delayed}{' emulated' if self.emulate else ''}"
 
     def swap(self, linear: nn.Linear, gather: bool = False) -> nn.Linear:
+        if self.recipe == "delayed":
+            return self._swap_delayed(linear)
         from torchao.float8 import Float8LinearConfig  # a second of import
         from torchao.float8.float8_linear import Float8Linear
 
@@ -84,11 +108,23 @@ class Float8Converter(LinearConverter):
         )
         return Float8Linear.from_float(linear, config=config)
 
+    def _swap_delayed(self, linear: nn.Linear) -> nn.Linear:
+        from torchtitan.converters.delayed import Casts, DelayedLinear
+
+        gradients = torch.float8_e5m2 if self.e5m2_gradients else torch.float8_e4m3fn
+        settings = Casts(self.delayed, (torch.float8_e4m3fn, torch.float8_e4m3fn, gradients), self.emulate)
+        device = linear.weight.device
+        if device.type == "meta":  # the model's memory comes later
+            device = torch.device("cuda" if self.target.device_type == "cuda" else "cpu")
+        new = DelayedLinear.of(linear, settings, self.config.delayed_history_len, device)
+        new.has_scales = self.target.device_type == "meta"  # a plan shows a step in the middle of a run
+        return new
+
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
-        # torchao's recipes: gradients in e5m2 where a tensor has one scale, everything else in e4m3.
-        e5m2 = role == "out_grad" and self.recipe == "tensorwise"
+        # Gradients in e5m2 where a tensor has one scale, everything else in e4m3, but for delayed_format = e4m3.
+        e5m2 = role == "out_grad" and self.e5m2_gradients
         dtype = torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
-        amax = tensor.abs().amax() if self.recipe == "tensorwise" else tensor.abs().amax(1, keepdim=True)
+        amax = tensor.abs().amax() if self.one_scale else tensor.abs().amax(1, keepdim=True)
         largest = torch.finfo(dtype).max
         exact = tensor * (largest / amax.clamp_min(1e-12))
         return Scaled(exact, exact.clamp(-largest, largest).to(dtype).float(), largest)
@@ -103,3 +139,20 @@ class Float8Converter(LinearConverter):
 
             for model in models:
                 precompute_float8_dynamic_scale_for_fsdp(model)
+
+    def connect(self, mesh: DeviceMesh) -> None:
+        if self.kept is not None:
+            self.group = stage_group(mesh)
+
+    def after_step(self, models: Sequence[nn.Module], learning_rate: float | None) -> None:
+        """Delayed scales or bounds of the next step."""
+        if self.kept is not None:
+            self.kept.after_step(models, learning_rate, self.group)
+        super().after_step(models, learning_rate)
+
+    def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
+        return None if self.kept is None else self.kept.state_dict(models)
+
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
+        if self.kept is not None:
+            self.kept.load_state_dict(models, state)

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torchtitan.converters.quantize import (
     LARGEST,
     SMALLEST_SCALE,
-    Quantized,
     ScaleRecipe,
     dequantize,
     quantize,
     quantize_with,
 )
+from torchtitan.converters.quantized import Quantized
 
 aten = torch.ops.aten
 # What FSDP2, initialization and optimizers do to a sharded weight that must give a sharded weight again.
@@ -53,8 +53,8 @@ class ShardedWeight(torch.Tensor):
 
     tensor: torch.Tensor
     recipe: ScaleRecipe
-    scale: torch.Tensor | None
-    """(1, 1), of the whole tensor, where it has been computed already."""
+    scale_inverse: torch.Tensor | None
+    """(1, 1), of the whole tensor, where it has been computed already: for the next gather."""
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor, recipe: str) -> "ShardedWeight":
@@ -72,7 +72,7 @@ class ShardedWeight(torch.Tensor):
     def __init__(self, tensor: torch.Tensor, recipe: ScaleRecipe) -> None:
         self.tensor = tensor
         self.recipe = recipe
-        self.scale = None
+        self.scale_inverse = None
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.tensor}, {self.recipe})"
@@ -95,73 +95,75 @@ class ShardedWeight(torch.Tensor):
         return ShardedWeight(inner["tensor"], recipe)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
-        """((int8 data, scales), metadata) of this shard."""
+        """((int8 data, scale inverses), metadata) of this shard; one scale for all travels as metadata."""
         if self.recipe == "rowwise":
-            data, scale = quantize(self.tensor, "rowwise")
+            data, scale_inverse = quantize(self.tensor, "rowwise")
             # FSDP2 on one rank copies the first tensor and no other; there the scales need no gathering.
-            return ((data,), scale) if mesh.size() == 1 else ((data, scale), None)
-        if self.scale is None:  # before the first optimizer step
-            self.scale = tensorwise_scale(self.tensor.abs().amax().float(), mesh).view(1, 1)
-        return (quantize_with(self.tensor, self.scale),), self.scale
+            return ((data,), scale_inverse) if mesh.size() == 1 else ((data, scale_inverse), None)
+        if self.scale_inverse is None:  # before the first optimizer step
+            self.scale_inverse = tensorwise_scale(self.tensor.abs().amax().float(), mesh).view(1, 1)
+        scale_inverse = self.scale_inverse.clone()  # that of this data, whatever becomes of the weight's
+        return (quantize_with(self.tensor, scale_inverse),), scale_inverse
 
-    def fsdp_post_all_gather(self, outputs, scale, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
+    def fsdp_post_all_gather(self, outputs, scale_inverse, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
         """The whole weight, and the tensors whose memory FSDP2 frees after use."""
-        data = outputs[0]
-        scale = outputs[1] if scale is None else scale
-        if out is not None:  # the same memory, filled anew
-            weight: Any = out.to_local() if isinstance(out, DTensor) else out
-            weight.data_int8, weight.scale = data, scale
-            return None
-        return GatheredWeight(data, scale, param_dtype), outputs
+        if out is None:
+            scale_inverse = outputs[1] if scale_inverse is None else scale_inverse
+            return GatheredWeight(Quantized(outputs[0], scale_inverse), param_dtype), outputs
+        # The same memory, filled anew. What was kept for the backward pass refers to it, so the scale's is filled too.
+        weight: Any = out.to_local() if isinstance(out, DTensor) else out
+        if scale_inverse is not None:
+            weight.scale_inverse.data.copy_(scale_inverse)  # .data: as FSDP2 does it, unseen by autograd
+        return None
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight in int8 with its scale: (rows, columns), scale (rows, 1) or (1, 1).
+    """A whole weight in int8, (rows, columns), with its scale inverse, (rows, 1) or (1, 1).
 
     It appears in high-precision `dtype` to autograd; only `Int8Matmul` can multiply by it.
     """
 
     data_int8: torch.Tensor
-    scale: torch.Tensor
+    scale_inverse: torch.Tensor
 
     @staticmethod
-    def __new__(cls, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> "GatheredWeight":
+    def __new__(cls, quantized: Quantized, dtype: torch.dtype) -> "GatheredWeight":
+        data = quantized.data
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, data.size(), strides=data.stride(), dtype=dtype, device=data.device
         )
 
-    def __init__(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
-        self.data_int8 = data
-        self.scale = scale
+    def __init__(self, quantized: Quantized, dtype: torch.dtype) -> None:
+        self.data_int8, self.scale_inverse = quantized
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"GatheredWeight({self.data_int8}, {self.scale})"
+        return f"GatheredWeight({self.quantized()})"
 
     def quantized(self) -> Quantized:
-        return Quantized(self.data_int8, self.scale)
+        return Quantized(self.data_int8, self.scale_inverse)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         # as_strided: FSDP2 asks for the weight's own shape and strides.
         if func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
-            return cls(args[0].data_int8, args[0].scale, args[0].dtype)
+            return cls(args[0].quantized(), args[0].dtype)
         # Anything else sees the weight in high precision.
         args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.dequantize_all(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def dequantize_all(self) -> torch.Tensor:
-        return dequantize(self.data_int8, self.scale, self.dtype)
+        return dequantize(self.data_int8, self.scale_inverse, self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["data_int8", "scale"], self.dtype
+        return ["data_int8", "scale_inverse"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner, dtype, outer_size, outer_stride):  # type: ignore[no-untyped-def]
-        return GatheredWeight(inner["data_int8"], inner["scale"], dtype)
+        return GatheredWeight(Quantized(inner["data_int8"], inner["scale_inverse"]), dtype)
 
 
 def tensorwise_scale(amax: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """Scale of whole tensors from the largest magnitudes of their shards."""
+    """Scale inverse of whole tensors from the largest magnitudes of their shards."""
     if mesh.size() > 1:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return (amax / LARGEST).clamp_min(SMALLEST_SCALE)
@@ -182,4 +184,4 @@ def set_tensorwise_scales(models: Sequence[nn.Module]) -> None:
     shards = mesh[str(mesh.mesh_dim_names[-1])] if mesh.ndim > 1 and mesh.mesh_dim_names else mesh
     amax = torch.stack([weight.tensor.abs().amax().float() for _, weight in sharded])
     for (_, weight), scale in zip(sharded, tensorwise_scale(amax, shards), strict=True):
-        weight.scale = scale.view(1, 1)
+        weight.scale_inverse = scale.view(1, 1)

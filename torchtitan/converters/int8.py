@@ -130,8 +130,8 @@ class Int8Converter(LinearConverter):
         return new
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
-        data, scale = quantize(tensor, self.settings.recipe)
-        return Scaled(tensor / scale, data.float(), LARGEST)
+        data, scale_inverse = quantize(tensor, self.settings.recipe)
+        return Scaled(tensor / scale_inverse, data.float(), LARGEST)
 
     def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
         new = self.swap(linear)

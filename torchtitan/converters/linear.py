@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.converters.filter import Decision, FilterRules, decide
 from torchtitan.converters.target import Target
@@ -87,12 +88,14 @@ class LinearConverter:
         recipe: within the converter.
         products: of one layer.
         decisions: one for each linear layer of the model, after `convert`.
+        warms_up: whether layers compute otherwise after the first step: compiled code is made anew then.
     """
 
     name: str
     recipe: str
     products: Products
     rules: FilterRules
+    warms_up: bool = False
 
     def __init__(self, filter_fqns: Sequence[str], target: Target, given: bool = True) -> None:
         """`given`: the user's own list, which must match; False for a section's default."""
@@ -146,6 +149,23 @@ class LinearConverter:
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         """Nothing, unless a recipe keeps something between steps."""
+
+    # What a recipe needs whose scales have a history; nothing for the others.
+
+    def connect(self, mesh: DeviceMesh) -> None:
+        """Once, after `convert`: the ranks as (pp, dp_replicate, fsdp, tp)."""
+
+    def after_step(self, models: Sequence[nn.Module], learning_rate: float | None) -> None:
+        """`post_optimizer_hook`, knowing the learning rate of the update; None where it was skipped."""
+        self.post_optimizer_hook(models)
+
+    def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
+        """What a resumed run needs to go on exactly: JSON by path of the layer, of the layers on this rank. None, on
+        every rank, where there is no such thing."""
+        return None
+
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
+        """Takes up `state_dict`, joined over all ranks; {} of a checkpoint without it."""
 
     def check_swap(self) -> None:
         """Compares a converted layer with its bf16 copy, forward and backward.

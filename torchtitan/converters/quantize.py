@@ -2,14 +2,15 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
+from torchtitan.converters.quantized import Quantized
 from torchtitan.parallel.compile import has_cpp_compiler
 
 LARGEST = 127.0  # -128 is left out: the range is symmetric
-SMALLEST_SCALE = 1e-30  # of a row of zeros, which stays zeros
+SMALLEST_SCALE = 1e-30  # scale inverse of a row of zeros, which stays zeros
 
 R = TypeVar("R")
 ScaleRecipe = Literal["rowwise", "tensorwise"]
@@ -37,42 +38,32 @@ def fused(function: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
-class Quantized(NamedTuple):
-    """int8 `data` and its float32 scale: high precision is data * scale.
-
-    data: (rows, columns); scale: (rows, 1) or (1, 1).
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor
-
-
 @fused
 def quantize(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
     """Rounds (rows, columns) to the nearest int8 numbers."""
     amax = x.abs().amax(1, keepdim=True).float()
     if recipe == "tensorwise":
         amax = amax.amax(0, keepdim=True)
-    scale = (amax / LARGEST).clamp_min(SMALLEST_SCALE)
-    return Quantized(quantize_with(x, scale), scale)
+    scale_inverse = (amax / LARGEST).clamp_min(SMALLEST_SCALE)
+    return Quantized(quantize_with(x, scale_inverse), scale_inverse)
 
 
 @fused
-def quantize_with(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def quantize_with(x: torch.Tensor, scale_inverse: torch.Tensor) -> torch.Tensor:
     """The int8 data of x at a given scale."""
-    return (x.float() / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+    return (x.float() / scale_inverse).round().clamp(-LARGEST, LARGEST).to(torch.int8)
 
 
 @fused
 def quantize_transposed(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
     """`quantize(x.T)`: the data contiguous, with a scale for each column of x."""
-    data, scale = quantize(x.T, recipe)
-    return Quantized(data.contiguous(), scale)
+    data, scale_inverse = quantize(x.T, recipe)
+    return Quantized(data.contiguous(), scale_inverse)
 
 
 @fused
-def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (data.float() * scale).to(dtype)
+def dequantize(data: torch.Tensor, scale_inverse: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return Quantized(data, scale_inverse).dequantize(dtype)
 
 
 def int8_matmul(a: Quantized, b_transposed: Quantized, emulate: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -84,7 +75,7 @@ def int8_matmul(a: Quantized, b_transposed: Quantized, emulate: bool, dtype: tor
         product = (a.data.double() @ b_transposed.data.double().T).float()
     else:
         product = torch._int_mm(a.data, b_transposed.data.T)
-    return _scale_back(product, a.scale, b_transposed.scale.T, dtype)
+    return _scale_back(product, a.scale_inverse, b_transposed.scale_inverse.T, dtype)
 
 
 @fused

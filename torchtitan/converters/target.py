@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torchtitan.config.training import Optimizer
 from torchtitan.parallel.dims import Style
 from torchtitan.parallel.tensor import style_of
 
@@ -20,6 +21,7 @@ class Target:
         tensor_parallel: the degree.
         plan: by the end of a module's path, how tensor parallelism divides it.
         shards: FSDP ranks that a weight's rows are divided over.
+        optimizer: of the weights.
     """
 
     device_type: str
@@ -30,6 +32,7 @@ class Target:
     tensor_parallel: int = 1
     plan: Mapping[str, Style] = field(default_factory=dict)
     shards: int = 1
+    optimizer: Optimizer = field(default_factory=Optimizer)
 
     def per_device(self, fqn: str, k: int, n: int) -> tuple[int, int]:
         """(K, N) of the product that one device computes for a layer of `k` inputs and `n` outputs."""

@@ -15,6 +15,7 @@ def extent(dimension: str, dims: ParallelDims) -> tuple[int, int]:
         "fsdp": (dims.fsdp, dims.tp),
         "dp_replicate": (dims.dp_replicate, within),
         "pp": (dims.pp, within * dims.dp_replicate),
+        "stage": (within * dims.dp_replicate, 1),
     }.get(dimension, (dims.pp * dims.dp * dims.cp * dims.tp, 1))
 
 

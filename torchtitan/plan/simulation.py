@@ -174,11 +174,12 @@ class Simulation(TrainingStep):
         return Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
 
     def _make_optimizer_state(self) -> None:
-        """An update, so that its state is there, as in every step but the first."""
+        """An update, so that its state and that of converters is there, as in every step but the first."""
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._tell_converters(0.0)
 
     def _forward_backward(self, tokens: Any, labels: Any, others: Any) -> torch.Tensor:
         self.recorder.enter(("start", len(self._rounds)))
@@ -234,8 +235,8 @@ class _Enough(Exception):
 
 
 def name_of_group(step: TrainingStep) -> Callable[[str], str]:
-    """From a process group's own name to a dimension of the mesh, "cp", or "world": by its ranks, for DTensor makes
-    groups of its own."""
+    """From a process group's own name to a dimension of the mesh, "cp", "stage" (all ranks of one), or "world": by its
+    ranks, for DTensor and converters make groups of their own."""
     groups = {"world": dist.group.WORLD}
     if step.context_mesh is not None:
         groups["cp"] = step.context_mesh.get_group()
@@ -243,6 +244,7 @@ def name_of_group(step: TrainingStep) -> Callable[[str], str]:
         if step.mesh[name].size() > 1:
             groups[name] = step.mesh.get_group(name)
     by_ranks = {tuple(dist.get_process_group_ranks(group)): name for name, group in groups.items()}
+    by_ranks.setdefault(tuple(step.mesh.mesh.flatten(1)[step.mesh.get_local_rank("pp")].tolist()), "stage")
 
     @functools.cache
     def name_of(group: str) -> str:

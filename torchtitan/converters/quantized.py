@@ -1,0 +1,21 @@
+"""The one type of numbers rounded to 8 bits: they and what brings them back travel together."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Quantized(NamedTuple):
+    """int8 or float8 `data` and their float32 `scale_inverse`: high precision is data * scale_inverse.
+
+    Whatever is gathered, or kept for the backward pass, is of this type. A scale that a recipe keeps elsewhere may
+    change meanwhile; the one that the data was made with cannot.
+
+    data: (rows, columns); scale_inverse: (rows, 1), (1, 1) or ().
+    """
+
+    data: torch.Tensor
+    scale_inverse: torch.Tensor
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (self.data.float() * self.scale_inverse).to(dtype)
