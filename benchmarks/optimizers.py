@@ -205,7 +205,7 @@ def plot(runs: dict[str, Path], errors: dict[str, list[float]], output: Path, sm
 
     figure, panels = plt.subplots(3, 1, figsize=(9, 11))
     found = {name: losses(dump) for name, dump in runs.items()}
-    base = next(iter(found.values()), [])
+    base: list[float] = next(iter(found.values()), [])
     colors = {name: f"C{number}" for number, name in enumerate(TRAINED)}
     for name, values in found.items():
         panels[0].plot(_smooth(values, smooth), color=colors[name], label=name, linewidth=1.4)

@@ -87,7 +87,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 logits = output(part)
-            loss, logits_grad = cross_entropy(logits.detach(), label)
+            # data: no product needs its own result again, so that it is written over is nothing to autograd
+            loss, logits_grad = cross_entropy(logits.data, label)
             hidden_grad, grad = torch.autograd.grad(logits, [part, weight], logits_grad)
             total += loss
             hidden_grads.append(hidden_grad)
