@@ -33,7 +33,7 @@ from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.init import init_weights
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.in_backward import StepInBackward
-from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
+from torchtitan.optim.optimizer import build_optimizer, set_learning_rate, update
 from torchtitan.parallel.async_tensor import enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
@@ -41,8 +41,9 @@ from torchtitan.parallel.fsdp import reshard, set_last_microbatch
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, splits_backward, stages_of
 from torchtitan.precision import phase_of, phases_of
 
-Skips = Callable[[torch.Tensor, torch.Tensor], bool]
-"""From this rank's summed loss and the gradient norm to whether the update is left out; the same on every rank."""
+Skips = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""From this rank's summed loss and the gradient norm to a scalar, above 0 where the update is left out; the same on
+every rank. None: it is made."""
 
 
 class TrainingStep:
@@ -233,7 +234,7 @@ class TrainingStep:
         )
 
     def run(
-        self, microbatches: Sequence[Batch], learning_rate: float, skips: Skips = lambda loss, norm: False
+        self, microbatches: Sequence[Batch], learning_rate: float, skips: Skips = lambda loss, norm: None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward, backward, update. A trace shows them under these names: forward, backward, optimizer.
 
@@ -247,20 +248,18 @@ class TrainingStep:
             set_last_microbatch(self.stages.values(), last=number == len(microbatches) - 1)
             total += self._forward_backward(*self._inputs(batch))
         with record_function("optimizer"):
-            skipped = False
+            updated = True
             if self.in_backward is not None:
                 grad_norm = self.in_backward.grad_norm()
             else:
                 grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
-                skipped = skips(total, grad_norm)
-                if not skipped:
-                    self.optimizer.step()
+                updated = update(self.optimizer, skips(total, grad_norm))
                 self.optimizer.zero_grad()
-            self._tell_converters(None if skipped else learning_rate)
+            self._tell_converters(learning_rate if updated else None)
         return total, grad_norm
 
     def _tell_converters(self, learning_rate: float | None) -> None:
-        """That an update was made, or, with None, skipped."""
+        """That an update was made, or, with None, that it is known to be skipped."""
         for converter in self.converters:
             if isinstance(converter, LinearConverter):
                 converter.after_step([self.model], learning_rate)

@@ -259,6 +259,7 @@ class Trainer:
 
     def _end_early(self) -> None:
         """Saves, and says how to go on."""
+        self.guard.read()
         stopped = f"stopped by {self.stop.name}"
         if self.checkpoints.save_before_stop(self.step, self._state):
             logger.info(f"{stopped} after step {self.step}, which is saved: the same command goes on from there")
@@ -289,7 +290,7 @@ class Trainer:
             loss=lambda: self.work.over_ranks(loss) / self.tokens_per_step,
             grad_norm=grad_norm,
             lr=lr,
-            skipped_updates=self.guard.skipped,
+            skipped_updates=self.guard.read,
             failed_saves=self.checkpoints.failed_saves,
             **({"precision_phase": self.work.phase + 1} if self.schedule else {}),
         )

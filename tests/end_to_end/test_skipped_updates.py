@@ -127,3 +127,20 @@ def test_one_good_step_begins_the_count_anew(poisoned: Path, monkeypatch: pytest
     monkeypatch.setenv("STEPS", "[1, 2, 3]")
     with pytest.raises(TrainingError, match="steps 1 to 3"):
         train_here(*FLAGS, into(poisoned / "other"), "--training.steps=6", "--training.max_skips_in_a_row=3")
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_what_is_reported_later_is_skipped_all_the_same(
+    implementation: str, poisoned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the device by itself, or, where an update cannot look there, by the host."""
+    monkeypatch.setenv("HOW", "nan")
+    monkeypatch.setenv("STEPS", "[2, 3]")
+    flags = (*FLAGS, "--training.steps=6", "--checkpoint.interval=6", f"--optimizer.implementation={implementation}")
+    train_here(*flags, into(poisoned / "each"))
+    train_here(*flags, into(poisoned / "fourth"), "--metrics.log_freq=4")
+    assert [line["skipped_updates"] for line in reports(poisoned / "fourth")] == [0, 2, 2]
+    skipped = [lines_of(poisoned / name / "skipped_updates.jsonl") for name in ("each", "fourth")]
+    assert [line["step"] for line in skipped[0]] == [2, 3]
+    assert skipped[0] == skipped[1]
+    assert_equal_bit_for_bit(tensors_of(poisoned / "fourth", 6), tensors_of(poisoned / "each", 6))

@@ -29,7 +29,7 @@ class UpdateGuard:
         record: gets the step, and of each skipped update reason, gradient norm and sample ids; on rank 0.
 
     Attributes:
-        skipped: updates since the run began.
+        skipped: updates since the run began, as of the last `read`.
     """
 
     def __init__(self, training: Training, record: Callable[[int, Mapping[str, Any]], None]) -> None:
@@ -40,31 +40,62 @@ class UpdateGuard:
         self.skipped = 0
         self.in_a_row = 0
         self.norms: deque[float] = deque(maxlen=WINDOW)
+        self._unread: list[tuple[int, torch.Tensor, torch.Tensor, list[str]]] = []
 
-    def skips(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, sample_ids: list[str]) -> bool:
-        """Whether the update of `step` is to be left out: the same answer on every rank. Collective.
+    def skips(
+        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, sample_ids: list[str]
+    ) -> torch.Tensor | None:
+        """Above 0 where the update of `step` is to be left out: a scalar on the device, the same on every rank. None
+        where nothing is watched. Collective.
+
+        It waits for the device only where outliers are looked for: whether a value is finite, the device can tell by
+        itself. What was left out is counted and said by `read`.
 
         Args:
             loss: this rank's, a scalar; 0 where it has none.
             grad_norm: over all ranks, a scalar.
             sample_ids: of what this rank has read.
+        """
+        if not self.nonfinite and self.factor is None:
+            return None
+        not_finite = torch.isfinite(loss).logical_not().float()
+        dist.all_reduce(not_finite)
+        self._unread.append((step, not_finite, grad_norm, sample_ids))
+        if self.factor is not None:
+            before = self.skipped
+            return not_finite.new_tensor(float(self.read() > before))
+        if len(self._unread) == WINDOW:
+            self.read()
+        return torch.maximum(not_finite, torch.isfinite(grad_norm).logical_not().to(not_finite))
+
+    def read(self) -> int:
+        """Looks at the steps since it was last called, and says which updates were left out. Waits for the device.
+        Collective.
+
+        Returns:
+            How many since the run began.
 
         Raises:
             TrainingError: `max_skips_in_a_row` are reached.
         """
-        if not self.nonfinite and self.factor is None:
-            return False
-        reason = self._reason(*self._over_ranks(loss, grad_norm))
+        unread, self._unread = self._unread, []
+        if unread:
+            values = torch.stack([torch.stack([faults, norm.to(faults)]) for _, faults, norm, _ in unread]).tolist()
+            for (step, _, _, sample_ids), (faults, norm) in zip(unread, values, strict=True):
+                self._judge(step, faults == 0, norm, sample_ids)
+        return self.skipped
+
+    def _judge(self, step: int, finite_loss: bool, norm: float, sample_ids: list[str]) -> None:
+        reason = self._reason(finite_loss, norm)
         if not reason:
             self.in_a_row = 0
-            return False
+            return
         self.skipped += 1
         self.in_a_row += 1
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, sample_ids)
         ids = list(dict.fromkeys(sample for part in everyones for sample in part))
         if dist.get_rank() == 0:
-            norm = float(grad_norm)
             logger.warning(f"step {step}: update skipped, {reason}; {self.skipped} so far")
             self.record(step, {"reason": reason, "grad_norm": norm if math.isfinite(norm) else None, "ids": ids})
         if self.in_a_row >= self.most_in_a_row:
@@ -74,14 +105,6 @@ class UpdateGuard:
                 f"{', ...' if len(ids) > SHOWN else ''}; skipped_updates.jsonl in the dump folder has all. Look at "
                 "them, lower optimizer.lr, or go back with --checkpoint.load_step."
             )
-        return True
-
-    def _over_ranks(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> tuple[bool, float]:
-        """Whether all losses are finite, and the norm: read from the device in one go."""
-        not_finite = torch.isfinite(loss).logical_not().float()
-        dist.all_reduce(not_finite)
-        faults, norm = torch.stack([not_finite, grad_norm.to(not_finite)]).tolist()
-        return faults == 0, norm
 
     def _reason(self, finite_loss: bool, norm: float) -> str:
         if self.nonfinite and not finite_loss:
@@ -97,7 +120,8 @@ class UpdateGuard:
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON: with it a resumed run skips what the uninterrupted one would have."""
+        """JSON: with it a resumed run skips what the uninterrupted one would have. Collective, as `read`."""
+        self.read()
         return {"skipped": self.skipped, "in_a_row": self.in_a_row, "norms": list(self.norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -56,3 +56,24 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
+
+
+def update(optimizer: Any, skip: torch.Tensor | None) -> bool:
+    """Makes the update, unless `skip`, a scalar on the device, is above 0.
+
+    torch's fused updates look at it on the device themselves (as they do for gradient scaling: `found_inf`); for others
+    the host must, and waits for it.
+
+    Returns:
+        False where the host knows that it was left out.
+    """
+    if skip is None:
+        optimizer.step()
+    elif optimizer.defaults.get("fused"):
+        optimizer.grad_scale, optimizer.found_inf = None, skip
+        optimizer.step()
+    elif skip.item() > 0:
+        return False
+    else:
+        optimizer.step()
+    return True

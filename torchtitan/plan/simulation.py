@@ -150,11 +150,10 @@ class Simulation(TrainingStep):
         loss, _ = self.run([self._batch()] * rounds, 0.0, self._agree_on_update)
         self.over_ranks(loss)
 
-    def _agree_on_update(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+    def _agree_on_update(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """What `UpdateGuard` sends."""
         if self.config.training.skip_nonfinite or self.config.training.skip_grad_norm_outliers is not None:
             dist.all_reduce(torch.isfinite(loss).float())
-        return False
 
     @contextlib.contextmanager
     def _step_around(self) -> Iterator[None]:
