@@ -90,6 +90,7 @@ def observe(name: str, command: Sequence[str], environment: Mapping[str, str]) -
         lines.append((perf_counter() - start, line))
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
+    # Never less than this process held when it began the other: Linux counts what a process was before its exec.
     memory = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     observed = Observed(lines, perf_counter() - start, memory)
     if process.returncode != 0:
