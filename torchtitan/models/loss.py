@@ -29,9 +29,14 @@ CrossEntropy = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.
 gradient by the logits, in their dtype; the logits may be gone afterwards."""
 
 
+def rows_at_once(logits: torch.Tensor) -> int:
+    """How many rows of logits go through the softmax together."""
+    return max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+
+
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The cross-entropy and its gradient, softmax - onehot(label), which takes the place of the logits."""
-    rows = max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+    rows = rows_at_once(logits)
     total = torch.zeros((), device=logits.device)
     for part, label in zip(logits.split(rows), labels.split(rows), strict=True):
         log_probabilities = torch.log_softmax(part, -1, dtype=torch.float32)

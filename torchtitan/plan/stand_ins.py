@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtitan.models import attention
+from torchtitan.models import attention, loss
 from torchtitan.parallel import context
 
 aten = torch.ops.aten
@@ -22,7 +22,8 @@ def stand_ins(device_type: str) -> Iterator[None]:
     """Within it attention and RMSNorm are the operations that they are on "cuda" or "cpu". For fake tensors only.
 
     On a GPU flash attention keeps queries, keys, values, output and log-sum-exp; the fused norm its input and a number
-    a row. On CPU the norm is made of many operations, and causal attention among unequal lengths has a mask.
+    a row, and the loss takes a chunk's logits at once. On CPU the norm is made of many operations, and causal attention
+    among unequal lengths has a mask.
     """
     patched: list[tuple[Any, str, Any]] = [(context, "causal_lower_right", _mask_on_cpu)]
     if device_type == "cuda":
@@ -31,6 +32,7 @@ def stand_ins(device_type: str) -> Iterator[None]:
             (F, "scaled_dot_product_attention", _attention),
             (F, "rms_norm", _rms_norm),
             (attention, "has_own_kernel", lambda q: False),
+            (loss, "rows_at_once", len),
         ]
     before = [getattr(module, name) for module, name, _ in patched]
     for module, name, value in patched:
