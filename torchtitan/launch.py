@@ -79,8 +79,9 @@ def launch(arguments: list[str]) -> int:
 def _is_single(arguments: list[str]) -> bool:
     """Whether one process is all that torchrun would start, and nothing was asked of torchrun itself."""
     processes = os.environ.get("NGPU") or ("all" if any(map(os.path.exists, GPU_DRIVERS)) else "1")
-    plain = bool(arguments) and arguments[0].endswith(".py") and not any(name.startswith("PET_") for name in os.environ)
-    return processes == "1" and plain
+    # What a cluster says of ranks (or torchrun's options in the environment) is torchrun's to read.
+    told = any(name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith("PET_") for name in os.environ)
+    return processes == "1" and bool(arguments) and arguments[0].endswith(".py") and not told
 
 
 def _run_alone(arguments: list[str]) -> NoReturn:
