@@ -62,8 +62,8 @@ def find_device(local_rank: int) -> Device:
 def _keep_freed_memory() -> None:
     """Tells glibc to keep the memory of freed tensors for the next ones.
 
-    It would return it to the system and get it back page by page, 30,000 faults and 50 ms in each step of the debug
-    model (benchmarks/README.md). The most that a run holds at once stays the same.
+    It would return it to the system and get it back page by page: 20,000 to 30,000 faults in each step of the debug
+    model, which `getrusage` counts. The most that a run holds at once stays the same.
     """
     if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):  # another libc
         return

@@ -104,7 +104,8 @@ class Training:
         Doc("Also leave it out where the gradient norm is above so many times the median of the last 100; none: off."),
     ] = None
     max_skips_in_a_row: Annotated[
-        PositiveInt, Doc("Stop the run, with the ids of the samples, after so many updates left out in a row.")
+        PositiveInt,
+        Doc("Stop the run, at the next report, with the ids of the samples, after so many updates left out in a row."),
     ] = 10
     steps: Annotated[PositiveInt, Doc("Optimizer steps.")] = 10000
     weight_dtype: Annotated[
