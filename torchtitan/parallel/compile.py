@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +18,13 @@ def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
     """
     if device_type == "cpu" and not has_cpp_compiler():
         raise ConfigError("training.compile needs a C++ compiler on CPU: install g++, or set training.compile = false.")
+    options: dict[str, Any] | None = None
+    if device_type == "cpu":
+        from torchtitan.parallel.cpu_products import TransposeFirst  # brings in the compiler
+
+        options = {"post_grad_custom_post_pass": TransposeFirst()}
     for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True)
+        block.forward = torch.compile(block.forward, fullgraph=True, options=options)
 
 
 def has_cpp_compiler() -> bool:
