@@ -173,9 +173,10 @@ def recompiled_after(observed: Observed, step: int) -> list[str]:
     return [match[1] for seconds, match in found if match and reported is not None and seconds >= reported]
 
 
-def split_of(variant: Variant, config: Path, flags: Sequence[str]) -> dict[str, float]:
-    """Where a step's time goes, from traces of a run of its own, so that timed runs are not disturbed."""
-    from benchmarks.step_split import median_split
+def split_of(variant: Variant, config: Path, flags: Sequence[str]) -> tuple[dict[str, float], dict[str, float]]:
+    """Where a step's time goes, seconds by phase and by kind of operation: from traces of a run of its own, so that
+    timed runs are not disturbed."""
+    from benchmarks.step_split import medians, step_split, time_by_class
 
     with tempfile.TemporaryDirectory() as folder:
         train(
@@ -185,7 +186,7 @@ def split_of(variant: Variant, config: Path, flags: Sequence[str]) -> dict[str, 
         )  # fmt: skip
         traces = sorted(Path(folder).glob("profile_traces/iteration_*/rank0_trace.json"))
         last = [trace for trace in traces if trace.parent.name != f"iteration_{PROFILE_FREQ}"]
-        return median_split(last)
+        return medians([step_split(trace) for trace in last]), medians([time_by_class(trace)[0] for trace in last])
 
 
 def timed_other(command: Variant, pattern: str, first_step: str, warmup: int) -> Result:

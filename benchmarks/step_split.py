@@ -104,7 +104,11 @@ def computes(operation: Event) -> bool:
     """Whether an operation on a CPU is work, and not a frame around work: autograd's nodes, in whose hooks FSDP waits,
     or a compiled region."""
     namespace, colons, _ = operation["name"].partition("::")
-    return operation["name"].startswith("CompiledFunction") or (colons and namespace not in FRAMES)
+    return is_compiled(operation) or bool(colons and namespace not in FRAMES)
+
+
+def is_compiled(operation: Event) -> bool:
+    return operation["name"].startswith("CompiledFunction")
 
 
 # By the first pattern found in the name of a kernel, or of an operation on a CPU.
@@ -114,26 +118,34 @@ CLASSES = (
     ("products", r"gemm|nvjet|cutlass|cublas|mm\b|matmul|linear"),
     ("optimizer", r"adam|multi_tensor|foreach"),
     ("compiled loops", r"^triton_|CompiledFunction"),
-    ("copies", r"memcpy|memset|copy|split_with_sizes"),
+    ("copies", r"memcpy|memset|copy|split_with_sizes|aten::(to|contiguous|clone|cat|zero_)$"),
     ("other", r""),
 )
+KINDS = tuple(name for name, _ in CLASSES)
 
 
 def time_by_class(path: Path, longest: int = 12) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
     """(seconds by class of kernel, [(name, seconds, calls)] of those that take longest) of a trace."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
-    kernels = [event for event in events if event["cat"] in GPU_WORK] or outermost(
-        filter(computes, of_kind(events, "cpu_op"))
-    )
+    kernels = [event for event in events if event["cat"] in GPU_WORK] or cpu_kernels(events)
     by_name: dict[str, tuple[float, int]] = {}
     for event in kernels:
         seconds, calls = by_name.get(event["name"], (0.0, 0))
         by_name[event["name"]] = seconds + event["dur"] / 1e6, calls + 1
-    by_class = dict.fromkeys((name for name, _ in CLASSES), 0.0)
+    by_class = dict.fromkeys(KINDS, 0.0)
     for name, (seconds, _) in by_name.items():
         by_class[next(kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE))] += seconds
     order = sorted(by_name.items(), key=lambda item: -item[1][0])[:longest]
     return by_class, [(name[:120], seconds, calls) for name, (seconds, calls) in order]
+
+
+def cpu_kernels(events: Iterable[Event]) -> list[Event]:
+    """The outermost operations. Those of a compiled region count by themselves, what they leave of it as its loops."""
+    working = list(filter(computes, of_kind(events, "cpu_op")))
+    regions = outermost(event for event in working if is_compiled(event))
+    operations = outermost(event for event in working if not is_compiled(event))
+    own = without(spans(regions), spans(operations))
+    return operations + [{**regions[0], "ts": start, "dur": end - start} for start, end in own]
 
 
 def outermost(operations: Iterable[Event]) -> list[Event]:
@@ -145,9 +157,8 @@ def outermost(operations: Iterable[Event]) -> list[Event]:
     return found
 
 
-def median_split(paths: Sequence[Path]) -> dict[str, float]:
-    """Of several traced steps, each part's median."""
-    splits = [step_split(path) for path in paths]
+def medians(splits: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of several traced steps, each part's."""
     return {name: statistics.median(split[name] for split in splits) for name in splits[0]}
 
 

@@ -16,6 +16,8 @@ ratios are taken within a round, since the speed of a machine drifts. What the c
   process; for another trainer always the latter.
 - first step: seconds from the command to the end of the first step, imports, data and compilation included.
 - the split of a step comes from traces of one more run (benchmarks/step_split.py); `data`, though, from the timed runs.
+  So does the split by kind of operation, with the rates of products and attention (FLOPs of the model; recomputation
+  does not count). Operations within compiled blocks count by their kind, the rest of a block as compiled loops.
 
 A run that compiles anything after its warm-up ends the benchmark with status 1.
 """
@@ -32,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import machine, model_size
 from benchmarks.machine import Machine
 from benchmarks.runs import ROOT, Result, Variant, split_of, timed, timed_other, variables_first
-from benchmarks.step_split import PHASES
+from benchmarks.step_split import KINDS, PHASES
 from benchmarks.tables import markdown, median_of, spread, write_json
 
 DEBUG_MODEL = ROOT / "train_configs" / "debug_model.toml"
@@ -98,6 +100,24 @@ def split_table(splits: dict[str, dict[str, float]], results: dict[str, list[Res
     return markdown(columns, rows)
 
 
+def kinds_table(
+    kinds: dict[str, dict[str, float]],
+    splits: dict[str, dict[str, float]],
+    results: dict[str, list[Result]],
+    flops: dict[str, dict[str, float]],
+) -> str:
+    """Shares of a step by kind of operation, and what products and attention reach of it, in TFLOP/s of the model."""
+    rows = []
+    for name, seconds in kinds.items():
+        record = results[name][0].records[0]
+        tokens = record["tokens_per_second"] * record["step_seconds"]  # of one process, as its trace
+        attention = 2 * (flops[name]["full"] - flops[name]["causal"])
+        done = {"products": flops[name]["full"] - attention, "attention": attention / 2}
+        rates = [f"{tokens * done[kind] / seconds[kind] / 1e12:.2f}" if seconds[kind] else "" for kind in done]
+        rows.append([name, *(f"{seconds[kind] / splits[name]['step']:.1%}" for kind in KINDS), *rates])
+    return markdown(["share of a step", *KINDS, "products, TFLOP/s", "attention, causal"], rows)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=DEBUG_MODEL, help="TOML file (default: the debug model)")
@@ -153,17 +173,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         for threads in thread_counts
     }
     peaks, datasheet = peaks_of(variants, best)
-    splits = (
-        {}
-        if arguments.no_split
-        else {variant.name: split_of(variant, arguments.config, arguments.flags) for variant in variants}
-    )
+    traced = [] if arguments.no_split else variants
+    found_in = {variant.name: split_of(variant, arguments.config, arguments.flags) for variant in traced}
+    splits, kinds = ({name: pair[place] for name, pair in found_in.items()} for place in (0, 1))
     for found in best.values():
         print(found)
     print(f"{arguments.rounds} rounds, {arguments.steps} steps after {arguments.warmup}\n")
     print(rates_table(results, flops, peaks, datasheet))
     if splits:
-        print(f"\n{split_table(splits, results)}")
+        print(f"\n{split_table(splits, results)}\n\n{kinds_table(kinds, splits, results, flops)}")
     if arguments.json:
         write_json(
             arguments.json,
@@ -178,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     name: [{"rate": run.rate, **asdict(run)} for run in runs] for name, runs in results.items()
                 },
                 "splits": splits,
+                "kinds": kinds,
             },
         )
 

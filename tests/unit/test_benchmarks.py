@@ -66,11 +66,15 @@ def test_communication_counts_where_nothing_else_runs(tmp_path: Path) -> None:
         ("cpu_op", "autograd::engine::evaluate_function: AddBackward0", 0, 100, 1),  # FSDP's hooks wait in such frames
         ("cpu_op", "aten::mm", 10, 30, 1),
         ("cpu_op", "CompiledFunctionBackward", 60, 100, 1),
+        ("cpu_op", "aten::mm", 60, 70, 1),
         ("cpu_op", "_c10d_functional::wait_tensor", 80, 90, 1),
         ("user_annotation", "gloo:all_gather", 20, 50, 2),
         ("user_annotation", "gloo:all_reduce", 70, 90, 2),
     )
     assert step_split(on_cpu)["communication_wait"] == pytest.approx(30e-6)
+    kinds = time_by_class(on_cpu)[0]  # of the compiled region's 40, 30 are its own loops
+    expected = {"products": 30e-6, "compiled loops": 30e-6}
+    assert {kind: seconds for kind, seconds in kinds.items() if seconds} == pytest.approx(expected)
     on_gpu = trace(
         tmp_path,
         ("user_annotation", "ProfilerStep#8", 0, 100, 1),
