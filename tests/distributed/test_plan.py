@@ -144,7 +144,12 @@ def planned(flags: Sequence[str], world_size: int) -> list[RankPlan]:
 
 TWO = {
     "FSDP 2": (),
-    "FSDP 2, accumulated, selective, bfloat16": ("--training.global_batch_size=12", SELECTIVE, BF16),
+    "FSDP 2, accumulated, selective, bfloat16": (
+        "--training.local_batch_size=4",
+        "--training.global_batch_size=16",
+        SELECTIVE,
+        BF16,
+    ),
     "TP 2": (TP,),
     "CP 2": (CP,),
     "PP 2": (PP, "--training.local_batch_size=4"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtitan.models import attention, loss
+from torchtitan.models import attention, loss, norm
 from torchtitan.parallel import context
 
 aten = torch.ops.aten
@@ -22,15 +22,14 @@ def stand_ins(device_type: str) -> Iterator[None]:
     """Within it attention and RMSNorm are the operations that they are on "cuda" or "cpu". For fake tensors only.
 
     On a GPU flash attention keeps queries, keys, values, output and log-sum-exp; the fused norm its input and a number
-    a row, and the loss takes a chunk's logits at once. On CPU the norm is made of many operations, and causal attention
-    among unequal lengths has a mask.
+    a row, and the loss takes a chunk's logits at once. On CPU causal attention among unequal lengths has a mask.
     """
     patched: list[tuple[Any, str, Any]] = [(context, "causal_lower_right", _mask_on_cpu)]
     if device_type == "cuda":
         patched = [
             (context, "causal_lower_right", lambda queries, keys: _CausalMask()),
             (F, "scaled_dot_product_attention", _attention),
-            (F, "rms_norm", _rms_norm),
+            (norm, "rms_norm", _rms_norm),
             (attention, "has_own_kernel", lambda q: False),
             (loss, "rows_at_once", len),
         ]
@@ -68,21 +67,18 @@ def _attention(
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, q.requires_grad, dropout_p, causal)[0]
 
 
-def _rms_norm(
-    x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
     return _RMSNorm.apply(x, weight)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         row = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         ctx.save_for_backward(x, weight, row)
-        dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        return torch.empty_like(x, dtype=dtype)
+        return torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+        return torch.empty_like(x), torch.empty_like(weight)

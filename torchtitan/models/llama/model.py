@@ -7,6 +7,7 @@ from torch import nn
 from torchtitan.models.attention import Attend, causal_attention
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.loss import CrossEntropy, chunked_cross_entropy, chunks, cross_entropy
+from torchtitan.models.norm import RMSNorm
 from torchtitan.models.rope import apply_rope, rope_table
 
 OUTPUT_STD = 0.02
@@ -52,8 +53,8 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention = Attention(args)
         self.feed_forward = FeedForward(args)
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), rope, document_ids)
@@ -87,7 +88,7 @@ class Llama(nn.Module):
     """
 
     tok_embeddings: nn.Embedding | None
-    norm: nn.RMSNorm | None
+    norm: RMSNorm | None
     output: nn.Module | None
 
     def __init__(self, args: LlamaArgs) -> None:
@@ -98,7 +99,7 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         # A dict and not a list: a pipeline stage keeps the numbers of its layers.
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.output = (
             TiedOutput(self.tok_embeddings)
             if args.tied_embeddings

@@ -1,0 +1,42 @@
+"""RMSNorm (arXiv 1910.07467)."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32 at least."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
+    """torch's own, but on CPU, where torch puts it together from many operations that keep float32 copies of x."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _RMSNorm.apply(x, weight, eps)
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With n = x / rms and d = g * weight, for a gradient g: dx = (d - n mean(d * n)) / rms, dweight = sum(g * n)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def, override]
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        wide = x.to(torch.promote_types(dtype, torch.float32))
+        mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        inverse = mean.add_(torch.finfo(x.dtype).eps if eps is None else eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(weight).to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+        x, weight, inverse = ctx.saved_tensors
+        grad, wide_weight = grad.to(inverse.dtype), weight.to(inverse.dtype)
+        normal = x.to(inverse.dtype) * inverse
+        products = (grad * normal).flatten(0, -2)
+        means = products.mv(wide_weight).div_(x.shape[-1]).view_as(inverse)
+        x_grad = (grad * wide_weight).addcmul_(normal, means, value=-1).mul_(inverse)
+        return x_grad.to(x.dtype), products.sum(0).to(weight.dtype), None
