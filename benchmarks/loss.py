@@ -13,10 +13,13 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.tables import markdown
 from torchtitan.device import find_device
 from torchtitan.models.loss import chunked_cross_entropy
 
@@ -66,12 +69,13 @@ def main() -> None:
     if arguments.only:
         return measure(arguments.only, *sizes, arguments.repetitions)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {sizes[0]} tokens, {sizes[1]} x {sizes[2]}\n")
-    print("| loss | seconds | extra memory, GiB | value |\n| --- | ---: | ---: | ---: |")
+    rows = []
     for name in [*LOSSES] * arguments.rounds:
         command = [sys.executable, str(Path(__file__)), "--only", name, *sys.argv[1:]]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         took, extra, value = map(float, done.stdout.split())
-        print(f"| {name} | {took:.2f} | {extra / 2**30:.2f} | {value:.4f} |", flush=True)
+        rows.append([name, f"{took:.2f}", f"{extra / 2**30:.2f}", f"{value:.4f}"])
+    print(markdown(["loss", "seconds", "extra memory, GiB", "value"], rows))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.tables import markdown
+
 ROOT = Path(__file__).resolve().parent.parent
 LAST = 20
 FLOAT8: tuple[Any, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -79,10 +83,8 @@ def losses_table(what: str, runs: dict[str, Path]) -> str:
     """Each against the first."""
     means = {name: statistics.mean(losses(dump)[-LAST:]) for name, dump in runs.items()}
     base = next(iter(means))
-    lines = [f"| {what} | loss | against {base} |", "|---|---|---|"]
-    return "\n".join(
-        lines + [f"| {name} | {loss:.4f} | {loss / means[base] - 1:+.2%} |" for name, loss in means.items()]
-    )
+    rows = [[name, f"{loss:.4f}", f"{loss / means[base] - 1:+.2%}"] for name, loss in means.items()]
+    return markdown([what, "loss", f"against {base}"], rows)
 
 
 def products_table() -> str:
@@ -99,13 +101,13 @@ def products_table() -> str:
             for mode in ("rceil", "even", "floor")
         },
     }
-    lines = ["| recipe | output | input gradient | weight gradient |", "|---|---|---|---|"]
+    rows = []
     for name, (converter_name, section) in sections.items():
         converter = CONVERTERS.get(converter_name).build(section, Target("cpu"))
         assert isinstance(converter, LinearConverter)
-        cells = [f"{error:.3f}" if error else "bf16" for error in relative_errors(converter, "cpu").values()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        errors = relative_errors(converter, "cpu").values()
+        rows.append([name, *(f"{error:.3f}" if error else "bf16" for error in errors)])
+    return markdown(["recipe", "output", "input gradient", "weight gradient"], rows)
 
 
 def main() -> None:

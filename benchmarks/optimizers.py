@@ -20,7 +20,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from low_precision import ROOT, losses, losses_table, run
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.low_precision import ROOT, losses, losses_table, run
+from benchmarks.tables import markdown
 
 CHANGES: dict[str, dict[str, str]] = {
     "AdamW": {},
@@ -60,13 +63,13 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
     AdamW in float32 trains the debug model. The others get its weights and gradients before each of its steps.
     """
     import torch
-    from peak_memory import NoReport
 
+    from benchmarks.peak_memory import NoReport
     from torchtitan.checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.config.training import Optimizer
     from torchtitan.device import find_device
-    from torchtitan.optim.compact import CompactAdamW, _local
+    from torchtitan.optim.compact import CompactAdamW, local_part
     from torchtitan.optim.optimizer import build_optimizer
     from torchtitan.trainer import Trainer
 
@@ -79,7 +82,7 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
         with Trainer(config, dims, global_batch_size(config, dims), find_device(0)) as trainer:
             exact = trainer.work.optimizer
             parameters = list(trainer.work.model.parameters())
-            others = {name: [torch.nn.Parameter(_local(it).clone()) for it in parameters] for name in errors}
+            others = {name: [torch.nn.Parameter(local_part(it).clone()) for it in parameters] for name in errors}
             optimizers: dict[str, Any] = {}
             for name, them in others.items():
                 section = Optimizer(**{**vars(config.optimizer), **CHANGES[name]})  # type: ignore[arg-type]
@@ -88,18 +91,18 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
 
             @torch.no_grad()
             def step_others(*_: Any) -> None:
-                before[:] = [_local(parameter).clone() for parameter in parameters]
+                before[:] = [local_part(parameter).clone() for parameter in parameters]
                 for name, them in others.items():
                     for mine, start, parameter in zip(them, before, parameters, strict=True):
                         mine.copy_(start)
-                        mine.grad = _local(parameter.grad)  # type: ignore[arg-type]
+                        mine.grad = local_part(parameter.grad)  # type: ignore[arg-type]
                     optimizers[name].param_groups[0]["lr"] = exact.param_groups[0]["lr"]
                     optimizers[name].step()
 
             @torch.no_grad()
             def compare(*_: Any) -> None:
                 for name, them in others.items():
-                    triples = list(zip(them, before, map(_local, parameters), strict=True))
+                    triples = list(zip(them, before, map(local_part, parameters), strict=True))
                     off = sum(float((mine - right).square().sum()) for mine, _, right in triples)
                     whole = sum(float((right - start).square().sum()) for _, start, right in triples)
                     errors[name].append((off / whole) ** 0.5 if whole else 0.0)
@@ -113,7 +116,7 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
                 assert isinstance(optimizer, CompactAdamW)
                 lost = total = 0
                 for mine, parameter in zip(others[name], parameters, strict=True):
-                    there = _local(exact.state[parameter]["exp_avg_sq"]) > 0
+                    there = local_part(exact.state[parameter]["exp_avg_sq"]) > 0
                     lost += int(((optimizer.moments(mine)[1] == 0) & there).sum())
                     total += int(there.sum())
                 flushed[name] = lost / total
@@ -121,12 +124,11 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
 
 
 def errors_table(errors: dict[str, list[float]], flushed: dict[str, float]) -> str:
-    last = 20
-    lines = ["| optimizer | error of an update | largest | second moments lost to 0 |", "|---|---|---|---|"]
+    last, rows = 20, []
     for name, found in errors.items():
         mean = sum(found[-last:]) / len(found[-last:])
-        lines.append(f"| {name} | {mean:.3g} | {max(found):.3g} | {flushed[name]:.2%} |")
-    return "\n".join(lines)
+        rows.append([name, f"{mean:.3g}", f"{max(found):.3g}", f"{flushed[name]:.2%}"])
+    return markdown(["optimizer", "error of an update", "largest", "second moments lost to 0"], rows)
 
 
 def bytes_table() -> str:
@@ -140,10 +142,7 @@ def bytes_table() -> str:
     from torchtitan.plan.plan import planned_device
     from torchtitan.plan.scaling import Job, measure
 
-    lines = [
-        "| optimizer | weights | gradients | states | sum | peak of 8 GPUs, GiB | of 2, GiB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     device, _ = planned_device("H100", True, find_device(0), torch.bfloat16)
     spec = MODELS.get("llama3")
     args = spec.flavor("8B")
@@ -158,33 +157,36 @@ def bytes_table() -> str:
                 plan = ["--job.plan", f"--job.simulate_world_size={world_size}", f"--job.dump_folder={folder}"]
                 config = ConfigManager().parse_args([*plan, *model, "--activation_checkpoint.mode=full", *flags])
                 dims = check(config, world_size, "cuda")
-            rows = global_batch_size(config, dims)
-            (found,) = measure(Job(config, dims, rows, args, [args.n_layers], alike=True, device=device))
+            sequences = global_batch_size(config, dims)
+            (found,) = measure(Job(config, dims, sequences, args, [args.n_layers], alike=True, device=device))
             peaks.append(found["peak",] / GIB)
             parts = [found[part,] for part in ("parameters", "gradients", "optimizer")]
         share = parameters / world_size
         a_parameter = [round(part / share, 2) for part in parts]
         cells = [f"{part:g}" for part in (*a_parameter, round(sum(a_parameter), 2))]
-        lines.append(f"| {name} | {' | '.join(cells)} | {peaks[0]:.1f} | {peaks[1]:.1f} |")
-    return "\n".join(lines)
+        rows.append([name, *cells, *(f"{peak:.1f}" for peak in peaks)])
+    return markdown(["optimizer", "weights", "gradients", "states", "sum", "peak of 8 GPUs, GiB", "of 2, GiB"], rows)
 
 
 def peaks_table() -> str:
     """Real tensors of the debug model, MiB."""
-    lines = [
-        "| processes | batch | all gradients, MiB | peak after backward, MiB | during, MiB | saved, MiB |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for processes in (1, 2):
-        for rows in (1, 8):
-            flags = [*DEBUG, f"--training.local_batch_size={rows}", "--activation_checkpoint.mode=full", *EARLY[1:]]
+        for sequences in (1, 8):
+            flags = [
+                *DEBUG,
+                f"--training.local_batch_size={sequences}",
+                "--activation_checkpoint.mode=full",
+                *EARLY[1:],
+            ]
             found = [_peak(processes, [*flags, *more]) for more in ([], EARLY[:1])]
-            ordinary, early = (one["peak"] / 2**20 for one in found)
-            lines.append(
-                f"| {processes} | {rows} x 128 | {found[0]['gradients'] / 2**20:.1f} | {ordinary:.1f} | {early:.1f} "
-                f"| {ordinary - early:.1f} |"
+            gradients, ordinary, early = (
+                bytes_ / 2**20 for bytes_ in (found[0]["gradients"], *(one["peak"] for one in found))
             )
-    return "\n".join(lines)
+            figures = [f"{mib:.1f}" for mib in (gradients, ordinary, early, ordinary - early)]
+            rows.append([f"{processes}", f"{sequences} x 128", *figures])
+    columns = ["processes", "batch", "all gradients, MiB", "peak after backward, MiB", "during, MiB", "saved, MiB"]
+    return markdown(columns, rows)
 
 
 def _peak(processes: int, flags: list[str]) -> dict[str, int]:
@@ -242,7 +244,6 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    sys.path.insert(0, str(ROOT))
     wanted = arguments.only.split(",")
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}")
     runs: dict[str, Path] = {}

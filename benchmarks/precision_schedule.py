@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
-from low_precision import LAST, ROOT, run
+
+from benchmarks.low_precision import LAST, ROOT, run
+from benchmarks.tables import markdown
 
 RECIPES = {
     "float8 rowwise": 'converters = ["float8"]\n[precision.phase.float8]\nrecipe_name = "rowwise"\n',
@@ -125,15 +129,15 @@ def main() -> None:
                 of_run = result(f"{recipe} {name}", recipe, share, count, arguments.steps, arguments.folder)
                 results[recipe, name, count] = of_run
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
-    print("| run | processes | loss | against bf16 | seconds a step, by phase | seconds | against bf16 |")
-    print("|---|---|---|---|---|---|---|")
+    rows = []
     for (recipe, name, count), found in results.items():
         base = results["", "bf16", count]
         by_phase = ", ".join(f"{seconds:.2f}" for seconds, _ in found.step_seconds)
-        print(
-            f"| {f'{recipe} {name}'.strip()} | {count} | {found.loss:.4f} | {found.loss / base.loss - 1:+.2%} | "
-            f"{by_phase} | {found.seconds:.0f} | {found.seconds / base.seconds:.2f} |"
-        )
+        against = f"{found.loss / base.loss - 1:+.2%}"
+        times = [by_phase, f"{found.seconds:.0f}", f"{found.seconds / base.seconds:.2f}"]
+        rows.append([f"{recipe} {name}".strip(), f"{count}", f"{found.loss:.4f}", against, *times])
+    columns = ["run", "processes", "loss", "against bf16", "seconds a step, by phase", "seconds", "against bf16"]
+    print(markdown(columns, rows))
     plot(results, recipes, processes, arguments.output)
 
 

@@ -17,6 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.tables import markdown
+
 ROOT = Path(__file__).resolve().parent.parent
 LAST = 20
 GATHER = ["--model.converters=float8", "--float8.enable_fsdp_float8_all_gather"]
@@ -84,14 +88,14 @@ def train(flags: list[str], output: Path) -> None:
             output.write_text(json.dumps({"all_reduces": all_reduces, "bits": bits, "saturated": saturated}))
 
 
-def row(name: str, seen: dict[str, Any], losses: list[float]) -> str:
+def row(name: str, seen: dict[str, Any], losses: list[float]) -> list[str]:
     """A line of the table. The first step knows no scale yet, and is left out."""
     bits = [value for step in seen["bits"] for value in step]
     per_step = statistics.mean(seen["all_reduces"][1:])
-    lost = (
-        f"{max(statistics.mean(bits), 0):.3f} | {max(*bits, 0):.3f} | {seen['saturated']}" if bits else "-- | -- | --"
-    )
-    return f"| {name} | {per_step:.2f} | {lost} | {statistics.mean(losses[-LAST:]):.4f} |"
+    lost = ["", "", ""]
+    if bits:
+        lost = [f"{max(statistics.mean(bits), 0):.3f}", f"{max(*bits, 0):.3f}", f"{seen['saturated']}"]
+    return [name, f"{per_step:.2f}", *lost, f"{statistics.mean(losses[-LAST:]):.4f}"]
 
 
 def main() -> None:
@@ -102,8 +106,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    print(f"CPU, {arguments.processes} processes, torch {torch.__version__}, {arguments.steps} steps\n")
-    print("| scales | all-reduces a step | bits lost, mean | at most | saturated | loss |\n|---|---|---|---|---|---|")
+    rows = []
     for name, flags in VARIANTS.items():
         if arguments.only not in (None, name):
             continue
@@ -125,7 +128,11 @@ def main() -> None:
             if done.returncode != 0:
                 sys.exit(done.stdout)
             lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-            print(row(name, json.loads(output.read_text()), [json.loads(line)["loss"] for line in lines]), flush=True)
+            rows.append(row(name, json.loads(output.read_text()), [json.loads(line)["loss"] for line in lines]))
+            print(*rows[-1], sep=", ", file=sys.stderr, flush=True)
+    print(f"CPU, {arguments.processes} processes, torch {torch.__version__}, {arguments.steps} steps\n")
+    columns = ["scales", "all-reduces a step", "bits lost, mean", "at most", "saturated", "loss"]
+    print(markdown(columns, rows))
 
 
 if __name__ == "__main__":

@@ -75,13 +75,13 @@ class CompactAdamW(torch.optim.Optimizer):
         state, formats = self.state_of(parameter), self._formats[parameter]
         state["step"] += 1
         moments = self._parts(parameter)
-        weight = _local(parameter)
+        weight = local_part(parameter)
         dtypes = [weight.dtype, *(moment[""].dtype if "" in moment else None for moment in moments)]
         noise = self._noise(parameter, weight, [dtype == torch.bfloat16 for dtype in dtypes], state["step"])
         with torch._dynamo.config.patch(recompile_limit=64):  # one for each shape
             self._update(
                 weight,
-                _local(grad),
+                local_part(grad),
                 state["step"],
                 lr,
                 formats,
@@ -104,7 +104,7 @@ class CompactAdamW(torch.optim.Optimizer):
         """Of the first and the second moment; in their own memory."""
         state = self.state_of(parameter)
         return [
-            {part: _local(state[_join(key, part)]) for part in form.parts}
+            {part: local_part(state[_join(key, part)]) for part in form.parts}
             for key, form in zip(self._moment_names, self._formats[parameter], strict=True)
         ]
 
@@ -125,7 +125,7 @@ class CompactAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)
             for key, form in zip(self._moment_names, self._formats[parameter], strict=True):
                 whole = form.layout(tuple(parameter.shape))
-                for part, (shape, dtype) in form.layout(tuple(_local(parameter).shape)).items():
+                for part, (shape, dtype) in form.layout(tuple(local_part(parameter).shape)).items():
                     zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
                     state[_join(key, part)] = _divided_as(parameter, zeros, whole[part][0])
         return state
@@ -200,7 +200,7 @@ def _join(key: str, part: str) -> str:
     return f"{key}.{part}" if part else key
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds, plain."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     if hasattr(local, "__tensor_flatten__"):  # a weight that tells FSDP how to gather it; its numbers are inside
