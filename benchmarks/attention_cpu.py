@@ -1,4 +1,5 @@
-"""Backward pass of causal attention on CPU: torch's kernel against ours, in time and in error.
+"""Backward pass of causal attention on CPU: torch's kernel against ours, in time and in error, with memory kept as in
+a run.
 
 python benchmarks/attention_cpu.py [--shape 4,16,512,16]   (batch, heads, sequence, head dimension)
 """
@@ -10,6 +11,7 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 
+from torchtitan.device import find_device
 from torchtitan.models.attention_cpu import causal_attention_cpu
 
 ROUNDS = 11
@@ -19,6 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="4,16,512,16")
     batch, heads, seq, head_dim = map(int, parser.parse_args().shape.split(","))
+    find_device(0)
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(batch, seq, heads, head_dim).bfloat16().transpose(1, 2) for _ in range(4))
 
