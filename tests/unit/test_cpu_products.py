@@ -26,12 +26,16 @@ class Block(nn.Module):
 def test_large_weight_gradients_are_not_taken_from_transposed_memory() -> None:
     torch.manual_seed(0)
     block = Block().bfloat16()
-    x = torch.randn(3, 32, 1024).bfloat16().requires_grad_()
-    inputs = [x, *block.parameters()]
-    eager = torch.autograd.grad(block(x).square().sum(), inputs)
+    batches = [torch.randn(size, 32, 1024).bfloat16().requires_grad_() for size in (3, 5)]
+
+    def gradients(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
+
+    eager = [gradients(x) for x in batches]
     apply_compile([block], "cpu")
-    compiled, code = run_and_get_code(lambda: torch.autograd.grad(block(x).square().sum(), inputs))
-    for right, found in zip(eager, compiled, strict=True):
+    first, code = run_and_get_code(lambda: gradients(batches[0]))
+    another = gradients(batches[1])  # of another size, for which the compiler leaves sizes open
+    for right, found in zip((*eager[0], *eager[1]), (*first, *another), strict=True):
         assert found.stride() == right.stride()
         torch.testing.assert_close(found, right, rtol=0.02, atol=0.02 * float(right.abs().max()))
     transposed = re.findall(r"extern_kernels\.mm\(reinterpret_tensor\(\w+, \((\d+), 96\), \(1, \d+\)", code[-1])

@@ -40,8 +40,10 @@ class TransposeFirst(CustomGraphPass):
 
 def _is_weight_gradient(left: torch.Tensor, right: torch.Tensor) -> bool:
     kind = left.dtype == torch.bfloat16 and left.device.type == "cpu"
+    if not kind or not all(isinstance(size, int) for size in (*left.shape, *right.shape)):  # sizes are left open
+        return False
     transposed = left.stride(0) == 1 and left.stride(1) == left.shape[0] > 1 and right.is_contiguous()
-    return kind and transposed and left.shape[0] * right.shape[1] >= LEAST
+    return transposed and left.shape[0] * right.shape[1] >= LEAST
 
 
 def _written_out(graph: fx.Graph, node: fx.Node, done: dict[fx.Node, fx.Node], of: fx.Node | None = None) -> fx.Node:
