@@ -19,18 +19,19 @@ class TransposeFirst(CustomGraphPass):
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        transposed: dict[fx.Node, fx.Node] = {}  # one x may serve several weights
+        turned: dict[fx.Node, fx.Node] = {}  # one x may serve several weights
         for node in graph.find_nodes(op="call_function", target=aten.mm.default):
             left, right = node.args
             if not _is_weight_gradient(left.meta["val"], right.meta["val"]):
                 continue
             with graph.inserting_before(node):
                 if left.meta["val"].shape[0] <= right.meta["val"].shape[1]:
-                    node.replace_input_with(left, _written_out(graph, left, transposed))
+                    node.replace_input_with(left, _in_rows(graph, left))
                     continue
-                other = _call(graph, aten.permute.default, right, [1, 0])
+                if right not in turned:
+                    turned[right] = _in_rows(graph, _call(graph, aten.permute.default, right, [1, 0]))
                 g = _call(graph, aten.permute.default, left, [1, 0])
-                product = _call(graph, aten.mm.default, _written_out(graph, other, transposed, of=right), g)
+                product = _call(graph, aten.mm.default, turned[right], g)
                 node.replace_all_uses_with(_call(graph, aten.permute.default, product, [1, 0]))
             graph.erase_node(node)
 
@@ -46,14 +47,10 @@ def _is_weight_gradient(left: torch.Tensor, right: torch.Tensor) -> bool:
     return transposed and left.shape[0] * right.shape[1] >= LEAST
 
 
-def _written_out(graph: fx.Graph, node: fx.Node, done: dict[fx.Node, fx.Node], of: fx.Node | None = None) -> fx.Node:
-    """The same matrix, row after row in memory. `of`: by what to find it again, if not by itself."""
-    key = of or node
-    if key not in done:
-        strides = (node.meta["val"].shape[1], 1)
-        # A clone would not do: the compiler chooses its strides, and takes those that it is copied from.
-        done[key] = _call(graph, torch.ops.prims.inductor_force_stride_order.default, node, strides)
-    return done[key]
+def _in_rows(graph: fx.Graph, matrix: fx.Node) -> fx.Node:
+    """The same matrix, row after row in memory; of a clone the compiler would choose the strides, and keep them."""
+    strides = (matrix.meta["val"].shape[1], 1)
+    return _call(graph, torch.ops.prims.inductor_force_stride_order.default, matrix, strides)
 
 
 def _call(graph: fx.Graph, operation: Any, *args: Any) -> fx.Node:
