@@ -3,7 +3,7 @@
 python benchmarks/optimizers.py --output docs/figures/optimizers.png [--steps 1000] [--only losses,errors,bytes,peaks]
 
 losses: the debug model with each optimizer, on the same data (as `low_precision.py`; runs in --folder are not run
-    again); a run that ends in an error is left out with what it said.
+    again).
 errors: the update of each optimizer against float32's, from the same weights and the same history of gradients.
 bytes: of an 8B model, as planned (`--job.plan`).
 peaks: the most bytes of live tensors on 1 and 2 processes, with updates after and during the backward pass.
@@ -237,6 +237,9 @@ def _smooth(values: list[float], width: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument(
+        "--optimizer", action="append", choices=TRAINED, help="whose loss, more than once; default: all"
+    )
     parser.add_argument("--error-steps", type=int, default=100)
     parser.add_argument("--folder", type=Path, default=Path("outputs/optimizers"))
     parser.add_argument("--output", type=Path, default=Path("optimizers.png"))
@@ -249,7 +252,8 @@ def main() -> None:
     runs: dict[str, Path] = {}
     errors: dict[str, list[float]] = {}
     if "losses" in wanted:
-        runs = {name: run(name, flags, arguments.steps, arguments.folder) for name, flags in TRAINED.items()}
+        chosen = arguments.optimizer or list(TRAINED)
+        runs = {name: run(name, TRAINED[name], arguments.steps, arguments.folder) for name in chosen}
         print(f"\nlosses, {arguments.steps} steps\n\n{losses_table('optimizer', runs)}", flush=True)
     saved = arguments.folder / "errors.json"
     if "errors" in wanted:

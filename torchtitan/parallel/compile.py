@@ -22,7 +22,7 @@ def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
     if device_type == "cpu":
         from torchtitan.parallel.cpu_products import TransposeFirst  # brings in the compiler
 
-        options = {"post_grad_custom_post_pass": TransposeFirst()}
+        options = {"post_grad_custom_pre_pass": TransposeFirst()}
     for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, options=options)
 
