@@ -200,7 +200,8 @@ def test_updates_during_the_backward_pass_lower_the_peak(two: dict[str, list[dic
         assert {(line.dimension, line.kind): (line.count, line.bytes) for line in after.traffic} == early[
             "by dimension"
         ]
-        assert early["peak"] < ordinary["peak"] - 0.5 * before.gradients
+        # Buffers of exchanges that are still under way come and go, up to a block's gradients.
+        assert early["peak"] < ordinary["peak"] - 0.25 * before.gradients
 
 
 @pytest.mark.full
