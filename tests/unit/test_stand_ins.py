@@ -1,11 +1,13 @@
 """What attention and norms of a GPU keep for their backward pass, told without one."""
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchtitan.models import norm
 from torchtitan.models.attention import causal_attention
+from torchtitan.models.norm import RMSNorm
 from torchtitan.plan.record import Recorder
 from torchtitan.plan.stand_ins import stand_ins
 
@@ -29,16 +31,18 @@ def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
     assert kept["cpu"] == flash + 2 * heads * row
 
 
-def test_a_norm_keeps_its_input_and_a_number_a_row() -> None:
+@pytest.mark.parametrize("kind", [nn.RMSNorm, RMSNorm], ids=["torch's", "ours"])
+def test_a_norm_keeps_its_input_and_a_number_a_row(kind: type[nn.RMSNorm]) -> None:
     with FakeTensorMode() as mode, Recorder(str, mode) as recorder, stand_ins("cuda"):
         x = torch.empty(16, 256, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(256, dtype=torch.bfloat16, requires_grad=True)
-        out = norm.rms_norm(x, weight, None)
+        norm = kind(256, dtype=torch.bfloat16)
+        weight = norm.weight
+        out = norm(x)
         assert recorder.current == x.nbytes + weight.nbytes + out.nbytes + 4 * 16
 
 
 def test_kernels_are_torchs_again_afterwards() -> None:
-    before = F.scaled_dot_product_attention, norm.rms_norm
+    before = F.scaled_dot_product_attention, F.rms_norm
     with stand_ins("cuda"):
-        assert norm.rms_norm is not before[1]
-    assert (F.scaled_dot_product_attention, norm.rms_norm) == before
+        assert F.rms_norm is not before[1]
+    assert (F.scaled_dot_product_attention, F.rms_norm) == before

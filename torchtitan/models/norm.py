@@ -14,9 +14,14 @@ class RMSNorm(nn.RMSNorm):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
     """torch's own, but on CPU, where torch puts it together from many operations that keep float32 copies of x."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if has_own_kernel(x):
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def has_own_kernel(x: torch.Tensor) -> bool:
+    """Whether this input gets the norm that is made for CPU; the compiler makes a better one."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class _RMSNorm(torch.autograd.Function):

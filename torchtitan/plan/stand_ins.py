@@ -29,8 +29,9 @@ def stand_ins(device_type: str) -> Iterator[None]:
         patched = [
             (context, "causal_lower_right", lambda queries, keys: _CausalMask()),
             (F, "scaled_dot_product_attention", _attention),
-            (norm, "rms_norm", _rms_norm),
+            (F, "rms_norm", _rms_norm),
             (attention, "has_own_kernel", lambda q: False),
+            (norm, "has_own_kernel", lambda x: False),
             (loss, "rows_at_once", len),
         ]
     before = [getattr(module, name) for module, name, _ in patched]
@@ -67,18 +68,21 @@ def _attention(
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, q.requires_grad, dropout_p, causal)[0]
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
+def _rms_norm(
+    x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
     return _RMSNorm.apply(x, weight)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
         row = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         ctx.save_for_backward(x, weight, row)
-        return torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+        dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+        return torch.empty_like(x, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
