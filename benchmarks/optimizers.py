@@ -180,10 +180,8 @@ def peaks_table() -> str:
                 *EARLY[1:],
             ]
             found = [_peak(processes, [*flags, *more]) for more in ([], EARLY[:1])]
-            gradients, ordinary, early = (
-                bytes_ / 2**20 for bytes_ in (found[0]["gradients"], *(one["peak"] for one in found))
-            )
-            figures = [f"{mib:.1f}" for mib in (gradients, ordinary, early, ordinary - early)]
+            ordinary, early = (one["peak"] for one in found)
+            figures = [f"{size / 2**20:.1f}" for size in (found[0]["gradients"], ordinary, early, ordinary - early)]
             rows.append([f"{processes}", f"{sequences} x 128", *figures])
     columns = ["processes", "batch", "all gradients, MiB", "peak after backward, MiB", "during, MiB", "saved, MiB"]
     return markdown(columns, rows)
@@ -237,9 +235,7 @@ def _smooth(values: list[float], width: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument(
-        "--optimizer", action="append", choices=TRAINED, help="whose loss, more than once; default: all"
-    )
+    parser.add_argument("--optimizer", action="append", choices=TRAINED, help="whose loss; repeatable (default: all)")
     parser.add_argument("--error-steps", type=int, default=100)
     parser.add_argument("--folder", type=Path, default=Path("outputs/optimizers"))
     parser.add_argument("--output", type=Path, default=Path("optimizers.png"))
