@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtitan.cache import cache_folder
 from torchtitan.logging import logger
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ def measured_reason(converter: "LinearConverter", m: int, k: int, n: int) -> str
 
 
 def cache_file() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "torchtitan" / "measured_products.json"
+    return cache_folder() / "measured_products.json"
 
 
 def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int) -> float:

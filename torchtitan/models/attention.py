@@ -7,8 +7,6 @@ import torch.nn.functional as F
 
 from torchtitan.models.attention_cpu import causal_attention_cpu
 
-WIDE_HEADS = 64  # torch's kernel is faster from this head_dim on (benchmarks/attention_cpu.py)
-
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Causal attention: `causal_attention`, or what does its work where a sequence is divided."""
 
@@ -29,8 +27,7 @@ def causal_attention(
     grouped = q.shape[1] != k.shape[1]
     if document_ids is None:
         if has_own_kernel(q):
-            repeats = q.shape[1] // k.shape[1]
-            return causal_attention_cpu(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
+            return causal_attention_cpu(q, k, v)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
     causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -38,6 +35,5 @@ def causal_attention(
 
 
 def has_own_kernel(q: torch.Tensor) -> bool:
-    """Whether these queries get the attention that is made for narrow heads on CPU."""
-    kind = q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-1] < WIDE_HEADS
-    return kind and q.requires_grad
+    """Whether these queries get the attention that has a backward pass of its own on CPU."""
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.requires_grad

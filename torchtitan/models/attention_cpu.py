@@ -1,23 +1,44 @@
-"""Causal attention on CPU whose backward pass is made of matrix products over tiles that fit the cache.
+"""Causal attention on CPU in bfloat16 with a backward pass of its own, the slowest part of torch's.
 
-torch's own backward kernel for CPU takes most of a training step of a model with narrow heads in bfloat16. This one
-takes about half as long there, and is more exact, since it computes in float32 (benchmarks/attention_cpu.py). It keeps
-what torch's forward kernel keeps: output and log-sum-exp.
+Where the CPU has a matrix unit (AMX) and there is a C++ compiler, it is `attention_cpu.cpp`. Elsewhere narrow heads get
+products over tiles that fit the cache, in float32, and wide ones torch's kernel. `benchmarks/attention_cpu.py` compares
+the three. All keep what torch's forward kernel keeps: output and log-sum-exp.
 """
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
 
 import torch
 
+from torchtitan.cache import cache_folder
+from torchtitan.logging import logger
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# Every CPU with AMX has what the first of them had. Not -ffast-math: it would flush denormals in the whole process.
+COMPILE = "-std=c++20 -O3 -march=sapphirerapids -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math"
+LINK = "-fopenmp -shared -fPIC -ltorch_cpu"
+
+WIDE_HEADS = 64  # from this head_dim on torch's kernel is faster than tiles
 QUERIES, HEADS = 128, 8  # of a tile: 8 x 128 x 512 scores in float32 are 2 MiB
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def causal_attention_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """softmax(q kᵀ / sqrt(head_dim)) v with a causal mask.
 
     Args:
-        q, k, v: (batch, heads, seq, head_dim), bfloat16.
+        q: (batch, heads, seq, head_dim), bfloat16.
+        k, v: (batch, kv_heads, seq, head_dim), bfloat16; heads is a multiple of kv_heads.
 
     Returns:
-        The same shape and dtype.
+        The shape and dtype of q.
     """
     return _CausalAttention.apply(q, k, v)
 
@@ -25,7 +46,9 @@ def causal_attention_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v):  # type: ignore[no-untyped-def, override]
-        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, _for_each_head(k, q), _for_each_head(v, q), 0.0, True
+        )
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
 
@@ -34,7 +57,7 @@ class _CausalAttention(torch.autograd.Function):
         return causal_attention_gradients(*ctx.saved_tensors, out_grad)
 
 
-# An operator of its own: the compiler calls it as it is, where it would unroll its loops.
+# An operator of its own: the compiler calls it as it is.
 @torch.library.custom_op("torchtitan::causal_attention_gradients", mutates_args=())
 def causal_attention_gradients(
     q: torch.Tensor,
@@ -44,12 +67,127 @@ def causal_attention_gradients(
     logsumexp: torch.Tensor,
     out_grad: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of FlashAttention (arXiv 2205.14135, algorithm 4), a tile of queries and heads at a time.
+    """The gradients of q, k and v, each in memory as (batch, seq, heads, head_dim).
+
+    Args:
+        q, out, out_grad: (batch, heads, seq, head_dim), bfloat16.
+        k, v: (batch, kv_heads, seq, head_dim), bfloat16.
+        logsumexp: (batch, heads, seq) of q kᵀ / sqrt(head_dim), float32.
+    """
+    seq, head_dim = q.shape[-2:]
+    if seq % 2 == 0 and head_dim % 2 == 0 and (library := matrix_unit_library()):
+        return gradients_by_matrix_unit(library, q, k, v, out, logsumexp, out_grad)
+    by = gradients_by_tiles if head_dim < WIDE_HEADS else gradients_by_torch
+    dq, dk, dv = by(q, _for_each_head(k, q), _for_each_head(v, q), out, logsumexp, out_grad)
+    groups = (k.shape[1], q.shape[1] // k.shape[1])
+    dk, dv = (grad.unflatten(1, groups).sum(2, dtype=torch.float32) for grad in (dk, dv))
+    return _rows_of_heads(q).copy_(dq), _rows_of_heads(k).copy_(dk), _rows_of_heads(v).copy_(dv)
+
+
+@causal_attention_gradients.register_fake
+def _(q, k, v, out, logsumexp, out_grad):  # type: ignore[no-untyped-def]
+    return _rows_of_heads(q), _rows_of_heads(k), _rows_of_heads(v)
+
+
+def _for_each_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _rows_of_heads(x: torch.Tensor) -> torch.Tensor:
+    """Uninitialized, in the layout that projections write and read: a position's heads lie together."""
+    batch, heads, seq, head_dim = x.shape
+    return x.new_empty(batch, seq, heads, head_dim).transpose(1, 2)
+
+
+@functools.cache
+def matrix_unit_library() -> ctypes.CDLL | None:
+    """`attention_cpu.cpp`, compiled once for each version of torch; None where it cannot run, which is logged."""
+    if not torch.cpu._is_amx_tile_supported():
+        return None
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    command = [os.environ.get("CXX") or "g++", *COMPILE.split(), str(SOURCE), f"-L{torch_libraries}", *LINK.split()]
+    key = hashlib.sha256(repr((SOURCE.read_text(), command, torch.__version__)).encode()).hexdigest()
+    kept = cache_folder() / f"{SOURCE.stem}-{key[:16]}.so"
+    try:
+        if not kept.exists():
+            logger.info("Compiling attention's backward pass for this CPU's matrix unit, once ...")
+            _compile(command, kept)
+        return ctypes.CDLL(str(kept))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[0]
+        logger.warning(f"Attention's backward pass takes 2 to 3 times as long: its C++ cannot be used: {reason}")
+        return None
+
+
+def _compile(command: list[str], library: Path) -> None:
+    """Other processes may do the same at the same time; the library is there whole or not at all."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        built = Path(folder) / library.name
+        subprocess.run([*command, "-o", str(built)], check=True, capture_output=True, text=True)
+        shutil.move(built, library)
+
+
+class _Matrices(ctypes.Structure):
+    """(batch, heads, rows, columns): where the numbers are, and the strides of all but the columns."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3)]
+
+
+def gradients_by_matrix_unit(
+    library: ctypes.CDLL,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    out_grad: torch.Tensor,
+) -> Gradients:
+    """As `causal_attention_gradients`; seq and head_dim are even."""
+    grads = (_rows_of_heads(q), _rows_of_heads(k), _rows_of_heads(v))
+    tensors = [*map(_in_pairs, (q, k, v, out, out_grad)), *grads]
+    sizes = map(ctypes.c_int64, (*q.shape[:2], k.shape[1], *q.shape[2:]))
+    library.attention_backward((_Matrices * 8)(*map(_matrices, tensors)), ctypes.byref(_matrices(logsumexp)), *sizes)
+    return grads
+
+
+def _matrices(x: torch.Tensor) -> _Matrices:
+    return _Matrices(x.data_ptr(), (ctypes.c_int64 * 3)(*x.stride()[:3]))
+
+
+def _in_pairs(x: torch.Tensor) -> torch.Tensor:
+    """x so that the numbers of a row lie together and can be read two at a time."""
+    even = x.data_ptr() % 4 == 0 and all(stride % 2 == 0 for stride in x.stride()[:3])
+    return x if x.stride(3) == 1 and even else x.clone(memory_format=torch.contiguous_format)
+
+
+def gradients_by_torch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    out_grad: torch.Tensor,
+) -> Gradients:
+    """As `causal_attention_gradients`, for as many heads of keys and values as of queries, in any layout."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(out_grad, q, k, v, out, logsumexp, 0.0, True)
+
+
+def gradients_by_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    out_grad: torch.Tensor,
+) -> Gradients:
+    """As `gradients_by_torch`: FlashAttention (arXiv 2205.14135, algorithm 4), a tile of queries and heads at a time.
 
     With P = exp(scale q kᵀ - logsumexp): dv = Pᵀ do, ds = P * (do vᵀ - rowsum(do * o)), dq = scale ds k,
-    dk = scale dsᵀ q. What is subtracted goes through the products as one more column against ones.
+    dk = scale dsᵀ q, all in float32. What is subtracted goes through the products as one more column against ones.
     """
-    shape, dtype = q.shape, q.dtype
+    shape = q.shape
     seq, head_dim = shape[-2:]
     scale = head_dim**-0.5
     row_sums = (out_grad.float() * out).sum(-1)
@@ -80,13 +218,7 @@ def causal_attention_gradients(
                     grad[:, seen] += _bmm(weights.mT, other[:, rows, :head_dim], space)
             dq[:, rows] = _bmm(s_grad, k_[:, seen, :head_dim], space)
     q_grad *= scale
-    dq, dk, dv = (grad.to(dtype).view(shape) for grad in (q_grad, k_grad, v_grad))
-    return dq, dk, dv
-
-
-@causal_attention_gradients.register_fake
-def _(q, k, v, out, logsumexp, out_grad):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return q_grad.view(shape), k_grad.view(shape), v_grad.view(shape)
 
 
 def _with_column(x: torch.Tensor, column: torch.Tensor | float) -> torch.Tensor:

@@ -1,0 +1,149 @@
+"""Causal attention on CPU in bfloat16: whichever backward pass it takes, its gradients are those of the formula."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtitan.models import attention_cpu
+from torchtitan.models.attention import causal_attention
+from torchtitan.models.attention_cpu import matrix_unit_library
+
+WAYS = ["matrix unit", "without"]
+Shape = tuple[int, int, int, int, int]  # batch, heads, heads of keys and values, sequence, head dimension
+
+
+@pytest.fixture
+def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def take(way: str) -> None:
+        if way == "without":
+            monkeypatch.setattr(attention_cpu, "matrix_unit_library", lambda: None)
+        elif matrix_unit_library() is None:
+            pytest.skip("this CPU has no matrix unit, or there is no compiler: the other way is tested")
+
+    return take
+
+
+def operands(shape: Shape) -> list[torch.Tensor]:
+    """Queries, keys, values and the gradient of the output, laid out as projections write them."""
+    batch, heads, kv_heads, seq, head_dim = shape
+    torch.manual_seed(0)
+    counts = (heads, kv_heads, kv_heads, heads)
+    return [torch.randn(batch, seq, count, head_dim).bfloat16().transpose(1, 2) for count in counts]
+
+
+def gradients(
+    attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], grad: torch.Tensor
+) -> list[torch.Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    return list(torch.autograd.grad(attend(*leaves), leaves, grad))
+
+
+def equal(found: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(found, right, strict=True))
+
+
+def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 4, 4, 256, 16),
+        (1, 4, 2, 300, 16),
+        (2, 4, 1, 130, 64),
+        (1, 2, 2, 128, 128),
+        (1, 2, 1, 2, 8),
+        (1, 4, 2, 77, 32),
+    ],
+    ids=str,
+)
+def test_gradients_are_the_formulas(shape: Shape, way: str, take: Callable[[str], None]) -> None:
+    take(way)
+    *inputs, grad = operands(shape)
+    found = gradients(causal_attention, inputs, grad)
+    exact = gradients(formula, [tensor.double() for tensor in inputs], grad.double())
+    torchs = gradients(formula, inputs, grad)
+    for mine, right, theirs in zip(found, exact, torchs, strict=True):
+        assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
+        error, torchs_error = ((grad.double() - right).norm() / right.norm() for grad in (mine, theirs))
+        assert error < 1e-2 and error < 1.5 * torchs_error
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_comes_from_later_positions(way: str, take: Callable[[str], None]) -> None:
+    """A gradient at early positions leaves later keys and values alone, exactly."""
+    take(way)
+    *inputs, grad = operands((1, 2, 2, 256, 16))
+    grad[:, :, 100:] = 0
+    _, k_grad, v_grad = gradients(causal_attention, inputs, grad)
+    assert k_grad[:, :, :100].abs().sum() > 0
+    assert not k_grad[:, :, 100:].any() and not v_grad[:, :, 100:].any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_large_scores_do_not_overflow_and_a_nan_shows(way: str, take: Callable[[str], None]) -> None:
+    take(way)
+    *inputs, grad = operands((1, 2, 2, 256, 16))
+    inputs[0] *= 100
+    inputs[0][:, :, 200:, 0] = 300  # against the keys after it, the largest scores of all
+    assert all(found.isfinite().all() for found in gradients(causal_attention, inputs, grad))
+    inputs[0][0, 0, 3, 0] = torch.nan
+    assert all(found.isnan().any() for found in gradients(causal_attention, inputs, grad))
+
+
+def test_any_layout_in_memory_is_read_as_it_is(take: Callable[[str], None]) -> None:
+    take("matrix unit")
+    *inputs, grad = operands((2, 4, 2, 64, 16))
+    right = gradients(causal_attention, inputs, grad)
+    wide = torch.zeros(2, 4, 64, 17).bfloat16()[..., 1:]  # rows that begin at odd places
+    wide.copy_(grad)
+    assert equal(gradients(causal_attention, inputs, wide), right)
+    one = torch.ones(1).bfloat16().expand_as(grad)  # as of a sum
+    right = gradients(causal_attention, inputs, one.clone(memory_format=torch.contiguous_format))
+    assert equal(gradients(causal_attention, inputs, one), right)
+
+
+def test_the_compiler_calls_it(take: Callable[[str], None]) -> None:
+    take("matrix unit")
+    *inputs, grad = operands((2, 4, 2, 64, 16))
+    compiled = torch.compile(causal_attention, fullgraph=True)
+    assert equal(gradients(compiled, inputs, grad), gradients(causal_attention, inputs, grad))
+
+
+@pytest.mark.parametrize(("compiler", "reason"), [("no-such-compiler", "No such file"), ("false", "returned non-zero")])
+def test_without_a_compiler_a_run_is_told_and_goes_on(
+    compiler: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("nothing is compiled for this CPU")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(attention_cpu, "matrix_unit_library", matrix_unit_library.__wrapped__)
+    *inputs, grad = operands((1, 2, 2, 64, 16))
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        found = gradients(causal_attention, inputs, grad)
+    assert reason in caplog.text
+    assert (found[0].double() - gradients(formula, inputs, grad)[0].double()).norm() < 0.02 * found[0].double().norm()
+    assert not list(tmp_path.glob("*/*.so"))
+
+
+def test_it_is_compiled_once(
+    take: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    take("matrix unit")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.INFO, "torchtitan"):
+        assert matrix_unit_library.__wrapped__() is not None
+        assert matrix_unit_library.__wrapped__() is not None
+    assert caplog.text.count("Compiling") == 1
+    assert len(list(tmp_path.rglob("*"))) == 2  # the folder and the library
