@@ -1,4 +1,4 @@
-"""Causal attention on CPU in bfloat16: whichever backward pass it takes, its gradients are those of the formula."""
+"""Causal attention on CPU in bfloat16: whichever kernel computes it, it is the formula."""
 
 import logging
 from collections.abc import Callable
@@ -63,12 +63,13 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_gradients_are_the_formulas(shape: Shape, way: str, take: Callable[[str], None]) -> None:
+def test_output_and_gradients_are_the_formulas(shape: Shape, way: str, take: Callable[[str], None]) -> None:
     take(way)
     *inputs, grad = operands(shape)
-    found = gradients(causal_attention, inputs, grad)
-    exact = gradients(formula, [tensor.double() for tensor in inputs], grad.double())
-    torchs = gradients(formula, inputs, grad)
+    wide = [tensor.double() for tensor in inputs]
+    found = [causal_attention(*inputs), *gradients(causal_attention, inputs, grad)]
+    exact = [formula(*wide), *gradients(formula, wide, grad.double())]
+    torchs = [formula(*inputs), *gradients(formula, inputs, grad)]
     for mine, right, theirs in zip(found, exact, torchs, strict=True):
         assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
         error, torchs_error = ((grad.double() - right).norm() / right.norm() for grad in (mine, theirs))
@@ -77,9 +78,12 @@ def test_gradients_are_the_formulas(shape: Shape, way: str, take: Callable[[str]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_comes_from_later_positions(way: str, take: Callable[[str], None]) -> None:
-    """A gradient at early positions leaves later keys and values alone, exactly."""
+    """Exactly: what an early position computes, and what a gradient there does to later keys and values."""
     take(way)
     *inputs, grad = operands((1, 2, 2, 256, 16))
+    early = causal_attention(*inputs)[:, :, :100]
+    others = [torch.cat([tensor[:, :, :100], 7 * tensor[:, :, 100:]], 2) for tensor in inputs]
+    assert torch.equal(causal_attention(*others)[:, :, :100], early)
     grad[:, :, 100:] = 0
     _, k_grad, v_grad = gradients(causal_attention, inputs, grad)
     assert k_grad[:, :, :100].abs().sum() > 0
@@ -94,6 +98,7 @@ def test_large_scores_do_not_overflow_and_a_nan_shows(way: str, take: Callable[[
     inputs[0][:, :, 200:, 0] = 300  # against the keys after it, the largest scores of all
     assert all(found.isfinite().all() for found in gradients(causal_attention, inputs, grad))
     inputs[0][0, 0, 3, 0] = torch.nan
+    assert causal_attention(*inputs)[0, 0, 3].isnan().all()
     assert all(found.isnan().any() for found in gradients(causal_attention, inputs, grad))
 
 

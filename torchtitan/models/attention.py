@@ -35,5 +35,5 @@ def causal_attention(
 
 
 def has_own_kernel(q: torch.Tensor) -> bool:
-    """Whether these queries get the attention that has a backward pass of its own on CPU."""
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.requires_grad
+    """Whether these queries get the attention that is made for CPUs."""
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16

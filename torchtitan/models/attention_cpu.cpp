@@ -1,14 +1,14 @@
-// Backward pass of causal attention in bfloat16, for CPUs with a matrix unit (AMX).
+// Causal attention in bfloat16, for CPUs with a matrix unit (AMX).
 //
-// FlashAttention-2 (arXiv 2307.08691, algorithm 2) a tile of keys and queries at a time, scores transposed: with keys
-// down and queries across, Pᵀ and dSᵀ are what dV and dK need, a query's numbers lie along the vector registers, and
-// two rows woven into one are what the product of dQ needs. Products and sums are float32.
+// FlashAttention-2 (arXiv 2307.08691), a tile of queries and keys at a time; one thread has all heads of a group. The
+// matrix unit takes the left operand of a product in rows, and the right one with its rows woven into pairs. Scores are
+// computed in whichever orientation needs no transposing of them: queries across in the forward pass, where sums over
+// keys then run down the vector registers, and keys across in the backward pass. Products and sums are float32.
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 namespace c10 {
@@ -22,9 +22,9 @@ void brgemm_release(bool in_pairs);
 
 namespace {
 
-using Half = uint16_t;               // a bfloat16: the upper half of a float's bits
-using Pair = uint32_t;               // two of them, as the matrix unit takes them: from rows 2 i and 2 i + 1 of a column
-constexpr int64_t TILE = 128;        // keys and queries; scores are 64 KiB and stay in the cache
+using Half = uint16_t;         // a bfloat16: the upper half of a float's bits
+using Pair = uint32_t;         // two of them, woven from rows 2 i and 2 i + 1 of a column
+constexpr int64_t TILE = 128;  // queries and keys; their scores are 64 KiB and stay in the cache
 constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 template <typename Number>
@@ -36,10 +36,10 @@ struct Matrices {  // (batch, heads, rows, columns); the columns of a row lie to
 
 inline float widened(Half x) { return std::bit_cast<float>(Pair(x) << 16); }
 
-inline Pair pair(float first, float second) {  // rounded to nearest, to even
-  auto rounded = [](float x) { return std::bit_cast<Pair>(x) + 0x7fff + (std::bit_cast<Pair>(x) >> 16 & 1); };
-  return rounded(first) >> 16 | (rounded(second) & 0xffff0000);
-}
+// to nearest, to even
+inline Pair rounded_up(float x) { return std::bit_cast<Pair>(x) + 0x7fff + (std::bit_cast<Pair>(x) >> 16 & 1); }
+inline Half rounded(float x) { return Half(rounded_up(x) >> 16); }
+inline Pair pair(float first, float second) { return rounded_up(first) >> 16 | (rounded_up(second) & 0xffff0000); }
 
 // 2^x for x up to 127: e^y by its series for |y| <= ln(2) / 2, to 2e-7 of it, and the rest added to the exponent.
 inline float power_of_2(float x) {
@@ -62,9 +62,12 @@ void transpose(int64_t rows, int64_t columns, const Pair* in, int64_t in_row, Pa
         for (int64_t r = row; r < std::min(rows, row + SIDE); ++r) out[c * out_row + r] = in[r * in_row + c];
 }
 
-// rows of dim numbers, to dim / 2 rows of pairs: xᵀ as the right operand of a product
+// rows of dim numbers, to tiles of dim / 2 rows of pairs: xᵀ as the right operand of products
 void transpose_to_pairs(int64_t rows, int64_t dim, const Half* x, int64_t x_row, Pair* out) {
-  transpose(rows, dim / 2, reinterpret_cast<const Pair*>(x), x_row / 2, out, rows);
+  for (int64_t r = 0; r < rows; r += TILE) {
+    const int64_t count = std::min(TILE, rows - r);
+    transpose(count, dim / 2, reinterpret_cast<const Pair*>(x + r * x_row), x_row / 2, out + r * dim / 2, count);
+  }
 }
 
 // rows of dim numbers, to rows / 2 of dim pairs: x as the right operand
@@ -73,19 +76,94 @@ void weave(int64_t rows, int64_t dim, const Half* x, int64_t x_row, Pair* out) {
     for (int64_t d = 0; d < dim; ++d) out[d] = x[r * x_row + d] | Pair(x[(r + 1) * x_row + d]) << 16;
 }
 
-// dim / 2 rows of pairs, to dim rows of numbers
-void unweave(int64_t rows, int64_t dim, const Pair* x, Half* out) {
-  for (int64_t d = 0; d < dim; d += 2, x += rows)
-    for (int64_t r = 0; r < rows; ++r) {
-      out[d * rows + r] = Half(x[r]);
-      out[(d + 1) * rows + r] = Half(x[r] >> 16);
-    }
+// rows of dim numbers, to tiles of dim rows: xᵀ as the left operand
+void transpose_to_rows(int64_t rows, int64_t dim, const Half* x, int64_t x_row, Pair* space, Half* out) {
+  for (int64_t tile = 0; tile < rows; tile += TILE, x += TILE * x_row, out += TILE * dim) {
+    const int64_t count = std::min(TILE, rows - tile);
+    transpose_to_pairs(count, dim, x, x_row, space);
+    for (int64_t d = 0; d < dim; d += 2)
+      for (int64_t r = 0; r < count; ++r) {
+        out[d * count + r] = Half(space[d / 2 * count + r]);
+        out[(d + 1) * count + r] = Half(space[d / 2 * count + r] >> 16);
+      }
+  }
+}
+
+// a tile of dim rows of sums, each column with a factor, to rows of dim numbers
+void write_transposed(int64_t rows, int64_t dim, const float* x, const float* factors, Pair* space, Half* out,
+                      int64_t out_row) {
+  for (int64_t d = 0; d < dim; d += 2)
+    for (int64_t r = 0; r < rows; ++r)
+      space[d / 2 * rows + r] = pair(factors[r] * x[d * rows + r], factors[r] * x[(d + 1) * rows + r]);
+  transpose(dim / 2, rows, space, rows, reinterpret_cast<Pair*>(out), out_row / 2);
 }
 
 }  // namespace
 
-// q, out, out_grad, q_grad: (batch, heads, seq, dim); k, v, k_grad, v_grad: (batch, kv_heads, seq, dim); logsumexp:
-// (batch, heads, seq). seq, dim and the strides of what is read are even.
+// Below: q, out, out_grad, q_grad are (batch, heads, seq, dim); k, v, k_grad, v_grad (batch, kv_heads, seq, dim);
+// logsumexp is (batch, heads, seq), natural. seq, dim and the strides of bfloat16 are even.
+
+// matrices: q, k, v, out
+extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices<float>* logsumexp, int64_t batches,
+                                  int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim) {
+  const auto &[q, k, v, out] = *reinterpret_cast<const Matrices<Half>(*)[4]>(matrices);
+  const float scale = LOG2E / std::sqrt(float(dim));
+#pragma omp parallel
+  {
+    std::vector<Pair> qt(TILE * dim / 2), p_pairs(TILE * TILE / 2), space(TILE * dim / 2);
+    std::vector<Half> vt(seq * dim);
+    std::vector<float> scores(TILE * TILE), ot(TILE * dim), highest(TILE), higher(TILE), sums(TILE), factors(TILE);
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t b = 0; b < batches; ++b)
+      for (int64_t kv = 0; kv < kv_heads; ++kv) {
+        const Half* k_ = k.of(b, kv);
+        transpose_to_rows(seq, dim, v.of(b, kv), v.row_stride, space.data(), vt.data());
+        for (int64_t h = kv * heads / kv_heads; h < (kv + 1) * heads / kv_heads; ++h)
+          for (int64_t i = 0; i < seq; i += TILE) {
+            const int64_t queries = std::min(TILE, seq - i);
+            transpose_to_pairs(queries, dim, q.of(b, h) + i * q.row_stride, q.row_stride, qt.data());
+            std::fill(highest.begin(), highest.end(), -INFINITY);
+            std::fill(sums.begin(), sums.end(), 0.f);
+            for (int64_t j = 0; j <= i; j += TILE) {
+              const int64_t keys = std::min(TILE, seq - j);
+              multiply(keys, queries, dim, k_ + j * k.row_stride, k.row_stride, qt.data(), scores.data(), false);
+              for (int64_t r = 1; r < keys && i == j; ++r)  // keys after their query
+                std::fill_n(&scores[r * queries], r, -INFINITY);
+              higher = highest;
+              for (int64_t r = 0; r < keys; ++r)
+                for (int64_t c = 0; c < queries; ++c) higher[c] = std::max(higher[c], scores[r * queries + c]);
+              for (int64_t c = 0; c < queries; ++c) {
+                factors[c] = power_of_2((highest[c] - higher[c]) * scale);
+                sums[c] *= factors[c];
+                highest[c] = higher[c];
+              }
+              for (int64_t d = 0; d < dim && j > 0; ++d)
+                for (int64_t c = 0; c < queries; ++c) ot[d * queries + c] *= factors[c];
+              for (int64_t r = 0; r < keys; r += 2) {
+                const int64_t row = r * queries, next = row + queries;
+#pragma omp simd
+                for (int64_t c = 0; c < queries; ++c) {
+                  const float p0 = power_of_2((scores[row + c] - highest[c]) * scale);
+                  const float p1 = power_of_2((scores[next + c] - highest[c]) * scale);
+                  sums[c] += p0 + p1;
+                  p_pairs[row / 2 + c] = pair(p0, p1);
+                }
+              }
+              multiply(dim, queries, keys, &vt[j * dim], keys, p_pairs.data(), ot.data(), j > 0);
+            }
+            for (int64_t c = 0; c < queries; ++c) {
+              logsumexp->of(b, h)[(i + c) * logsumexp->row_stride] = highest[c] * scale / LOG2E + std::log(sums[c]);
+              factors[c] = 1 / sums[c];
+            }
+            write_transposed(queries, dim, ot.data(), factors.data(), space.data(),
+                             out.of(b, h) + i * out.row_stride, out.row_stride);
+          }
+      }
+    at::native::cpublas::brgemm_release(true);
+  }
+}
+
+// matrices: q, k, v, out, out_grad, q_grad, k_grad, v_grad
 extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrices<float>* logsumexp, int64_t batches,
                                    int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim) {
   const auto &[q, k, v, out, out_grad, q_grad, k_grad, v_grad] =
@@ -93,80 +171,69 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
   const float scale = 1 / std::sqrt(float(dim));
 #pragma omp parallel
   {
-    std::vector<Pair> qt(seq * dim / 2), dot(seq * dim / 2), q_pairs(seq * dim / 2), do_pairs(seq * dim / 2);
-    std::vector<Pair> ds_pairs(TILE * TILE / 2), turned(TILE * dim / 2);
-    std::vector<Half> kt(seq * dim), p(TILE * TILE), ds(TILE * TILE);
-    std::vector<float> scores(TILE * TILE), dp(TILE * TILE), dqt(seq * dim), dk(seq * dim), dv(seq * dim);
-    std::vector<float> row_sums(seq), exponents(seq);
+    std::vector<Pair> kt_pairs(seq * dim / 2), vt_pairs(seq * dim / 2), k_pairs(seq * dim / 2);
+    std::vector<Pair> p_pairs(TILE * TILE / 2), ds_pairs(TILE * TILE / 2), space(TILE * dim / 2);
+    std::vector<Half> qt(TILE * dim), dot(TILE * dim), ds(TILE * TILE);
+    std::vector<float> scores(TILE * TILE), dp(TILE * TILE), dq(TILE * dim), dkt(seq * dim), dvt(seq * dim);
+    std::vector<float> row_sums(TILE), exponents(TILE), scales(TILE, scale), ones(TILE, 1);
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t b = 0; b < batches; ++b)
       for (int64_t kv = 0; kv < kv_heads; ++kv) {
-        const Half *k_ = k.of(b, kv), *v_ = v.of(b, kv);
-        for (int64_t j = 0; j < seq; j += TILE) {
-          const int64_t keys = std::min(TILE, seq - j);
-          transpose_to_pairs(keys, dim, k_ + j * k.row_stride, k.row_stride, turned.data());
-          unweave(keys, dim, turned.data(), &kt[j * dim]);
-        }
-        for (int64_t h = kv * heads / kv_heads; h < (kv + 1) * heads / kv_heads; ++h) {
-          const Half *q_ = q.of(b, h), *o = out.of(b, h), *do_ = out_grad.of(b, h);
-          for (int64_t i = 0; i < seq; i += TILE) {
+        transpose_to_pairs(seq, dim, k.of(b, kv), k.row_stride, kt_pairs.data());
+        transpose_to_pairs(seq, dim, v.of(b, kv), v.row_stride, vt_pairs.data());
+        weave(seq, dim, k.of(b, kv), k.row_stride, k_pairs.data());
+        const int64_t first = kv * heads / kv_heads;
+        for (int64_t h = first; h < first + heads / kv_heads; ++h)
+          for (int64_t i = (seq - 1) / TILE * TILE; i >= 0; i -= TILE) {  // the last see all keys
+            const bool begun = h > first || i + TILE < seq;
             const int64_t queries = std::min(TILE, seq - i);
-            transpose_to_pairs(queries, dim, q_ + i * q.row_stride, q.row_stride, &qt[i * dim / 2]);
-            transpose_to_pairs(queries, dim, do_ + i * out_grad.row_stride, out_grad.row_stride, &dot[i * dim / 2]);
-          }
-          weave(seq, dim, q_, q.row_stride, q_pairs.data());
-          weave(seq, dim, do_, out_grad.row_stride, do_pairs.data());
-          for (int64_t i = 0; i < seq; ++i) {
-            float sum = 0;
+            const Half *q_ = q.of(b, h) + i * q.row_stride, *do_ = out_grad.of(b, h) + i * out_grad.row_stride;
+            transpose_to_rows(queries, dim, q_, q.row_stride, space.data(), qt.data());
+            transpose_to_rows(queries, dim, do_, out_grad.row_stride, space.data(), dot.data());
+            for (int64_t r = 0; r < queries; ++r) {
+              const Half* o = out.of(b, h) + (i + r) * out.row_stride;
+              float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t d = 0; d < dim; ++d)
-              sum += widened(o[i * out.row_stride + d]) * widened(do_[i * out_grad.row_stride + d]);
-            row_sums[i] = sum;
-            exponents[i] = logsumexp->of(b, h)[i * logsumexp->row_stride] * LOG2E;
-          }
-          for (int64_t j = 0; j < seq; j += TILE) {
-            const int64_t keys = std::min(TILE, seq - j);
-            for (int64_t i = j; i < seq; i += TILE) {
-              const int64_t queries = std::min(TILE, seq - i);
-              multiply(keys, queries, dim, k_ + j * k.row_stride, k.row_stride, &qt[i * dim / 2], scores.data(), false);
-              multiply(keys, queries, dim, v_ + j * v.row_stride, v.row_stride, &dot[i * dim / 2], dp.data(), false);
-              for (int64_t r = 1; r < keys && i == j; ++r)  // keys after their query
-                std::fill_n(&scores[r * queries], r, -std::numeric_limits<float>::infinity());
-              for (int64_t r = 0; r < keys; r += 2) {
-                const int64_t row = r * queries, next = row + queries;
+              for (int64_t d = 0; d < dim; ++d) sum += widened(o[d]) * widened(do_[r * out_grad.row_stride + d]);
+              row_sums[r] = sum;
+              exponents[r] = LOG2E * logsumexp->of(b, h)[(i + r) * logsumexp->row_stride];
+            }
+            for (int64_t j = 0; j <= i; j += TILE) {
+              const int64_t keys = std::min(TILE, seq - j);
+              multiply(queries, keys, dim, q_, q.row_stride, &kt_pairs[j * dim / 2], scores.data(), false);
+              multiply(queries, keys, dim, do_, out_grad.row_stride, &vt_pairs[j * dim / 2], dp.data(), false);
+              for (int64_t r = 0; r < queries; r += 2) {
+                const int64_t row = r * keys, next = row + keys;
+                if (i == j) {  // keys after their query
+                  std::fill_n(&scores[row + r + 1], keys - r - 1, -INFINITY);
+                  std::fill_n(scores.data() + next + r + 2, keys - r - 2, -INFINITY);
+                }
 #pragma omp simd
-                for (int64_t c = 0; c < queries; ++c) {
-                  const float p0 = power_of_2(scores[row + c] * (scale * LOG2E) - exponents[i + c]);
-                  const float p1 = power_of_2(scores[next + c] * (scale * LOG2E) - exponents[i + c]);
-                  const Pair ps = pair(p0, p1);
-                  const Pair dss = pair(p0 * (dp[row + c] - row_sums[i + c]), p1 * (dp[next + c] - row_sums[i + c]));
-                  p[row + c] = Half(ps), p[next + c] = Half(ps >> 16);
-                  ds[row + c] = Half(dss), ds[next + c] = Half(dss >> 16);
-                  ds_pairs[row / 2 + c] = dss;
+                for (int64_t c = 0; c < keys; ++c) {
+                  const float p0 = power_of_2(scale * LOG2E * scores[row + c] - exponents[r]);
+                  const float p1 = power_of_2(scale * LOG2E * scores[next + c] - exponents[r + 1]);
+                  const Pair both = pair(p0 * (dp[row + c] - row_sums[r]), p1 * (dp[next + c] - row_sums[r + 1]));
+                  p_pairs[row / 2 + c] = pair(p0, p1);
+                  ds_pairs[row / 2 + c] = both;
+                  ds[row + c] = Half(both), ds[next + c] = Half(both >> 16);
                 }
               }
-              const bool begun = i > j || h > kv * heads / kv_heads;
-              multiply(keys, dim, queries, p.data(), queries, &do_pairs[i * dim / 2], &dv[j * dim], begun);
-              multiply(keys, dim, queries, ds.data(), queries, &q_pairs[i * dim / 2], &dk[j * dim], begun);
-              multiply(dim, queries, keys, &kt[j * dim], keys, ds_pairs.data(), &dqt[i * dim], j > 0);
+              multiply(dim, keys, queries, dot.data(), queries, p_pairs.data(), &dvt[j * dim], begun);
+              multiply(dim, keys, queries, qt.data(), queries, ds_pairs.data(), &dkt[j * dim], begun);
+              multiply(queries, dim, keys, ds.data(), keys, &k_pairs[j / 2 * dim], dq.data(), j > 0);
+            }
+            for (int64_t r = 0; r < queries; ++r) {
+              Half* row = q_grad.of(b, h) + (i + r) * q_grad.row_stride;
+              for (int64_t d = 0; d < dim; ++d) row[d] = rounded(scale * dq[r * dim + d]);
             }
           }
-          for (int64_t i = 0; i < seq; i += TILE) {
-            const int64_t queries = std::min(TILE, seq - i);
-            for (int64_t d = 0; d < dim; d += 2)
-              for (int64_t c = 0; c < queries; ++c) {
-                const float* sum = &dqt[i * dim + d * queries + c];
-                turned[d / 2 * queries + c] = pair(scale * sum[0], scale * sum[queries]);
-              }
-            transpose(dim / 2, queries, turned.data(), queries,
-                      reinterpret_cast<Pair*>(q_grad.of(b, h) + i * q_grad.row_stride), q_grad.row_stride / 2);
-          }
+        for (int64_t j = 0; j < seq; j += TILE) {
+          const int64_t keys = std::min(TILE, seq - j);
+          write_transposed(keys, dim, &dkt[j * dim], scales.data(), space.data(),
+                           k_grad.of(b, kv) + j * k_grad.row_stride, k_grad.row_stride);
+          write_transposed(keys, dim, &dvt[j * dim], ones.data(), space.data(),
+                           v_grad.of(b, kv) + j * v_grad.row_stride, v_grad.row_stride);
         }
-        for (int64_t j = 0; j < seq; ++j)
-          for (int64_t d = 0; d < dim; ++d) {
-            k_grad.of(b, kv)[j * k_grad.row_stride + d] = Half(pair(scale * dk[j * dim + d], 0));
-            v_grad.of(b, kv)[j * v_grad.row_stride + d] = Half(pair(dv[j * dim + d], 0));
-          }
       }
     at::native::cpublas::brgemm_release(true);
   }

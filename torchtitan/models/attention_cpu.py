@@ -1,8 +1,8 @@
-"""Causal attention on CPU in bfloat16 with a backward pass of its own, the slowest part of torch's.
+"""Causal attention on CPU in bfloat16.
 
-Where the CPU has a matrix unit (AMX) and there is a C++ compiler, it is `attention_cpu.cpp`. Elsewhere narrow heads get
-products over tiles that fit the cache, in float32, and wide ones torch's kernel. `benchmarks/attention_cpu.py` compares
-the three. All keep what torch's forward kernel keeps: output and log-sum-exp.
+Where the CPU has a matrix unit (AMX) and there is a C++ compiler, it is `attention_cpu.cpp`. Elsewhere it is torch's
+kernel, but for the backward pass of narrow heads, which is made of products over tiles that fit the cache, in float32.
+`benchmarks/attention_cpu.py` compares them. All keep output and log-sum-exp.
 """
 
 import ctypes
@@ -12,7 +12,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,9 +48,7 @@ def causal_attention_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v):  # type: ignore[no-untyped-def, override]
-        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, _for_each_head(k, q), _for_each_head(v, q), 0.0, True
-        )
+        out, logsumexp = causal_attention_and_logsumexp(q, k, v)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
 
@@ -57,7 +57,23 @@ class _CausalAttention(torch.autograd.Function):
         return causal_attention_gradients(*ctx.saved_tensors, out_grad)
 
 
-# An operator of its own: the compiler calls it as it is.
+# Both are operators of their own: the compiler calls them as they are.
+@torch.library.custom_op("torchtitan::causal_attention", mutates_args=())
+def causal_attention_and_logsumexp(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`causal_attention_cpu`, and the log-sum-exp of q kᵀ / sqrt(head_dim), (batch, heads, seq), float32."""
+    if library := _matrix_unit_for(q):
+        return attention_by_matrix_unit(library, q, k, v)
+    out, logsumexp = attention_by_torch(q, _for_each_head(k, q), _for_each_head(v, q))
+    return _rows_of_heads(q).copy_(out), logsumexp.contiguous()
+
+
+@causal_attention_and_logsumexp.register_fake
+def _(q, k, v):  # type: ignore[no-untyped-def]
+    return _rows_of_heads(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
 @torch.library.custom_op("torchtitan::causal_attention_gradients", mutates_args=())
 def causal_attention_gradients(
     q: torch.Tensor,
@@ -67,17 +83,10 @@ def causal_attention_gradients(
     logsumexp: torch.Tensor,
     out_grad: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v, each in memory as (batch, seq, heads, head_dim).
-
-    Args:
-        q, out, out_grad: (batch, heads, seq, head_dim), bfloat16.
-        k, v: (batch, kv_heads, seq, head_dim), bfloat16.
-        logsumexp: (batch, heads, seq) of q kᵀ / sqrt(head_dim), float32.
-    """
-    seq, head_dim = q.shape[-2:]
-    if seq % 2 == 0 and head_dim % 2 == 0 and (library := matrix_unit_library()):
+    """The gradients of q, k and v, in their shapes and dtype, from what `causal_attention_and_logsumexp` returned."""
+    if library := _matrix_unit_for(q):
         return gradients_by_matrix_unit(library, q, k, v, out, logsumexp, out_grad)
-    by = gradients_by_tiles if head_dim < WIDE_HEADS else gradients_by_torch
+    by = gradients_by_tiles if q.shape[-1] < WIDE_HEADS else gradients_by_torch
     dq, dk, dv = by(q, _for_each_head(k, q), _for_each_head(v, q), out, logsumexp, out_grad)
     groups = (k.shape[1], q.shape[1] // k.shape[1])
     dk, dv = (grad.unflatten(1, groups).sum(2, dtype=torch.float32) for grad in (dk, dv))
@@ -99,6 +108,10 @@ def _rows_of_heads(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(batch, seq, heads, head_dim).transpose(1, 2)
 
 
+def _matrix_unit_for(q: torch.Tensor) -> ctypes.CDLL | None:
+    return matrix_unit_library() if q.shape[-2] % 2 == 0 and q.shape[-1] % 2 == 0 else None
+
+
 @functools.cache
 def matrix_unit_library() -> ctypes.CDLL | None:
     """`attention_cpu.cpp`, compiled once for each version of torch; None where it cannot run, which is logged."""
@@ -110,12 +123,12 @@ def matrix_unit_library() -> ctypes.CDLL | None:
     kept = cache_folder() / f"{SOURCE.stem}-{key[:16]}.so"
     try:
         if not kept.exists():
-            logger.info("Compiling attention's backward pass for this CPU's matrix unit, once ...")
+            logger.info("Compiling attention for this CPU's matrix unit, once ...")
             _compile(command, kept)
         return ctypes.CDLL(str(kept))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[0]
-        logger.warning(f"Attention's backward pass takes 2 to 3 times as long: its C++ cannot be used: {reason}")
+        logger.warning(f"Attention takes 2 to 3 times as long, since its C++ cannot be used: {reason}")
         return None
 
 
@@ -134,6 +147,15 @@ class _Matrices(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3)]
 
 
+def attention_by_matrix_unit(
+    library: ctypes.CDLL, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `causal_attention_and_logsumexp`; seq and head_dim are even."""
+    out, logsumexp = _rows_of_heads(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    _call(library.attention_forward, [*map(_in_pairs, (q, k, v)), out], logsumexp, k.shape[1])
+    return out, logsumexp
+
+
 def gradients_by_matrix_unit(
     library: ctypes.CDLL,
     q: torch.Tensor,
@@ -146,9 +168,14 @@ def gradients_by_matrix_unit(
     """As `causal_attention_gradients`; seq and head_dim are even."""
     grads = (_rows_of_heads(q), _rows_of_heads(k), _rows_of_heads(v))
     tensors = [*map(_in_pairs, (q, k, v, out, out_grad)), *grads]
-    sizes = map(ctypes.c_int64, (*q.shape[:2], k.shape[1], *q.shape[2:]))
-    library.attention_backward((_Matrices * 8)(*map(_matrices, tensors)), ctypes.byref(_matrices(logsumexp)), *sizes)
+    _call(library.attention_backward, tensors, logsumexp, k.shape[1])
     return grads
+
+
+def _call(function: Any, tensors: Sequence[torch.Tensor], logsumexp: torch.Tensor, kv_heads: int) -> None:
+    batch, heads, seq, head_dim = tensors[0].shape
+    sizes = map(ctypes.c_int64, (batch, heads, kv_heads, seq, head_dim))
+    function((_Matrices * len(tensors))(*map(_matrices, tensors)), ctypes.byref(_matrices(logsumexp)), *sizes)
 
 
 def _matrices(x: torch.Tensor) -> _Matrices:
@@ -161,6 +188,11 @@ def _in_pairs(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(3) == 1 and even else x.clone(memory_format=torch.contiguous_format)
 
 
+def attention_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `causal_attention_and_logsumexp`, for as many heads of keys and values as of queries, in any layout."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+
+
 def gradients_by_torch(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -169,7 +201,7 @@ def gradients_by_torch(
     logsumexp: torch.Tensor,
     out_grad: torch.Tensor,
 ) -> Gradients:
-    """As `causal_attention_gradients`, for as many heads of keys and values as of queries, in any layout."""
+    """As `causal_attention_gradients`, for what `attention_by_torch` takes."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(out_grad, q, k, v, out, logsumexp, 0.0, True)
 

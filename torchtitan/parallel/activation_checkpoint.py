@@ -22,6 +22,7 @@ def _expensive_operations() -> set[Any]:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.torchtitan.causal_attention.default,  # of models/attention_cpu.py
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }
 
