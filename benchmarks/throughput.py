@@ -10,7 +10,7 @@ ratios are taken within a round, since the speed of a machine drifts. What the c
 - tokens/s: of all processes together; of a run the median over the steps after warm-up, of these the median over
   rounds; `range` is that of the rounds.
 - MFU: model FLOPs at that rate over the machine's bf16 product rate, which is measured in this call (benchmarks/
-  machine.py; on a CPU with the threads of all processes, before the first and after the last round, the better one).
+  machine.py; on a CPU with the threads of all processes; before each round and after the last one, the median).
   `full` counts attention as if each token saw the whole sequence (torchtitan, PaLM), `causal` half of that (Megatron).
 - memory: on a GPU the most that torch's allocator held in the measured steps, else the peak resident set of the largest
   process; for another trainer always the latter.
@@ -26,7 +26,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -155,9 +155,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         for variant in variants
     }
     thread_counts = {variant.threads for variant in variants}
-    before = {threads: machine.ask(threads, arguments.product_sizes) for threads in thread_counts}
+    machines: dict[int, list[Machine]] = {threads: [] for threads in thread_counts}
+
+    def measure_machines() -> None:
+        for threads, found in machines.items():
+            found.append(machine.ask(threads, arguments.product_sizes))
+
     results: dict[str, list[Result]] = {name.name: [] for name in ([other] if other else []) + variants}
     for number in range(1, arguments.rounds + 1):
+        measure_machines()
         if other:
             results[OTHER].append(
                 timed_other(other, arguments.against_pattern, arguments.against_first_step, arguments.warmup)
@@ -167,17 +173,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             results[variant.name].append(result)
         rates = ", ".join(f"{name} {runs[-1].rate:,.0f}" for name, runs in results.items())
         print(f"round {number}: {rates} tokens/s", file=sys.stderr, flush=True)
-    after = {threads: machine.ask(threads, arguments.product_sizes) for threads in thread_counts}
-    best = {
-        threads: max(before[threads], after[threads], key=lambda machine: machine.bf16_rate)
-        for threads in thread_counts
-    }
-    peaks, datasheet = peaks_of(variants, best)
+    measure_machines()
+    median = {threads: median_machine(found) for threads, found in machines.items()}
+    peaks, datasheet = peaks_of(variants, median)
     traced = [] if arguments.no_split else variants
     found_in = {variant.name: split_of(variant, arguments.config, arguments.flags) for variant in traced}
     splits, kinds = ({name: pair[place] for name, pair in found_in.items()} for place in (0, 1))
-    for found in best.values():
-        print(found)
+    for measured in median.values():
+        print(measured)
     print(f"{arguments.rounds} rounds, {arguments.steps} steps after {arguments.warmup}\n")
     print(rates_table(results, flops, peaks, datasheet))
     if splits:
@@ -186,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_json(
             arguments.json,
             {
-                "machines": [asdict(found) for found in [*before.values(), *after.values()]],
+                "machines": [asdict(found) for measured in machines.values() for found in measured],
                 "flags": arguments.flags,
                 "config": arguments.config.name,
                 "model": flops,
@@ -199,6 +202,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "kinds": kinds,
             },
         )
+
+
+def median_machine(measured: Sequence[Machine]) -> Machine:
+    """One machine at several times, with the median of each rate."""
+    rates = {size: statistics.median(found.bf16_rates[size] for found in measured) for size in measured[0].bf16_rates}
+    return replace(measured[0], bf16_rates=rates, bf16_rate=statistics.median(found.bf16_rate for found in measured))
 
 
 def peaks_of(variants: Sequence[Variant], machines: dict[int, Machine]) -> tuple[dict[str, float], dict[str, float]]:
