@@ -5,7 +5,7 @@ python benchmarks/step_split.py TRACE.json ...      prints the split of each
 - `data`, `forward`, `backward`, `optimizer`: the spans of these names (`TrainingStep.run`), on a GPU from the first to
   the last of their kernels. The chunked loss takes the gradient of the output layer in the forward pass, so `forward`
   holds it; `optimizer` holds clipping too. A pipeline has one span, `forward and backward`.
-- `rest`: the step less these: reports, transfers, Python between them.
+- `rest`: the step less these: converters' hooks, reports, transfers, Python between them.
 - `communication_wait`: collectives run and nothing else does. On a GPU: NCCL kernels without another kernel beside
   them; on a CPU: gloo's work while the training thread is in no operation of its own. It is a part of the spans above.
 """

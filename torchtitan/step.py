@@ -255,7 +255,7 @@ class TrainingStep:
                 grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
                 updated = update(self.optimizer, skips(total, grad_norm))
                 self.optimizer.zero_grad()
-            self._tell_converters(learning_rate if updated else None)
+        self._tell_converters(learning_rate if updated else None)
         return total, grad_norm
 
     def _tell_converters(self, learning_rate: float | None) -> None:

@@ -75,6 +75,19 @@ def test_one_node_starts_again_through_plain_torchrun(uninterrupted: dict[int, f
     assert losses(tmp_path) == uninterrupted
 
 
+def test_one_process_starts_again_where_the_environment_asks_torchrun_for_it(tmp_path: Path) -> None:
+    """Without such a variable a single process is the launcher itself, and nobody would start it again."""
+    train(*FLAGS, into(tmp_path / "uninterrupted"))
+    folder = tmp_path / "killed"
+    with started(*FLAGS, into(folder), PET_MAX_RESTARTS="1") as run:
+        run.wait_until(lambda: run.pid_of_rank(0))
+        kill_after_a_checkpoint(run, folder, run.pid_of_rank(0) or 0)
+        status, output = run.finish()
+    assert status == 0, output
+    assert "rank 0 was ended by SIGKILL" in output
+    assert losses(folder) == losses(tmp_path / "uninterrupted")
+
+
 def test_a_stopped_rank_ends_the_others_in_time(tmp_path: Path) -> None:
     with two_nodes(*ENDLESS, into(tmp_path), "--comm.train_timeout_seconds=2") as nodes:
         index, pid = wait_for_rank(nodes, 1)
