@@ -11,6 +11,7 @@ from pathlib import Path
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, LostRankError, UserError
+from torchtitan.imports import quick_imports
 from torchtitan.signals import Stop, end
 
 PATIENCE = 5  # seconds
@@ -21,11 +22,12 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 def run(config: JobConfig, stop: Stop | None = None) -> None:
     """One run, from a configuration to the end of training, or until `stop` says so."""
-    from torchtitan.checks import check, global_batch_size, is_plan  # torch: --help and typos need not wait for it
-    from torchtitan.device import find_device
-    from torchtitan.logging import init_logging, logger
-    from torchtitan.parallel.comm import named_failures
-    from torchtitan.trainer import Trainer
+    with quick_imports():  # of torch: --help and typos need not wait for it
+        from torchtitan.checks import check, global_batch_size, is_plan
+        from torchtitan.device import find_device
+        from torchtitan.logging import init_logging, logger
+        from torchtitan.parallel.comm import named_failures
+        from torchtitan.trainer import Trainer
 
     init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
     if config.experimental.custom_import:

@@ -15,6 +15,7 @@ import sys
 from typing import NoReturn
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED
+from torchtitan.imports import quick_imports
 from torchtitan.signals import STOP_SIGNALS, end_unbegun
 
 PLANS = ("--job.plan", "--memory_estimation.enabled")
@@ -34,14 +35,15 @@ def launch(arguments: list[str]) -> int:
     # torch's C++ part shows a page of stack frames for each lost connection. It reads this once, while it is imported.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
-    import torch
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.launcher import api as launcher
-    from torch.distributed.run import main as torchrun
+    with quick_imports():
+        import torch
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
+        from torch.distributed.launcher import api as launcher
+        from torch.distributed.run import main as torchrun
 
-    from torchtitan.agent import Agent, root_cause
+        from torchtitan.agent import Agent, root_cause
 
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the processes
