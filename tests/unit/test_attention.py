@@ -1,6 +1,9 @@
 """Causal attention on CPU in bfloat16: whichever kernel computes it, it is the formula."""
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,6 +143,18 @@ def test_without_a_compiler_a_run_is_told_and_goes_on(
     assert reason in caplog.text
     assert (found[0].double() - gradients(formula, inputs, grad)[0].double()).norm() < 0.02 * found[0].double().norm()
     assert not list(tmp_path.glob("*/*.so"))
+
+
+def test_a_matrix_unit_that_may_not_be_used_is_left_alone(take: Callable[[str], None]) -> None:
+    take("matrix unit")
+    program = (
+        "import torch; from torchtitan.models.attention import causal_attention; "
+        "q, k, v = torch.ones(3, 1, 2, 64, 16, dtype=torch.bfloat16); print(causal_attention(q, k, v).mean().item())"
+    )
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout == "1.0\n", done.stderr
+    assert "may not use the matrix unit" in done.stderr
 
 
 def test_it_is_compiled_once(

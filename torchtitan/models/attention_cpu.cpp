@@ -100,6 +100,20 @@ void write_transposed(int64_t rows, int64_t dim, const float* x, const float* fa
 
 }  // namespace
 
+// Whether libtorch multiplies so here: it refuses where oneDNN may not use the matrix unit (ONEDNN_MAX_CPU_ISA).
+extern "C" bool attention_works() {
+  try {
+    const std::vector<Half> a(16 * 16);
+    const std::vector<Pair> b(8 * 16);
+    std::vector<float> c(16 * 16);
+    multiply(16, 16, 16, a.data(), 16, b.data(), c.data(), false);
+    at::native::cpublas::brgemm_release(true);
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 // Below: q, out, out_grad, q_grad are (batch, heads, seq, dim); k, v, k_grad, v_grad (batch, kv_heads, seq, dim);
 // logsumexp is (batch, heads, seq), natural. seq, dim and the strides of bfloat16 are even.
 

@@ -125,7 +125,11 @@ def matrix_unit_library() -> ctypes.CDLL | None:
         if not kept.exists():
             logger.info("Compiling attention for this CPU's matrix unit, once ...")
             _compile(command, kept)
-        return ctypes.CDLL(str(kept))
+        library = ctypes.CDLL(str(kept))
+        library.attention_works.restype = ctypes.c_bool
+        if not library.attention_works():
+            raise OSError("oneDNN may not use the matrix unit")
+        return library
     except (OSError, subprocess.CalledProcessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[0]
         logger.warning(f"Attention takes 2 to 3 times as long, since its C++ cannot be used: {reason}")
