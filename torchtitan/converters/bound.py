@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.training import Optimizer
-from torchtitan.converters.amax import max_over
+from torchtitan.converters.amax import amaxes_of, max_over
 from torchtitan.errors import TrainingError
 from torchtitan.logging import logger
 
@@ -80,8 +80,7 @@ class WeightBounds:
             self.bounds = moved(self.bounds, learning_rate, self.ratio, self.decay)
         self.age += 1
         if self.bounds is None or self.age >= self.every:
-            shards = [weight._tensor for weight in weights.values()]
-            measured = max_over(torch.stack(torch._foreach_norm(shards, math.inf)), group).double()
+            measured = measure(weights, group).double()
             # A look at the device, too dear for every step.
             if self.bounds is not None and self.every > 1 and not bool((measured <= self.bounds).all()):
                 raise TrainingError(
@@ -89,15 +88,8 @@ class WeightBounds:
                     "changed by something else? Set float8.weight_scale = measured."
                 )
             self.bounds, self.age = measured, 0
-        self.set_scales(weights)
-
-    def set_scales(self, weights: dict[str, Any]) -> None:
-        from torchao.float8.float8_utils import amax_to_scale
-
         self.layers = list(weights)
-        scales = amax_to_scale(self.bounds, torch.float8_e4m3fn)
-        for weight, scale in zip(weights.values(), scales, strict=True):
-            weight._precomputed_scale = scale
+        set_scales(weights, self.bounds)
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
         """By path of the layer, its bound and how many steps ago it was measured."""
@@ -116,7 +108,8 @@ class WeightBounds:
         bounds, ages = zip(*(state[fqn] for fqn in weights), strict=True)
         device = next(iter(weights.values())).device
         self.bounds, self.age = torch.tensor(bounds, dtype=torch.float64, device=device), max(ages)
-        self.set_scales(weights)
+        self.layers = list(weights)
+        set_scales(weights, self.bounds)
 
 
 def gathered_weights(models: Sequence[nn.Module]) -> dict[str, Any]:
@@ -129,3 +122,16 @@ def gathered_weights(models: Sequence[nn.Module]) -> dict[str, Any]:
         and isinstance(module.weight, DTensor)
         and hasattr(module.weight._local_tensor, "_precomputed_scale")
     }
+
+
+def measure(weights: dict[str, Any], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """(number of weights,): the amax of each whole weight, in one all-reduce over the ranks that hold shards."""
+    return max_over(amaxes_of([weight._tensor for weight in weights.values()]), group)
+
+
+def set_scales(weights: dict[str, Any], amaxes: torch.Tensor) -> None:
+    """With which the weights are gathered from now on."""
+    from torchao.float8.float8_utils import amax_to_scale
+
+    for weight, scale in zip(weights.values(), amax_to_scale(amaxes, torch.float8_e4m3fn), strict=True):
+        weight._precomputed_scale = scale

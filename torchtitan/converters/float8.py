@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.precision import Float8
 from torchtitan.converters.amax import stage_group
-from torchtitan.converters.bound import WeightBounds
+from torchtitan.converters.bound import WeightBounds, gathered_weights, measure, set_scales
 from torchtitan.converters.filter import FilterRules, too_small_for_rowwise, too_small_for_tensorwise
 from torchtitan.converters.float8_keys import casts, find_problems
 from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Role, Scaled, Trace
@@ -134,14 +134,11 @@ class Float8Converter(LinearConverter):
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         """With precomputed scales: those of all weights, in one reduction."""
-        if self.precompute:
-            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-            for model in models:
-                precompute_float8_dynamic_scale_for_fsdp(model)
+        if self.precompute and (weights := gathered_weights(models)):
+            set_scales(weights, measure(weights, self.group))
 
     def connect(self, mesh: DeviceMesh) -> None:
-        if self.kept is not None:
+        if self.precompute or self.kept is not None:
             self.group = stage_group(mesh)
 
     def after_step(self, models: Sequence[nn.Module], learning_rate: float | None) -> None:
