@@ -2,11 +2,17 @@
 
 import errno
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
+
+if (
+    __name__ == "__main__"
+):  # until `Stop` listens: a KeyboardInterrupt inside an import would be a traceback, or be lost
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module

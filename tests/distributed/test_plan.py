@@ -30,6 +30,7 @@ FLAGS = (
     "--training.mixed_precision_param=float32",
     "--activation_checkpoint.mode=none",
 )
+MEASURED = 3  # steps
 TP, CP, PP = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("tensor", "context", "pipeline"))
 BF16 = "--training.mixed_precision_param=bfloat16"
 FULL, SELECTIVE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective"
@@ -62,12 +63,12 @@ def train(rank: int, world_size: int, layouts: list[list[str]], ports: list[int]
         os.environ["MASTER_PORT"] = str(port)
         _clear_sharding_prop_cache()  # of the layout before
         gc.collect()  # so that nothing of it is freed while memory is counted
-        results.append(two_steps(flags, world_size))
+        results.append(some_steps(flags, world_size))
     torch.save(results, f"{folder}/result{rank}")
 
 
-def two_steps(flags: list[str], world_size: int) -> dict[str, Any]:
-    """What the second step holds and sends, without anything of ours watching; and the third, by dimension."""
+def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
+    """What the next steps hold and send, without anything of ours watching; and the last, by dimension."""
     from torchtitan.trainer import Trainer
 
     config = ConfigManager().parse_args(flags)
@@ -81,9 +82,10 @@ def two_steps(flags: list[str], world_size: int) -> dict[str, Any]:
         trainer.work.optimizer.register_step_pre_hook(
             lambda *_: gradients.append(state_bytes(trainer.work.model, trainer.work.optimizer)["gradients"])
         )
-        batches = trainer.loader.next()
-        with record_function("measured"):
-            trainer._train_step(batches, Reporter())  # type: ignore[arg-type]
+        for _ in range(MEASURED):
+            batches = trainer.loader.next()
+            with record_function("measured"):
+                trainer._train_step(batches, Reporter())  # type: ignore[arg-type]
     recorder = Recorder(name_of_group(trainer.work))
     with recorder, stand_ins("cpu"):  # torch's mask cannot be made while a recorder looks on
         trainer._train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
@@ -100,14 +102,18 @@ def two_steps(flags: list[str], world_size: int) -> dict[str, Any]:
 
 
 def profiled(profiler: Any, folder: str) -> dict[str, Any]:
-    """Peak of memory and number of collectives in the part called "measured"."""
+    """Peak of memory and number of collectives in a part called "measured": the lowest peak of all of them.
+
+    gloo's threads free its copies unseen: they count until their address is used again, and a peak is found too high.
+    """
     path = Path(folder) / f"trace{os.environ['RANK']}.json"
     profiler.profiler.kineto_results.save(str(path))
     events = sorted(json.loads(path.read_text())["traceEvents"], key=lambda event: event.get("ts", 0))
-    measured = next(event for event in events if event.get("name") == "measured")
-    start, end = measured["ts"], measured["ts"] + measured["dur"]
-    live: dict[int, int] = {}  # by address: gloo's threads free its copies unseen, until the address is used again
-    total = peak = 0
+    spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("name") == "measured"]
+    assert len(spans) == MEASURED
+    peaks = [0] * MEASURED
+    live: dict[int, int] = {}  # by address
+    total = 0
     for event in events:
         if event.get("name") == "[memory]":
             size, address = event["args"]["Bytes"], event["args"]["Addr"]
@@ -115,10 +121,12 @@ def profiled(profiler: Any, folder: str) -> dict[str, Any]:
             if size > 0:
                 live[address] = size
                 total += size
-            if start <= event["ts"] <= end:
-                peak = max(peak, total)
+            for number, (start, end) in enumerate(spans):
+                if start <= event["ts"] <= end:
+                    peaks[number] = max(peaks[number], total)
+    start, end = spans[0]
     names = [event["name"] for event in events if start <= event.get("ts", 0) <= end and event.get("name") in KINDS]
-    return {"peak": peak, "collectives": Counter(KINDS[name] for name in names)}
+    return {"peak": min(peaks), "collectives": Counter(KINDS[name] for name in names)}
 
 
 def free_port() -> int:
@@ -178,7 +186,7 @@ def in_folders(layouts: dict[str, tuple[str, ...]], folder: Path) -> list[list[s
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
-    layouts = {**TWO, "after backward": AFTER_BACKWARD, "in backward": IN_BACKWARD}
+    layouts = {**TWO, "in backward": IN_BACKWARD}
     return dict(zip(layouts, measured(2, in_folders(layouts, folder), folder), strict=True))
 
 
@@ -190,18 +198,22 @@ def test_a_plan_is_what_two_processes_hold_and_send(
 
 
 def test_updates_during_the_backward_pass_lower_the_peak(two: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
-    """By most of the gradients; those of a block, and of embedding and output layer together, are still there."""
+    """By most of the gradients; those of a block, and of embedding and output layer together, are still there.
+
+    The peaks are those of one process: with two, buffers of exchanges that are under way come and go.
+    """
     folder = f"--job.dump_folder={tmp_path}"
     before, after = (planned((*FLAGS, *flags, folder), 2)[0] for flags in (AFTER_BACKWARD, IN_BACKWARD))
     assert after.gradients == 0
     assert after.peaks["full"] < before.peaks["full"] - 0.5 * before.gradients
-    for ordinary, early in zip(two["after backward"], two["in backward"], strict=True):
+    for early in two["in backward"]:
         assert early["states"] == (after.parameters, 0, after.optimizer)
         assert {(line.dimension, line.kind): (line.count, line.bytes) for line in after.traffic} == early[
             "by dimension"
         ]
-        # Buffers of exchanges that are still under way come and go, up to a block's gradients.
-        assert early["peak"] < ordinary["peak"] - 0.25 * before.gradients
+    layouts = {"after backward": AFTER_BACKWARD, "in backward": IN_BACKWARD}
+    (ordinary,), (early,) = measured(1, in_folders(layouts, tmp_path), tmp_path)
+    assert early["peak"] < ordinary["peak"] - 0.5 * ordinary["states"][1]
 
 
 @pytest.mark.full
