@@ -9,9 +9,8 @@ import time
 import traceback
 from pathlib import Path
 
-if (
-    __name__ == "__main__"
-):  # until `Stop` listens: a KeyboardInterrupt inside an import would be a traceback, or be lost
+if __name__ == "__main__":
+    # Until `Stop` listens: a KeyboardInterrupt inside an import would be a traceback, or be lost.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
