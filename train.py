@@ -11,7 +11,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     # Until `Stop` listens: a KeyboardInterrupt inside an import would be a traceback, or be lost.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Without the garbage collector, which would look again and again, now and later, through what modules keep.
-
-    The first step of the debug model comes a tenth earlier.
-    """
+    """Without the garbage collector, which would look again and again, now and later, through what modules keep."""
     gc.disable()
     try:
         yield

@@ -157,6 +157,16 @@ def test_a_matrix_unit_that_may_not_be_used_is_left_alone(take: Callable[[str], 
     assert "may not use the matrix unit" in done.stderr
 
 
+def test_a_cache_that_cannot_be_written_is_named(
+    take: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    take("matrix unit")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        assert matrix_unit_library.__wrapped__() is None
+    assert "/dev/null/cache" in caplog.text
+
+
 def test_it_is_compiled_once(
     take: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

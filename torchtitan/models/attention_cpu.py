@@ -9,12 +9,11 @@ import ctypes
 import functools
 import hashlib
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +29,16 @@ WIDE_HEADS = 64  # from this head_dim on torch's kernel is faster than tiles
 QUERIES, HEADS = 128, 8  # of a tile: 8 x 128 x 512 scores in float32 are 2 MiB
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Kept(NamedTuple):
+    """For the backward pass; shapes as in `causal_attention_and_logsumexp`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    logsumexp: torch.Tensor
 
 
 def causal_attention_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -85,9 +94,9 @@ def causal_attention_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v, in their shapes and dtype, from what `causal_attention_and_logsumexp` returned."""
     if library := _matrix_unit_for(q):
-        return gradients_by_matrix_unit(library, q, k, v, out, logsumexp, out_grad)
+        return gradients_by_matrix_unit(library, Kept(q, k, v, out, logsumexp), out_grad)
     by = gradients_by_tiles if q.shape[-1] < WIDE_HEADS else gradients_by_torch
-    dq, dk, dv = by(q, _for_each_head(k, q), _for_each_head(v, q), out, logsumexp, out_grad)
+    dq, dk, dv = by(Kept(q, _for_each_head(k, q), _for_each_head(v, q), out, logsumexp), out_grad)
     groups = (k.shape[1], q.shape[1] // k.shape[1])
     dk, dv = (grad.unflatten(1, groups).sum(2, dtype=torch.float32) for grad in (dk, dv))
     return _rows_of_heads(q).copy_(dq), _rows_of_heads(k).copy_(dk), _rows_of_heads(v).copy_(dv)
@@ -119,20 +128,20 @@ def matrix_unit_library() -> ctypes.CDLL | None:
         return None
     torch_libraries = Path(torch.__file__).parent / "lib"
     command = [os.environ.get("CXX") or "g++", *COMPILE.split(), str(SOURCE), f"-L{torch_libraries}", *LINK.split()]
-    key = hashlib.sha256(repr((SOURCE.read_text(), command, torch.__version__)).encode()).hexdigest()
-    kept = cache_folder() / f"{SOURCE.stem}-{key[:16]}.so"
     try:
-        if not kept.exists():
+        key = hashlib.sha256(repr((SOURCE.read_text(), command, torch.__version__)).encode()).hexdigest()
+        library = cache_folder() / f"{SOURCE.stem}-{key[:16]}.so"
+        if not library.exists():
             logger.info("Compiling attention for this CPU's matrix unit, once ...")
-            _compile(command, kept)
-        library = ctypes.CDLL(str(kept))
-        library.attention_works.restype = ctypes.c_bool
-        if not library.attention_works():
+            _compile(command, library)
+        loaded = ctypes.CDLL(str(library))
+        loaded.attention_works.restype = ctypes.c_bool
+        if not loaded.attention_works():
             raise OSError("oneDNN may not use the matrix unit")
-        return library
-    except (OSError, subprocess.CalledProcessError) as error:
+        return loaded
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: this user has no home
         reason = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[0]
-        logger.warning(f"Attention takes 2 to 3 times as long, since its C++ cannot be used: {reason}")
+        logger.warning(f"Attention will be slower than it could be, since its C++ cannot be used: {reason}")
         return None
 
 
@@ -142,7 +151,7 @@ def _compile(command: list[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
         subprocess.run([*command, "-o", str(built)], check=True, capture_output=True, text=True)
-        shutil.move(built, library)
+        built.replace(library)
 
 
 class _Matrices(ctypes.Structure):
@@ -160,16 +169,9 @@ def attention_by_matrix_unit(
     return out, logsumexp
 
 
-def gradients_by_matrix_unit(
-    library: ctypes.CDLL,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    out_grad: torch.Tensor,
-) -> Gradients:
+def gradients_by_matrix_unit(library: ctypes.CDLL, kept: Kept, out_grad: torch.Tensor) -> Gradients:
     """As `causal_attention_gradients`; seq and head_dim are even."""
+    q, k, v, out, logsumexp = kept
     grads = (_rows_of_heads(q), _rows_of_heads(k), _rows_of_heads(v))
     tensors = [*map(_in_pairs, (q, k, v, out, out_grad)), *grads]
     _call(library.attention_backward, tensors, logsumexp, k.shape[1])
@@ -197,32 +199,19 @@ def attention_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
 
 
-def gradients_by_torch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    out_grad: torch.Tensor,
-) -> Gradients:
+def gradients_by_torch(kept: Kept, out_grad: torch.Tensor) -> Gradients:
     """As `causal_attention_gradients`, for what `attention_by_torch` takes."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return kernel(out_grad, q, k, v, out, logsumexp, 0.0, True)
+    return kernel(out_grad, *kept, 0.0, True)
 
 
-def gradients_by_tiles(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    out_grad: torch.Tensor,
-) -> Gradients:
+def gradients_by_tiles(kept: Kept, out_grad: torch.Tensor) -> Gradients:
     """As `gradients_by_torch`: FlashAttention (arXiv 2205.14135, algorithm 4), a tile of queries and heads at a time.
 
     With P = exp(scale q kᵀ - logsumexp): dv = Pᵀ do, ds = P * (do vᵀ - rowsum(do * o)), dq = scale ds k,
     dk = scale dsᵀ q, all in float32. What is subtracted goes through the products as one more column against ones.
     """
+    q, k, v, out, logsumexp = kept
     shape = q.shape
     seq, head_dim = shape[-2:]
     scale = head_dim**-0.5
