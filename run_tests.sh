@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests: ./run_tests.sh [pytest's arguments]
+# Runs the tests: ./run_tests.sh [pytest's arguments], as -n 0 for one at a time
 export EXTRA=dev
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
-cd "$ROOT" && exec "$PYTHON" -m pytest "$@"
+cd "$ROOT" && exec "$PYTHON" -m pytest -n auto --dist worksteal "$@"

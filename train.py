@@ -1,12 +1,13 @@
 """Trains a model: `torchrun train.py --job.config_file=FILE.toml --section.key=value ...`, or `./run_train.sh`."""
 
 import errno
+import faulthandler
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -15,9 +16,10 @@ if __name__ == "__main__":
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, ConfigError, LostRankError, UserError
-from torchtitan.imports import quick_imports
-from torchtitan.signals import Stop, end
+from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError
+from torchtitan.imports import check_versions, quick_imports
+from torchtitan.logging import outlive_readers
+from torchtitan.signals import STARTED_AGAIN, Stop, end, end_with_launcher, ignore_stop_signals
 
 PATIENCE = 5  # seconds
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -25,16 +27,25 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
-def run(config: JobConfig, stop: Stop | None = None) -> None:
-    """One run, from a configuration to the end of training, or until `stop` says so."""
+def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()) -> None:
+    """One run, from a configuration to the end of training, or until `stop` says so.
+
+    Args:
+        notices: what to say of the configuration first.
+    """
+    check_versions()
     with quick_imports():  # of torch: --help and typos need not wait for it
         from torchtitan.checks import check, global_batch_size, is_plan
         from torchtitan.device import find_device
+        from torchtitan.lock import FolderLock
         from torchtitan.logging import init_logging, logger
         from torchtitan.parallel.comm import named_failures
+        from torchtitan.parallel.watch import watched
         from torchtitan.trainer import Trainer
 
     init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
+    for notice in notices:
+        logger.info(notice)
     if config.experimental.custom_import:
         import_user_module(config.experimental.custom_import, "experimental.custom_import")
     device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -45,33 +56,37 @@ def run(config: JobConfig, stop: Stop | None = None) -> None:
     dims = check(config, WORLD_SIZE, device.type)
     if config.job.print_args:
         logger.info(f"configuration:\n{to_toml(config)}")
+    stop = stop or Stop(RANK)
     with (
+        watched(stop.progress, RANK),
         named_failures(config.comm, Path(config.job.dump_folder)),
-        Trainer(config, dims, global_batch_size(config, dims), device, stop) as trainer,
+        FolderLock(Path(config.job.dump_folder)) as lock,
+        Trainer(config, dims, global_batch_size(config, dims), device, stop, lock) as trainer,
     ):
         trainer.train()
 
 
-def end_with_parent() -> None:
-    """A process that torchrun started does not outlive it: a new start of the command would meet it in its folder."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        end(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def status_of(error: Exception, stop: Stop) -> int:
+    """A mistake is not mended by trying again. What was right before in this run is none: a file is away for a moment,
+    storage does not answer. Then torchrun starts again, while it has restarts."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    started_again = STARTED_AGAIN in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    environmental = any(isinstance(cause, DataError | OSError) for cause in (error, error.__cause__, error.__context__))
+    return 1 if restarts and environmental and (stop.has_trained or started_again) else EXIT_STATUS
 
 
 if __name__ == "__main__":
+    outlive_readers()
+    faulthandler.register(signal.SIGUSR2)  # shows where all threads are, though none should get to run
     stop = Stop(RANK)
     stop.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
+        end_with_launcher()
     prefix = f"[rank {RANK}] " if WORLD_SIZE > 1 else ""
     try:
-        run(ConfigManager().parse_args(), stop)
+        manager = ConfigManager()
+        run(manager.parse_args(), stop, manager.notices)
+        ignore_stop_signals()
     except UserError as error:
         stop.failed = True
         if RANK > 0:  # most often the same on every rank: then rank 0 says so alone, and its end is that of all
@@ -80,21 +95,19 @@ if __name__ == "__main__":
             time.sleep(PATIENCE)
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         print("\n".join(f"{prefix if RANK else ''}Error: {problem}" for problem in problems), file=sys.stderr)
-        end(EXIT_STATUS)
+        end(status_of(error, stop))
     except LostRankError as error:
         stop.failed = True
-        if stop.requested and not stop.has_trained:  # the other got the signal too, and had less patience
-            stop.end_untrained()
+        if stop.requested:  # the other got the signal too, and had less patience
+            stop.give_up()
         print(f"{prefix}Error: {error}", file=sys.stderr)
         end(1)
-    except BrokenPipeError:  # `train.py --help | head`
-        end(0)
     except Exception as error:
         stop.failed = True
         if stop.requested and not stop.has_trained:  # such as a compiler that got the signal too
-            stop.end_untrained()
+            stop.give_up()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             print(f"{prefix}Error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)
-            end(EXIT_STATUS)
+            end(status_of(error, stop))
         print("".join(f"{prefix}{line}\n" for line in traceback.format_exc().splitlines()), file=sys.stderr, end="")
         end(1)

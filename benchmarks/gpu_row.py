@@ -152,7 +152,9 @@ class Bench:
         converters = [recipe.converter] if recipe.converter else []
         config = JobConfig(
             model=Model(name=family, flavor=flavor, converters=converters),
-            training=Training(seq_len=self.seq_len, local_batch_size=1, compile=recipe.compile),
+            training=Training(
+                seq_len=self.seq_len, local_batch_size=1, compile=recipe.compile, mixed_precision_param="bfloat16"
+            ),
             parallelism=Parallelism(fsdp_reshard_after_forward="never"),
             activation_checkpoint=ActivationCheckpoint(mode="none"),
         )

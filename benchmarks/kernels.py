@@ -93,7 +93,7 @@ def measure(device: Device, m: int, k: int, n: int, names: list[str], compile: b
             found[name] = "not on this device"
             continue
         try:
-            pair = layer_seconds([None, converter], m, k, n, rounds)
+            pair = layer_seconds([None, converter], m, k, n, rounds, compiled=compile)
         except Exception as error:  # such as a kernel that does not take this shape
             found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue

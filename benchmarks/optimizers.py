@@ -155,6 +155,7 @@ def bytes_table() -> str:
         for world_size in (8, 2):
             with tempfile.TemporaryDirectory() as folder:
                 plan = ["--job.plan", f"--job.simulate_world_size={world_size}", f"--job.dump_folder={folder}"]
+                plan.append("--training.mixed_precision_param=bfloat16")
                 config = ConfigManager().parse_args([*plan, *model, "--activation_checkpoint.mode=full", *flags])
                 dims = check(config, world_size, "cuda")
             sequences = global_batch_size(config, dims)

@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import JobConfig
+from torchtitan.config.former import FORMER_KEYS, FORMER_VALUES
 from torchtitan.config.keys import Key, fields_by_key, keys_of_entry, section_class
 
 TABLE = Path(__file__).parent.parent / "docs" / "config_keys.md"
@@ -19,6 +20,16 @@ HEAD = """\
 
 Made by `scripts/config_table.py` from the dataclasses in `torchtitan/config`; `train.py --help` prints the same.
 [configuration.md](configuration.md) tells how files and flags are written and what is worth knowing about some keys.
+"""
+
+FORMER = """
+## Names of other versions
+
+Keys and values of torchtitan's files from 2024 to early 2026. They load, in files and as flags, and the run says so in
+a line each; a name of today that is given too wins. Values that ask for what is not here are refused, with the reason.
+
+| there | here |
+|---|---|
 """
 
 
@@ -34,7 +45,17 @@ def render(config_class: type[JobConfig] = JobConfig) -> str:
             if spec.entry:
                 doc = " ".join(spec.entry.__doc__.split("\n\n")[0].split())
                 parts += [f"\n### [[{key}]]\n\n{doc}\n\n", table(keys_of_entry(spec.entry))]
-    return "".join(parts)
+    return "".join([*parts, former_names()])
+
+
+def former_names() -> str:
+    rows = [f"| `{key}` | {former.now} |\n" for key, former in FORMER_KEYS.items()]
+    for key, values in FORMER_VALUES.items():
+        for old, (new, others) in values.items():
+            now = [f"`{key} = {new}`"] if new is not None else []
+            now += [f"`{other} = {str(value).lower()}`" for other, value in others.items()]
+            rows.append(f"| `{key} = {old}` | {', '.join(now) or 'left out'} |\n")
+    return FORMER + "".join(rows)
 
 
 def table(keys: dict[str, Key]) -> str:

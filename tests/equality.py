@@ -59,6 +59,7 @@ EVERY_SECOND = ("--activation_checkpoint.mode=selective", "--activation_checkpoi
 BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
 COMPILE = "--training.compile"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule="
+SPLIT = "--parallelism.pipeline_parallel_split_points="
 ALL_TO_ALL = "--parallelism.context_parallel_rotate_method=alltoall"
 CSV = ROOT / "docs" / "examples" / "pipeline_schedule.csv"
 GATHERED_LOSS = "--parallelism.disable_loss_parallel"
@@ -78,12 +79,26 @@ LAYOUTS = [
     Layout("TP 2 x CP 2", 4, 8, degrees(tp=2, cp=2)),
     Layout("PP 2", 2, 8, degrees(pp=2), core=True),
     Layout("PP 4, GPipe", 4, 8, (*degrees(pp=4), f"{SCHEDULE}GPipe")),
-    Layout("PP 2, Interleaved1F1B", 2, 8, (*degrees(pp=2), f"{SCHEDULE}Interleaved1F1B"), core=True),
+    Layout("PP 2, Interleaved1F1B", 2, 8, (*degrees(pp=2), f"{SCHEDULE}Interleaved1F1B")),
+    Layout(
+        "PP 2, Interleaved1F1B, embedding and output layer alone",
+        2,
+        8,
+        (*degrees(pp=2), f"{SCHEDULE}Interleaved1F1B", f"{SPLIT}layers.0,layers.3,norm"),
+        core=True,
+    ),
     Layout("PP 2, InterleavedZeroBubble", 2, 8, (*degrees(pp=2), f"{SCHEDULE}InterleavedZeroBubble")),
     Layout("PP 2, ZBVZeroBubble", 2, 8, (*degrees(pp=2), f"{SCHEDULE}ZBVZeroBubble"), core=True),
     Layout("PP 2, DualPipeV", 2, 8, (*degrees(pp=2), f"{SCHEDULE}DualPipeV")),
     Layout(
-        "PP 2, a schedule from a file", 2, 4, (*degrees(pp=2), f"--parallelism.pipeline_parallel_schedule_csv={CSV}")
+        "PP 2, a schedule from a file",
+        2,
+        4,
+        (
+            *degrees(pp=2),
+            f"{SCHEDULE}PipelineScheduleMulti",
+            f"--parallelism.pipeline_parallel_schedule_csv={CSV}",
+        ),
     ),
     Layout("PP 2, LoopedBFS", 2, 8, (*degrees(pp=2), f"{SCHEDULE}LoopedBFS")),
     Layout("PP 2 x FSDP 2", 4, 4, degrees(pp=2)),

@@ -11,18 +11,20 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from workers import PATIENCE, on_ranks
 
 from torchtitan.config import ConfigManager
 from torchtitan.logging import logger
 
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
-PATIENCE = 240  # seconds; for machines that do much else
 
 # Small, every step in metrics.jsonl, and a learning rate that does not depend on the number of steps.
 SMALL = (
@@ -87,8 +89,9 @@ class Run:
 
     def output(self) -> str:
         """All that has been on the screen, normal output and errors."""
-        self.screen.seek(0)
-        return self.screen.read().decode(errors="replace")
+        # The run writes where this file's position is, so reading must not move it.
+        screen = self.screen.fileno()
+        return os.pread(screen, os.fstat(screen).st_size, 0).decode(errors="replace")
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Until the condition holds; fails where the run ends before."""
@@ -159,12 +162,63 @@ def started(
         run.screen.close()
 
 
-def train(*flags: str, **options: Any) -> str:
-    """A run that must succeed; what was on the screen."""
+def train(*flags: str, patience: float = PATIENCE, **options: Any) -> str:
+    """A run that must succeed, within `patience` seconds; what was on the screen.
+
+    With no option but `processes`, in processes that are there already, since a start takes far longer than a few tiny
+    steps; variables that a test sets do not reach them. With any other option it is started as a user starts it.
+    """
+    if options.keys() <= {"processes"} and options.get("processes", 1):
+        return _train_on_ranks(flags, **options)
     with started(*flags, **options) as run:
-        status, output = run.finish()
+        status, output = run.finish(patience)
     assert status == 0, output
     return output
+
+
+def _train_on_ranks(flags: Sequence[str], processes: int = 1) -> str:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
+    with tempfile.NamedTemporaryFile() as screen:
+        on_ranks(processes, _train_as_rank, processes, store.port, screen.name, flags)
+        return Path(screen.name).read_text(errors="replace")
+
+
+def _train_as_rank(rank: int, world_size: int, port: int, screen: str, flags: Sequence[str]) -> None:
+    import train
+    from torchtitan.parallel import heartbeat
+
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
+    variables = {name: str(value) for name, value in (world | meeting | elastic).items()} if world_size > 1 else {}
+    ends: list[Callable[[], None]] = []  # of what lasts until the process ends
+    train.RANK, train.WORLD_SIZE = rank, world_size
+    with (
+        written_to(screen),
+        mock.patch.dict(os.environ, variables),
+        mock.patch.object(heartbeat, "atexit", SimpleNamespace(register=ends.append)),
+    ):
+        train_here(*flags)
+        for end in ends:
+            end()
+
+
+@contextmanager
+def written_to(path: str) -> Iterator[None]:
+    """Normal output and errors, those of libraries too."""
+    kept = os.dup(1), os.dup(2)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(kept[0], 1)
+        os.dup2(kept[1], 2)
+        for number in (file, *kept):
+            os.close(number)
 
 
 def failure(*flags: str, **options: Any) -> tuple[int, str]:

@@ -4,15 +4,16 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from torchtitan.errors import EXIT_STATUS
-from torchtitan.signals import STOP_SIGNALS, end_unbegun
+from torchtitan.errors import EXIT_STATUS, INTERRUPTED
+from torchtitan.signals import LAUNCHER, STARTED_AGAIN, STOP_SIGNALS, end_unbegun, handle, ignore_stop_signals
 
 LAST_WORDS = 6.0  # seconds; above what a rank takes to find out which other rank is gone
 
@@ -26,15 +27,39 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._forward)
+        self._asked = 0  # the signal that the run ends for
+        self._starting = False
+        os.environ[LAUNCHER] = str(os.getpid())
+        handle(STOP_SIGNALS, self._forward)
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self._worker_group.state != WorkerState.HEALTHY:
-            end_unbegun(number)  # there are no processes, or they have ended
-        self._remaining_restarts = 0
-        for worker in self._worker_group.workers:
-            os.kill(worker.id, number)  # a process that has ended is there until `_monitor_workers` sees it
+    def run(self, *arguments: Any) -> RunResult:
+        try:
+            return super().run(*arguments)
+        finally:
+            ignore_stop_signals()  # how the processes have ended is what counts
+
+    def _forward(self, number: int, frame: FrameType | None = None) -> None:
+        self._asked = number
+        state = self._worker_group.state
+        if state == WorkerState.HEALTHY:
+            self._remaining_restarts = 0
+            for handler in cast(SubprocessContext, self._pcontext).subprocess_handlers.values():
+                handler.proc.send_signal(number)  # to none that has ended
+        elif state in (WorkerState.INIT, WorkerState.STOPPED) and not self._starting:
+            end_unbegun(number)  # there are no processes
+        # Else they are being started, and get it then; or they have ended, and are not started again.
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        if self._asked:
+            end_unbegun(self._asked)
+        super()._initialize_workers(worker_group)
+        self._starting = False
+        if self._asked:
+            self._forward(self._asked)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._starting = True
+        return super()._start_workers(worker_group)
 
     def _invoke_run(self, *arguments: Any) -> RunResult:
         try:
@@ -47,14 +72,16 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             rank, failure = root_cause(result.failures)
-            if failure.exitcode == EXIT_STATUS:  # a mistake of the user's is not mended by trying again
+            # A mistake of the user's is not mended by trying again, and a run that was asked to end is not wanted.
+            if failure.exitcode in (EXIT_STATUS, INTERRUPTED, *(128 + number for number in STOP_SIGNALS)):
                 self._remaining_restarts = 0
             message = _message(rank, failure.exitcode, self._remaining_restarts)
-            if message:
+            if message and not (self._asked and -failure.exitcode in STOP_SIGNALS):
                 print(message, file=sys.stderr)
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        os.environ[STARTED_AGAIN] = "yes"
         if worker_group.state == WorkerState.HEALTHY:
             print("Another machine starts its processes again, and so does this one.", file=sys.stderr)
             self._await_last_words()

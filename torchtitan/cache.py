@@ -1,8 +1,89 @@
-"""Where results are kept from run to run."""
+"""Where results are kept from run to run. Compiled code only where nobody else may put some."""
 
+import atexit
+import functools
+import json
 import os
+import shutil
+import stat
+import tempfile
 from pathlib import Path
+from typing import Any
+
+from torchtitan.logging import logger
+
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan"
+
+
+def kept_results(name: str) -> dict[str, Any]:
+    """What earlier runs measured, by what was measured; nothing where there is no such file that can be read."""
+    try:
+        found = json.loads((cache_folder() / name).read_text())
+    except (OSError, ValueError, RuntimeError):  # the last: this user has no home
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def keep_result(name: str, key: str, value: float) -> None:
+    """For later runs; where it cannot be written, they measure again."""
+    try:
+        file = cache_folder() / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({**kept_results(name), key: value}, indent=1))
+        temporary.replace(file)
+    except (OSError, RuntimeError):
+        pass
+
+
+def private_folder(name: str) -> Path:
+    """A folder in the cache that this user alone may look into.
+
+    Raises:
+        OSError: it cannot be made, or is not this user's alone.
+        RuntimeError: this user has no home.
+    """
+    folder = cache_folder() / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_owned(folder)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} cannot be written")
+    return folder
+
+
+def check_owned(folder: Path) -> None:
+    """Whether a folder is this user's, and others may neither write to it nor put another in its place.
+
+    Raises:
+        OSError: it is not so, or there is no such folder.
+    """
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} is a link, or belongs to another user")
+    for place in (folder, *folder.parents):
+        mode, owner = place.stat().st_mode, place.stat().st_uid
+        if owner not in (0, os.geteuid()) or (mode & stat.S_IWOTH and not mode & stat.S_ISVTX):
+            raise PermissionError(f"others may write to {place}")
+
+
+@functools.cache
+def keep_compiled_code_private() -> None:
+    """Before the first compilation by inductor. Its own choice is a folder of a well-known name in /tmp, from which it
+    would load what somebody else has put there."""
+    given = os.environ.get(INDUCTOR)
+    try:
+        if given is None:
+            os.environ[INDUCTOR] = str(private_folder("inductor"))
+            return
+        Path(given).mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_owned(Path(given))
+    except (OSError, RuntimeError) as error:
+        logger.warning(f"What is compiled is for this run alone, since it cannot be kept safely: {error}")
+        os.environ[INDUCTOR] = tempfile.mkdtemp(prefix="torchtitan-inductor-")
+        atexit.register(shutil.rmtree, os.environ[INDUCTOR], ignore_errors=True)

@@ -8,16 +8,18 @@ from tempfile import TemporaryFile
 
 from torchtitan.config import JobConfig
 from torchtitan.config.manager import read_toml
+from torchtitan.config.system import Parallelism
 from torchtitan.converters import CONVERTERS
 from torchtitan.data.datasets import DATASETS
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
-from torchtitan.optim.optimizer import IN_CODES, OPTIMIZERS
-from torchtitan.parallel.checks import check_model, check_pipeline
+from torchtitan.optim.optimizer import IN_CODES, OPTIMIZERS, WITHOUT_DECAY
+from torchtitan.parallel.checks import check_model, check_pipeline, check_schedule
 from torchtitan.parallel.dims import ParallelDims, find_dims
 from torchtitan.precision import phases_of
+from torchtitan.unused import unused_keys
 
 PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state"]
 
@@ -40,11 +42,11 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     _collect(problems, lambda: phases_of(config))
     if len(set(config.model.converters)) < len(config.model.converters):
         problems.append("model.converters: a converter is named twice; each can be applied once.")
-    if not config.training.dataset_mixture:
-        _collect(problems, lambda: DATASETS.get(config.training.dataset))
-    validation_dataset = config.validation.dataset
-    if config.validation.enabled and validation_dataset is not None:
-        _collect(problems, lambda: DATASETS.get(validation_dataset, "validation.dataset"))
+    # Names are looked up whether they are used or not: a typo in what is off would bite when it is turned on.
+    _collect(problems, lambda: DATASETS.get(config.training.dataset))
+    _collect(problems, lambda: DATASETS.get(config.validation.dataset or "c4", "validation.dataset"))
+    if config.parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule:
+        check_schedule(config.parallelism, problems)
     dims = find_dims(config.parallelism, world_size, problems)
     if dims is not None:
         _check_batch(config, dims, problems)
@@ -58,6 +60,8 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     _check_dump_folder(config, problems)
     if problems or dims is None:
         raise ConfigError(*problems)
+    for sentence in unused_keys(config):
+        logger.info(sentence)
     return dims
 
 
@@ -134,6 +138,12 @@ def _check_async_tensor_parallel(degree: int, compiled: bool, device_type: str, 
 
 def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
     optimizer, training = config.optimizer, config.training
+    for name in optimizer.no_weight_decay:
+        if name not in WITHOUT_DECAY:
+            problems.append(
+                f"optimizer.no_weight_decay: there is no {name!r}{nearest(name, list(WITHOUT_DECAY))}; known: "
+                f"{', '.join(WITHOUT_DECAY)}."
+            )
     in_codes = optimizer.name in IN_CODES
     smaller = optimizer.state_dtype != "float32" or training.weight_dtype != "float32"
     if smaller and config.float8.weight_scale == "bound":
@@ -207,12 +217,7 @@ def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, prob
     if checkpoint.load_step != -1 and not checkpoint.enable_checkpoint:
         problems.append("checkpoint.load_step is set, but checkpoint.enable_checkpoint is off; turn it on.")
     for part in checkpoint.exclude_from_loading:
-        if part == "lr_scheduler":
-            problems.append(
-                "checkpoint.exclude_from_loading: the learning rate follows the step and has no state of its own; "
-                "exclude train_state to count steps from 0 again."
-            )
-        elif part not in PARTS_OF_CHECKPOINT:
+        if part not in PARTS_OF_CHECKPOINT:
             problems.append(
                 f"checkpoint.exclude_from_loading: there is no part {part!r}{nearest(part, PARTS_OF_CHECKPOINT)}; "
                 f"known: {', '.join(PARTS_OF_CHECKPOINT)}."
@@ -275,6 +280,14 @@ def _check_activation_checkpoint(config: JobConfig, problems: list[str]) -> None
 
 def _check_dump_folder(config: JobConfig, problems: list[str]) -> None:
     folder = Path(config.job.dump_folder)
+    for key, inside in {
+        "checkpoint.folder": config.checkpoint.folder,
+        "metrics.save_tb_folder": config.metrics.save_tb_folder,
+        "profiling.save_traces_folder": config.profiling.save_traces_folder,
+        "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
+    }.items():
+        if ".." in Path(inside).parts:
+            problems.append(f"{key} = {inside} leads out of job.dump_folder; name a folder in it, or an absolute path.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

@@ -5,8 +5,21 @@ import os
 import resource
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from torchtitan.errors import nearest
+from torchtitan.logging import logger
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+# oneDNN's developer guide, "CPU dispatcher control".
+ONEDNN_ISAS = [
+    *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"),
+    *("AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16", "AVX10_1_512", "AVX10_1_512_AMX"),
+    *("AVX10_1_512_AMX_FP16", "AVX10_2_512", "AVX10_2_512_AMX_2", "ALL", "DEFAULT"),
+]
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,12 @@ class Device:
     def memory_capacity_bytes(self) -> int:
         if self.type == "cuda":
             return torch.cuda.get_device_properties(self.torch_device).total_memory
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        try:
+            limit = CONTAINER_LIMIT.read_text().strip()
+        except OSError:
+            return installed
+        return min(installed, int(limit)) if limit.isdecimal() else installed
 
     def peak_memory_bytes(self) -> int:
         """Most memory held so far: by torch's allocator on a GPU, by the whole process on CPU."""
@@ -53,6 +71,7 @@ def find_device(local_rank: int) -> Device:
     """The GPU with this process's local rank where there are GPUs, the CPU otherwise; made ready."""
     if not torch.cuda.is_available():
         _keep_freed_memory()
+        _warn_of_unknown_isa()
         return Device("cpu", _cpu_name(), torch.device("cpu"))
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -70,6 +89,15 @@ def _keep_freed_memory() -> None:
     trim_threshold, mmap_threshold = -1, -3  # mallopt(3)
     libc.mallopt(mmap_threshold, 2**30)
     libc.mallopt(trim_threshold, -1)
+
+
+def _warn_of_unknown_isa() -> None:
+    """oneDNN takes no notice of a name that it does not know, and uses all that the CPU has."""
+    name = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    if name and name.upper() not in ONEDNN_ISAS:
+        logger.warning(
+            f"ONEDNN_MAX_CPU_ISA = {name} has no effect: oneDNN knows no such name{nearest(name, ONEDNN_ISAS)}"
+        )
 
 
 def _cpu_name() -> str:

@@ -14,9 +14,10 @@ import signal
 import sys
 from typing import NoReturn
 
-from torchtitan.errors import EXIT_STATUS, INTERRUPTED
-from torchtitan.imports import quick_imports
-from torchtitan.signals import STOP_SIGNALS, end_unbegun
+from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
+from torchtitan.imports import check_versions, quick_imports
+from torchtitan.logging import outlive_readers
+from torchtitan.signals import STOP_SIGNALS, end_unbegun, handle
 
 PLANS = ("--job.plan", "--memory_estimation.enabled")
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, either on Windows: there where a GPU is
@@ -26,12 +27,17 @@ def launch(arguments: list[str]) -> int:
     """Runs `arguments` in NGPU processes and returns the exit status."""
     # Until the agent takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _: end_unbegun(number))
+    handle(STOP_SIGNALS, lambda number, _: end_unbegun(number))
+    outlive_readers()
     if any(argument.split("=")[0] in PLANS and not argument.endswith("=false") for argument in arguments):
         _plan(arguments)
     if _is_single(arguments):
         _run_alone(arguments)
+    try:
+        check_versions()
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return EXIT_STATUS
     # torch's C++ part shows a page of stack frames for each lost connection. It reads this once, while it is imported.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
@@ -64,7 +70,7 @@ def launch(arguments: list[str]) -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010  torchrun has no option for it
     try:
-        torchrun([f"--nproc-per-node={processes}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
+        torchrun([f"--nproc-per-node={processes}", "--signals-to-handle=SIGINT,SIGQUIT", *arguments])
     except ChildFailedError as error:
         exitcode = root_cause(error.failures)[1].exitcode
         if -exitcode in STOP_SIGNALS:  # before the process could take it

@@ -1,8 +1,10 @@
 """How to say something: `from torchtitan.logging import logger`, and `init_logging` once at start."""
 
+import contextlib
 import logging
 import os
 import sys
+from typing import Any, TextIO, cast
 
 logger = logging.getLogger("torchtitan")
 
@@ -10,6 +12,33 @@ logger = logging.getLogger("torchtitan")
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 GREY, YELLOW, RED, RESET = "\033[90m", "\033[33m", "\033[31m", "\033[0m"
+
+
+class Lossy:
+    """A stream that loses what cannot be written, where Python's raises: its reader is gone (`| head`, a closed
+    terminal), or its disk is full."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def outlive_readers() -> None:
+    """From now on no run ends for want of somebody who reads its output."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  None where the shell has closed it (`>&-`)
+        setattr(sys, name, cast(TextIO, Lossy(stream)))
 
 
 class ConsoleFormatter(logging.Formatter):

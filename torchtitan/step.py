@@ -28,22 +28,23 @@ from torchtitan.converters import (
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.explain import conversion_target
+from torchtitan.memory import check_memory
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.init import init_weights
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.in_backward import StepInBackward
-from torchtitan.optim.optimizer import build_optimizer, set_learning_rate, update
+from torchtitan.optim.optimizer import build_optimizer, decay_groups, set_learning_rate, update
 from torchtitan.parallel.async_tensor import enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.fsdp import reshard, set_last_microbatch
-from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, splits_backward, stages_of
+from torchtitan.parallel.pipeline import Passes, Pipeline, find_first_layers, layer_costs, split, stages_of
 from torchtitan.precision import phase_of, phases_of
 
-Skips = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
-"""From this rank's summed loss and the gradient norm to a scalar, above 0 where the update is left out; the same on
-every rank. None: it is made."""
+Skips = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
+"""From this rank's summed loss, the gradient norm, and whether its layers have rounded what is not finite (None where
+none can) to a scalar, above 0 where the update is left out; the same on every rank. None: it is made."""
 
 
 class TrainingStep:
@@ -92,7 +93,9 @@ class TrainingStep:
             self.pipeline = self._pipeline(config.training.local_batch_size, self.loss_scale)
             if config.validation.enabled:
                 self.validation_pipeline = self._pipeline(config.validation.local_batch_size)
-        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer, config.training.seed)
+        self.optimizer = build_optimizer(
+            decay_groups(self.model, config.optimizer), config.optimizer, config.training.seed
+        )
         self.in_backward = None
         if config.optimizer.early_step_in_backward:
             self.in_backward = StepInBackward(self.model.parameters(), self.optimizer)
@@ -194,6 +197,8 @@ class TrainingStep:
 
     def _materialize(self, model: Any) -> None:
         training = self.config.training
+        if not training.enable_cpu_offload:
+            check_memory(model, self.config, self.device)
         for stage in self.stages.values():
             stage.to_empty(device="cpu" if training.enable_cpu_offload else self.device.torch_device)
         init_weights(model, model.init_std, training.seed)
@@ -234,7 +239,7 @@ class TrainingStep:
         )
 
     def run(
-        self, microbatches: Sequence[Batch], learning_rate: float, skips: Skips = lambda loss, norm: None
+        self, microbatches: Sequence[Batch], learning_rate: float, skips: Skips = lambda loss, norm, hidden: None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward, backward, update. A trace shows them under these names: forward, backward, optimizer.
 
@@ -251,12 +256,19 @@ class TrainingStep:
             updated = True
             if self.in_backward is not None:
                 grad_norm = self.in_backward.grad_norm()
+                skips(total, grad_norm, self._hidden_nonfinite())  # the updates are made: this can report alone
             else:
                 grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
-                updated = update(self.optimizer, skips(total, grad_norm))
+                updated = update(self.optimizer, skips(total, grad_norm, self._hidden_nonfinite()))
                 self.optimizer.zero_grad()
         self._tell_converters(learning_rate if updated else None)
         return total, grad_norm
+
+    def _hidden_nonfinite(self) -> torch.Tensor | None:
+        """Whether this rank's layers have rounded a number to a finite one that is not; None where none can."""
+        own = [c.hidden_nonfinite([self.model]) for c in self.converters if isinstance(c, LinearConverter)]
+        found = [nonfinite for nonfinite in own if nonfinite is not None]
+        return torch.stack(found).any() if found else None
 
     def _tell_converters(self, learning_rate: float | None) -> None:
         """That an update was made, or, with None, that it is known to be skipped."""
@@ -295,10 +307,13 @@ class TrainingStep:
         return loss / self.dims.tp
 
     @torch.no_grad()
-    def validate(self, batches: Iterable[Batch]) -> torch.Tensor:
-        """Mean loss over the tokens of the batches of all ranks."""
+    def validate(self, batches: Iterable[Batch], stopping: Callable[[], bool]) -> torch.Tensor | None:
+        """Mean loss over the tokens of the batches of all ranks; None where the run is to stop before its end."""
         total, tokens = torch.zeros((), device=self.device.torch_device), 0
         for batch in batches:
+            if stopping():
+                reshard(self.stages.values())
+                return None
             inputs, labels, others = self._inputs(batch)
             if self.validation_pipeline is not None:
                 total += self.validation_pipeline.evaluate(inputs, labels, **others)
@@ -350,11 +365,22 @@ class TrainingStep:
     def checked_products(self, microbatches: int) -> contextlib.AbstractContextManager[None]:
         """Around `run`, in which nothing is compiled any more: low-precision products must run as promised."""
         return checked_products(
+            self.model,
             self.converters,
-            microbatches * (self.pipeline.microbatches if self.pipeline else 1),
-            self.passes,
-            on_this_rank={name for name, _ in self.model.named_modules()},
-            repeated=self.config.activation_checkpoint.mode != "none" or splits_backward(self.config.parallelism),
+            self._passes_of_layers(microbatches),
             compiled=self.config.training.compile,
+            recomputed=self.config.activation_checkpoint.mode != "none",
             others=[converter for converters in self.converters_by_phase for converter in converters],
         )
+
+    def _passes_of_layers(self, microbatches: int) -> dict[str, Passes]:
+        """How often each module on this rank runs in a step."""
+        found = {}
+        for number, stage in self.stages.items():
+            rounds = Passes(1, 1) if self.pipeline is None else self.pipeline.passes(number)
+            for name, _ in stage.named_modules():
+                each = self.passes.get(name, 1)
+                # What is outside of the blocks, the output layer, has its gradients from the loss in the forward pass.
+                backward = rounds.backward if name.startswith("layers.") else rounds.forward
+                found[name] = Passes(microbatches * rounds.forward * each, microbatches * backward * each)
+        return found

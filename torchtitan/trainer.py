@@ -13,11 +13,18 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchtitan.checkpoint import CheckpointManager
+from torchtitan.checkpoint.agree import everywhere
+from torchtitan.checkpoint.train_state import check_kind, wrong_values_refused
+from torchtitan.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
 from torchtitan.config import JobConfig, to_toml
+from torchtitan.converters import LinearConverter
+from torchtitan.converters.measure import slowness
 from torchtitan.converters.report import phases_to_json, precision_of, schedule_line, summary, to_json, to_table
 from torchtitan.data import Batch, build_loader, build_validation_loader, load_tokenizer
 from torchtitan.device import Device
-from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.errors import CheckpointError, ConfigError, DataError
+from torchtitan.kernels.gemm import cpu_kernel
+from torchtitan.lock import FolderLock
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak
 from torchtitan.metrics.writers import JSONLWriter
@@ -28,6 +35,10 @@ from torchtitan.parallel.comm import init_process_group, set_timeout
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.signals import Stop
 from torchtitan.step import TrainingStep
+from torchtitan.threads import spin_on_quiet_machines_only
+
+SLOW = 4  # times the time of a layer: then a step takes longer than low precision is worth even as an experiment
+DATA_ENDED = 64  # asked of `Stop` in place of a signal's number, and above those that it takes
 
 
 class Trainer:
@@ -39,6 +50,7 @@ class Trainer:
         global_batch_size: sequences in an optimizer step.
         device: this process's.
         stop: tells when the run is to save and end.
+        lock: of the dump folder, taken here; none where nobody else can be in it.
 
     Raises:
         UserError: what only shows when things are opened: data, tokenizer, checkpoint.
@@ -51,6 +63,7 @@ class Trainer:
         global_batch_size: int,
         device: Device,
         stop: Stop | None = None,
+        lock: FolderLock | None = None,
     ) -> None:
         training = config.training
         self.config = config
@@ -63,6 +76,7 @@ class Trainer:
         self.tokens_seen = 0
         self.sample_ids: JSONLWriter | None = None
         self.skipped_updates: JSONLWriter | None = None
+        self.data_error: str | None = None  # of this rank
         self.guard = UpdateGuard(training, self._record_skipped)
         self._closing = contextlib.ExitStack()
 
@@ -78,10 +92,14 @@ class Trainer:
                 f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, but {config.model.name} "
                 f"{config.model.flavor} has a vocabulary of {args.vocab_size}; use the tokenizer of this model."
             )
-        init_process_group(device, config.comm, self.dump_folder)
-        self._closing.callback(dist.destroy_process_group)
         self.stop = stop or Stop()
+        init_process_group(device, config.comm, self.dump_folder, self.stop)
+        self._closing.callback(dist.destroy_process_group)
         self.stop.connect()
+        if lock is not None:
+            everywhere(lock.take if dist.get_rank() == 0 else lambda: None)
+        self.chosen = config.training.mixed_precision_param == "auto"
+        self.config = config = decide_compute_dtype(config, device.type)
         self.work = TrainingStep(config, dims, global_batch_size, device, args)
         set_timeout(config.comm.init_timeout_seconds)
         hold_out = config.validation.enabled
@@ -105,6 +123,7 @@ class Trainer:
         ends = [phase.last for phase in self.work.phases]
         self.schedule = list(zip(ends, names, strict=True)) if config.precision.phase else []
         self._report_conversion()
+        self._report_speed()
         self.checkpoints = CheckpointManager(
             config.checkpoint,
             self.dump_folder,
@@ -119,7 +138,19 @@ class Trainer:
         self._closing.callback(self.checkpoints.wait)
         self._resume()
         if dist.get_rank() == 0:
-            (self.dump_folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            self._write_config()
+
+    def _write_config(self) -> None:
+        (self.dump_folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
+
+    def _mend_folder(self) -> None:
+        """Somebody may have removed what the run has written."""
+        path = self.dump_folder / "config.toml"
+        if dist.get_rank() == 0 and not path.exists():
+            logger.warning(f"{path} was removed, perhaps with other files of this run; it is written again")
+            with contextlib.suppress(OSError):
+                self.dump_folder.mkdir(parents=True, exist_ok=True)
+                self._write_config()
 
     def _report_conversion(self) -> None:
         reports = self.work.conversions
@@ -137,23 +168,41 @@ class Trainer:
         if self.work.converted_model:
             logger.info(f"after conversion:\n{self.work.converted_model}")
 
+    def _report_speed(self) -> None:
+        """On a CPU, what low precision costs; found out before anyone waits for a step."""
+        if self.device.type != "cpu" or dist.get_rank() > 0:
+            return
+        dtype = self.config.training.mixed_precision_param
+        for converter in self.work.converters:
+            if not isinstance(converter, LinearConverter) or not (ratios := slowness(converter, getattr(torch, dtype))):
+                continue
+            found = f"{min(ratios):.1f} to {max(ratios):.1f} times as long as in {dtype}"
+            line = f"{converter.name} {converter.recipe}: its layers take {found} on this CPU"
+            if max(ratios) > SLOW:
+                logger.warning(f"{line}; leave {converter.name} to a GPU, or expect steps that much longer")
+            else:
+                logger.info(f"{line}{cpu_kernel(converter.products.trace.operation)}")
+
     def _resume(self) -> None:
         state = self.checkpoints.load(self._prepare)
         if state is None:
             return
         self.step = state.get("step", 0)
         self.tokens_seen = state.get("tokens_seen", 0)
-        if "guard" in state:
-            self.guard.load_state_dict(state["guard"])
-        if "dataloader" in state:
-            self.loader.load_state_dict(state["dataloader"])
-        self.work.load_converter_state(state.get("converters", {}))
+        with wrong_values_refused():
+            if "guard" in state:
+                self.guard.load_state_dict(state["guard"])
+            if "dataloader" in state:
+                check_kind(state["dataloader"], {"positions": self.loader.state_dict()["positions"]}, "dataloader")
+                self.loader.load_state_dict(state["dataloader"])
+            self.work.load_converter_state(state.get("converters", {}))
 
     def _prepare(self, state: Mapping[str, Any]) -> None:
         """Before the tensors of a checkpoint are loaded: what is saved was in the phase of its last step."""
         if state["step"] > 0:
             self.work.enter_phase_of(state["step"])
-        saved = [(last, name) for last, name in state.get("precision_schedule", [])]
+        with wrong_values_refused():
+            saved = [(last, str(name)) for last, name in state.get("precision_schedule", [])]
         if saved and saved != self.schedule:
             now = schedule_line(self.schedule) if self.schedule else "none"
             logger.warning(
@@ -205,6 +254,8 @@ class Trainer:
             path = self.dump_folder / "sample_ids" / f"rank_{dist.get_rank()}.jsonl"
             path.parent.mkdir(exist_ok=True)
             self.sample_ids = JSONLWriter(path, self.step)
+        if dist.get_rank() == 0:
+            self.skipped_updates = JSONLWriter(self.dump_folder / "skipped_updates.jsonl", self.step)
         first_step = self.step + 1
         steps_to_check = self.work.steps_to_check(first_step)
         with (
@@ -218,9 +269,11 @@ class Trainer:
             ) as profiler,
             self._reporter() as reporter,
             _garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
+            spin_on_quiet_machines_only() if self.device.type == "cpu" else contextlib.nullcontext(),
         ):
-            while self.step < steps and not self.stop.agreed():
-                with reporter.waiting_for_data(), record_function("data"):
+            while self.step < steps and self._has_data(reporter) and not self._agreed():
+                self.stop.progress.begins()
+                with record_function("data"):
                     microbatches = self.loader.next()
                 self.step += 1
                 collect_garbage(self.step)
@@ -232,15 +285,19 @@ class Trainer:
                 checked = self.step in steps_to_check
                 with self.work.checked_products(len(microbatches)) if checked else contextlib.nullcontext():
                     self._train_step(microbatches, reporter)
-                self.stop.has_trained = True
+                self.stop.progress.ends()
                 profiler.step()
+                reporter.measure_peak()
                 last = self.step == steps
                 validating = last or self.step % config.validation.freq == 0
                 if self.validation_loader is not None and validating and not self.stop.agreed():
                     with reporter.pause():
-                        reporter.validation(self.step, self.work.validate(self.validation_loader))
+                        loss = self.work.validate(self.validation_loader, self.stop.agreed)
+                        if loss is not None:
+                            reporter.validation(self.step, loss)
                 if self.checkpoints.due(self.step, last):
                     with reporter.pause():
+                        self._mend_folder()
                         self.checkpoints.save(self.step, self._state, last)
                 if self.step == first_step and self.work.fused_products is not None:
                     self.work.fused_products.check()
@@ -255,11 +312,31 @@ class Trainer:
                 "training finished, but its last checkpoint could not be saved (see above); make room and run the same "
                 "command again: it goes on from the checkpoint before."
             )
+        self._mend_folder()
         logger.info(f"training finished after step {self.step}; everything is in {self.dump_folder}")
+
+    def _has_data(self, reporter: MetricsReporter) -> bool:
+        """Waits until the next batches are there, or a signal is. Data that cannot be read on this rank ask all ranks
+        to save and end, as a signal does. True, always: whether to end is for all to agree on."""
+        try:
+            with reporter.waiting_for_data():
+                self.loader.wait(given_up=lambda: self.stop.requested)
+        except DataError as error:
+            self.data_error = str(error)
+        return True
+
+    def _agreed(self) -> bool:
+        return self.stop.agreed(DATA_ENDED if self.data_error else 0)
 
     def _end_early(self) -> None:
         """Saves, and says how to go on."""
         self.guard.read()
+        if self.stop.agreed_on == DATA_ENDED:
+            errors: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, self.data_error)
+            if self.checkpoints.save_before_stop(self.step, self._state):
+                logger.info(f"the data cannot be read on after step {self.step}, which is saved")
+            raise DataError(next(error for error in errors if error is not None))
         stopped = f"stopped by {self.stop.name}"
         if self.checkpoints.save_before_stop(self.step, self._state):
             logger.info(f"{stopped} after step {self.step}, which is saved: the same command goes on from there")
@@ -280,7 +357,9 @@ class Trainer:
         rows = [row for batch in microbatches for row in batch.sample_ids or []]
         sample_ids = [sample for row in rows for sample in row]
         loss, grad_norm = self.work.run(
-            microbatches, lr, lambda loss, norm: self.guard.skips(self.step, loss, norm, sample_ids)
+            microbatches,
+            lr,
+            lambda loss, norm, hidden: self.guard.skips(self.step, loss, norm, hidden, sample_ids),
         )
         self.tokens_seen += self.tokens_per_step
         if self.sample_ids is not None:
@@ -296,9 +375,8 @@ class Trainer:
         )
 
     def _record_skipped(self, step: int, values: Mapping[str, Any]) -> None:
-        if self.skipped_updates is None:
-            self.skipped_updates = JSONLWriter(self.dump_folder / "skipped_updates.jsonl", step - 1)
-        self.skipped_updates.write(step, values)
+        if self.skipped_updates is not None:
+            self.skipped_updates.write(step, values)
 
     def _announce(self) -> None:
         """What was decided, and why."""
@@ -306,13 +384,14 @@ class Trainer:
         microbatches = self.global_batch_size // (training.local_batch_size * self.dims.dp)
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
         dtype = training.mixed_precision_param
+        why = f" ({SLOW_BFLOAT16})" if self.chosen and dtype == "float32" else ""
         saving = config.checkpoint
         lines = {
             "run": f"{config.job.description}, in {self.dump_folder}",
             "device": f"{self.device.type} ({self.device.name}{threads}), {dist.get_world_size()} process(es)",
             "layout": f"{self.dims}",
             "model": f"{config.model.name} {config.model.flavor}, {self.work.parameters:,} parameters",
-            "precision": f"{dtype} products, {training.weight_dtype} weights, float32 gradient sums"
+            "precision": f"{dtype} products{why}, {training.weight_dtype} weights, float32 gradient sums"
             + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else "")
             + (f"; schedule: {schedule_line(self.schedule)}" if self.schedule else ""),
             "data": self.loader.description,

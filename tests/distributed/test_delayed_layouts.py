@@ -24,6 +24,9 @@ ARGS = LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab
 NAMES = ("pp", "dp_replicate", "fsdp", "tp")
 
 
+BFLOAT16 = Training(mixed_precision_param="bfloat16")
+
+
 def histories_after_steps(fsdp: int, tp: int) -> dict[str, Any]:
     """On this rank, after two steps in which each data-parallel rank has had tokens of its own; the losses too."""
     mesh = init_device_mesh("cpu", (1, 1, fsdp, tp), mesh_dim_names=NAMES)
@@ -33,7 +36,7 @@ def histories_after_steps(fsdp: int, tp: int) -> dict[str, Any]:
     (converter,) = apply_converters(model, ["float8"], lambda _: section, Target("cpu", tensor_parallel=tp))
     assert isinstance(converter, LinearConverter)
     converter.connect(mesh)
-    parallelize(model, mesh, None, Parallelism(), ActivationCheckpoint(mode="none"), Training())
+    parallelize(model, mesh, None, Parallelism(), ActivationCheckpoint(mode="none"), BFLOAT16)
     model.to_empty(device="cpu")
     init_weights(model, model.init_std, 0)
     tokens = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0)).chunk(fsdp)

@@ -208,7 +208,7 @@ def test_bounds_are_above_all_weights_and_near_them(ranks: list[dict[str, Any]])
         result = rank["float8 bound"]
         assert result["bounds"] == ranks[0]["float8 bound"]["bounds"]
         for name in ("0.up", "0.down", "1.up", "1.down"):
-            bound, age = result["bounds"][name]
+            bound, age, *_ = result["bounds"][name]
             assert age == 0 and bound == result["end"][f"{name}.weight"].abs().max()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers import in_processes
@@ -15,6 +16,7 @@ from torchtitan.converters.float8_gather import gather_for
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN
+from torchtitan.models.norm import RMSNorm
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
 ARGS = LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64)
@@ -69,6 +71,22 @@ def blocks_look_alike() -> bool:
 def test_blocks_look_alike_to_the_compiler() -> None:
     """Else it would compile each of them, and stop at the ninth."""
     assert in_processes(blocks_look_alike, 2) == [True, True]
+
+
+def gradient_of_a_norm() -> list[float]:
+    """Whose partial sums on four ranks are 256, 1, 1 and 1."""
+    model = nn.ModuleDict({"norm": RMSNorm(4, eps=0.0)}).bfloat16()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    apply_tensor_parallel(model, {"norm": "sequence"}, mesh)
+    out = model["norm"](torch.ones(1, 1, 4, dtype=torch.bfloat16))
+    out.backward(torch.full_like(out, 256.0 if mesh.get_local_rank() == 0 else 1.0))
+    grad: Any = next(model.parameters()).grad
+    return grad.full_tensor().tolist()
+
+
+def test_gradients_of_norms_are_summed_in_float32() -> None:
+    """259, rounded once; bfloat16 has no number between 256 and 258."""
+    assert in_processes(gradient_of_a_norm, 4) == [[260.0] * 4] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """A process dies or stops: the others say which, and start again. Two launchers on loopback are two machines."""
 
 import os
+import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,15 +78,23 @@ def test_one_node_starts_again_through_plain_torchrun(uninterrupted: dict[int, f
 
 
 def test_one_process_starts_again_where_the_environment_asks_torchrun_for_it(tmp_path: Path) -> None:
-    """Without such a variable a single process is the launcher itself, and nobody would start it again."""
-    train(*FLAGS, into(tmp_path / "uninterrupted"))
+    """Without such a variable a single process is the launcher itself, and nobody would start it again. Data that are
+    away for a moment are no mistake where they were there before."""
+    data, away = tmp_path / "data.txt", tmp_path / "away"
+    shutil.copy(ROOT / "README.md", data)
+    flags = (*FLAGS, f"--training.dataset_path={data}")
+    train(*flags, into(tmp_path / "uninterrupted"))
     folder = tmp_path / "killed"
-    with started(*FLAGS, into(folder), PET_MAX_RESTARTS="1") as run:
+    with started(*flags, into(folder), PET_MAX_RESTARTS="3") as run:
         run.wait_until(lambda: run.pid_of_rank(0))
         kill_after_a_checkpoint(run, folder, run.pid_of_rank(0) or 0)
+        data.rename(away)  # seconds before it is opened again
+        run.wait_until(lambda: "All processes start again; restarts left after this one: 1." in run.output())
+        away.rename(data)
         status, output = run.finish()
     assert status == 0, output
     assert "rank 0 was ended by SIGKILL" in output
+    assert f"there is no file or folder {data}" in output
     assert losses(folder) == losses(tmp_path / "uninterrupted")
 
 
@@ -98,6 +108,26 @@ def test_a_stopped_rank_ends_the_others_in_time(tmp_path: Path) -> None:
     assert "a collective took longer than comm.train_timeout_seconds = 2. Rank 1 does not answer" in output
     assert "Traceback" not in output
     assert (tmp_path / "comm_traces" / "rank_0").stat().st_size > 0  # the flight recorder's
+
+
+@pytest.mark.full
+def test_a_lost_machine_is_told_of_though_the_store_was_there(tmp_path: Path) -> None:
+    """Stopped processes are as a machine without power or network: connections stay, and nobody answers."""
+    with two_nodes(*ENDLESS, into(tmp_path), "--comm.train_timeout_seconds=2") as nodes:
+        index, _ = wait_for_rank(nodes, 0)
+        nodes[0].wait_until(lambda: last_step(tmp_path) >= 2)
+        for pid in nodes[index].pids():
+            os.kill(pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        survivor = nodes[1 - index]
+        survivor.wait_until(lambda: "Error: " in survivor.output())
+        assert time.monotonic() - stopped < 30
+        output = survivor.output()
+    assert "a collective took longer than comm.train_timeout_seconds = 2. " in output
+    assert (
+        "The store of the run, where the launchers have met, does not answer" in output or "Rank 0 does not" in output
+    )
+    assert "Traceback" not in output
 
 
 HOOKS = {
@@ -129,6 +159,28 @@ def test_a_rank_that_lives_but_does_not_come_is_named_with_its_reason(hook: str,
     assert status == 1, output
     assert all(words in output for words in expected), output
     assert "Traceback" not in output
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_in_a_save_is_named(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import os, time, tiny\n"
+        "from torchtitan.checkpoint.files import Writer\n"
+        "write = Writer.write_data\n"
+        "def hang(self, *arguments):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        time.sleep(1000)\n"
+        "    return write(self, *arguments)\n"
+        "Writer.write_data = hang\n"
+    )
+    slow = ("--experimental.custom_import=slow", "--comm.train_timeout_seconds=2", "--checkpoint.interval=3")
+    with two_nodes(*FLAGS, *slow, into(tmp_path), folder=tmp_path) as nodes:
+        index, _ = wait_for_rank(nodes, 0)
+        status, output = nodes[index].finish()
+    assert status == 1, output
+    assert "a collective took longer than comm.train_timeout_seconds = 2. Rank 1 is at " in output
+    assert "slow.py:6, in hang" in output
+    assert "could not be saved" not in output and "Traceback" not in output
 
 
 def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:

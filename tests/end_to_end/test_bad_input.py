@@ -1,12 +1,16 @@
 """A user's mistake: one sentence that names the key and the remedy, exit status 2, and no traceback."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from runs import SMALL, TINY, failure, into, train_here
+from runs import SMALL, TINY, checkpoint_steps, failure, into, last_step, train_here
 
+from torchtitan.device import Device
 from torchtitan.errors import UserError
+from torchtitan.trainer import Trainer
 
 
 def assert_message(status: int, output: str, *parts: str) -> None:
@@ -157,3 +161,30 @@ def test_a_vocabulary_that_is_too_small_is_found_before_a_large_model_is_made(tm
     )
     text = problem("--model.name=llama2", "--model.flavor=7B", f"--model.tokenizer_path={tokenizer}", into(tmp_path))
     assert "40002 tokens, but llama2 7B has a vocabulary of 32000" in text
+
+
+def test_data_that_are_shortened_cost_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(200)))
+    train_step = Trainer._train_step
+
+    def shortening(trainer: Trainer, *arguments: Any) -> None:
+        if trainer.step == 3:
+            os.truncate(data, 50)
+        train_step(trainer, *arguments)
+
+    monkeypatch.setattr(Trainer, "_train_step", shortening)
+    saving = ("--checkpoint.enable_checkpoint", "--checkpoint.interval=100", "--training.steps=1000")
+    with pytest.raises(UserError, match=r"data\.jsonl was changed while the run reads it"):
+        train_here(*TINY, *saving, f"--training.dataset_path={data}", into(tmp_path / "run"))
+    assert checkpoint_steps(tmp_path / "run") == [last_step(tmp_path / "run")]
+
+
+def test_a_model_that_cannot_fit_is_refused_before_memory_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Device, "memory_capacity_bytes", lambda device: 2**20)  # a machine of a MiB
+    with pytest.raises(
+        UserError, match=r"^model\.flavor = narrow: .* need 0 GiB on one machine, which has 0 GiB; take"
+    ):
+        train_here(*TINY, into(tmp_path))

@@ -1,5 +1,6 @@
 """Which checkpoints are kept, which is loaded, and what of it; and saves that fail."""
 
+import gc
 import json
 import resource
 import shutil
@@ -23,6 +24,7 @@ from runs import (
     train_here,
 )
 
+from torchtitan.checkpoint import CheckpointManager
 from torchtitan.errors import CheckpointError, ConfigError
 
 FLAGS = (*TINY, *CHECKPOINTS, "--optimizer.lr=1e-2")  # so that six steps can be seen in the loss
@@ -68,6 +70,34 @@ def test_resumes_from_the_step_asked_for(six_steps: Path, tmp_path: Path) -> Non
     expected = {step: loss for step, loss in losses(run).items() if step <= 3}
     train_here(*FLAGS, into(run), "--training.steps=3", "--checkpoint.load_step=2")
     assert losses(run) == expected
+
+
+def test_keys_of_the_first_start_do_not_throw_away_what_they_began(
+    six_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A start by torchrun, or by hand after a signal, is the same command again."""
+    run = copy_of(six_steps, tmp_path)
+    command = (*FLAGS, into(run), "--checkpoint.load_step=2", "--checkpoint.exclude_from_loading=optimizer")
+    train_here(*command, "--training.steps=5")
+    begun = {step: (run / "checkpoint" / f"step-{step}" / "manifest.json").read_bytes() for step in (4, 5)}
+    assert "step-2, without optimizer" in capsys.readouterr().out
+    train_here(*command, "--training.steps=7")
+    output = capsys.readouterr().out
+    assert "step 5 was saved by this same command" in output and "loaded " in output and "without" not in output
+    assert list(losses(run)) == list(range(1, 8))
+    assert begun == {step: (run / "checkpoint" / f"step-{step}" / "manifest.json").read_bytes() for step in begun}
+    assert [path.name for path in sorted((run / "checkpoint").glob("*abandoned*"))] == [
+        f"step-{step}.abandoned-1" for step in (4, 6)
+    ]
+    # As if it had not been interrupted
+    whole = shutil.copytree(six_steps, tmp_path / "whole")
+    train_here(*command, into(whole), "--training.steps=7")
+    assert_equal_bit_for_bit(tensors_of(run, 7), tensors_of(whole, 7))
+    # Another command goes back again.
+    capsys.readouterr()
+    train_here(*command, "--training.steps=3", "--optimizer.lr=1e-3")
+    assert "step-2, without optimizer" in capsys.readouterr().out
+    assert checkpoint_steps(run) == [2, 3]
 
 
 def test_a_finished_run_says_so_and_changes_nothing(
@@ -243,6 +273,34 @@ def test_a_save_that_fails_stops_nothing_and_harms_nothing(
     # With room again, the same command finishes.
     train_here(*flags)
     assert checkpoint_steps(run) == [2, 4, 6, 8, 10]
+
+
+def test_saves_that_fail_in_the_background_keep_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, failed = [], CheckpointManager._failed
+
+    def count(self: CheckpointManager, step: int, error: BaseException) -> None:
+        failed(self, step, error)
+        tensors = [item for item in gc.get_objects() if type(item) is torch.Tensor]
+        copies.append(sum(tensor.shape == (4096, 64) for tensor in tensors))
+
+    monkeypatch.setattr(CheckpointManager, "_failed", count)
+    background = ("--checkpoint.async_mode=async", "--checkpoint.interval=1")
+    with full_disk(), pytest.raises(CheckpointError, match="last checkpoint"):
+        train_here(*FLAGS, *background, into(tmp_path), "--training.steps=6")
+    assert len(copies) == 6
+    assert copies[4] - copies[0] < 10, copies  # the step under way has some of its own
+
+
+def test_a_rank_that_is_lost_in_a_save_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run would go on and fail in its next collective, with nothing said of which rank it was."""
+
+    def hang(*_: object, **__: object) -> None:
+        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv to complete")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.save", hang)
+    with pytest.raises(RuntimeError, match="Timed out"):
+        train_here(*FLAGS, into(tmp_path), "--training.steps=4")
+    assert list(losses(tmp_path)) == [1, 2]
 
 
 def test_a_disk_that_is_full_for_one_rank_only_fails_the_save_on_all(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ With FIGURES=file.jsonl in the environment, each test adds a line with its figur
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import (
@@ -30,6 +32,8 @@ from runs import (
 )
 
 from torchtitan.checkpoint.manifest import damage
+from torchtitan.optim.guard import UpdateGuard
+from torchtitan.trainer import Trainer
 
 
 def figures(**values: object) -> None:
@@ -203,6 +207,52 @@ def test_training_outlives_a_disk_that_turns_read_only(disk: Path, tmp_path: Pat
     assert list(losses(run_folder)) == list(range(1, 61))
     assert damage(disk / "step-58") == damage(disk / "step-60") == []
     figures(test="read-only disk", failed_saves=output.count("could not be saved"))
+
+
+def at_step(step: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before so many steps of a run in this process are done."""
+    train_step = Trainer._train_step
+
+    def acted(self: Trainer, *arguments: Any) -> None:
+        if self.step == step:
+            act()
+        train_step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_train_step", acted)
+
+
+def test_training_outlives_a_disk_on_which_no_file_can_be_made(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def allow_files(number: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,nr_inodes={number}", disk], check=True)
+
+    usage = os.statvfs
+    at_step(3, lambda: allow_files(usage(disk).f_files - usage(disk).f_ffree), monkeypatch)
+    at_step(7, lambda: allow_files(1000), monkeypatch)
+    monkeypatch.setattr(UpdateGuard, "_reason", lambda *_: "a bad day")  # recorded, if not skipped
+    flags = ("--checkpoint.interval=2", "--profiling.enable_profiling", "--profiling.profile_freq=5")
+    train_here(*SAVING, *flags, into(disk), "--training.steps=8", "--training.max_skips_in_a_row=100")
+    output = capsys.readouterr().out
+    assert "checkpoint of step 4 could not be saved" in output
+    assert "iteration_5/rank0_trace.json cannot be written" in output
+    assert output.count("No space left on device") >= 3
+    assert list(losses(disk)) == list(range(1, 9))
+    assert checkpoint_steps(disk) == [2, 8]
+
+
+def test_a_dump_folder_that_is_removed_is_made_again_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    at_step(4, lambda: shutil.rmtree(folder), monkeypatch)
+    train_here(*SAVING, "--checkpoint.interval=2", into(folder), "--training.steps=6")
+    output = capsys.readouterr().out
+    for name in ("metrics.jsonl", "sample_ids/rank_0.jsonl", "config.toml", "checkpoint"):
+        assert f"{folder}/{name} was removed" in output
+    assert list(losses(folder)) == [4, 5, 6]
+    assert checkpoint_steps(folder) == [4, 6] and damage(folder / "checkpoint" / "step-4") == []
+    assert (folder / "config.toml").exists()
 
 
 def test_a_disk_that_is_full_from_the_start_is_one_sentence(disk: Path) -> None:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import TINY, Run, failure, into, last_step, started
+from runs import TINY, Run, failure, into, last_step, started, variables_of
 
 ENDLESS = (*TINY, "--training.steps=100000")
 
@@ -86,14 +86,32 @@ def test_an_error_of_any_rank_reaches_the_screen(
     assert all(line in output for line in expected), output
 
 
+def assert_none_left(run: Run) -> None:
+    deadline = time.monotonic() + 20
+    while run.pids():
+        assert time.monotonic() < deadline, "processes outlive the launcher"
+        time.sleep(0.02)
+
+
 def test_processes_do_not_outlive_the_launcher(tmp_path: Path) -> None:
     # Else the same command, started again, would train in the same folder as they do.
     with started(*ENDLESS, into(tmp_path), processes=2) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         run.process.kill()
         run.process.wait()
-        for _ in range(500):
-            if not run.pids():
-                return
-            time.sleep(0.02)
-        raise AssertionError("they do")
+        assert_none_left(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left_where_the_launcher_ends_while_it_starts_them(number: int, tmp_path: Path) -> None:
+    with started(*ENDLESS, into(tmp_path), processes=2) as run:
+        while not any("RANK=0" in variables_of(pid) for pid in children_of(run.process.pid)):
+            assert run.process.poll() is None
+        run.process.send_signal(number)
+        assert run.process.wait(60) == (0 if number == signal.SIGTERM else -number), run.output()
+        assert_none_left(run)
+        assert not any(word in run.output() for word in ("Traceback", "Error")), run.output()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -114,9 +115,57 @@ def test_tensors_are_not_read_from_elsewhere(name: str, checkpoint: Path) -> Non
         train_here(*FLAGS, into(checkpoint.parents[1]))
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     files = {file: FileRecord(**record) for file, record in manifest["files"].items()}
-    write_manifest(checkpoint, {}, {**files, name: FileRecord(Path(checkpoint / name).stat().st_size, "")})
+    write_manifest(checkpoint, {"step": 2}, {**files, name: FileRecord(Path(checkpoint / name).stat().st_size, "")})
     with pytest.raises(CheckpointError, match=r"manifest\.json names .*not a file in the checkpoint"):
         train_here(*FLAGS, into(checkpoint.parents[1]))
+
+
+def in_train_state(*keys: Any, value: Any) -> Callable[[Path], None]:
+    def harm(checkpoint: Path) -> None:
+        state = part = json.loads((checkpoint / "train_state.json").read_text())
+        for key in keys[:-1]:
+            part = part[key]
+        part[keys[-1]] = value
+        (checkpoint / "train_state.json").write_text(json.dumps(state))
+
+    return harm
+
+
+def with_dtype(dtype: torch.dtype) -> Callable[[Path], None]:
+    def harm(checkpoint: Path) -> None:
+        change(checkpoint, lambda metadata: setattr(metadata.state_dict_metadata[WEIGHT].properties, "dtype", dtype))
+
+    return harm
+
+
+def without_chunks(checkpoint: Path) -> None:
+    change(checkpoint, lambda metadata: metadata.state_dict_metadata[WEIGHT].chunks.clear())
+
+
+ROW = ("dataloader", "positions", "0")
+WRONG = {
+    "step": (in_train_state("step", value=50), "it is of step 50, the manifest of 2"),
+    "tokens_seen": (in_train_state("tokens_seen", value="many"), "tokens_seen is 'many'"),
+    "norms": (in_train_state("guard", "norms", value=["a"]), "could not convert string to float"),
+    "positions": (in_train_state("dataloader", "positions", value=[]), "dataloader.positions is []"),
+    "windows": (in_train_state(*ROW, "windows", value=-1), "dataloader.positions.0.windows is -1"),
+    "offset": (in_train_state(*ROW, "sources", 0, 2, value=-1), r"sources[0][2] is -1"),
+    "tokens": (in_train_state(*ROW, "sources", 0, 1, value="x"), r"sources[0][1] is 'x'"),
+    "int64": (with_dtype(torch.int64), f"{WEIGHT} is torch.int64 in it and torch.float32 here"),
+    "bool": (with_dtype(torch.bool), f"{WEIGHT} is torch.bool in it"),
+    "complex64": (with_dtype(torch.complex64), f"{WEIGHT} is torch.complex64 in it"),
+    "chunks": (without_chunks, f"{WEIGHT} is there in part only"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_values_under_right_hashes_are_refused(what: str, checkpoint: Path) -> None:
+    harm, message = WRONG[what]
+    harm(checkpoint)
+    seal(checkpoint)
+    with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
+        train_here(*FLAGS, into(checkpoint.parents[1]))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("save", [pickle.dump, torch.save], ids=["pickle", "torch.save"])

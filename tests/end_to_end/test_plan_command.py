@@ -55,3 +55,9 @@ def test_several_processes_make_no_plan(tmp_path: Path) -> None:
     status, output = failure(f"--job.config_file={file}", *TINY, into(tmp_path), processes=2)
     assert status == 2
     assert output.count("job.plan needs one process") == 1
+
+
+@pytest.mark.parametrize("converter", ["float8", "int8"])
+def test_a_plan_of_a_cpu_counts_8_bit_products(converter: str, tmp_path: Path) -> None:
+    train_here(*TINY, f"--model.converters={converter}", PLAN, into(tmp_path))
+    assert json.loads((tmp_path / "plan.json").read_text())["ranks"][0]["flops_8bit"] > 0

@@ -4,12 +4,15 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from runs import PATIENCE, TINY, Run, checkpoint_steps, into, last_step, losses, started, train
+from runs import PATIENCE, TINY, Run, checkpoint_steps, failure, into, last_step, losses, started, train, train_here
 
+from torchtitan import lock
 from torchtitan.checkpoint.manifest import damage
+from torchtitan.errors import ConfigError
 
 ENDLESS = (*TINY, "--training.steps=100000", "--checkpoint.enable_checkpoint", "--checkpoint.interval=1000000")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
@@ -34,12 +37,42 @@ def assert_goes_on(folder: Path, step: int, processes: int | None) -> None:
 
 
 @pytest.mark.parametrize("processes", [pytest.param(None, marks=pytest.mark.full), 2], ids=["one process", "two"])
-def test_sigterm_during_training(processes: int | None, tmp_path: Path) -> None:
-    with started(*ENDLESS, into(tmp_path), processes=processes) as run:
+def test_sigterm_during_training(processes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (sys.executable, *(("-m", "torchtitan.launch") if processes else ()), "train.py")
+    with started(*ENDLESS, into(tmp_path), command=("nohup", *program), processes=processes) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
+        run.signal_group(signal.SIGHUP)
+        step = last_step(tmp_path)
+        run.wait_until(lambda: last_step(tmp_path) > step + 2)
+        monkeypatch.setattr(lock, "PATIENCE", 0)
+        with pytest.raises(ConfigError, match=r"job\.dump_folder: another run"):  # and the first goes on undisturbed
+            train_here(*ENDLESS, into(tmp_path), "--training.steps=3")
         run.signal_group(signal.SIGTERM)
         step = assert_saved(run, tmp_path, "SIGTERM")
     assert_goes_on(tmp_path, step, processes)
+
+
+def test_a_reader_that_is_gone_changes_nothing(tmp_path: Path) -> None:
+    piped = 'exec > >(head -n 3 > /dev/null) 2>&1; exec "$0" -m torchtitan.launch train.py "$@"'
+    with started(*ENDLESS, into(tmp_path), command=("bash", "-c", piped, sys.executable)) as run:
+        run.wait_until(lambda: last_step(tmp_path) >= 2)
+        run.process.terminate()
+        assert run.process.wait(60) == 0
+    step = last_step(tmp_path)
+    assert checkpoint_steps(tmp_path) == [step]
+    assert damage(tmp_path / "checkpoint" / f"step-{step}") == []
+
+
+@pytest.mark.full
+def test_a_second_run_of_two_ranks_is_one_sentence(tmp_path: Path) -> None:
+    with started(*ENDLESS, into(tmp_path)) as run:
+        run.wait_until(lambda: last_step(tmp_path) >= 2)
+        status, output = failure(*ENDLESS, into(tmp_path), processes=2)
+        assert status == 2
+        assert output.count("Error:") == 1
+        assert "another run" in output and "Traceback" not in output
+        step = last_step(tmp_path)
+        run.wait_until(lambda: last_step(tmp_path) > step)
 
 
 LAYOUTS = {
@@ -60,7 +93,7 @@ def test_a_signal_to_one_rank_is_for_all(layout: str, tmp_path: Path) -> None:
 
 
 def test_sigusr1_to_the_launcher_while_validating(tmp_path: Path) -> None:
-    validating = ("--validation.enabled", "--validation.freq=2", "--validation.steps=100")
+    validating = ("--validation.enabled", "--validation.freq=2", "--validation.steps=1000000")  # hours
     with started(*ENDLESS, *validating, into(tmp_path), processes=2) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         run.signal_group(signal.SIGUSR1)
@@ -72,8 +105,12 @@ def test_signals_while_saving_do_no_harm(mode: str, tmp_path: Path) -> None:
     saving = ("--checkpoint.interval=1", f"--checkpoint.async_mode={mode}")
     with started(*ENDLESS, *saving, into(tmp_path), processes=2) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 3 and list((tmp_path / "checkpoint").glob("*.tmp")))
-        for _ in range(20):
+        while run.process.poll() is None:  # to the very end
             run.signal_group(signal.SIGTERM)
+            for pid in (run.pid_of_rank(0), run.pid_of_rank(1)):
+                if pid is not None:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
             time.sleep(0.01)
         assert_saved(run, tmp_path, "SIGTERM")
     assert not list((tmp_path / "checkpoint").glob("*.tmp"))
@@ -99,14 +136,64 @@ def test_before_the_first_step_there_is_nothing_to_save(moment: str, tmp_path: P
 
 
 @pytest.mark.full
-def test_during_compilation(tmp_path: Path) -> None:
-    with started(*ENDLESS, "--training.compile", into(tmp_path), processes=2) as run:
+@pytest.mark.parametrize("to_all", [True, False], ids=["to all", "to one rank"])
+def test_during_compilation(to_all: bool, tmp_path: Path) -> None:
+    cold = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # it takes longer than the grace period
+    with started(*ENDLESS, "--training.compile", into(tmp_path / "run"), processes=2, **cold) as run:
         run.wait_until(lambda: "MFU counts" in run.output())
         time.sleep(1)
-        run.signal_group(signal.SIGTERM)
-        status, output = run.finish()
+        if to_all:
+            run.signal_group(signal.SIGTERM)
+        else:
+            os.kill(run.pid_of_rank(1) or 0, signal.SIGTERM)
+        status, output = run.finish(60)
         assert status == 0, output
         assert "Traceback" not in output
+        deadline = time.monotonic() + 20
+        while run.pids():  # the compiler's processes
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+STUCK = """
+import os, tiny, torch
+from torchtitan import signals
+from torchtitan.converters import CONVERTERS, ConverterEntry
+from torchtitan.parallel import watch
+signals.GRACE, watch.FIRST = 2, 1
+class Stuck:
+    steps = 0
+    def convert(self, model): pass
+    def post_optimizer_hook(self, models):
+        self.steps += 1
+        if os.environ['RANK'] == '1' and self.steps == 3:
+            numbers = torch.ones(4000, 4000, dtype=torch.int64)
+            torch.linalg.matrix_power(numbers, 1 << 40)  # minutes, since there is no fast kernel
+CONVERTERS.register('stuck', ConverterEntry('', lambda section, target: Stuck()))
+"""
+
+
+def test_a_rank_inside_a_long_gemm_is_shown_and_ends_within_the_grace_period(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    stuck = ("--experimental.custom_import=stuck", "--model.converters=stuck")
+    with started(*ENDLESS, *stuck, into(tmp_path), processes=2, folder=tmp_path) as run:
+        run.wait_until(lambda: "matrix_power" in run.output())
+        pid = run.pid_of_rank(1) or 0
+        os.kill(pid, signal.SIGUSR2)
+        run.wait_until(lambda: "stuck.py" in run.output().partition("most recent call first")[2])
+        os.kill(pid, signal.SIGTERM)  # the other rank hears of it though they do not meet
+        asked = time.monotonic()
+        status, output = run.finish(60)
+        assert time.monotonic() - asked < 25
+        assert run.pids() == []
+    assert (
+        "Rank 1: at" in output and "stuck.py:14, in post_optimizer_hook (`torch.linalg.matrix_power(numbers" in output
+    )
+    assert "Rank 0: at" in output and "in a collective" in output
+    assert f"(rank 1: {pid} on " in output
+    assert status == 128 + signal.SIGTERM
+    assert "Stopped by SIGTERM inside a step, which does not end, so nothing is saved." in output
+    assert "Traceback" not in output
 
 
 def test_torchrun_gives_half_a_minute(tmp_path: Path) -> None:

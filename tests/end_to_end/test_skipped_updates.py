@@ -32,6 +32,23 @@ class Poison:
 
 CONVERTERS.register("poison", ConverterEntry("", lambda section, target: Poison()))
 """
+# A converter that gives a layer an infinite input in step 3.
+INFINITE_INPUT = """
+import tiny, torch
+from torchtitan.converters import CONVERTERS, ConverterEntry
+
+class Infinite:
+    def convert(self, model):
+        self.step, layer = 1, model.layers["0"].feed_forward.w2
+        forward = layer.forward
+        def spoiled(x):
+            return forward(torch.where(torch.arange(x.shape[-1]) == 0, float("inf"), x) if self.step == 3 else x)
+        layer.forward = spoiled
+    def post_optimizer_hook(self, models):
+        self.step += 1
+
+CONVERTERS.register("infinite", ConverterEntry("", lambda section, target: Infinite()))
+"""
 FLAGS = (
     *TINY,
     "--experimental.custom_import=poison",
@@ -144,3 +161,24 @@ def test_what_is_reported_later_is_skipped_all_the_same(
     assert [line["step"] for line in skipped[0]] == [2, 3]
     assert skipped[0] == skipped[1]
     assert_equal_bit_for_bit(tensors_of(poisoned / "fourth", 6), tensors_of(poisoned / "each", 6))
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_infinities_that_delayed_scales_saturate_are_found(
+    skip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither loss nor gradients show them."""
+    name = f"infinite_{skip}"
+    (tmp_path / f"{name}.py").write_text(INFINITE_INPUT.replace('"infinite"', f'"{name}"'))
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = (
+        *(*TINY, "--training.mixed_precision_param=bfloat16", "--training.steps=4", into(tmp_path / "run")),
+        *(f"--experimental.custom_import={name}", f"--model.converters=float8,{name}"),
+        *("--float8.recipe_name=delayed", f"--training.skip_nonfinite={str(skip).lower()}"),
+    )
+    train_here(*flags)
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
+    output = capsys.readouterr().out
+    said = "step 3: update skipped, " if skip else "step 3: "
+    assert output.count(f"{said}a number that a low-precision layer multiplies is not finite") == 1
+    assert [line["skipped_updates"] for line in reports(tmp_path / "run")] == ([0, 0, 1, 1] if skip else [0, 0, 0, 0])

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import SMALL, TINY, into, losses, train, train_here
+from runs import SMALL, TINY, assert_equal_bit_for_bit, into, losses, tensors_of, train, train_here
 
 STEPS = "--training.steps=3"
 BFLOAT16 = "--training.mixed_precision_param=bfloat16"
@@ -63,3 +63,14 @@ def test_profiling_a_run_in_low_precision_waits_for_its_products_to_be_counted(t
         "iteration_2",
         "iteration_3",
     }
+
+
+def test_what_is_decayed_may_change_at_a_resume(tmp_path: Path) -> None:
+    """As in checkpoints of before, in which the optimizer has one group."""
+    flags = (*TINY, "--training.local_batch_size=4", "--optimizer.weight_decay=0", "--checkpoint.enable_checkpoint")
+    all_alike = "--optimizer.no_weight_decay="
+    train_here(*flags, all_alike, into(tmp_path / "whole"), "--training.steps=4")
+    train_here(*flags, all_alike, into(tmp_path / "parts"), "--training.steps=2")
+    train_here(*flags, into(tmp_path / "parts"), "--training.steps=4")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert_equal_bit_for_bit(tensors_of(tmp_path / "parts", 4), tensors_of(tmp_path / "whole", 4))

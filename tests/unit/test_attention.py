@@ -15,6 +15,7 @@ from torchtitan.models import attention_cpu
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.attention_cpu import matrix_unit_library
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 WAYS = ["matrix unit", "without"]
 Shape = tuple[int, int, int, int, int]  # batch, heads, heads of keys and values, sequence, head dimension
 
@@ -105,6 +106,16 @@ def test_large_scores_do_not_overflow_and_a_nan_shows(way: str, take: Callable[[
     assert all(found.isnan().any() for found in gradients(causal_attention, inputs, grad))
 
 
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_large_scores_lose_no_accuracy(head_dim: int, take: Callable[[str], None]) -> None:
+    take("matrix unit")
+    q, k, v, grad = operands((1, 2, 2, 256, head_dim))
+    inputs = [q * 1e3, k * 1e3, v]  # scores of 1e6: float32's steps are 0.06 there
+    _, _, found = gradients(causal_attention, inputs, grad)
+    _, _, right = gradients(formula, [tensor.double() for tensor in inputs], grad.double())
+    assert (found - right).norm() < 3e-3 * right.norm()
+
+
 def test_any_layout_in_memory_is_read_as_it_is(take: Callable[[str], None]) -> None:
     take("matrix unit")
     *inputs, grad = operands((2, 4, 2, 64, 16))
@@ -142,7 +153,7 @@ def test_without_a_compiler_a_run_is_told_and_goes_on(
         found = gradients(causal_attention, inputs, grad)
     assert reason in caplog.text
     assert (found[0].double() - gradients(formula, inputs, grad)[0].double()).norm() < 0.02 * found[0].double().norm()
-    assert not list(tmp_path.glob("*/*.so"))
+    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_a_matrix_unit_that_may_not_be_used_is_left_alone(take: Callable[[str], None]) -> None:
@@ -155,25 +166,3 @@ def test_a_matrix_unit_that_may_not_be_used_is_left_alone(take: Callable[[str], 
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout == "1.0\n", done.stderr
     assert "may not use the matrix unit" in done.stderr
-
-
-def test_a_cache_that_cannot_be_written_is_named(
-    take: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    take("matrix unit")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
-    with caplog.at_level(logging.WARNING, "torchtitan"):
-        assert matrix_unit_library.__wrapped__() is None
-    assert "/dev/null/cache" in caplog.text
-
-
-def test_it_is_compiled_once(
-    take: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    take("matrix unit")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with caplog.at_level(logging.INFO, "torchtitan"):
-        assert matrix_unit_library.__wrapped__() is not None
-        assert matrix_unit_library.__wrapped__() is not None
-    assert caplog.text.count("Compiling") == 1
-    assert len(list(tmp_path.rglob("*"))) == 2  # the folder and the library

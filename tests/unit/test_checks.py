@@ -2,13 +2,16 @@
 
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 
 from torchtitan.checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
+from torchtitan.models.llama.parallelize import parallelize
 from torchtitan.parallel.dims import ParallelDims
 
 
@@ -24,11 +27,24 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
         (["--model.flavor=9B"], r"model\.flavor: unknown flavor '9B'.*; known: .*debugmodel.*8B"),
         (["--training.dataset=c5"], r"training\.dataset: unknown data set 'c5'.*; known: .*python_stdlib"),
         (
-            ["--validation.enabled", "--validation.dataset=c5"],
+            ["--validation.dataset=c5"],  # though validation is off
             r"validation\.dataset: unknown data set 'c5'.*; known: .*python_stdlib",
+        ),
+        (
+            ["--training.dataset=c5", "--training.dataset_mixture=python_stdlib:1"],
+            r"training\.dataset: unknown data set",
+        ),
+        (["--parallelism.pipeline_parallel_schedule=1G1B"], r"there is no '1G1B' \(did you mean 1F1B\?\); known: 1F1B"),
+        (
+            ["--parallelism.pipeline_parallel_schedule=PipelineScheduleMulti"],
+            r"there is no 'PipelineScheduleMulti' without a pipeline_parallel_schedule_csv",
         ),
         (["--model.converters=float9"], r"model\.converters: unknown converter 'float9'.*; known: .*float8"),
         (["--optimizer.name=SGD"], r"optimizer\.name: unknown optimizer 'SGD'.*; known: .*AdamW"),
+        (
+            ["--optimizer.no_weight_decay=norm"],
+            r"no_weight_decay: there is no 'norm' \(did you mean norms\?\); known: nor",
+        ),
         (["--model.converters=float8,float8"], r"model\.converters: .*twice"),
         (["--training.global_batch_size=0"], r"training\.global_batch_size .*above 0, not 0"),
         (["--training.global_batch_size=-2"], r"training\.global_batch_size .*above 0, not -2"),
@@ -36,12 +52,13 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
         (["--checkpoint.keep_latest_k=1"], r"checkpoint\.keep_latest_k = 1"),
         (["--checkpoint.load_step=5"], r"checkpoint\.load_step .*checkpoint\.enable_checkpoint"),
         (["--checkpoint.exclude_from_loading=optimiser"], r"exclude_from_loading: .*'optimiser' \(did you mean opt"),
-        (["--checkpoint.exclude_from_loading=lr_scheduler"], r"exclude_from_loading: .*train_state"),
         (["--checkpoint.async_mode=async_with_pinned_mem"], r"checkpoint\.async_mode = .* needs a GPU"),
         (["--checkpoint.create_seed_checkpoint"], r"create_seed_checkpoint needs checkpoint\.enable_checkpoint"),
         (["--training.enable_cpu_offload"], r"training\.enable_cpu_offload needs a GPU"),
         (["--profiling.enable_memory_snapshot"], r"profiling\.enable_memory_snapshot needs a GPU"),
         (["--activation_checkpoint.selective_ac_option=0"], r"selective_ac_option must be 'op' or a number"),
+        (["--checkpoint.folder=../../x"], r"checkpoint\.folder = \.\./\.\./x leads out of job\.dump_folder"),
+        (["--metrics.save_tb_folder=a/../../x"], r"metrics\.save_tb_folder = a/\.\./\.\./x leads out of job"),
         (["--parallelism.tensor_parallel_degree=2"], r"parallelism: .*tensor_parallel_degree|multiply to|divided"),
     ],
     ids=lambda value: value[0].removeprefix("--") if isinstance(value, list) else "",
@@ -157,7 +174,11 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
             [r"alltoall divides the 8 key-value heads over .* = 1 x 16, which does not come out even; use allgather"],
         ),
         (["--model.flavor=1B", f"{PP}=2"], 2, [r"pipeline_parallel_degree = 2: .*output layer is its embedding"]),
-        ([f"{PP}=8"], 8, [r"makes 8 stages, and the model has only 6 layers"]),
+        (
+            [f"{PP}=9", "--training.local_batch_size=9"],
+            9,
+            [r"makes 9 stages, and the model has only 6 layers, an embed"],
+        ),
         (
             [f"{PP}=2", f"{SCHEDULE}=1F2B"],
             2,
@@ -178,7 +199,10 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
         (
             [f"{PP}=2", "--parallelism.pipeline_parallel_split_points=layers.2,layers.9"],
             2,
-            [r"split_points must name layers from layers\.1 to layers\.5", r"one stage a rank, 2 in all, .* are 3"],
+            [
+                r"split_points must name layers from layers\.0 to layers\.5, or norm",
+                r"one stage a rank, 2 in all, .* are 3",
+            ],
         ),
         ([f"{PP}=2", "--parallelism.pipeline_parallel_layers_per_stage=1"], 2, [r"2 in all, and there are 6"]),
         ([f"{PP}=2", "--parallelism.pipeline_parallel_schedule_csv=none.csv"], 2, [r"there is no file none\.csv"]),
@@ -258,3 +282,36 @@ def test_the_global_batch_follows_from_the_ranks_unless_given(tmp_path: Path) ->
     assert global_batch_size(config, check(config, 4, "cpu")) == 12
     config = ConfigManager().parse_args(["--training.global_batch_size=32", f"--job.dump_folder={tmp_path}"])
     assert global_batch_size(config, check(config, 4, "cpu")) == 32
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--float8.filter_fqns=typo", "--float8.enable_fsdp_float8_all_gather"],
+            "float8.enable_fsdp_float8_all_gather, float8.filter_fqns: no effect in this run, without float8 in "
+            "model.converters",
+        ),
+        (["--validation.freq=7"], "validation.freq: no effect in this run, without validation.enabled"),
+        (["--checkpoint.interval=7"], "checkpoint.interval: no effect in this run, without checkpoint.enable_checkp"),
+        (["--parallelism.pipeline_parallel_microbatch_size=4"], "parallelism.pipeline_parallel_microbatch_size: no"),
+        (["--lr_scheduler.decay_ratio=0", "--lr_scheduler.lr_min=0.1"], "lr_scheduler.lr_min: no effect in this run"),
+        (["--training.dataset=c4", "--training.dataset_mixture=python_stdlib:1"], "training.dataset: no effect"),
+    ],
+    ids=lambda value: value[0].removeprefix("--") if isinstance(value, list) else "",
+)
+def test_a_key_of_what_is_off_is_told(flags: list[str], said: str, log: list[str], tmp_path: Path) -> None:
+    checked(*flags, folder=tmp_path)
+    assert any(line.startswith(f"INFO {said}") for line in log), log
+
+
+def test_nothing_is_told_of_keys_that_are_used_or_at_their_defaults(log: list[str], tmp_path: Path) -> None:
+    flags = ["--model.converters=float8", "--float8.filter_fqns=output", "--mx.filter_fqns=output"]
+    checked(*flags, "--validation.enabled", "--validation.freq=7", "--activation_checkpoint.mode=none", folder=tmp_path)
+    assert not any("no effect" in line for line in log)
+
+
+def test_a_model_without_blocks_is_one_sentence() -> None:
+    unused: Any = None  # what comes after it is not looked at
+    with pytest.raises(ConfigError, match=r"model\.name: Linear needs .* layers, an nn\.ModuleDict"):
+        parallelize(cast(Any, torch.nn.Linear(2, 2)), unused, unused, unused, unused, unused)

@@ -93,6 +93,11 @@ def test_file_that_is_not_toml(text: str, tmp_path: Path) -> None:
     assert re.fullmatch(rf"{re.escape(str(tmp_path))}/run.toml: not valid TOML: .+\(at .+\)\.", problem)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbf[training]\nsteps = 3\n")
+    assert ConfigManager().parse_args([f"--job.config_file={tmp_path / 'bom.toml'}"]).training.steps == 3
+
+
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     [problem] = problems_of(f"--job.config_file={tmp_path / 'none.toml'}")
     assert problem.startswith(f"job.config_file: there is no file {tmp_path / 'none.toml'}")
@@ -156,10 +161,10 @@ VALUES = st.fixed_dictionaries(
     {},
     optional={
         "job.description": TEXT,
-        "model.tokenizer_path": st.none() | TEXT,
+        "model.tokenizer_path": st.none() | TEXT.filter(bool),
         "model.converters": st.lists(TEXT),
-        "optimizer.lr": st.floats(min_value=0, exclude_min=True),
-        "optimizer.beta1": st.floats(0, 1),
+        "optimizer.lr": st.floats(0, 100, exclude_min=True),
+        "optimizer.beta1": st.floats(0, 1, exclude_max=True),
         "lr_scheduler.decay_ratio": st.none() | st.floats(0, 1),
         "lr_scheduler.decay_type": st.sampled_from(["linear", "sqrt", "cosine"]),
         "training.max_norm": st.floats(min_value=0, exclude_min=True),

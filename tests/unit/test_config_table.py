@@ -14,6 +14,8 @@ def test_table_is_up_to_date_and_complete() -> None:
     assert (ROOT / "docs" / "config_keys.md").read_text(encoding="utf-8") == page, (
         "a key has changed: run scripts/config_table.py"
     )
+    page, _, former = page.partition("## Names of other versions")
+    assert "| `training.batch_size` | is training.local_batch_size now |" in former
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     keys = fields_by_key(JobConfig)
     entries = [keys_of_entry(key.entry) for key in keys.values() if key.entry]

@@ -14,6 +14,7 @@ from torch import nn
 
 from torchtitan.config import ConfigManager
 from torchtitan.config.precision import MX, Float8, Int8
+from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.converters import Target, apply_converters, checked_products, conversion_report
 from torchtitan.converters.float8 import Float8Converter
 from torchtitan.converters.linear import LinearConverter, relative_errors
@@ -23,6 +24,8 @@ from torchtitan.errors import ConfigError
 from torchtitan.explain import explain_conversion
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
+from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.parallel.pipeline import Passes
 
 ROOT = Path(__file__).parents[2]
 CPU = Target("cpu", tokens=64)
@@ -184,27 +187,31 @@ def test_products_far_off_are_found_at_conversion() -> None:
 
 
 @pytest.mark.parametrize("name", ["float8", "int8", "mx"])
-def test_products_of_a_step_are_counted_and_missing_ones_found(name: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).bfloat16()
+@pytest.mark.parametrize("recomputation", ["none", "full", "op"])
+def test_products_of_a_step_are_counted_and_missing_ones_found(name: str, recomputation: str) -> None:
+    """One layer of four must show, whatever a recomputation adds."""
+    torch._dynamo.reset()
     section = dataclasses.replace(SECTIONS[name], filter_fqns=[])
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(4))).bfloat16()
     converters = apply_converters(model, [name], lambda _: section, CPU)
+    if recomputation != "none":
+        mode = "full" if recomputation == "full" else "selective"
+        apply_activation_checkpoint(list(model), ActivationCheckpoint(mode=mode, selective_ac_option="op"))
 
     def step() -> None:
         x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
         model(x).float().sum().backward()
 
-    with checked_products(
-        converters, microbatches=2, passes={}, on_this_rank={"0", "1"}, repeated=False, compiled=False
-    ):
+    def counted(microbatches: int) -> Any:
+        passes = {f"{i}.0": Passes(microbatches, microbatches) for i in range(4)}
+        return checked_products(model, converters, passes, compiled=False, recomputed=recomputation != "none")
+
+    with counted(2):
         step()
         step()
-    model[1] = nn.Linear(64, 64, bias=False).bfloat16()  # taken out of low precision behind the report's back
-    with (
-        pytest.raises(ConfigError, match="promised 6 low-precision products in this step, and 3 ran"),
-        checked_products(
-            converters, microbatches=1, passes={}, on_this_rank={"0", "1"}, repeated=False, compiled=False
-        ),
-    ):
+    model[1][0] = nn.Linear(64, 64, bias=False).bfloat16()  # taken out of low precision behind the report's back
+    missing = r"promised 12 low-precision products in this step, and 9 ran \(forward pass of 1.0: 0 of 1\)"
+    with pytest.raises(ConfigError, match=missing), counted(1):
         step()
 
 

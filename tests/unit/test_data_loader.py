@@ -12,7 +12,7 @@ import torch
 from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data import Loader, build_validation_loader
+from torchtitan.data import Loader, build_validation_loader, packing
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 
 ROWS = 8
@@ -273,3 +273,11 @@ def test_a_validation_set_of_its_own(tmp_path: Path) -> None:
     missing = Validation(enabled=True, dataset_path=str(tmp_path / "missing.jsonl"))
     with pytest.raises(DataError, match=r"^validation\.dataset_path: there is no file or folder"):
         build_validation_loader(missing, training_on(corpus), TOKENIZER, dp_rank=0, dp_size=1)
+
+
+def test_a_long_document_is_tokenized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "LONGEST_PIECE", 50)
+    for text in ("word " * 100, "x" * 333, "short"):
+        pieces = list(packing.pieces_of(text))
+        assert "".join(pieces) == text and max(map(len, pieces)) <= 50
+    assert all(piece.startswith(" word") for piece in list(packing.pieces_of("word " * 100))[1:])

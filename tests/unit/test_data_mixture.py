@@ -1,10 +1,12 @@
 """Weighted mixtures: shares of tokens, and the same promises as for one data set."""
 
+import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from data_helpers import close, global_batches, loaders_of, sample_ids, training_on, write_jsonl
+from data_helpers import close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
 
 from torchtitan.config.training import Training
 from torchtitan.data import Loader
@@ -21,14 +23,48 @@ def mixture(tmp_path: Path, *weights: float) -> Training:
     return training_on(None, dataset_mixture=entries)
 
 
-def test_each_source_gets_its_share_of_the_tokens(tmp_path: Path) -> None:
-    training = mixture(tmp_path, 3, 1.5, 0.5)
+@pytest.mark.parametrize("rows", [1, 4, 12])
+def test_each_source_gets_its_share_of_the_tokens_from_the_first_step(rows: int, tmp_path: Path) -> None:
+    entries = []
+    for number, weight in enumerate((0.6, 0.3, 0.1)):
+        words = (1, 20, 400)[number]  # the least of the sources has the longest documents
+        path = write_jsonl(tmp_path / f"{number}.jsonl", range(100 * number, 100 * number + 90), words)
+        entries.append(f"{path}:{weight}")
+    loader = loaders_of(training_on(None, dataset_mixture=entries), rows, 1)[0]
+    seen = Counter[str]()
+    for step in range(1, 101):
+        for batch in loader.next():
+            # a window is of one source, so every document in it is of the same file
+            seen.update(ids[0].split(".")[0] for ids in batch.sample_ids or [])
+        if step * rows >= 48 and step in (4, 12, 48, 100):
+            shares = [seen[str(number)] / seen.total() for number in range(3)]
+            assert shares == pytest.approx([0.6, 0.3, 0.1], abs=0.02 if step == 100 else 0.04)
+    close([loader])
+
+
+def test_states_of_the_version_before_still_load(tmp_path: Path) -> None:
+    """They had one offset, into the document in hand, and no number of windows."""
+    path = write_jsonl(tmp_path / "a.jsonl", range(90))
+    training = training_on(path)
     loaders = loaders_of(training, 4, 1)
-    global_batches(loaders, 300)
-    for position in loaders[0].state_dict()["positions"].values():
-        tokens = [tokens for _, tokens in position["sources"]]
-        shares = [count / sum(tokens) for count in tokens]
-        assert shares == pytest.approx([0.6, 0.3, 0.1], abs=0.03)
+    global_batches(loaders, 10)
+    state = json.loads(json.dumps(Loader.merge_states([loaders[0].state_dict()])))
+    expected = global_batches(loaders, 10)
+    for position in state["positions"].values():
+        [[place, tokens, offset]] = position["sources"]
+        del position["windows"]
+        position.update(sources=[[place, tokens]], offset=offset)
+    again = loaders_of(training, 4, 1)
+    again[0].load_state_dict(state)
+    assert all(map(torch.equal, global_batches(again, 10), expected))
+    training = mixture(tmp_path, 2, 1)
+    loader = loaders_of(training, 1, 1)[0]
+    state = loader.state_dict()
+    state["positions"]["0"] = {"sources": [[[0, 7], 200], [[0, 4], 100]], "offset": 3, "epoch": 0}
+    loader.load_state_dict(state)
+    ids = {id for batch in loader.next() for row in batch.sample_ids or [] for id in row}
+    assert len(ids) >= 1
+    close([*loaders, *again, loader])
 
 
 def test_layouts_and_resumes_do_not_change_the_order(tmp_path: Path) -> None:
@@ -85,3 +121,11 @@ def test_a_source_too_small_is_named(tmp_path: Path) -> None:
 def test_one_unknown_word_is_a_path_that_is_not_there() -> None:
     with pytest.raises((DataError, ConfigError), match="there is no file or folder pythonstdlib"):
         loaders_of(training_on(None, dataset_mixture=["pythonstdlib:1"]), 1, 1)
+
+
+def test_a_column_of_its_own_for_a_source(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": {"text": story(n)}}) + "\n" for n in range(50)))
+    write_jsonl(tmp_path / "b#c.jsonl", range(100, 150))  # a "#" of the name
+    entries = [f"{tmp_path}/a.jsonl#body.text:1", f"{tmp_path}/b#c.jsonl:1"]
+    rows = sample_ids(loaders_of(training_on(None, dataset_mixture=entries), 1, 1), 20)
+    assert {id.split(":")[0] for id in rows[0]} == {"a.jsonl", "b#c.jsonl"}

@@ -3,13 +3,14 @@
 import itertools
 import json
 import logging
+import os
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_helpers import TOKENIZER, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.config.training import Training
@@ -37,6 +38,7 @@ def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Text files
 
 
+@settings(deadline=None)  # a busy machine
 @given(content=st.text(st.sampled_from("ab\n\r é☃😀\u2028"), max_size=400), pieces=st.integers(1, 20))
 def test_segments_of_a_file_join_to_the_file(
     tmp_path_factory: pytest.TempPathFactory, content: str, pieces: int
@@ -164,18 +166,76 @@ def test_bad_paths(tmp_path: Path) -> None:
         loaders_of(training_on(latin1, shuffle=False), 1, 1)[0].next()
 
 
-def test_a_folder_of_several_kinds(tmp_path: Path) -> None:
+def test_of_a_folder_the_kind_that_the_data_are_is_read(tmp_path: Path, log: list[str]) -> None:
     write_jsonl(tmp_path / "a.jsonl", range(2))
-    (tmp_path / "README.md").write_text("about")
-    with pytest.raises(DataError, match=r"several kinds \(1 text \(\.md\), 1 JSONL\)"):
+    (tmp_path / "README.md").write_text("about " * 1000)
+    (tmp_path / "notes.txt").write_text("beside\n")
+    assert texts(tmp_path) == [story(0), story(1)]
+    assert log == [f"INFO {tmp_path}: 1 JSONL files are read; left aside: README.md, notes.txt"]
+    books = tmp_path / "books"
+    books.mkdir()
+    (books / "a.txt").write_text("long " * 100)
+    (books / "b.md").write_text("short")
+    assert texts(books) == ["long " * 100]
+
+
+def test_a_folder_with_records_of_several_kinds(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", range(20))
+    write_jsonl(tmp_path / "b.jsonl.gz", range(20))
+    with pytest.raises(DataError, match=r"several kinds \(1 JSONL, 1 compressed JSONL\)"):
         open_path(str(tmp_path), "text")
+
+
+def test_an_array_of_records(tmp_path: Path) -> None:
+    records = [{"text": f'with ] and }} and "quotes" {n}', "more": [{"a": [n]}]} for n in range(3)]
+    (tmp_path / "a.json").write_text(json.dumps(records, indent=1))
+    (tmp_path / "b.json").write_text(json.dumps(records))
+    assert texts(tmp_path / "a.json") == texts(tmp_path / "b.json") == [record["text"] for record in records]
+    (tmp_path / "c.json").write_text('[{"body": 1}]')
+    with pytest.raises(DataError, match=r"no text in a column 'text'; it has body"):
+        open_path(str(tmp_path / "c.json"), "text")
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_column_within_a_column(tmp_path: Path) -> None:
+    records = [{"a": {"b": "inner"}}, {"a.b": "by its name"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert texts(tmp_path / "a.jsonl", "a.b") == ["inner", "by its name"]
+    pq.write_table(pa.table({"a": [{"b": "inner", "c": 1}]}), tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet", "a.b") == ["inner"]
+    with pytest.raises(DataError, match=r"no text in a column 'a\.c'"):
+        open_path(str(tmp_path / "a.parquet"), "a.c")
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_records_that_no_parser_bears_are_skipped(tmp_path: Path, log: list[str]) -> None:
+    nested = "[" * 100_000 + "]" * 100_000
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": ' + nested + "}\n")
+    assert texts(tmp_path / "a.jsonl") == ["good", ""]
+    strings = pa.array([b"good", b"\xff\xfe"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": strings}), tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet") == ["good", ""]
+    assert any("a.jsonl:2 (JSON nested too deeply)" in line for line in log)
+    assert any("a.parquet[1] (not UTF-8" in line for line in log)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_file_that_is_changed_while_it_is_read(name: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / name, range(200))
+    size = path.stat().st_size
+    loader = loaders_of(training_on(path), 2, 1)[0]
+    loader.next()
+    os.truncate(path, 100)
+    with pytest.raises(DataError, match=rf"{name} was changed .* \(it had {size:,} bytes, and has 100\); put it back"):
+        for _ in range(500):
+            loader.next()
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"body": "x", "id": 1}\n', "no text in a column 'text'; it has body, id: set training.text_column"),
-        ('[{"text": "x"},\n {"text": "y"}]\n', "not JSONL, one JSON object a line"),
+        ('["x", "y"]\n', "not JSONL, one JSON object a line"),
         ("plain text\n", "not JSONL"),
         ("\n\n", "it holds no line"),
     ],
@@ -227,6 +287,7 @@ def test_a_data_set_of_the_users(tmp_path: Path) -> None:
 # The order
 
 
+@settings(deadline=None)  # a busy machine
 @given(length=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))
 def test_permuted_takes_each_index_to_another(length: int, key: int) -> None:
     assert sorted(permuted(index, length, key) for index in range(length)) == list(range(length))

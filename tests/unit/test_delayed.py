@@ -1,5 +1,6 @@
 """Delayed scaling: where scales come from, that they travel with the data, and that nothing else changes them."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from torchtitan.config.precision import Float8
+from torchtitan.config.precision import MX, Float8, Int8
 from torchtitan.config.training import Optimizer
 from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.delayed import DelayedLinear
@@ -120,6 +121,31 @@ def test_skipped_updates_validation_and_numbers_that_are_none_leave_no_trace() -
         trained.step(size)
         assert trained.scale() == pytest.approx(1 / 2)
         assert all(layer.scales.isfinite().all() for layer in trained.model if isinstance(layer, DelayedLinear))
+
+
+SECTIONS = [Float8(), Float8(recipe_name="rowwise"), delayed(), Int8(), MX(emulate=True)]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=["float8", "float8 rowwise", "float8 delayed", "int8", "mx"])
+@pytest.mark.parametrize("where", ["input", "output gradient"])
+def test_no_recipe_hides_what_is_not_finite(section: Any, where: str) -> None:
+    """It shows in the gradients, or the converter tells."""
+    torch.manual_seed(0)
+    name = type(section).__name__.lower()
+    model: Any = nn.Sequential(nn.Linear(64, 96, bias=False)).bfloat16()
+    section = dataclasses.replace(section, filter_fqns=[])
+    (converter,) = apply_converters(model, [name], lambda _: section, CPU)
+    assert isinstance(converter, LinearConverter)
+    x, out_grad = torch.randn(64, 64).bfloat16(), torch.randn(64, 96).bfloat16()
+    for spoiled in (False, True):
+        if spoiled:
+            (x if where == "input" else out_grad)[3, 4] = float("inf")
+        leaf = x.clone().requires_grad_()
+        grads = torch.autograd.grad(model(leaf), [leaf, model[0].weight], out_grad)
+        told = converter.hidden_nonfinite([model])
+        shown = not all(grad.isfinite().all() for grad in grads)
+        assert (shown or bool(told)) == spoiled
+        converter.after_step([model], 1e-3)
 
 
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])

@@ -1,6 +1,7 @@
 """float8 products: that they run, how exact they are, and which layers get them."""
 
 import copy
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.config.precision import Float8
 from torchtitan.converters import Target, apply_converters
+from torchtitan.converters.float8 import Float8Converter
+from torchtitan.converters.float8_linear import Float8Recipe
 from torchtitan.errors import ConfigError
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
@@ -29,7 +32,8 @@ class CountedProducts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not set(types) <= {torch.Tensor, nn.Parameter}:
             return NotImplemented
-        if func in (torch.ops.aten._scaled_mm.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        operations = torch.ops.torchtitan.float8_mm, torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._scaled_mm
+        if func.overloadpacket in operations:
             self.count[func._opname] += 1
         return func(*args, **(kwargs or {}))
 
@@ -76,7 +80,7 @@ def test_products_run_in_float8_with_its_errors(recipe: str) -> None:
     with CountedProducts() as products:
         ours = run(low, torch.bfloat16)
     in_high_precision = 1 if recipe == "rowwise_with_gw_hp" else 0
-    assert products.count["_scaled_mm"] == 3 - in_high_precision
+    assert products.count["float8_mm"] == 3 - in_high_precision
     assert products.count["mm"] == in_high_precision
     for mine, theirs, expected in zip(ours, run(exact, torch.float32), ERRORS[recipe], strict=True):
         error = ((mine - theirs).norm() / theirs.norm()).item()
@@ -92,7 +96,7 @@ def test_every_linear_layer_of_a_llama_is_converted_and_trains() -> None:
     tokens = torch.randint(256, (2, 16))
     with CountedProducts() as products:
         model(tokens, tokens).backward()
-    assert products.count == {"_scaled_mm": 3 * (2 * 7 + 1)}
+    assert products.count == {"float8_mm": 3 * (2 * 7 + 1)}
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
@@ -104,7 +108,7 @@ def test_names_and_weights_of_the_model_stay() -> None:
 
 def test_no_recipe_is_tensorwise() -> None:
     layer = convert(nn.Sequential(nn.Linear(32, 32)))[0]  # type: ignore[index]
-    assert layer.config.cast_config_input.scaling_granularity.name == "TENSORWISE"
+    assert layer.recipe == Float8Recipe(rowwise=False, hp_weight_grad=False, emulate=False)
 
 
 def test_the_users_list_stays_as_it_was() -> None:
@@ -149,3 +153,32 @@ def test_a_gpu_without_float8_is_refused_unless_emulated() -> None:
 def test_keys_that_would_do_nothing_are_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"float8.{next(iter(keys))}"):
         convert(tiny_llama(), **keys)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_compute_what_torchaos_do(recipe: str) -> None:
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 96).bfloat16()
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    layers = [Float8Linear.from_float(copy.deepcopy(linear), config=config)]
+    layers += [convert(nn.Sequential(linear), recipe_name=recipe)[0]]  # type: ignore[index]
+    x, grad = torch.randn(2, 48, 64).bfloat16(), torch.randn(2, 48, 96).bfloat16()
+    results = []
+    for layer in layers:
+        leaf = x.clone().requires_grad_()
+        out = layer(leaf)
+        out.backward(grad)
+        results.append([out, leaf.grad, layer.weight.grad, layer.bias.grad])
+    for theirs, ours in zip(*results, strict=True):
+        assert (ours - theirs).float().norm() <= 0.003 * theirs.float().norm()  # roundings to bfloat16
+
+
+def test_the_report_rounds_rows_as_the_recipe_does() -> None:
+    """With scales that are powers of two."""
+    x = torch.randn(16, 64)
+    exact = Float8Converter(Float8(recipe_name="rowwise"), Target("cpu")).scaled(x, "input").exact
+    assert (torch.frexp(exact / x).mantissa == 0.5).all()
+    assert (exact.abs().amax(1) <= 448).all() and (exact.abs().amax(1) > 224).all()

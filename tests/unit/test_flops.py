@@ -1,11 +1,15 @@
 """FLOPs of a token, peaks of devices, and what is said about them."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan.metrics.flops import Peak, describe_mfu, find_peak, flops_per_token, known_peak
+from torchtitan.metrics import flops
+from torchtitan.metrics.flops import MeasuredPeak, Peak, describe_mfu, find_peak, flops_per_token, known_peak
 from torchtitan.models.llama.args import LLAMA3, LlamaArgs
 from torchtitan.models.llama.model import Llama
 
@@ -68,8 +72,49 @@ def test_peak_of_a_gpu_is_known_for_bfloat16_alone() -> None:
 
 def test_peak_of_a_cpu_is_measured() -> None:
     peak = find_peak("cpu", "any", torch.float32)
-    assert peak is not None and peak.source == "float32 product measured at start"
+    assert peak is not None and peak.source == "float32 GEMM, measured"
     assert 1e7 < peak.flops < 1e15
+
+
+@pytest.fixture
+def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What GEMMs will be measured to reach, one after the other; the cache is empty."""
+    rates: list[float] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(flops, "measure_peak", lambda *_: rates.pop(0))
+    return rates
+
+
+def test_best_measurement_of_this_and_earlier_runs_counts(rates: list[float], tmp_path: Path) -> None:
+    rates += [1e12, 2e12, 1.5e12, 1.6e12, 1.7e12]
+    peak = MeasuredPeak("a CPU", torch.bfloat16)
+    while peak.uncertain:
+        peak.measure()
+    assert not rates and peak.flops == 2e12 and peak.mfu(1e12) == 0.5
+    rates += [0.4e12, 0.4e12, 3e12, 1e12]
+    busy = MeasuredPeak("a CPU", torch.bfloat16)
+    assert busy.flops == 2e12 and "20% of it now, so the machine is busy" in describe_mfu(busy)
+    assert MeasuredPeak("a CPU", torch.float32).flops == 0.4e12
+    assert MeasuredPeak("a CPU", torch.bfloat16).flops == 3e12
+    file = tmp_path / "torchtitan" / "measured_peaks.json"
+    assert max(json.loads(file.read_text()).values()) == 3e12
+    for damaged in ("[1]", "{", file.read_text().replace("3000000000000.0", '"much"')):
+        file.write_text(damaged)
+        rates += [1e12]
+        assert MeasuredPeak("a CPU", torch.bfloat16).flops == 1e12
+
+
+def test_no_share_of_a_measured_peak_that_the_run_exceeds(rates: list[float]) -> None:
+    rates += [1e12] * 6 + [4e12]
+    peak = MeasuredPeak("a CPU", torch.bfloat16)
+    while peak.uncertain:
+        peak.measure()
+    assert (peak.mfu(0.5e12), peak.mfu(2e12), peak.mfu(1.5e12)) == (0.5, None, None)
+    for share in (None, 0.5):
+        assert peak.uncertain
+        peak.measure()
+        assert peak.mfu(2e12) == share
+    assert not peak.uncertain
 
 
 def test_description() -> None:

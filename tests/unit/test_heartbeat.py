@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from workers import in_processes
 
+from torchtitan.config.system import Comm
 from torchtitan.errors import LostRankError
 from torchtitan.logging import logger
+from torchtitan.parallel import comm, heartbeat
 from torchtitan.parallel.comm import _meet, set_timeout
 from torchtitan.parallel.heartbeat import Heartbeat
 
@@ -85,12 +88,22 @@ def test_a_silent_rank_is_named_before_anything_fails(store: dist.TCPStore) -> N
     assert hearts[2].account() == "Rank 1 ended with ValueError: see its own message."
 
 
-def test_a_store_that_is_gone_does_not_keep_a_rank(store: dist.TCPStore) -> None:
+def test_a_store_that_is_gone_does_not_keep_a_rank(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(heartbeat, "PATIENCE", 0.2)
     heart = Heartbeat(store, 1, 2)
     heart._silent = lambda: time.sleep(1000)  # type: ignore[method-assign, assignment, return-value]  as a dead machine's
     started = time.monotonic()
-    assert "on the machine of rank 0, does not answer" in heart.account()
-    assert time.monotonic() - started < 60
+    assert "where the launchers have met, does not answer" in heart.account()
+    assert time.monotonic() - started < 10
+    # Nor is another connection to it tried.
+    monkeypatch.setattr(comm, "_heartbeat", heart)
+    timed_out = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv to complete")
+    keys = Comm(train_timeout_seconds=2, trace_buf_size=0)
+    with pytest.raises(LostRankError, match=r"comm\.train_timeout_seconds = 2\. The store of the run, where"):  # noqa: SIM117
+        with comm.named_failures(keys, tmp_path):
+            raise timed_out
 
 
 def timeouts(seconds: int) -> list[float]:

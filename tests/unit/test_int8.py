@@ -12,7 +12,7 @@ from torchtitan.config.precision import Int8
 from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.int8 import Int8Converter, Int8Linear
 from torchtitan.converters.linear import relative_errors
-from torchtitan.converters.quantize import LARGEST, quantize, quantize_transposed
+from torchtitan.converters.quantize import LARGEST, quantize, quantize_both, quantize_columns
 from torchtitan.errors import ConfigError
 
 CPU = Target("cpu", tokens=64)
@@ -29,7 +29,7 @@ def products_of(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> l
 def count_int_mm(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=False) as recorded:
         products_of(module, x, out_grad)
-    return sum(event.name == "aten::_int_mm" for event in recorded.events())
+    return sum(event.name == "torchtitan::int8_mm" for event in recorded.events())
 
 
 @pytest.fixture
@@ -61,6 +61,16 @@ def test_each_product_is_switched_by_its_key(output, grad_input, grad_weight, li
     ):
         assert torch.equal(high_result, low_result) != is_low
     assert count_int_mm(low, *data) == output + grad_input + grad_weight
+
+
+def test_inductor_has_nothing_to_compile_on_cpu(linear, data, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take minutes, without a word."""
+
+    def refuse(*_, **__) -> None:
+        raise AssertionError("torch.compile was called")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    products_of(Int8Converter(Int8(), CPU).swap(linear), *data)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -102,8 +112,10 @@ def test_quantizing_is_within_half_a_step_and_finite(scale: float, zero_rows: se
     assert torch.isfinite(scales).all() and (scales > 0).all()
     assert data.abs().max() <= LARGEST
     assert ((data.float() * scales - x).abs() <= 0.5001 * scales).all()
-    columns = quantize_transposed(x, recipe)
-    assert columns.data.shape == (8, 4) and columns.data.is_contiguous()
+    columns = quantize_columns(x, recipe)
+    assert ((columns.dequantize() - x).abs() <= 0.5001 * columns.scale_inverse).all()
+    for once, both in zip(((data, scales), columns), quantize_both(x, recipe), strict=True):
+        assert torch.equal(once[0], both.data) and torch.equal(once[1], both.scale_inverse)
 
 
 def test_dimensions_that_are_no_multiples_of_16_stay_in_bf16() -> None:

@@ -1,13 +1,15 @@
 """Whatever happens to a file of a checkpoint is noticed, and the file named."""
 
+import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from torchtitan.checkpoint.folder import keep_latest, publish, saved_steps, temporary_folder
-from torchtitan.checkpoint.manifest import HashingFile, damage, is_whole
+from torchtitan.checkpoint.manifest import HashingFile, damage, is_whole, read_manifest, write_manifest
 
 FILES = ("__0_0.distcp", ".metadata", "train_state.json", "manifest.json")
 
@@ -69,7 +71,33 @@ def test_a_link_is_not_a_file_of_the_checkpoint(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     (checkpoint / "__0_0.distcp").rename(tmp_path / "elsewhere")
     (checkpoint / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
-    assert damage(checkpoint) == ["__0_0.distcp is a link or a folder, not a file"]
+    assert damage(checkpoint) == ["__0_0.distcp is a link, a folder or a pipe, not a file"]
+
+
+def test_a_pipe_instead_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    for name, step in zip(FILES, range(1, 5), strict=True):
+        checkpoint = save(tmp_path, step)
+        (checkpoint / name).unlink()
+        os.mkfifo(checkpoint / name)
+        [found] = damage(checkpoint)
+        assert found.startswith(name) and "a link, a folder or a pipe, not a file" in found
+
+
+def test_a_copy_under_the_name_of_another_step_is_none(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 2), tmp_path / "step-50")
+    assert damage(tmp_path / "step-50") == ["manifest.json is of step 2: the folder is a copy under another name"]
+    assert not is_whole(tmp_path / "step-50")
+    shutil.copytree(tmp_path / "step-2", tmp_path / "step-02")
+    assert saved_steps(tmp_path) == [2, 50]
+
+
+@pytest.mark.parametrize("name", FILES[1:3])
+def test_a_file_that_would_be_read_without_its_hash_is_missed_in_the_manifest(name: str, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    files = read_manifest(checkpoint).files
+    del files[name]
+    write_manifest(checkpoint, {"step": 1}, files)
+    assert damage(checkpoint) == [f"manifest.json does not name {name}"]
 
 
 def test_a_file_that_did_not_reach_the_disk_fails_the_save(tmp_path: Path) -> None:

@@ -66,6 +66,27 @@ def test_entry_has_the_documented_keys_and_consistent_numbers(tmp_path: Path) ->
         assert entry["data_wait_share"] == 0.0
 
 
+def test_a_peak_is_measured_between_steps_and_takes_none_of_their_time(tmp_path: Path) -> None:
+    class Slow(Peak):
+        measured = 0
+
+        @property
+        def uncertain(self) -> bool:
+            return self.measured < 3
+
+        def measure(self) -> None:
+            self.measured += 1
+            time.sleep(0.05)
+
+    peak = Slow(1e6, "of this test")
+    with make(tmp_path, peak=peak) as reporter:
+        for step in range(1, 9):
+            reporter.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+            reporter.measure_peak()
+    assert peak.measured == 3
+    assert all(entry["step_seconds"] < 0.02 for entry in entries(tmp_path))
+
+
 def test_time_is_that_of_the_steps_since_the_report_before(tmp_path: Path) -> None:
     start = time.perf_counter()
     with make(tmp_path) as reporter:

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchtitan.config.training import Optimizer
 from torchtitan.errors import ConfigError
-from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
+from torchtitan.optim.optimizer import build_optimizer, decay_groups, set_learning_rate
 
 
 def train(make: Callable[[nn.Parameter], torch.optim.Optimizer], steps: int = 3) -> torch.Tensor:
@@ -51,6 +51,26 @@ def test_learning_rate_of_the_next_step() -> None:
     set_learning_rate(optimizer, 0.5)
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((3,), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("without", "kept"),
+    [
+        ([], set[str]()),
+        (["norms"], {"1.weight", "2.bias"}),
+        (["norms", "embeddings"], {"0.weight", "1.weight", "2.bias"}),
+    ],
+)
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
+def test_what_weight_decay_leaves_alone(name: str, without: list[str], kept: set[str]) -> None:
+    model = nn.Sequential(nn.Embedding(4, 8), nn.RMSNorm(8), nn.Linear(8, 8))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0).grad = torch.zeros_like(parameter)
+    config = Optimizer(name=name, lr=0.5, weight_decay=0.5, no_weight_decay=without)
+    build_optimizer(decay_groups(model, config), config).step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, 1.0 if name in kept else 0.75))
 
 
 def test_unknown_optimizer() -> None:

@@ -1,5 +1,6 @@
 """How layers are divided into stages, and stages over ranks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torchtitan.config.system import Parallelism
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.parallel.pipeline import find_first_layers, first_layers, layer_costs, split, stages_of
+from torchtitan.parallel.pipeline import OF_CSV, find_first_layers, first_layers, layer_costs, split, stages_of
 
 ARGS = LlamaArgs(dim=32, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_size=64)
 
@@ -45,6 +46,29 @@ def test_stages_by_key() -> None:
     assert len(firsts(pipeline_parallel_schedule="Interleaved1F1B")) == 4
     assert firsts(pipeline_parallel_split_points=["layers.1"]) == [0, 1]
     assert firsts(pipeline_parallel_layers_per_stage=4) == [0, 4]
+    assert firsts(pipeline_parallel_split_points=["layers.0", "layers.3", "norm"]) == [0, 0, 3, 6]
+
+
+def test_the_ends_of_the_model_may_be_stages_of_their_own() -> None:
+    def firsts(layers: int, **keys: Any) -> list[int]:
+        four = Parallelism(pipeline_parallel_degree=4, pipeline_parallel_schedule="Interleaved1F1B", **keys)
+        return find_first_layers(four, [1.0] * layers)
+
+    assert firsts(8) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert firsts(7) == [0, 1, 2, 3, 4, 5, 6, 7]  # the output layer alone in the last of the 8 stages
+    assert firsts(6) == [0, 0, 1, 2, 3, 4, 5, 6]  # and the embedding alone in the first
+    assert firsts(6, pipeline_parallel_layers_per_stage=1) == firsts(6)
+
+
+def test_a_csv_file_says_how_many_stages_there_are(tmp_path: Path) -> None:
+    (tmp_path / "schedule.csv").write_text("0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n")
+    for name in OF_CSV:
+        parallelism = Parallelism(
+            pipeline_parallel_degree=2,
+            pipeline_parallel_schedule=name,
+            pipeline_parallel_schedule_csv=str(tmp_path / "schedule.csv"),
+        )
+        assert find_first_layers(parallelism, [1.0] * 4) == [0, 1, 2, 3]
 
 
 def test_stages_over_ranks() -> None:

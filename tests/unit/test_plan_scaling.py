@@ -11,7 +11,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.models import MODELS
 from torchtitan.plan.scaling import Job, measure
 
-SMALL = ("--training.seq_len=64", "--training.local_batch_size=2")
+SMALL = ("--training.seq_len=64", "--training.local_batch_size=2", "--training.mixed_precision_param=bfloat16")
 TP, PP = ("--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree")
 EVERY_SECOND, NONE = "--activation_checkpoint.mode=selective", "--activation_checkpoint.mode=none"
 

@@ -187,6 +187,15 @@ def test_what_is_no_tokenizer(tmp_path: Path, make: Callable[[Path], object], me
         load_tokenizer(str(tmp_path))
 
 
+def test_ids_far_beyond_the_number_of_tokens(tmp_path: Path) -> None:
+    file = tokenizer_json(tmp_path / "tokenizer.json", ["</s>"])
+    content = json.loads(file.read_text())
+    content["model"]["vocab"][next(iter(content["model"]["vocab"]))] = 99_999_999
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"damaged \(its [\d,]+ tokens have ids up to 99,999,999\)"):
+        load_tokenizer(str(file))
+
+
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^model\.tokenizer_path: there is no file or folder .*missing"):
         load_tokenizer(str(tmp_path / "missing"))

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.converters.bound import largest_ratio, moved
+from torchtitan.config.training import Optimizer
+from torchtitan.converters import bound
+from torchtitan.converters.bound import WeightBounds, largest_ratio, moved
 
 BETAS = [(0.9, 0.95), (0.9, 0.999), (0.8, 0.9), (0.95, 0.98), (0.0, 0.9), (0.9, 0.82), (0.99, 0.999)]
 
@@ -106,3 +108,28 @@ def test_no_weight_moves_beyond_its_bound(run: dict[str, Any]) -> None:
         assert (weight.detach().double().abs() <= bound).all()
         if step % run["every"] == 0:
             bound = weight.detach().double().abs()
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_after_other_betas_weights_are_measured_each_step(
+    beta2: float, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    """Moments that come from other betas may move a weight further than the bound."""
+    weight = torch.ones(3)
+    monkeypatch.setattr(bound, "gathered_weights", lambda models: {"layer": weight})
+    monkeypatch.setattr(bound, "set_scales", lambda weights, amaxes: None)
+    monkeypatch.setattr(bound, "measure", lambda weights, group: weight.amax().view(1))
+    before = WeightBounds(Optimizer(beta1=0.9, beta2=0.999), every=8)
+    before.after_step([], 1e-2, None)
+    state = before.state_dict([])
+    for _ in range(2):  # a resume, and one more
+        after = WeightBounds(Optimizer(beta1=0.9, beta2=beta2), every=8)
+        after.load_state_dict([], state)
+        for _ in range(3):
+            weight += 0.1  # further than a bound allows
+            if beta2 == 0.95:
+                after.after_step([], 1e-2, None)
+                assert after.bounds is not None and after.bounds.item() == weight.amax()
+        state = after.state_dict([])
+        assert after.every == (1 if beta2 == 0.95 else 8)
+    assert any("betas have changed" in line for line in log) == (beta2 == 0.95)

@@ -2,7 +2,11 @@
 
 import json
 import os
+import resource
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,6 +67,10 @@ def test_resuming_keeps_the_files_permissions_and_leaves_no_other_file(path: Pat
     write(path, 1, 2)
     assert path.stat().st_mode & 0o777 == 0o640
     assert os.listdir(path.parent) == ["metrics.jsonl"]
+    for start_step in (1, 2, 0):
+        (path.parent / "metrics.jsonl.tmp").write_text("of a start that was killed while it did this")
+        write(path, start_step, start_step + 1)
+        assert not list(path.parent.glob("*.tmp"))
 
 
 def test_resuming_without_a_file_starts_one(path: Path) -> None:
@@ -79,7 +87,7 @@ def test_a_fresh_start_keeps_the_files_of_earlier_runs(path: Path, log: list[str
 
 
 def test_an_empty_file_is_not_kept(path: Path) -> None:
-    write(path, 0)
+    path.touch()
     write(path, 0, 1)
     assert os.listdir(path.parent) == ["metrics.jsonl"]
 
@@ -121,16 +129,47 @@ def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, log: list[str]) -> None:
     writer = JSONLWriter(tmp_path / "metrics.jsonl", 0)
     writer.write(1, {"loss": 1.0})
-    whole = os.dup(writer.file.fileno())
-    full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, writer.file.fileno())
-    for step in (2, 3, 4):
-        writer.write(step, {"loss": 1.0})
-    os.dup2(whole, writer.file.fileno())
+    with files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 5):
+        for step in (2, 3, 4):
+            writer.write(step, {"loss": 1.0})
     writer.write(5, {"loss": 1.0})
     writer.close()
-    os.close(full)
-    os.close(whole)
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 5]
     assert len(log) == 2  # after the 1st and the 2nd; next after the 4th
     assert all("No space left" in line and f"{lost} line(s) lost" in line for lost, line in enumerate(log, 1))
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_cannot_be_made_costs_lines_and_no_run(tmp_path: Path, log: list[str]) -> None:
+    writer = JSONLWriter(tmp_path / "folder" / "skipped_updates.jsonl", 0)
+    (tmp_path / "folder").write_text("in the way")
+    writer.write(1, {})
+    (tmp_path / "folder").unlink()
+    writer.write(2, {})
+    writer.close()
+    assert steps_in(tmp_path / "folder" / "skipped_updates.jsonl") == [2]
+    assert len(log) == 1 and "cannot be written (File exists); 1 line(s) lost so far" in log[0]
+
+
+def test_what_is_removed_in_mid_run_is_made_again_and_said(path: Path, log: list[str]) -> None:
+    folder = path.parent / "run"
+    writer, board = JSONLWriter(folder / "metrics.jsonl", 0), TensorBoardWriter(folder / "tb", 0)
+    for step in (1, 2, 3):
+        if step == 2:
+            shutil.rmtree(folder)
+        writer.write(step, {"loss": 1.0})
+        board.write(step, {"loss": 1.0})
+    writer.close()
+    board.close()
+    assert steps_in(folder / "metrics.jsonl") == [2, 3]
+    assert scalars(folder / "tb")["loss"] == [(2, 1.0), (3, 1.0)]
+    assert len(log) == 2 and all("was removed" in line and "from step 2" in line for line in log)

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torchtitan.errors import CheckpointError
+from torchtitan.errors import UserError
 
 T = TypeVar("T")
 
@@ -28,14 +28,14 @@ def everywhere(read: Callable[[], T]) -> T:
     """What `read` gives on this rank.
 
     Raises:
-        CheckpointError: on every rank, where it is raised on any.
+        UserError: on every rank, where it is raised on any.
     """
     result, error = None, None
     try:
         result = read()
-    except CheckpointError as failure:
-        error = str(failure)
+    except UserError as failure:
+        error = failure
     for failed in of_all_ranks(error):
         if failed is not None:
-            raise CheckpointError(failed)
+            raise failed from None
     return result  # type: ignore[return-value]

@@ -1,5 +1,7 @@
 """Which checkpoint a run goes on from, and whether it fits. Every rank calls these and gets the same answer."""
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchtitan.checkpoint.agree import everywhere, of_all_ranks
+from torchtitan.checkpoint.agree import everywhere, from_rank_0, of_all_ranks
 from torchtitan.checkpoint.files import differences
 from torchtitan.checkpoint.folder import refuse_foreign, saved_steps, step_folder
-from torchtitan.checkpoint.manifest import damage
+from torchtitan.checkpoint.manifest import damage, read_manifest
 from torchtitan.checkpoint.state import OPTIMIZER
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
@@ -38,17 +40,9 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
     if not steps:
         everywhere(lambda: refuse_foreign(folder, dump_folder))
         return None
-    damaged: list[str] = []
-    for step in reversed(steps) if wanted == -1 else [wanted]:
-        path = step_folder(folder, step)
-        found = shared_damage(path)
-        if not found:
-            if damaged and dist.get_rank() == 0:
-                logger.warning(f"going on from step {step}, the newest checkpoint that is intact")
-            return step
-        damaged.append(f"{path} is damaged: {some(found)}")
-        if wanted == -1 and dist.get_rank() == 0:
-            logger.error(damaged[-1])
+    step, damaged = newest_intact(folder, steps if wanted == -1 else [wanted])
+    if step is not None:
+        return step
     if wanted != -1:
         raise CheckpointError(
             f"{damaged[0]}. Choose another step with --checkpoint.load_step, or -1 for the newest that is intact."
@@ -57,6 +51,53 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
         f"{folder} holds {len(steps)} checkpoint(s), and none is intact: {'; '.join(damaged[:NAMED])}. To begin a new "
         "run all the same, choose another --job.dump_folder, or move the folder away."
     )
+
+
+def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]]:
+    """The last of `steps` whose checkpoint is intact, None where there is none; what is wrong with those after it."""
+    damaged: list[str] = []
+    for step in reversed(steps):
+        path = step_folder(folder, step)
+        found = shared_damage(path)
+        if not found:
+            if damaged and dist.get_rank() == 0:
+                logger.warning(f"going on from step {step}, the newest checkpoint that is intact")
+            return step, damaged
+        damaged.append(f"{path} is damaged: {some(found)}")
+        if dist.get_rank() == 0:
+            logger.error(damaged[-1])
+    return None, damaged
+
+
+def own_newest(folder: Path, steps: list[int], configuration: Any) -> int | None:
+    """The step of the newest intact checkpoint that this same command has saved; None where there is none.
+
+    `load_step` and `exclude_from_loading` are for the first start of a command: a restart would throw away what they
+    began.
+    """
+    step, _ = newest_intact(folder, from_rank_0(lambda: _saved_by(folder, steps, configuration)))
+    if step is not None:
+        logger.info(
+            f"step {step} was saved by this same command, so it goes on from there; checkpoint.load_step and "
+            "exclude_from_loading were for its first start (to start so again, move away what it has saved)"
+        )
+    return step
+
+
+def _saved_by(folder: Path, steps: list[int], configuration: Any) -> list[int]:
+    """Those of `steps` that were saved under the same configuration, but for the job's folder and description, and for
+    how many steps it was to go."""
+
+    def command(configuration: Any) -> Any:
+        sections = {name: section for name, section in configuration.items() if name != "job"}
+        return {**sections, "training": {**sections["training"], "steps": None}}
+
+    mine, own = command(json.loads(json.dumps(configuration, default=str))), []
+    for step in steps:
+        with contextlib.suppress(CheckpointError, AttributeError, KeyError, TypeError):  # damaged, or someone else's
+            if command(read_manifest(step_folder(folder, step)).configuration) == mine:
+                own.append(step)
+    return own
 
 
 def check_start(path: Path) -> None:

@@ -5,20 +5,22 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from torchtitan.checkpoint.manifest import FileRecord, HashingFile
+from torchtitan.checkpoint.manifest import METADATA, FileRecord, HashingFile, read_file
 from torchtitan.errors import CheckpointError
 
-METADATA = ".metadata"
-
 Files = dict[str, FileRecord]
+
+INTERCHANGEABLE = {torch.float32, torch.bfloat16, torch.float16}  # a weight saved in one is loaded in another
 
 
 class HashingFileSystem(FileSystem):
@@ -143,12 +145,15 @@ def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
         CheckpointError: it is not such metadata, or points elsewhere. The message is the reason alone.
     """
     try:
-        with open(checkpoint / METADATA, "rb") as file:
-            metadata = MetadataUnpickler(file).load()
+        metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA))).load()
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
         for name, tensor in tensors.items():
             if type(tensor) is not TensorStorageMetadata:
                 raise TypeError(f"{name} is not a tensor")
+            if not isinstance(tensor.properties.dtype, torch.dtype):
+                raise TypeError(f"{name} has no dtype")
+            if not _is_complete(tensor):
+                raise ValueError(f"{name} is there in part only")
         for place in places.values():
             if place.relative_path not in files:
                 raise ValueError(f"it points to {place.relative_path!r}, which is not a file of the checkpoint")
@@ -159,13 +164,33 @@ def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
         raise CheckpointError(f"{METADATA} is refused: {error}") from None
 
 
+def _is_complete(tensor: TensorStorageMetadata) -> bool:
+    """Whether the chunks make up the tensor: what none of them holds would stay as it is, without a word."""
+    chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks if prod(chunk.sizes) > 0}
+    return sum(prod(sizes) for sizes in chunks.values()) == prod(tensor.size) and all(
+        0 <= offset <= offset + size <= whole
+        for offsets, sizes in chunks.items()
+        for offset, size, whole in zip(offsets, sizes, tensor.size, strict=True)
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The cause in a line. A CheckpointException holds one error for each rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {first_line(cause)}"
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
 def differences(metadata: Metadata, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Which of `tensors` a checkpoint does not hold, or holds in another shape; a few words for each."""
+    """Which of `tensors` a checkpoint does not hold, or holds in another shape or kind; a few words for each."""
     found = []
     for name, tensor in tensors.items():
-        saved = metadata.state_dict_metadata.get(name)
+        saved: Any = metadata.state_dict_metadata.get(name)
         if saved is None:
             found.append(f"{name} is not in it")
-        elif tuple(saved.size) != tuple(tensor.shape):  # type: ignore[union-attr]
-            found.append(f"{name} is {tuple(saved.size)} in it and {tuple(tensor.shape)} here")  # type: ignore[union-attr]
+        elif tuple(saved.size) != tuple(tensor.shape):
+            found.append(f"{name} is {tuple(saved.size)} in it and {tuple(tensor.shape)} here")
+        elif saved.properties.dtype != tensor.dtype and not {saved.properties.dtype, tensor.dtype} <= INTERCHANGEABLE:
+            found.append(f"{name} is {saved.properties.dtype} in it and {tensor.dtype} here")
     return found

@@ -4,7 +4,6 @@ A checkpoint is written as `step-N.tmp` and renamed when everything is on disk; 
 removed. What bears another name than `step-N` is never read.
 """
 
-import json
 import os
 import re
 import shutil
@@ -12,11 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.checkpoint.manifest import MANIFEST, FileRecord, is_whole, write_json, write_manifest
+from torchtitan.checkpoint.manifest import (
+    MANIFEST,
+    TRAIN_STATE,
+    FileRecord,
+    is_whole,
+    write_json,
+    write_manifest,
+)
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
-
-TRAIN_STATE = "train_state.json"
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -27,7 +31,7 @@ def saved_steps(folder: Path) -> list[int]:
     """Steps of the published checkpoints, in rising order."""
     if not folder.is_dir():
         return []
-    found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in folder.iterdir() if entry.is_dir())
+    found = (re.fullmatch(r"step-(0|[1-9]\d*)", entry.name) for entry in folder.iterdir() if entry.is_dir())
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -53,7 +57,7 @@ def publish(
     """
     temporary, final = temporary_folder(folder, step), step_folder(folder, step)
     files = {**files, TRAIN_STATE: write_json(temporary / TRAIN_STATE, train_state)}
-    write_manifest(temporary, about, files)
+    write_manifest(temporary, {"step": step, **about}, files)
     _sync(temporary)
     for later in saved_steps(folder):
         if later >= step:
@@ -77,21 +81,6 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def read_train_state(checkpoint: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing or is not one; the message is the reason alone.
-    """
-    try:
-        state = json.loads((checkpoint / TRAIN_STATE).read_bytes())
-        if not (isinstance(state, dict) and {"identity", "weights_only", "step"} <= state.keys()):
-            raise ValueError("parts are missing")
-        return state
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{TRAIN_STATE} is not that of a run ({error})") from None
 
 
 def remove_left_overs(folder: Path) -> None:

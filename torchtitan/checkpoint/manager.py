@@ -1,5 +1,6 @@
 """When to save and what to load; the writing itself is torch.distributed.checkpoint's."""
 
+import gc
 import platform
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,12 +17,17 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import torchtitan
 from torchtitan.checkpoint.agree import everywhere, from_rank_0, of_all_ranks
-from torchtitan.checkpoint.choose import check_identity, check_start, check_tensors, choose_step
-from torchtitan.checkpoint.files import Reader, TensorsOnly, Writer, read_metadata
+from torchtitan.checkpoint.choose import (
+    check_identity,
+    check_start,
+    check_tensors,
+    choose_step,
+    own_newest,
+)
+from torchtitan.checkpoint.files import Reader, TensorsOnly, Writer, first_line, read_metadata
 from torchtitan.checkpoint.folder import (
     keep_latest,
     publish,
-    read_train_state,
     remove_left_overs,
     saved_steps,
     step_folder,
@@ -29,9 +35,11 @@ from torchtitan.checkpoint.folder import (
 )
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state import load_optimizer_tensors, model_tensors, optimizer_tensors
+from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.output import Checkpoint
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
+from torchtitan.parallel.comm import communication_failure
 
 TrainState = dict[str, Any]
 
@@ -45,7 +53,7 @@ class CheckpointManager:
         model, optimizer: whose tensors are saved, and loaded in place.
         identity: what makes this model itself (family, flavor, sizes), JSON-able. A checkpoint of another identity is
             refused.
-        about: for people: what else the manifest tells of the run (layout, configuration), JSON-able.
+        about: what else the manifest tells of the run: its `configuration`, and for people the layout; JSON-able.
 
     Attributes:
         failed_saves: how many failed so far.
@@ -72,6 +80,7 @@ class CheckpointManager:
         self.optimizer = optimizer
         self.identity = identity
         self.about = dict(about or {})
+        self.excluded = set(config.exclude_from_loading)
         self.failed_saves = 0
         self.last_save_failed = False
         self.step_on_disk: int | None = None
@@ -117,10 +126,13 @@ class CheckpointManager:
                     f"{self.folder} holds checkpoints up to step {steps[-1]}, which are not looked at, since "
                     "checkpoint.enable_checkpoint is off"
                 )
+        elif (self.config.load_step != -1 or self.excluded) and (
+            step := own_newest(self.folder, steps, self.about.get("configuration"))
+        ) is not None:
+            self.excluded = set()
+            return self._resume(step, prepare)
         elif (step := choose_step(self.folder, steps, self.config.load_step, self.dump_folder)) is not None:
-            state = self._load(step_folder(self.folder, step), False, prepare)
-            self.step_on_disk = state.get("step")  # None where it is left out: steps are counted anew
-            return state
+            return self._resume(step, prepare)
         if self.config.initial_load_path:
             path, weights_only = Path(self.config.initial_load_path), self.config.initial_load_model_weights_only
             check_start(path)
@@ -128,12 +140,18 @@ class CheckpointManager:
             return None if weights_only else state
         return None
 
+    def _resume(self, step: int, prepare: Callable[[TrainState], None]) -> TrainState:
+        state = self._load(step_folder(self.folder, step), False, prepare)
+        self.step_on_disk = state.get("step")  # None where it is left out: steps are counted anew
+        return state
+
     def _load(self, path: Path, weights_only: bool, prepare: Callable[[TrainState], None]) -> TrainState:
         """Loads an intact checkpoint, if it is of this model."""
 
         def read() -> tuple[TrainState, Any]:
             try:
-                return read_train_state(path), read_metadata(path, read_manifest(path))
+                manifest = read_manifest(path)
+                return read_train_state(path, manifest.step), read_metadata(path, manifest.files)
             except CheckpointError as error:
                 raise CheckpointError(f"{path} cannot be loaded: {error}.") from None
 
@@ -148,7 +166,7 @@ class CheckpointManager:
             )
         if not weights_only:
             prepare(state)
-        excluded = set(self.config.exclude_from_loading)
+        excluded = self.excluded
         model = {} if "model" in excluded else model_tensors(self.model)
         without_optimizer = weights_only or "optimizer" in excluded or state["step"] == 0
         optimizer = {} if without_optimizer else optimizer_tensors(self.model, self.optimizer)
@@ -159,7 +177,7 @@ class CheckpointManager:
                 dcp.load(tensors, storage_reader=Reader(path, metadata), planner=TensorsOnly())
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"{path} could not be loaded: {_first_line(error)}. Choose another with --checkpoint.load_step, "
+                f"{path} could not be loaded: {first_line(error)}. Choose another with --checkpoint.load_step, "
                 "or move the folder away."
             ) from error
         if optimizer:  # the model's tensors were read into place
@@ -194,9 +212,11 @@ class CheckpointManager:
         self.last_save_failed = False
         weights_only = last and self.config.last_save_model_weights_only
         train_state = {"weights_only": weights_only, "identity": self.identity, **state()}
+        if dist.get_rank() == 0 and not self.folder.exists():
+            logger.warning(f"{self.folder} was removed, and with it the checkpoints so far; it is made again")
         # To ask a new optimizer for its state makes it count a step.
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)
-        about = {"step": step, "versions": _versions(), **self.about}
+        about = {"versions": _versions(), **self.about}
         writer = Writer(
             temporary_folder(self.folder, step), lambda files: publish(self.folder, step, train_state, about, files)
         )
@@ -207,6 +227,8 @@ class CheckpointManager:
                 return
             dcp.save(tensors, storage_writer=writer)
         except (CheckpointException, OSError, RuntimeError) as failure:
+            if communication_failure(failure):  # no save that failed but a rank that is lost
+                raise
             error = failure
         self._finish(step, error)
 
@@ -262,23 +284,16 @@ class CheckpointManager:
             keep_latest(self.folder, self.config.keep_latest_k, newest=step)
 
     def _failed(self, step: int, error: BaseException) -> None:
+        gc.collect()  # the error's traceback holds the copies of all tensors, in cycles
         self.failed_saves += 1
         self.last_save_failed = True
         if dist.get_rank() == 0:
             shutil.rmtree(temporary_folder(self.folder, step), ignore_errors=True)
             logger.error(
-                f"the checkpoint of step {step} could not be saved ({_first_line(error)}); {self.failed_saves} failed "
+                f"the checkpoint of step {step} could not be saved ({first_line(error)}); {self.failed_saves} failed "
                 "so far. Training goes on, and the checkpoints before it are as they were."
             )
 
 
 def _versions() -> dict[str, str]:
     return {"torchtitan": torchtitan.__version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _first_line(error: BaseException) -> str:
-    """The cause in a line. A CheckpointException holds one error for each rank."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {_first_line(cause)}"
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -4,9 +4,11 @@ It holds the size and the SHA-256 of every other file, a SHA-256 of itself, and 
 checkpoint without loading it: step, layout, versions, configuration.
 """
 
+import errno
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,8 @@ from typing import Any
 from torchtitan.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
+TRAIN_STATE = "train_state.json"
 FORMAT = 1
 PIECE = 4 << 20  # bytes read at a time
 WORTH_A_THREAD = 1 << 20  # bytes; hashing fewer takes less time than handing them over
@@ -29,6 +33,15 @@ class FileRecord:
 
     size: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says of a checkpoint: its step, the run's configuration, its files by name."""
+
+    step: int
+    configuration: Any
+    files: dict[str, FileRecord]
 
 
 class HashingFile(BufferedWriter):
@@ -92,20 +105,20 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
-    """The files of a checkpoint by name.
-
+def read_manifest(checkpoint: Path) -> Manifest:
+    """
     Raises:
-        CheckpointError: the manifest is missing, damaged, or names a file outside the checkpoint; its message is the
-            reason alone.
+        CheckpointError: the manifest is missing, damaged, of another step than the folder's name says, or names other
+            files than those of a checkpoint; its message is the reason alone.
     """
     try:
-        content = json.loads((checkpoint / MANIFEST).read_bytes())
+        content = json.loads(read_file(checkpoint / MANIFEST))
         if content.pop("sha256") != _digest(content):
             raise ValueError("its own hash does not match")
         if content["format"] > FORMAT:
             raise CheckpointError(f"{MANIFEST} is of format {content['format']}: a newer program wrote it")
         files = {name: FileRecord(int(file["size"]), file["sha256"]) for name, file in content["files"].items()}
+        manifest = Manifest(int(content["step"]), content.get("configuration"), files)
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -113,7 +126,23 @@ def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
     for name in files:
         if not inside(name):
             raise CheckpointError(f"{MANIFEST} names {name!r}, which is not a file in the checkpoint")
-    return files
+    for name in (METADATA, TRAIN_STATE):
+        if name not in files:  # it would be read without a look at its hash
+            raise CheckpointError(f"{MANIFEST} does not name {name}")
+    named = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    if named and int(named[1]) != manifest.step:
+        raise CheckpointError(f"{MANIFEST} is of step {manifest.step}: the folder is a copy under another name")
+    return manifest
+
+
+def read_file(path: Path) -> bytes:
+    """
+    Raises:
+        OSError: it cannot be read, or is no file: a link leads elsewhere, a pipe never ends.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "it is a link, a folder or a pipe, not a file")
+    return path.read_bytes()
 
 
 def inside(name: str) -> bool:
@@ -124,7 +153,8 @@ def inside(name: str) -> bool:
 def is_whole(checkpoint: Path) -> bool:
     """Whether every file is there in its size: a look that reads nothing but the manifest."""
     try:
-        return all(_has_size(checkpoint / name, record.size) for name, record in read_manifest(checkpoint).items())
+        files = read_manifest(checkpoint).files
+        return all(_has_size(checkpoint / name, record.size) for name, record in files.items())
     except CheckpointError:
         return False
 
@@ -145,7 +175,7 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
             about equal size.
     """
     try:
-        files = read_manifest(checkpoint)
+        files = read_manifest(checkpoint).files
     except CheckpointError as error:
         return [str(error)]
     load = [0] * parts
@@ -162,7 +192,7 @@ def _fault(path: Path, expected: FileRecord) -> str:
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
-            return "is a link or a folder, not a file"
+            return "is a link, a folder or a pipe, not a file"
         if status.st_size != expected.size:
             return f"has {status.st_size} bytes instead of {expected.size}"
         if _sha256(path) != expected.sha256:

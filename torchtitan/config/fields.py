@@ -2,23 +2,39 @@
 
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from typing_extensions import Doc
 
 __all__ = [
     "Annotated",
+    "BelowOne",
+    "Decay",
     "Doc",
-    "NonNegativeFloat",
+    "Entries",
+    "LearningRate",
     "NonNegativeInt",
+    "NotEmpty",
     "PositiveFloat",
     "PositiveInt",
+    "PositiveShare",
+    "Seconds",
+    "Seed",
     "Share",
     "TimesMore",
+    "WorldSize",
 ]
 
 PositiveInt = Annotated[int, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
-NonNegativeFloat = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
+BelowOne = Annotated[float, Ge(0), Lt(1)]
+LearningRate = Annotated[float, Gt(0), Le(100)]  # AdamW moves a weight by about so much in a step
+Decay = Annotated[float, Ge(0), Le(100)]
+PositiveShare = Annotated[float, Gt(0), Le(1)]
+Seed = Annotated[int, Ge(0), Lt(2**63)]  # a 64-bit integer, for torch and TOML
+Entries = Annotated[int, Ge(0), Le(10**7)]
+Seconds = Annotated[int, Gt(0), Le(365 * 24 * 3600)]
+NotEmpty = Annotated[str, MinLen(1)]  # else an unset variable of the shell would mean the working directory
 TimesMore = Annotated[float, Gt(1)]
+WorldSize = Annotated[int, Gt(0), Le(1 << 16)]  # a plan of more would take many minutes

@@ -124,4 +124,8 @@ def _limit(item: Any) -> str:
             return f"of at least {ge}"
         case annotated_types.Le(le):
             return f"at most {le}"
+        case annotated_types.Lt(lt):
+            return f"below {lt}"
+        case annotated_types.MinLen():
+            return "that is not empty"
     return ""

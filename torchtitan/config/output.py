@@ -3,22 +3,22 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan.config.fields import Annotated, Doc, NonNegativeInt, PositiveInt
+from torchtitan.config.fields import Annotated, Doc, NonNegativeInt, NotEmpty, PositiveInt, WorldSize
 
 
 @dataclass(frozen=True)
 class Job:
     """The run as a whole."""
 
-    config_file: Annotated[str | None, Doc("TOML file to read; flags on the command line win over it.")] = None
-    dump_folder: Annotated[str, Doc("Folder for everything the run writes.")] = "./outputs"
+    config_file: Annotated[NotEmpty | None, Doc("TOML file to read; flags on the command line win over it.")] = None
+    dump_folder: Annotated[NotEmpty, Doc("Folder for everything the run writes.")] = "./outputs"
     description: Annotated[str, Doc("One line for people; printed at start.")] = "default job"
     print_args: Annotated[bool, Doc("Print the resolved configuration at start.")] = False
     plan: Annotated[
         bool, Doc("Train nothing: say what each device would hold and send; plan.json and plan.png in dump_folder.")
     ] = False
     simulate_world_size: Annotated[
-        PositiveInt | None, Doc("For a plan: the number of processes; none: one for each GPU here, or one.")
+        WorldSize | None, Doc("For a plan: the number of processes; none: one for each GPU here, or one.")
     ] = None
     simulate_device: Annotated[
         str, Doc("For a plan: A100, H100, H200, B200, MI300X, cpu; auto: this machine's GPU, else H100 for a world.")
@@ -30,10 +30,12 @@ class Profiling:
     """Traces of time and memory."""
 
     enable_profiling: Annotated[bool, Doc("Write a Chrome trace of one step in every profile_freq.")] = False
-    save_traces_folder: Annotated[str, Doc("Folder for traces, inside dump_folder.")] = "profile_traces"
+    save_traces_folder: Annotated[NotEmpty, Doc("Folder for traces, inside dump_folder.")] = "profile_traces"
     profile_freq: Annotated[PositiveInt, Doc("Steps from one trace to the next.")] = 10
     enable_memory_snapshot: Annotated[bool, Doc("Write CUDA memory snapshots every profile_freq steps.")] = False
-    save_memory_snapshot_folder: Annotated[str, Doc("Folder for snapshots, inside dump_folder.")] = "memory_snapshot"
+    save_memory_snapshot_folder: Annotated[NotEmpty, Doc("Folder for snapshots, inside dump_folder.")] = (
+        "memory_snapshot"
+    )
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Metrics:
     log_freq: Annotated[PositiveInt, Doc("Steps from one report to the next.")] = 10
     enable_tensorboard: Annotated[bool, Doc("Also write TensorBoard event files.")] = False
     disable_color_printing: Annotated[bool, Doc("Plain text on the console.")] = False
-    save_tb_folder: Annotated[str, Doc("Folder for TensorBoard, inside dump_folder.")] = "tb"
+    save_tb_folder: Annotated[NotEmpty, Doc("Folder for TensorBoard, inside dump_folder.")] = "tb"
     save_for_all_ranks: Annotated[bool, Doc("TensorBoard and wandb from every rank instead of rank 0 alone.")] = False
     enable_wandb: Annotated[bool, Doc("Also send the numbers to Weights & Biases (needs `pip install wandb`).")] = False
 
@@ -53,9 +55,9 @@ class Checkpoint:
     """State to disk and back. Running the same command again goes on from the newest checkpoint."""
 
     enable_checkpoint: Annotated[bool, Doc("Save checkpoints, and resume from the newest.")] = False
-    folder: Annotated[str, Doc("Folder for checkpoints, inside dump_folder.")] = "checkpoint"
+    folder: Annotated[NotEmpty, Doc("Folder for checkpoints, inside dump_folder.")] = "checkpoint"
     initial_load_path: Annotated[
-        str | None, Doc("Checkpoint to start from where `folder` holds none (a step-N folder).")
+        NotEmpty | None, Doc("Checkpoint to start from where `folder` holds none (a step-N folder).")
     ] = None
     initial_load_model_weights_only: Annotated[
         bool, Doc("Take only the weights from initial_load_path, not optimizer, step and data position.")
@@ -72,8 +74,8 @@ class Checkpoint:
         Literal["disabled", "async", "async_with_pinned_mem"], Doc("Write checkpoints while training goes on.")
     ] = "disabled"
     keep_latest_k: Annotated[NonNegativeInt, Doc("Checkpoints to keep; 0 keeps all, 1 is refused.")] = 10
-    load_step: Annotated[int, Doc("Step to resume from; -1 is the newest.")] = -1
-    exclude_from_loading: Annotated[list[str], Doc("Parts not to load: model, optimizer, dataloader, train_state.")] = (
-        field(default_factory=list)
-    )
+    load_step: Annotated[int, Doc("Step to resume from at the first start of a command; -1: the newest.")] = -1
+    exclude_from_loading: Annotated[
+        list[str], Doc("Parts not to load then: model, optimizer, dataloader, train_state.")
+    ] = field(default_factory=list)
     enable_first_step_checkpoint: Annotated[bool, Doc("Also save after step 1, to find a full disk early.")] = False

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan.config.fields import Annotated, Doc, NonNegativeInt, PositiveInt
+from torchtitan.config.fields import Annotated, Doc, Entries, PositiveInt, Seconds
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class ActivationCheckpoint:
 class Comm:
     """Communication between processes."""
 
-    init_timeout_seconds: Annotated[PositiveInt, Doc("Patience for start-up and the first step.")] = 300
-    train_timeout_seconds: Annotated[PositiveInt, Doc("Patience afterwards.")] = 100
-    trace_buf_size: Annotated[NonNegativeInt, Doc("Collectives that the flight recorder keeps; 0 is off.")] = 20000
+    init_timeout_seconds: Annotated[Seconds, Doc("Patience for start-up and the first step.")] = 300
+    train_timeout_seconds: Annotated[Seconds, Doc("Patience afterwards.")] = 100
+    trace_buf_size: Annotated[Entries, Doc("Collectives that the flight recorder keeps; 0 is off.")] = 20000
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,16 @@ from typing import Literal
 
 from torchtitan.config.fields import (
     Annotated,
+    BelowOne,
+    Decay,
     Doc,
-    NonNegativeFloat,
+    LearningRate,
     NonNegativeInt,
+    NotEmpty,
     PositiveFloat,
     PositiveInt,
+    PositiveShare,
+    Seed,
     Share,
     TimesMore,
 )
@@ -24,7 +29,7 @@ class Model:
     ] = "llama3"
     flavor: Annotated[str, Doc("Size within the family, such as debugmodel, 1B, 8B, 70B.")] = "debugmodel"
     tokenizer_path: Annotated[
-        str | None,
+        NotEmpty | None,
         Doc("Tokenizer file or its folder: sentencepiece, tokenizer.json or tiktoken; none: the one shipped here."),
     ] = None
     converters: Annotated[list[str], Doc("Converters to apply before parallelization, in order, such as float8.")] = (
@@ -40,11 +45,14 @@ class Optimizer:
     name: Annotated[str, Doc("AdamW, Adam, or AdamW with moments in 8 or 4 bits: AdamW8bit, AdamWFp8, AdamW4bit.")] = (
         "AdamW"
     )
-    lr: Annotated[PositiveFloat, Doc("Peak learning rate.")] = 8e-4
-    beta1: Annotated[Share, Doc("Decay of the first moment.")] = 0.9
-    beta2: Annotated[Share, Doc("Decay of the second moment.")] = 0.95
-    eps: Annotated[PositiveFloat, Doc("Added to the root of the second moment.")] = 1e-8
-    weight_decay: Annotated[NonNegativeFloat, Doc("Decoupled for AdamW, added to the gradient for Adam.")] = 0.1
+    lr: Annotated[LearningRate, Doc("Peak learning rate.")] = 8e-4
+    beta1: Annotated[BelowOne, Doc("Decay of the first moment.")] = 0.9
+    beta2: Annotated[BelowOne, Doc("Decay of the second moment.")] = 0.95
+    eps: Annotated[PositiveShare, Doc("Added to the root of the second moment.")] = 1e-8
+    weight_decay: Annotated[Decay, Doc("Decoupled for AdamW, added to the gradient for Adam.")] = 0.1
+    no_weight_decay: Annotated[
+        list[str], Doc("What weight decay leaves alone: norms (and biases), embeddings; empty: nothing.")
+    ] = field(default_factory=lambda: ["norms"])
     implementation: Annotated[
         Literal["for-loop", "foreach", "fused"], Doc("How the update runs; fused is fastest.")
     ] = "fused"
@@ -76,15 +84,19 @@ class Training:
     """Data, batch, precision and length."""
 
     dataset: Annotated[
-        str, Doc("Data set by name: python_stdlib, c4, c4_test, or one that a custom_import registered.")
+        NotEmpty,
+        Doc("Data set by name: python_stdlib, c4, c4_validation, c4_test, or one that a custom_import registered."),
     ] = "python_stdlib"
     dataset_path: Annotated[
-        str | None, Doc("Read this instead: a JSONL, Parquet or text file, a folder of them, or a hub id.")
+        NotEmpty | None, Doc("Read this instead: a JSONL, Parquet or text file, a folder of them, or a hub id.")
     ] = None
     dataset_mixture: Annotated[
-        list[str], Doc("Weighted mixture instead, each entry `name or path:weight`; weights are shares of tokens.")
+        list[str],
+        Doc("Weighted mixture instead, each entry `name or path:weight`, or `path#column:weight`; shares of tokens."),
     ] = field(default_factory=list)
-    text_column: Annotated[str, Doc("Column of a JSONL or Parquet file that holds the text.")] = "text"
+    text_column: Annotated[NotEmpty, Doc("Column of a JSON or Parquet file that holds the text; a.b for b in a.")] = (
+        "text"
+    )
     shuffle: Annotated[bool, Doc("Shuffle the documents anew in each epoch.")] = True
     document_mask: Annotated[bool, Doc("Keep attention within each document of a packed sequence.")] = False
     record_sample_ids: Annotated[
@@ -105,6 +117,7 @@ class Training:
     ] = None
     max_skips_in_a_row: Annotated[
         PositiveInt,
+        PositiveShare,
         Doc("Stop the run, at the next report, with the ids of the samples, after so many updates left out in a row."),
     ] = 10
     steps: Annotated[PositiveInt, Doc("Optimizer steps.")] = 10000
@@ -114,13 +127,17 @@ class Training:
     ] = "float32"
     enable_cpu_offload: Annotated[bool, Doc("Keep parameters and optimizer state in host memory.")] = False
     mixed_precision_param: Annotated[
-        Literal["bfloat16", "float32"], Doc("dtype of the forward and backward computation, whatever the layout.")
-    ] = "bfloat16"
+        Literal["auto", "bfloat16", "float32"],
+        Doc(
+            "dtype of the forward and backward computation, whatever the layout. auto: bfloat16, or float32 on a CPU "
+            "that multiplies float32 faster; a resumed run stays in what it began with."
+        ),
+    ] = "auto"
     mixed_precision_reduce: Annotated[Literal["float32"], Doc("dtype in which gradients are summed.")] = "float32"
     compile: Annotated[bool, Doc("Compile each transformer block with torch.compile.")] = False
     gc_freq: Annotated[PositiveInt, Doc("Steps between garbage collections (at the same step on every rank).")] = 50
     gc_debug: Annotated[bool, Doc("Collect garbage before every step and log what it found.")] = False
-    seed: Annotated[NonNegativeInt, Doc("Seed of weights and data order.")] = 0
+    seed: Annotated[Seed, Doc("Seed of weights and data order.")] = 0
     deterministic: Annotated[bool, Doc("Refuse kernels whose result may differ from run to run.")] = False
 
 
@@ -130,10 +147,12 @@ class Validation:
 
     enabled: Annotated[bool, Doc("Measure the loss on held-out text every freq steps and after the last.")] = False
     dataset: Annotated[
-        str | None, Doc("Data set by name; none: hold out one document in a hundred of the training data.")
+        NotEmpty | None, Doc("Data set by name; none: hold out one document in a hundred of the training data.")
     ] = None
-    dataset_path: Annotated[str | None, Doc("File, folder or hub id to validate on.")] = None
-    text_column: Annotated[str, Doc("Column of a JSONL or Parquet file that holds the text.")] = "text"
+    dataset_path: Annotated[NotEmpty | None, Doc("File, folder or hub id to validate on.")] = None
+    text_column: Annotated[NotEmpty, Doc("Column of a JSON or Parquet file that holds the text; a.b for b in a.")] = (
+        "text"
+    )
     local_batch_size: Annotated[PositiveInt, Doc("Sequences in one forward pass of one rank.")] = 8
     freq: Annotated[PositiveInt, Doc("Training steps from one validation to the next.")] = 100
     steps: Annotated[PositiveInt, Doc("Batches in one validation; the same ones each time.")] = 10

@@ -56,6 +56,7 @@ class WeightBounds:
     """
 
     def __init__(self, optimizer: Optimizer, every: int) -> None:
+        self.betas = [optimizer.beta1, optimizer.beta2]
         self.ratio = largest_ratio(optimizer.beta1, optimizer.beta2)
         # Adam's decay is part of the gradient, and the ratio holds for any gradient.
         self.decay = optimizer.weight_decay if optimizer.name == "AdamW" else 0.0
@@ -92,10 +93,11 @@ class WeightBounds:
         set_scales(weights, self.bounds)
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """By path of the layer, its bound and how many steps ago it was measured."""
+        """By path of the layer, its bound, how many steps ago it was measured, and the betas of the moments."""
         if self.bounds is None:
             return {}
-        return {layer: [bound, self.age] for layer, bound in zip(self.layers, self.bounds.tolist(), strict=True)}
+        bounds = zip(self.layers, self.bounds.tolist(), strict=True)
+        return {layer: [bound, self.age, *self.betas] for layer, bound in bounds}
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
         """Without all the bounds, the next step measures each weight before it is gathered, and then begins."""
@@ -105,7 +107,13 @@ class WeightBounds:
         if not weights.keys() <= state.keys():
             logger.info("float8.weight_scale = bound: the checkpoint has not all bounds; the first step measures")
             return
-        bounds, ages = zip(*(state[fqn] for fqn in weights), strict=True)
+        bounds, ages, *betas = zip(*(state[fqn] for fqn in weights), strict=True)
+        if betas and any(list(saved) != self.betas for saved in zip(*betas, strict=True)):
+            logger.warning(
+                "float8.weight_scale = bound: the optimizer's betas have changed, and its moments come from the ones "
+                "before, so no bound is known; weights are measured after each step"
+            )
+            self.betas, self.every = [0.0, 0.0], 1  # equal to none, so after the next resume too
         device = next(iter(weights.values())).device
         self.bounds, self.age = torch.tensor(bounds, dtype=torch.float64, device=device), max(ages)
         self.layers = list(weights)

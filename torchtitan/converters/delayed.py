@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
+from torchtitan.converters.gemm import float8_matmul
+from torchtitan.converters.quantize import float8_scale, round_to_float8
 from torchtitan.converters.quantized import Quantized
+from torchtitan.kernels import rounding
 
 INPUT, WEIGHT, OUT_GRAD = range(3)
 
@@ -25,29 +27,6 @@ class Casts(NamedTuple):
     delayed: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
     emulate: bool
-
-
-def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Quantized:
-    """x * scale in float8, with the inverse of this very scale; what is beyond the format saturates."""
-    return Quantized(to_fp8_saturated(x.float() * scale, dtype), scale.reciprocal())
-
-
-def product(a: Quantized, b: Quantized, emulate: bool, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
-    """a @ b: (m, k) and (k, n) to (m, n). Emulated it is a product of float32.
-
-    Args:
-        fast: sums may be kept in fewer bits, as torchao's recipes have it for outputs.
-    """
-    if emulate:
-        return (a.dequantize() @ b.dequantize()).to(dtype)
-    return torch._scaled_mm(  # wants rows of the left and columns of the right operand in memory
-        a.data.contiguous(),
-        b.data.t().contiguous().t(),
-        scale_a=a.scale_inverse,
-        scale_b=b.scale_inverse,
-        out_dtype=dtype,
-        use_fast_accum=fast,
-    )
 
 
 class DelayedMatmul(torch.autograd.Function):
@@ -68,26 +47,28 @@ class DelayedMatmul(torch.autograd.Function):
         known = [scales[i].clone() if scales is not None and casts.delayed[i] else None for i in range(3)]
         x_scale = _scale(x, known[INPUT], amax_input, casts.dtypes[INPUT])
         weight_scale = _scale(weight, known[WEIGHT], amax_weight, casts.dtypes[WEIGHT])
-        x_low = round_to(x, x_scale, casts.dtypes[INPUT])
-        weight_low = round_to(weight, weight_scale, casts.dtypes[WEIGHT])
+        x_low = round_to_float8(x, x_scale, casts.dtypes[INPUT])
+        weight_low = round_to_float8(weight, weight_scale, casts.dtypes[WEIGHT])
         ctx.save_for_backward(*x_low, weight, weight_scale, known[OUT_GRAD])
         ctx.amax_out_grad = amax_out_grad  # to write to, so it may have changed
         ctx.casts = casts
         ctx.dtype = x.dtype
-        return product(x_low, Quantized(weight_low.data.t(), weight_low.scale_inverse), casts.emulate, x.dtype, True)
+        return float8_matmul(x_low, weight_low.transpose(), x.dtype, casts.emulate, fast=True)
 
     @staticmethod
     def backward(ctx, out_grad):  # type: ignore[no-untyped-def, override]
         x_data, x_scale_inverse, weight, weight_scale, scale = ctx.saved_tensors
         casts = ctx.casts
         scale = _scale(out_grad, scale, ctx.amax_out_grad, casts.dtypes[OUT_GRAD])
-        out_low = round_to(out_grad, scale, casts.dtypes[OUT_GRAD])
+        out_low = round_to_float8(out_grad, scale, casts.dtypes[OUT_GRAD])
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = product(out_low, round_to(weight, weight_scale, casts.dtypes[WEIGHT]), casts.emulate, ctx.dtype)
+            weight_low = round_to_float8(weight, weight_scale, casts.dtypes[WEIGHT])
+            x_grad = float8_matmul(out_low, weight_low, ctx.dtype, casts.emulate)
         if ctx.needs_input_grad[1]:
-            out_columns = Quantized(out_low.data.t(), out_low.scale_inverse)
-            weight_grad = product(out_columns, Quantized(x_data, x_scale_inverse), casts.emulate, weight.dtype)
+            weight_grad = float8_matmul(
+                out_low.transpose(), Quantized(x_data, x_scale_inverse), weight.dtype, casts.emulate
+            )
         return x_grad, weight_grad, None, None, None, None, None
 
 
@@ -97,10 +78,10 @@ def _scale(
     """The scale for x: the known one, or else its own. Its amax is recorded."""
     if known is not None and record is None:
         return known
-    amax = x.abs().amax().float()
+    amax = rounding.amax(x).amax()
     if record is not None:
         record.copy_(torch.maximum(record, amax))
-    return amax_to_scale(amax, dtype) if known is None else known
+    return float8_scale(amax, dtype) if known is None else known
 
 
 class DelayedLinear(nn.Linear):

@@ -1,6 +1,5 @@
-"""Matrix products in float8: with scales computed anew each time, by torchao, or with delayed ones (`delayed.py`)."""
+"""GEMMs in float8, with scales computed anew each time (`float8_linear.py`) or with delayed ones (`delayed.py`)."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,10 @@ from torchtitan.converters.amax import stage_group
 from torchtitan.converters.bound import WeightBounds, gathered_weights, measure, set_scales
 from torchtitan.converters.filter import FilterRules, too_small_for_rowwise, too_small_for_tensorwise
 from torchtitan.converters.float8_keys import casts, find_problems
+from torchtitan.converters.float8_linear import RECIPES, Float8Linear, Float8Recipe
 from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Role, Scaled, Trace
 from torchtitan.converters.measure import measured_reason
+from torchtitan.converters.quantize import float8_scale, powers_of_two
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
@@ -38,11 +39,10 @@ E4M3_ERRORS = (0.037, 0.037, 0.037)  # one scale for each tensor, gradients too 
 
 
 class Float8Converter(LinearConverter):
-    """Swaps linear layers for torchao's `Float8Linear`, or the `DelayedLinear` of this project, whose weights stay in
-    high precision.
+    """Swaps linear layers for `Float8Linear` or `DelayedLinear`, whose weights stay in high precision.
 
-    Forward, input gradient and weight gradient each are a `torch._scaled_mm`; rowwise_with_gw_hp leaves the weight
-    gradient in high precision. On a CPU the product is real too.
+    Forward, input gradient and weight gradient each are a GEMM of float8 data (`gemm.py`); rowwise_with_gw_hp leaves
+    the weight gradient in high precision.
 
     Attributes:
         kept: what makes the scales of the next step, where they are not computed anew.
@@ -79,7 +79,8 @@ class Float8Converter(LinearConverter):
         self.one_scale = self.recipe in ("tensorwise", "delayed")
         self.e5m2_gradients = self.one_scale and not (self.recipe == "delayed" and config.delayed_format == "e4m3")
         errors = E4M3_ERRORS if self.one_scale and not self.e5m2_gradients else KNOWN_ERRORS[self.recipe]
-        self.products = Products(EMULATED_FLOAT8 if config.emulate else Trace("aten::_scaled_mm"), *errors)
+        real = Trace("torchtitan::float8_mm" if target.on_cpu else "aten::_scaled_mm")
+        self.products = Products(EMULATED_FLOAT8 if config.emulate else real, *errors)
         too_small = too_small_for_tensorwise if self.one_scale else too_small_for_rowwise
         self.rules = FilterRules(MULTIPLE_OF, too_small, lambda m, k, n: measured_reason(self, m, k, n))
 
@@ -98,15 +99,14 @@ class Float8Converter(LinearConverter):
     def swap(self, linear: nn.Linear, gather: bool = False) -> nn.Linear:
         if self.recipe == "delayed":
             return self._swap_delayed(linear)
-        from torchao.float8 import Float8LinearConfig  # a second of import
-        from torchao.float8.float8_linear import Float8Linear
+        new = Float8Linear.of(linear, Float8Recipe(*RECIPES[self.recipe], self.emulate))
+        if gather:
+            from torchao.float8.float8_training_tensor import LinearMMConfig  # a second of import
+            from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-        config: Any = dataclasses.replace(
-            Float8LinearConfig.from_recipe_name(self.recipe),
-            emulate=self.emulate,
-            enable_fsdp_float8_all_gather=gather,
-        )
-        return Float8Linear.from_float(linear, config=config)
+            gathered = WeightWithDynamicFloat8CastTensor(new.weight, LinearMMConfig(), torch.float8_e4m3fn)
+            new.weight = nn.Parameter(gathered)
+        return new
 
     def _swap_delayed(self, linear: nn.Linear) -> nn.Linear:
         from torchtitan.converters.delayed import Casts, DelayedLinear
@@ -126,7 +126,8 @@ class Float8Converter(LinearConverter):
         dtype = torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
         amax = tensor.abs().amax() if self.one_scale else tensor.abs().amax(1, keepdim=True)
         largest = torch.finfo(dtype).max
-        exact = tensor * (largest / amax.clamp_min(1e-12))
+        scale = float8_scale(amax, dtype)
+        exact = tensor * (scale if self.one_scale else powers_of_two(scale))
         return Scaled(exact, exact.clamp(-largest, largest).to(dtype).float(), largest)
 
     def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
@@ -146,6 +147,10 @@ class Float8Converter(LinearConverter):
         if self.kept is not None:
             self.kept.after_step(models, learning_rate, self.group)
         super().after_step(models, learning_rate)
+
+    def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
+        """A known scale saturates infinities; a dynamic one would make them NaN."""
+        return self.kept.nonfinite(models) if self.recipe == "delayed" else None  # type: ignore[union-attr]
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
         return None if self.kept is None else self.kept.state_dict(models)

@@ -111,7 +111,7 @@ class ShardedWeight(torch.Tensor):
             scale_inverse = outputs[1] if scale_inverse is None else scale_inverse
             return GatheredWeight(Quantized(outputs[0], scale_inverse), param_dtype), outputs
         # The same memory, filled anew. What was kept for the backward pass refers to it, so the scale's is filled too.
-        weight: Any = out.to_local() if isinstance(out, DTensor) else out
+        weight: Any = out._local_tensor if isinstance(out, DTensor) else out
         if scale_inverse is not None:
             weight.scale_inverse.data.copy_(scale_inverse)  # .data: as FSDP2 does it, unseen by autograd
         return None
@@ -144,8 +144,9 @@ class GatheredWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        # as_strided: FSDP2 asks for the weight's own shape and strides.
-        if func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
+        # FSDP2 asks for the weight's own shape and strides (as_strided), DTensor.to_local() for a view of its shape.
+        same = func is aten.view.default and list(args[1]) == list(args[0].shape)
+        if same or func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
             return cls(args[0].quantized(), args[0].dtype)
         # Anything else sees the weight in high precision.
         args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.dequantize_all(), (args, kwargs or {}))
@@ -180,8 +181,7 @@ def set_tensorwise_scales(models: Sequence[nn.Module]) -> None:
     ]
     if not sharded:
         return
-    mesh = sharded[0][0]
-    shards = mesh[str(mesh.mesh_dim_names[-1])] if mesh.ndim > 1 and mesh.mesh_dim_names else mesh
+    mesh = sharded[0][0]["fsdp"]  # a tensor-parallel rank's part of a weight is a matrix with a scale of its own
     amax = torch.stack([weight.tensor.abs().amax().float() for _, weight in sharded])
-    for (_, weight), scale in zip(sharded, tensorwise_scale(amax, shards), strict=True):
+    for (_, weight), scale in zip(sharded, tensorwise_scale(amax, mesh), strict=True):
         weight.scale_inverse = scale.view(1, 1)

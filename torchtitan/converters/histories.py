@@ -46,6 +46,11 @@ class Histories:
             self.set_scales(layers)
         torch._foreach_zero_(amaxes)
 
+    def nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
+        """Whether an amax since the last step, on this rank, is not finite."""
+        amaxes = [amax for layer in delayed_layers(models).values() for amax in layer.amaxes]
+        return torch.stack(amaxes).isfinite().all().logical_not() if amaxes else None
+
     def set_scales(self, layers: Sequence[DelayedLinear]) -> None:
         """The scales are a function of the history alone."""
         history = torch.stack([layer.history for layer in layers])

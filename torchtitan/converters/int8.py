@@ -1,7 +1,7 @@
 """Matrix products in INT8 during training: forward, input gradient and weight gradient.
 
 Operands are rounded to int8 with one float32 scale for each row of the left and each column of the right operand
-("rowwise") or for each tensor ("tensorwise"), multiplied by `torch._int_mm` with int32 sums, and scaled back. Weights
+("rowwise") or for each tensor ("tensorwise"), multiplied with int32 sums (`gemm.py`), and scaled back. Weights
 stay in high precision. The idea: SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.12422).
 """
 
@@ -14,9 +14,11 @@ from torch import nn
 from torchtitan.config.precision import Int8
 from torchtitan.converters.filter import FilterRules
 from torchtitan.converters.gather import GatheredWeight, ShardedWeight, set_tensorwise_scales
+from torchtitan.converters.gemm import int8_matmul
 from torchtitan.converters.linear import LinearConverter, Products, Role, Scaled, Trace
 from torchtitan.converters.measure import measured_reason
-from torchtitan.converters.quantize import LARGEST, ScaleRecipe, int8_matmul, quantize, quantize_transposed
+from torchtitan.converters.quantize import LARGEST, ScaleRecipe, once_for, quantize, quantize_both, quantize_columns
+from torchtitan.converters.quantized import Quantized
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 
@@ -39,39 +41,67 @@ class Int8Products(NamedTuple):
     emulate: bool
 
 
+class Input(NamedTuple):
+    """An input as the output takes it and as the weight gradient does; None for itself."""
+
+    left: Quantized | None
+    right: Quantized | None
+
+
+def round_input(x: torch.Tensor, products: Int8Products, trains: bool) -> Input:
+    """
+    Args:
+        x: (tokens, k), or with more dimensions of tokens.
+        trains: a backward pass follows.
+    """
+    x, recipe, by_column = x.flatten(0, -2), products.recipe, products.grad_weight and trains
+    if products.output and by_column:
+        return Input(*quantize_both(x, recipe))
+    return Input(quantize(x, recipe) if products.output else None, quantize_columns(x, recipe) if by_column else None)
+
+
 class Int8Matmul(torch.autograd.Function):
-    """x @ weight.T with the chosen products in int8. x: (tokens, k), weight: (n, k), out: (tokens, n)."""
+    """x @ weight.T with the chosen GEMMs in int8. x: (tokens, k), weight: (n, k), out: (tokens, n).
+
+    Of x it keeps what the weight gradient takes. The weight is rounded again in the backward pass: in int8 it would lie
+    beside the one that FSDP frees.
+
+    Args:
+        low: x as `round_input` gives it.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, products):  # type: ignore[no-untyped-def, override]
-        ctx.save_for_backward(x, weight)
-        ctx.products = products
-        if not products.output:
+    def forward(ctx, x, weight, low, products):  # type: ignore[no-untyped-def, override]
+        ctx.products, ctx.dtype = products, x.dtype
+        ctx.save_for_backward(weight, *(low.right or (x, None)))
+        if low.left is None:
             return x @ _high_precision(weight).T
         gathered = isinstance(weight, GatheredWeight)
-        weight_int8 = weight.quantized() if gathered else quantize(weight, products.recipe)
-        return int8_matmul(quantize(x, products.recipe), weight_int8, products.emulate, x.dtype)
+        weight_rows = weight.quantized() if gathered else quantize(weight, products.recipe)
+        return int8_matmul(low.left, weight_rows.transpose(), x.dtype, products.emulate)
 
     @staticmethod
     def backward(ctx, out_grad):  # type: ignore[no-untyped-def, override]
-        x, weight = ctx.saved_tensors
+        weight, x, x_scale_inverse = ctx.saved_tensors
         recipe, _, grad_input, grad_weight, emulate = ctx.products
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         weight = _high_precision(weight)
-        x_grad = weight_grad = None
-        if ctx.needs_input_grad[0]:
-            if grad_input:  # sums over n: a scale for each column of the weight
-                rows, columns = quantize(out_grad, recipe), quantize_transposed(weight, recipe)
-                x_grad = int8_matmul(rows, columns, emulate, x.dtype)
-            else:
-                x_grad = out_grad @ weight
-        if ctx.needs_input_grad[1]:
-            if grad_weight:  # sums over tokens: a scale for each column of both
-                out_columns = quantize_transposed(out_grad, recipe)
-                x_columns = quantize_transposed(x, recipe)
-                weight_grad = int8_matmul(out_columns, x_columns, emulate, weight.dtype)
-            else:
-                weight_grad = out_grad.T @ x
-        return x_grad, weight_grad, None
+        rows = columns = x_grad = weight_grad = None
+        if grad_input and needs_x and grad_weight and needs_weight:
+            rows, columns = quantize_both(out_grad, recipe)
+        elif grad_input and needs_x:
+            rows = quantize(out_grad, recipe)
+        elif grad_weight and needs_weight:
+            columns = quantize_columns(out_grad, recipe)
+        if rows is not None:  # sums over n: a scale for each column of the weight
+            x_grad = int8_matmul(rows, quantize_columns(weight, recipe), ctx.dtype, emulate)
+        elif needs_x:
+            x_grad = out_grad @ weight
+        if columns is not None:  # sums over tokens: a scale for each column of both
+            weight_grad = int8_matmul(columns.transpose(), Quantized(x, x_scale_inverse), weight.dtype, emulate)
+        elif needs_weight:
+            weight_grad = out_grad.T @ x
+        return x_grad, weight_grad, None, None
 
 
 def _high_precision(weight: torch.Tensor) -> torch.Tensor:
@@ -84,7 +114,10 @@ class Int8Linear(nn.Linear):
     products: Int8Products
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = Int8Matmul.apply(x.flatten(0, -2), self.weight, self.products).unflatten(0, x.shape[:-1])
+        key = (self.products, torch.is_grad_enabled())
+        low = once_for(x, key, lambda x: round_input(x, *key))
+        out = Int8Matmul.apply(x.flatten(0, -2), self.weight, low, self.products)
+        out = out.unflatten(0, x.shape[:-1])
         return out if self.bias is None else out + self.bias
 
 
@@ -114,7 +147,9 @@ class Int8Converter(LinearConverter):
         self.gather = config.enable_fsdp_int8_all_gather
         known = KNOWN_ERRORS[config.recipe_name]
         self.products = Products(
-            Trace("aten::mm", ("double",)) if config.emulate else Trace("aten::_int_mm"),
+            Trace("aten::mm", ("double",))
+            if config.emulate
+            else Trace("torchtitan::int8_mm" if target.on_cpu else "aten::_int_mm"),
             *(error if on else None for error, on in zip(known, self.settings[1:4], strict=True)),
         )
         self.rules = FilterRules(MULTIPLE_OF, None, lambda m, k, n: measured_reason(self, m, k, n))

@@ -159,6 +159,11 @@ class LinearConverter:
         """`post_optimizer_hook`, knowing the learning rate of the update; None where it was skipped."""
         self.post_optimizer_hook(models)
 
+    def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
+        """Whether since the last step a layer on this rank has made finite numbers of what is not finite, so that
+        neither loss nor gradients show it: a scalar on the device. None where layers do not do so."""
+        return None
+
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
         """What a resumed run needs to go on exactly: JSON by path of the layer, of the layers on this rank. None, on
         every rank, where there is no such thing."""

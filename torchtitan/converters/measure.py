@@ -1,11 +1,8 @@
 """`auto_filter_measured`: is a layer of this size faster in low precision, on this device?"""
 
-import json
-import os
 import statistics
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.cache import cache_folder
+from torchtitan.cache import keep_compiled_code_private, keep_result, kept_results
 from torchtitan.logging import logger
 
 if TYPE_CHECKING:
     from torchtitan.converters.linear import LinearConverter
 
+RESULTS = "measured_products.json"
 ROUNDS = 7
+FEW_ROWS, SOME_ROWS = 32, 1024
+HOPELESS = 50  # times as slow with a few rows, where rounding alone may be ten times the GEMM
 
 
 def measured_reason(converter: "LinearConverter", m: int, k: int, n: int) -> str | None:
@@ -37,10 +37,6 @@ def measured_reason(converter: "LinearConverter", m: int, k: int, n: int) -> str
     return None if ratio[0] > 1 else f"{ratio[0]:.2f} x the speed of bf16 at M = {m}, K = {k}, N = {n}"
 
 
-def cache_file() -> Path:
-    return cache_folder() / "measured_products.json"
-
-
 def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int) -> float:
     target = converter.target
     key = " | ".join(
@@ -54,45 +50,60 @@ def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int) -> flo
             f"{m} {k} {n}",
         ]
     )
-    file = cache_file()
-    try:
-        known = json.loads(file.read_text())
-    except (OSError, ValueError):
-        known = {}
-    if key not in known:
-        known[key] = speedup(converter, m, k, n)
-        logger.info(f"measured: {converter.description} at ({m}, {k}, {n}) is {known[key]:.2f} x the speed of bf16")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps(known, indent=1))
-            temporary.replace(file)
-        except OSError:
-            pass  # measured again next time
-    return known[key]
+    known: float | None = kept_results(RESULTS).get(key)
+    if known is None:
+        known = speedup(converter, m, k, n)
+        logger.info(f"measured: {converter.description} at ({m}, {k}, {n}) is {known:.2f} x the speed of bf16")
+        keep_result(RESULTS, key, known)
+    return known
 
 
 def speedup(converter: "LinearConverter", m: int, k: int, n: int) -> float:
     """Time of bf16 over time of low precision, forward and backward of one layer; medians of interleaved rounds."""
-    seconds = layer_seconds([None, converter], m, k, n)
+    seconds = layer_seconds([None, converter], m, k, n, compiled=converter.target.compile)
     high_seconds, low_seconds = (statistics.median(map(sum, times)) for times in seconds)
     return high_seconds / low_seconds
 
 
+def slowness(converter: "LinearConverter", dtype: torch.dtype) -> list[float]:
+    """How many times as long a layer takes as in `dtype`, for each distinct size that the converter takes on a CPU.
+
+    A few rows are tried first: a GEMM without a real kernel takes a thousand times as long, and nobody would wait.
+    """
+    sizes = {(decision.k, decision.n): decision.m for decision in converter.decisions if decision.converted}
+    ratios = []
+    for (k, n), m in sizes.items():
+        for rows in (FEW_ROWS, min(m, SOME_ROWS)):
+            high, low = (
+                min(map(sum, times)) for times in layer_seconds([None, converter], rows, k, n, rounds=2, dtype=dtype)
+            )
+            if rows == FEW_ROWS and low > HOPELESS * high:
+                break
+        ratios.append(low / high)
+    return ratios
+
+
 def layer_seconds(
-    converters: "Sequence[LinearConverter | None]", m: int, k: int, n: int, rounds: int = ROUNDS
+    converters: "Sequence[LinearConverter | None]",
+    m: int,
+    k: int,
+    n: int,
+    rounds: int = ROUNDS,
+    dtype: torch.dtype = torch.bfloat16,
+    compiled: bool = False,
 ) -> list[list[tuple[float, float]]]:
-    """Seconds of (forward, backward) of one bf16 layer under each converter, None for bf16 itself, in each round.
+    """Seconds of (forward, backward) of one layer in `dtype` under each converter, None for none, in each round.
 
     Rounds are interleaved, since the speed of a machine drifts. The layer has no bias; (m, k) x (k, n).
     """
     target = next(converter.target for converter in converters if converter is not None)
     device = "cuda" if target.device_type == "cuda" else "cpu"
-    x = torch.randn(m, k, device=device, dtype=torch.bfloat16, requires_grad=True)
-    out_grad = torch.randn(m, n, device=device, dtype=torch.bfloat16)
-    layers = [nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16) for _ in converters]
+    x = torch.randn(m, k, device=device, dtype=dtype, requires_grad=True)
+    out_grad = torch.randn(m, n, device=device, dtype=dtype)
+    layers = [nn.Linear(k, n, bias=False, device=device, dtype=dtype) for _ in converters]
     modules = [c.swap(layer) if c is not None else layer for c, layer in zip(converters, layers, strict=True)]
-    forwards: list[Any] = [torch.compile(module) if target.compile else module for module in modules]
+    keep_compiled_code_private()
+    forwards: list[Any] = [torch.compile(module) if compiled else module for module in modules]
 
     def now() -> float:
         if device == "cuda":

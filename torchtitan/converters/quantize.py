@@ -1,36 +1,40 @@
-"""Rounding to int8 and back, and products of int8 matrices."""
+"""Rounding to int8 and float8, and back."""
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
 
+from torchtitan.cache import keep_compiled_code_private
 from torchtitan.converters.quantized import Quantized
-from torchtitan.parallel.compile import has_cpp_compiler
+from torchtitan.kernels import rounding
 
-LARGEST = 127.0  # -128 is left out: the range is symmetric
+LARGEST = rounding.INT8_LARGEST
 SMALLEST_SCALE = 1e-30  # scale inverse of a row of zeros, which stays zeros
+SMALLEST_AMAX = 1e-12  # of float8 scales, as in torchao
 
 R = TypeVar("R")
 ScaleRecipe = Literal["rowwise", "tensorwise"]
-"""One scale for each row of a matrix, or one for the whole."""
+"""One scale for each row of a left operand and each column of a right one, or one for the whole matrix."""
 
 
 def fused(function: Callable[..., R]) -> Callable[..., R]:
-    """`function` as one pass over its data: compiled where there is a compiler, since eagerly it would be seven.
+    """`function` as one pass over its data on a GPU: compiled, since eagerly it would be seven.
 
-    Gradients do not flow through it.
+    Gradients do not flow through it. (On CPU the kernels of `kernels.rounding` make it one pass.)
     """
     compiled: list[Callable[..., R]] = []
 
     @functools.wraps(function)
     def run(*arguments: Any) -> R:
-        if torch.compiler.is_compiling():  # part of a larger compilation already
+        tensor = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
+        if torch.compiler.is_compiling() or tensor.device.type != "cuda":  # part of a larger compilation already
             return function(*arguments)
         if not compiled:
-            able = torch.cuda.is_available() or has_cpp_compiler()
-            compiled.append(torch.compile(function, dynamic=True) if able else function)
+            keep_compiled_code_private()
+            compiled.append(torch.compile(function, dynamic=True))
         # Parameters, leaves and results look alike to the compiler like this, so it compiles once for all.
         with torch.no_grad():
             return compiled[0](*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
@@ -38,27 +42,53 @@ def fused(function: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
+_last: tuple[Any, ...] = (lambda: None,)
+
+
+def once_for(x: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) -> R:
+    """make(x), or what it gave for this very x and key the last time: wq, wk and wv round the same input, as w1 and w3.
+
+    Gradients do not flow through it. The compiler removes repetitions itself.
+    """
+    global _last
+    if torch.compiler.is_compiling():
+        with torch.no_grad():
+            return make(x)
+    if _last[0]() is not x or _last[1:3] != (x._version, key):
+        with torch.no_grad():
+            _last = (weakref.ref(x), x._version, key, make(x))
+    return _last[3]
+
+
 @fused
 def quantize(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
-    """Rounds (rows, columns) to the nearest int8 numbers."""
-    amax = x.abs().amax(1, keepdim=True).float()
+    """Rounds (rows, columns) to the nearest int8 numbers, with a scale for each row."""
+    amax = rounding.amax(x)
+    return _to_int8(x, amax.amax(0, keepdim=True) if recipe == "tensorwise" else amax)
+
+
+@fused
+def quantize_columns(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
+    """`quantize` with a scale for each column."""
+    by_row, by_column = rounding.amax_both(x)
+    return _to_int8(x, by_row.amax(0, keepdim=True) if recipe == "tensorwise" else by_column)
+
+
+@fused
+def quantize_both(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, Quantized]:
+    """`quantize` and `quantize_columns`; they are the same where the tensor has one scale."""
     if recipe == "tensorwise":
-        amax = amax.amax(0, keepdim=True)
-    scale_inverse = (amax / LARGEST).clamp_min(SMALLEST_SCALE)
-    return Quantized(quantize_with(x, scale_inverse), scale_inverse)
+        once = _to_int8(x, rounding.amax(x).amax(0, keepdim=True))
+        return once, once
+    rows, columns = (_int8_scale_inverse(amax) for amax in rounding.amax_both(x))
+    by_row, by_column = rounding.round_to_both(x, rows.reciprocal(), columns.reciprocal(), torch.int8)
+    return Quantized(by_row, rows), Quantized(by_column, columns)
 
 
 @fused
 def quantize_with(x: torch.Tensor, scale_inverse: torch.Tensor) -> torch.Tensor:
     """The int8 data of x at a given scale."""
-    return (x.float() / scale_inverse).round().clamp(-LARGEST, LARGEST).to(torch.int8)
-
-
-@fused
-def quantize_transposed(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
-    """`quantize(x.T)`: the data contiguous, with a scale for each column of x."""
-    data, scale_inverse = quantize(x.T, recipe)
-    return Quantized(data.contiguous(), scale_inverse)
+    return rounding.round_to(x, scale_inverse.reciprocal(), torch.int8)
 
 
 @fused
@@ -66,20 +96,26 @@ def dequantize(data: torch.Tensor, scale_inverse: torch.Tensor, dtype: torch.dty
     return Quantized(data, scale_inverse).dequantize(dtype)
 
 
-def int8_matmul(a: Quantized, b_transposed: Quantized, emulate: bool, dtype: torch.dtype) -> torch.Tensor:
-    """a @ b, where b is given by its transpose: (m, k) and (n, k) to (m, n).
-
-    Emulated, the sums are float64, which holds every sum of int8 products exactly as int32 does.
-    """
-    if emulate:
-        product = (a.data.double() @ b_transposed.data.double().T).float()
-    else:
-        product = torch._int_mm(a.data, b_transposed.data.T)
-    return _scale_back(product, a.scale_inverse, b_transposed.scale_inverse.T, dtype)
+def _to_int8(x: torch.Tensor, amax: torch.Tensor) -> Quantized:
+    scale_inverse = _int8_scale_inverse(amax)
+    return Quantized(rounding.round_to(x, scale_inverse.reciprocal(), torch.int8), scale_inverse)
 
 
-@fused
-def _scale_back(
-    product: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    return (product.float() * row_scale * column_scale).to(dtype)
+def _int8_scale_inverse(amax: torch.Tensor) -> torch.Tensor:
+    return (amax / LARGEST).clamp_min(SMALLEST_SCALE)
+
+
+def float8_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What brings `amax` to the largest number of the format; float32."""
+    # In float64, as torchao does it: compiled and eager code then agree.
+    return (torch.finfo(dtype).max / amax.double().clamp_min(SMALLEST_AMAX)).float()
+
+
+def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """Float32 scales rounded down to powers of two: their exponents alone."""
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def round_to_float8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Quantized:
+    """x * scale in float8, with the inverse of this very scale; what is beyond the format saturates."""
+    return Quantized(rounding.round_to(x, scale, dtype), scale.reciprocal())

@@ -17,5 +17,9 @@ class Quantized(NamedTuple):
     data: torch.Tensor
     scale_inverse: torch.Tensor
 
+    def transpose(self) -> "Quantized":
+        """A view."""
+        return Quantized(self.data.t(), self.scale_inverse.t())
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return (self.data.float() * self.scale_inverse).to(dtype)

@@ -34,6 +34,11 @@ class Target:
     shards: int = 1
     optimizer: Optimizer = field(default_factory=Optimizer)
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether GEMMs are those of a CPU; a conversion that is only explained tries them on one."""
+        return self.device_type != "cuda"
+
     def per_device(self, fqn: str, k: int, n: int) -> tuple[int, int]:
         """(K, N) of the product that one device computes for a layer of `k` inputs and `n` outputs."""
         division = style_of(fqn, self.plan)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
+from pathlib import Path
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.dealing import Dealt, split
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, python_stdlib
+from torchtitan.data.streamed import open_hub
 from torchtitan.errors import DataError
 from torchtitan.registry import Registry
 
@@ -25,6 +27,10 @@ def open_c4(path: str | None, text_column: str) -> Source | StreamedSource:
     return open_path("allenai/c4/en" if path is None else path, text_column)
 
 
+def open_c4_validation(path: str | None, text_column: str) -> Source | StreamedSource:
+    return open_hub("allenai/c4/en", text_column, "validation") if path is None else open_path(path, text_column)
+
+
 def open_c4_test(path: str | None, text_column: str) -> Source | StreamedSource:
     if path is None:
         raise DataError("data set c4_test needs a dataset_path: a file or folder of C4's format (JSONL).")
@@ -34,7 +40,12 @@ def open_c4_test(path: str | None, text_column: str) -> Source | StreamedSource:
 DATASETS: Registry[OpenDataset] = Registry(
     "data set",
     "training.dataset",
-    {"python_stdlib": open_python_stdlib, "c4": open_c4, "c4_test": open_c4_test},
+    {
+        "python_stdlib": open_python_stdlib,
+        "c4": open_c4,
+        "c4_validation": open_c4_validation,
+        "c4_test": open_c4_test,
+    },
 )
 
 Opened = tuple[str, "Source | StreamedSource", float]  # name, source, weight
@@ -71,11 +82,13 @@ def open_training(training: Training) -> list[Opened]:
         return [(training.dataset_path or training.dataset, source, 1.0)]
     key = "training.dataset_mixture"
     entries = map(parse_entry, training.dataset_mixture)
-    return [(name, open_name_or_path(key, name, training.text_column), weight) for name, weight in entries]
+    return [
+        (name, open_name_or_path(key, name, column or training.text_column), weight) for name, column, weight in entries
+    ]
 
 
-def parse_entry(entry: str) -> tuple[str, float]:
-    """Name or path, and weight, of an entry of a mixture."""
+def parse_entry(entry: str) -> tuple[str, str, float]:
+    """Name or path, column ("" where none is named), and weight of an entry of a mixture."""
     name, _, number = entry.rpartition(":")
     try:
         weight = float(number)
@@ -84,9 +97,10 @@ def parse_entry(entry: str) -> tuple[str, float]:
     if not name or not 0 < weight < float("inf"):
         raise DataError(
             f"training.dataset_mixture: {entry!r} is not `name or path:weight` with a weight above 0, "
-            "such as `python_stdlib:0.7`."
+            "such as `python_stdlib:0.7`, or `path#column:weight`."
         )
-    return name, weight
+    path, hash, column = name.rpartition("#")
+    return (path, column, weight) if hash and path and column and not Path(name).exists() else (name, "", weight)
 
 
 def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]:

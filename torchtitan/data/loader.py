@@ -1,6 +1,6 @@
 """Batches for the ranks of a run, and the state from which they go on."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +106,7 @@ class Loader:
     def description(self) -> str:
         """What is read, in a few words."""
         sources = self._corpus.sources
-        weights = sum(weighted.weight for weighted in sources)
-        shares = [f"{weighted.name} {weighted.weight / weights:.0%}" for weighted in sources]
+        shares = [f"{one.name} {share:.0%}" for one, share in zip(sources, self._corpus.shares, strict=True)]
         tokenizer = self._corpus.tokenizer
         return (
             f"{', '.join(shares) if len(sources) > 1 else sources[0].name}"
@@ -115,6 +114,14 @@ class Loader:
             f"{', one document in 100 held out' if self._identity['hold_out'] else ''}"
             f"; {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} tokens"
         )
+
+    def wait(self, given_up: Callable[[], object] = lambda: False) -> None:
+        """Returns when `next` need not wait, or when `given_up` says so. Nothing is handed out.
+
+        Raises:
+            DataError: the data cannot be read, or are too small.
+        """
+        self._steps.wait(given_up)
 
     def next(self) -> list[Batch]:
         """The microbatches of the next optimizer step, `local_batch_size` sequences each.
@@ -238,6 +245,7 @@ class ValidationLoader:
         self._corpus = corpus
         self._shape = shape
         self._steps = steps
+        self._rows: list[Row] = []
         self._batches: list[Batch] = []
 
     def __len__(self) -> int:
@@ -245,10 +253,12 @@ class ValidationLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         # They are few, and reading them anew may mean the network: keep them.
-        if not self._batches:
-            rows = [Row(self._corpus, number) for number in self._shape.own_rows]
-            self._batches = [batch for _ in range(self._steps) for batch in microbatches(rows, self._shape)]
-        return iter(self._batches)
+        if not self._rows:
+            self._rows = [Row(self._corpus, number) for number in self._shape.own_rows]
+        for step in range(self._steps):
+            if step == len(self._batches):
+                self._batches += microbatches(self._rows, self._shape)
+            yield self._batches[step]
 
 
 def build_validation_loader(

@@ -1,6 +1,8 @@
-"""One row of the global batch: documents drawn from its sources, tokenized, and packed into windows."""
+"""One row of the global batch: documents of its sources, tokenized, and packed into windows."""
 
-from collections.abc import Sequence
+import itertools
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,6 +11,10 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
 
 __all__ = ["Corpus", "Row", "Weighted", "Window"]
+
+LONGEST_PIECE = 1 << 22  # characters tokenized at once
+MASK64 = (1 << 64) - 1
+GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fraction, times 2**64
 
 
 class Weighted(NamedTuple):
@@ -37,6 +43,12 @@ class Corpus:
     seq_len: int
     seed: int | None
 
+    @property
+    def shares(self) -> list[float]:
+        """Of each source in the tokens."""
+        weights = sum(weighted.weight for weighted in self.sources)
+        return [weighted.weight / weights for weighted in self.sources]
+
 
 class Window(NamedTuple):
     """`seq_len + 1` tokens of a row, the last of which begins the next window.
@@ -52,41 +64,36 @@ class Window(NamedTuple):
     sample_ids: list[str]
 
 
-class Row:
-    """The endless stream of windows of one row, which can be taken up again at any window.
-
-    In a mixture the next document is drawn from the source that lacks the most tokens to its share of all so far.
+class Strand:
+    """The endless stream of windows that one source gives to one row, which can be taken up again at any window.
 
     Args:
         corpus: of all rows.
-        number: which of them this is.
-        state: where to begin, as `state` was; None: at the start.
+        row, place: which row, and which of the sources.
+        position: from which the documents go on; None: the start.
+        tokens: that came from there before.
+        offset: how many of the next document's are in windows already.
     """
 
-    def __init__(self, corpus: Corpus, number: int, state: Any = None) -> None:
+    def __init__(self, corpus: Corpus, row: int, place: int, position: Any, tokens: int, offset: int) -> None:
         self.corpus = corpus
-        self.number = number
-        # For each source: the position from which it goes on, and how many tokens came from it.
-        self.progress: list[tuple[Any, int]] = [(p, n) for p, n in (state or {}).get("sources", [])] or [
-            (None, 0) for _ in corpus.sources
-        ]
-        self.streams = [
-            weighted.source.documents(number, corpus.rows, source_seed(corpus.seed, place), position)
-            for place, (weighted, (position, _)) in enumerate(zip(corpus.sources, self.progress, strict=True))
-        ]
+        self.name = corpus.sources[place].name
+        self.documents = corpus.sources[place].source.documents(
+            row, corpus.rows, source_seed(corpus.seed, place), position
+        )
+        self.progress = position, tokens
         self.progress_before = self.progress  # as it was before the document in hand was drawn
-        self.offset = 0  # tokens of it that are in windows already
-        self.tokens: list[int] = []
+        self.tokens = array("i")  # of the document in hand: 4 bytes each, where a list takes 36
+        self.offset = 0  # of them, in windows already
         self.sample_id = ""
-        self.epoch = state["epoch"] if state is not None else 0  # that the document in hand was drawn in
-        if state is not None and state["offset"]:
+        self.epoch = 0  # that the document in hand was drawn in
+        if offset:
             self.draw()
-            self.offset = state["offset"]
+            self.offset = offset
 
-    def state(self) -> dict[str, Any]:
-        """JSON: how far each source was before the document in hand, and how much of that document is used up."""
-        sources = [list(pair) for pair in self.progress_before]
-        return {"sources": sources, "offset": self.offset, "epoch": self.epoch}
+    def state(self) -> list[Any]:
+        """JSON: how far the source was before the document in hand, and how much of that document is used up."""
+        return [*self.progress_before, self.offset]
 
     def next_window(self) -> Window:
         length = self.corpus.seq_len + 1
@@ -104,42 +111,93 @@ class Row:
 
     def draw(self) -> None:
         """Takes the next document in hand."""
-        place = self.most_in_want()
-        drawn = next(self.streams[place])
-        if drawn.epoch > 0 and self.progress[place][1] <= self.corpus.seq_len:
+        drawn = next(self.documents)
+        _, tokens = self.progress
+        if drawn.epoch > 0 and tokens <= self.corpus.seq_len:
             raise DataError(
-                f"{self.corpus.sources[place].name} is too small: what falls to one of the {self.corpus.rows} rows of "
-                f"a global batch is {self.progress[place][1]} tokens, shorter than one sequence ({self.corpus.seq_len}"
-                " and one to predict); give more text, or lower training.seq_len or the batch size."
+                f"{self.name} is too small: what falls to one of the {self.corpus.rows} rows of a global batch is "
+                f"{tokens} tokens, shorter than one sequence ({self.corpus.seq_len} and one to predict); give more "
+                "text, or lower training.seq_len or the batch size."
             )
         self.tokens = self.tokenized(drawn)
         self.sample_id, self.epoch = drawn.document.id, drawn.epoch
         self.offset = 0
-        self.progress_before = list(self.progress)
-        self.progress[place] = drawn.position, self.progress[place][1] + len(self.tokens)
+        self.progress_before = self.progress
+        self.progress = drawn.position, tokens + len(self.tokens)
 
-    def most_in_want(self) -> int:
-        """The source whose tokens are furthest below its share; on a tie each row starts with another."""
-        sources, total = self.corpus.sources, sum(tokens for _, tokens in self.progress)
-        weights = sum(weighted.weight for weighted in sources)
-        return max(
-            range(len(sources)),
-            key=lambda place: (
-                sources[place].weight / weights * total - self.progress[place][1],
-                (place - self.number) % len(sources),
-            ),
-        )
-
-    def tokenized(self, drawn: Drawn) -> list[int]:
+    def tokenized(self, drawn: Drawn) -> "array[int]":
         document, tokenizer = drawn.document, self.corpus.tokenizer
+        tokens = array("i")
         if not document.text:
-            return []
-        tokens = tokenizer.encode(document.text)
+            return tokens
         if document.starts and tokenizer.bos_id is not None:
-            tokens.insert(0, tokenizer.bos_id)
+            tokens.append(tokenizer.bos_id)
+        for piece in pieces_of(document.text):
+            tokens.extend(tokenizer.encode(piece))
         if document.ends:
             tokens.append(tokenizer.eos_id)
         return tokens
+
+
+class Row:
+    """The endless stream of windows of one row, which can be taken up again at any window.
+
+    In a mixture each window is of one source. Which, is a function of its number among the windows of all rows: the
+    fractions of multiples of the golden ratio fill [0, 1) as evenly as can be (Knuth, volume 3, 6.4), and each source
+    has a part of it by its weight. So tokens go by weight from the first step on, however long documents are.
+
+    Args:
+        corpus: of all rows.
+        number: which of them this is.
+        state: where to begin, as `state` was; None: at the start.
+    """
+
+    def __init__(self, corpus: Corpus, number: int, state: Any = None) -> None:
+        self.corpus = corpus
+        self.number = number
+        sources = (state or {}).get("sources") or [[None, 0, 0] for _ in corpus.sources]
+        if len(sources[0]) == 2:  # of a version that drew whole documents, with the offset in the one in hand
+            offset = state["offset"] if len(sources) == 1 else 0
+            sources = [[position, tokens, offset] for position, tokens in sources]
+        self.windows = (state or {}).get("windows", sum(tokens for _, tokens, _ in sources) // corpus.seq_len)
+        self.strands = [Strand(corpus, number, place, *source) for place, source in enumerate(sources)]
+        self.epoch = state["epoch"] if state is not None else 0
+
+    def state(self) -> dict[str, Any]:
+        """JSON."""
+        return {"sources": [strand.state() for strand in self.strands], "windows": self.windows, "epoch": self.epoch}
+
+    def next_window(self) -> Window:
+        strand = self.strands[source_of(self.windows * self.corpus.rows + self.number, self.corpus.shares)]
+        window = strand.next_window()
+        self.windows, self.epoch = self.windows + 1, strand.epoch
+        return window
+
+
+def source_of(window: int, shares: Sequence[float]) -> int:
+    """The source of a window, by its number among those of all rows.
+
+    Args:
+        shares: of the sources; they sum to 1.
+    """
+    fraction = (window * GOLDEN_RATIO & MASK64) / 2**64
+    for place, end in enumerate(itertools.accumulate(shares)):
+        if fraction < end:
+            return place
+    return len(shares) - 1
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """A long text in pieces that begin at a blank where there is one: a tokenizer takes about 50 bytes for a character,
+    and what follows a blank is a new word for it anyway."""
+    start = 0
+    while len(text) - start > LONGEST_PIECE:
+        last = start + LONGEST_PIECE
+        cut = max(text.rfind(" ", start + 1, last), text.rfind("\n", start + 1, last))
+        cut = cut if cut > start + LONGEST_PIECE // 2 else last
+        yield text[start:cut]
+        start = cut
+    yield text[start:] if start else text
 
 
 def source_seed(seed: int | None, place: int) -> int | None:

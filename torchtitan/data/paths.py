@@ -2,13 +2,13 @@
 
 import os
 import re
-from collections import Counter
 from pathlib import Path
 
 from torchtitan.data.records import JsonLines, ParquetFiles
 from torchtitan.data.sources import Source, StreamedSource, TextFiles
 from torchtitan.data.streamed import open_compressed_jsonl, open_hub
 from torchtitan.errors import DataError
+from torchtitan.logging import logger
 
 __all__ = ["open_path"]
 
@@ -22,15 +22,19 @@ KINDS = {
     ".parquet": PARQUET,
 }
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(/[\w.-]+)?")
+RECORDS = (JSONL, COMPRESSED, PARQUET)
+PART_OF_DATA = 10  # a kind with less than a tenth of the bytes is not what the folder is for
+NAMED_ASIDE = 5
+ABOUT_DATA = {"readme", "license", "licence", "notice", "citation", "changelog", "dataset_info", "dataset_infos"}
 LEFT_OUT = {"_SUCCESS"}  # what Spark leaves beside the files that it writes
 
 
 def open_path(path: str, text_column: str) -> Source | StreamedSource:
-    """Documents of a JSONL, Parquet or text file, of a folder of files of one kind, or of a data set on the Hub.
+    """Documents of a JSON, Parquet or text file, of a folder of them, or of a data set on the Hub.
 
     Args:
         path: file, folder, or, where there is none of that name, `owner/name` or `owner/name/configuration`.
-        text_column: holds the text in JSONL, in Parquet and on the Hub.
+        text_column: holds the text in JSON, in Parquet and on the Hub; `a.b` for b in a.
 
     Raises:
         DataError: nothing is there, or it is empty, of several kinds, or without the column.
@@ -74,11 +78,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def open_files(path: str, root: Path, files: list[str], text_column: str) -> Source | StreamedSource:
-    kinds = Counter(kind_of(name) for name in files)
-    if len(kinds) > 1:
-        found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        raise DataError(f"{path} holds files of several kinds ({found}); keep one kind in a folder, or name one file.")
-    kind = next(iter(kinds))
+    kind, files = data_among(path, root, files)
     if kind == JSONL:
         return JsonLines(root, files, text_column)
     if kind == PARQUET:
@@ -86,6 +86,32 @@ def open_files(path: str, root: Path, files: list[str], text_column: str) -> Sou
     if kind == COMPRESSED:
         return open_compressed_jsonl(path, str(root), files, text_column)
     return TextFiles(root, files)
+
+
+def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]:
+    """The files that are the data, by bytes, and their kind; what is left aside is said.
+
+    Raises:
+        DataError: records are there in several kinds, each a good part of them.
+    """
+    named = [name for name in files if Path(name).stem.lower() not in ABOUT_DATA] or files
+    of_kind: dict[str, list[str]] = {}
+    for name in named:
+        of_kind.setdefault(kind_of(name), []).append(name)
+    size = {kind: sum((root / name).stat().st_size for name in names) for kind, names in of_kind.items()}
+    # Text beside records is about them, unless it is much more.
+    weight = {kind: bytes * (PART_OF_DATA if kind in RECORDS else 1) for kind, bytes in size.items()}
+    kind, *others = sorted(of_kind, key=lambda kind: (-weight[kind], kind))
+    if kind in RECORDS and any(size[other] * PART_OF_DATA > size[kind] for other in others if other in RECORDS):
+        found = ", ".join(f"{len(of_kind[kind])} {kind}" for kind in (kind, *others))
+        raise DataError(f"{path} holds files of several kinds ({found}); keep one kind in a folder, or name one file.")
+    aside = sorted(set(files) - set(of_kind[kind]))
+    if aside:
+        logger.info(
+            f"{path}: {len(of_kind[kind])} {kind} files are read; left aside: {', '.join(aside[:NAMED_ASIDE])}"
+            + (f" and {len(aside) - NAMED_ASIDE} more" if len(aside) > NAMED_ASIDE else "")
+        )
+    return kind, of_kind[kind]
 
 
 def kind_of(name: str) -> str:

@@ -4,12 +4,12 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-SECONDS_BETWEEN_LOOKS = 0.05  # how soon a thread that waits for a free place notices that nobody wants more
+SECONDS_BETWEEN_LOOKS = 0.05  # how soon who waits for a free place, or for an item, notices that nobody wants it
 SECONDS_TO_STOP = 2.0
 
 
@@ -28,6 +28,7 @@ class Prefetcher(Generic[T]):
     def __init__(self, items: Iterator[T], depth: int) -> None:
         self.wait_seconds = 0.0
         self._failure: BaseException | None = None
+        self._held: list[T] = []  # at most one: it was waited for, and is yet to be read
         self._ready: queue.Queue[T | BaseException] = queue.Queue(depth)
         self._closed = threading.Event()
         thread = threading.Thread(target=run_ahead, args=(items, self._ready, self._closed), daemon=True)
@@ -36,18 +37,28 @@ class Prefetcher(Generic[T]):
         self.close = weakref.finalize(self, stop, self._closed, thread)
         thread.start()
 
-    def next(self) -> T:
-        """The next item; what the iterator raised is raised here."""
+    def wait(self, given_up: Callable[[], object] = lambda: False) -> None:
+        """Returns when the next item is there, or when `given_up` says so; what the iterator raised is raised here."""
         if self._failure is None and self._closed.is_set():
             raise RuntimeError("The loader is closed.")
-        if self._failure is None:
-            start = time.perf_counter()
-            item = self._ready.get()
-            self.wait_seconds += time.perf_counter() - start
-            if not isinstance(item, BaseException):
-                return item
-            self._failure = item
-        raise self._failure
+        start = time.perf_counter()
+        while self._failure is None and not self._held and not given_up():
+            try:
+                item = self._ready.get(timeout=SECONDS_BETWEEN_LOOKS)
+            except queue.Empty:
+                continue
+            if isinstance(item, BaseException):
+                self._failure = item
+            else:
+                self._held.append(item)
+        self.wait_seconds += time.perf_counter() - start
+        if self._failure is not None:
+            raise self._failure
+
+    def next(self) -> T:
+        """The next item; what the iterator raised is raised here."""
+        self.wait()
+        return self._held.pop()
 
 
 def stop(closed: threading.Event, thread: threading.Thread) -> None:

@@ -1,11 +1,13 @@
 """Sources with random access whose documents are records with a text column: JSONL and Parquet files."""
 
 import json
-from collections.abc import Sequence
+import mmap
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.sources import Document, digest
+from torchtitan.data.sources import Document, Stamp, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
@@ -15,6 +17,8 @@ INDEX_CHUNK = 1 << 24  # bytes read at a time in search of line ends
 LINES_LOOKED_AT = 20  # of each file, to see whether it has the column at all
 LONGEST_LINE_LOOKED_AT = 1 << 26  # bytes
 SKIPS_LOGGED_SINGLY = 5
+ARRAY_LOOKED_AT = 1 << 12  # bytes
+STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]', re.DOTALL)
 
 
 class Skipped:
@@ -38,16 +42,32 @@ class Skipped:
 
 def text_of_line(line: bytes | str, text_column: str) -> str:
     """The text in a line of JSON. ValueError, with the reason, where there is none."""
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from error
+    record = parsed(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    text = record.get(text_column)
+    text = column_of(record, text_column)
     if not isinstance(text, str):
         raise ValueError(f"no text in column {text_column!r}")
     return replace_surrogates(text)
+
+
+def column_of(record: dict[str, Any], column: str) -> Any:
+    """What a column holds; `a.b` is b of the record in a, unless the record has a column of that very name."""
+    if column in record:
+        return record[column]
+    value: Any = record
+    for name in column.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def parsed(line: bytes | str) -> Any:
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
 
 
 def replace_surrogates(text: str) -> str:
@@ -55,7 +75,7 @@ def replace_surrogates(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def check_columns(name: str, text_column: str, lines: Sequence[bytes | str]) -> None:
+def check_columns(name: str, text_column: str, lines: Iterable[bytes | str]) -> None:
     """A DataError unless one of these first lines has the column."""
     columns: set[str] = set()
     last_error = ValueError("it holds no line")
@@ -66,7 +86,7 @@ def check_columns(name: str, text_column: str, lines: Sequence[bytes | str]) -> 
         except ValueError as error:
             last_error = error
         try:
-            record = json.loads(line)
+            record = parsed(line)
             columns.update(record if isinstance(record, dict) else ())
         except ValueError:
             pass
@@ -83,7 +103,8 @@ def missing_column(name: str, text_column: str, columns: Sequence[str]) -> DataE
 
 
 class JsonLines:
-    """Files of one JSON object a line. Lines that cannot be used are counted, logged and skipped.
+    """Files of one JSON object a line, or of an array of objects. Records that cannot be used are counted, logged and
+    skipped.
 
     Args:
         root: folder that names in ids and `fingerprint` are relative to.
@@ -98,11 +119,18 @@ class JsonLines:
         self.files = files
         self.text_column = text_column
         self.skipped = Skipped(root.name if len(files) > 1 else files[0])
-        for name in files:
-            check_columns(str(root / name), text_column, first_lines(root / name))
-        # Byte offset of each line's start and, at the end of each file, of its end.
-        self.offsets = [line_offsets(root / name) for name in files]
+        self.arrays = [is_array(root / name) for name in files]
+        self.stamps = [Stamp.of(root / name) for name in files]
+        # Byte offset of each record's start and, at the end of each file, of its end.
+        self.offsets = []
+        for name, array in zip(files, self.arrays, strict=True):
+            if not array:
+                check_columns(str(root / name), text_column, first_lines(root / name))
+            self.offsets.append(array_offsets(root / name) if array else line_offsets(root / name))
         self.ends = np.cumsum([len(offsets) - 1 for offsets in self.offsets])
+        for number in (number for number, array in enumerate(self.arrays) if array):
+            first = (self.read(number, record) for record in range(min(len(self.offsets[number]) - 1, LINES_LOOKED_AT)))
+            check_columns(str(root / files[number]), text_column, first)
 
     @property
     def fingerprint(self) -> str:
@@ -114,25 +142,57 @@ class JsonLines:
     def __getitem__(self, index: int) -> Document:
         file = int(self.ends.searchsorted(index, side="right"))
         line = index - (int(self.ends[file - 1]) if file else 0)
-        start, stop = (int(offset) for offset in self.offsets[file][line : line + 2])
         id = f"{self.files[file]}:{line + 1}"
-        try:
-            with (self.root / self.files[file]).open("rb") as opened:
-                opened.seek(start)
-                content = opened.read(stop - start)
-        except OSError as error:
-            raise DataError(f"{self.root / self.files[file]} cannot be read ({error.strerror}).") from error
+        content = self.read(file, line)
         try:
             return Document(text_of_line(content, self.text_column) if content.strip() else "", id)
         except ValueError as error:
             self.skipped.add(id, str(error))
             return Document("", id)
 
+    def read(self, file: int, line: int) -> bytes:
+        """A record as it lies in a file."""
+        start, stop = (int(offset) for offset in self.offsets[file][line : line + 2])
+        path = self.root / self.files[file]
+        try:
+            with path.open("rb") as opened:
+                self.stamps[file].check(path, opened)
+                opened.seek(start)
+                content = opened.read(stop - start)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}).") from error
+        # Between the objects of an array are commas, and after the last one its end.
+        return content.rstrip(b" \t\r\n,]") if self.arrays[file] else content
 
-def first_lines(path: Path) -> list[bytes]:
+
+def is_array(path: Path) -> bool:
+    """Whether a JSON file begins with the bracket of an array, of objects or of nothing."""
     with path.open("rb") as file:
-        lines = (file.readline(LONGEST_LINE_LOOKED_AT) for _ in range(LINES_LOOKED_AT))
-        return [line for line in lines if line.strip()]
+        return re.match(rb"\s*\[\s*[{\]]", file.read(ARRAY_LOOKED_AT)) is not None
+
+
+def array_offsets(path: Path) -> Any:
+    """(records + 1) int64: where each object of an array starts, and where the file ends."""
+    import numpy as np
+
+    starts, depth = [], 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for found in STRING_OR_BRACKET.finditer(content):
+            match found[0][:1]:
+                case b"{" | b"[":
+                    if depth == 1:
+                        starts.append(found.start())
+                    depth += 1
+                case b"}" | b"]":
+                    depth -= 1
+        return np.array([*starts, len(content)], np.int64)
+
+
+def first_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for _ in range(LINES_LOOKED_AT):
+            if (line := file.readline(LONGEST_LINE_LOOKED_AT)).strip():
+                yield line
 
 
 def line_offsets(path: Path) -> Any:
@@ -166,8 +226,7 @@ class ParquetFiles:
                 schema = pq.read_schema(root / name)
             except (OSError, pa.ArrowException) as error:
                 raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
-            strings = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
-            if text_column not in strings:
+            if not any(is_text(pa, type) for type in types_at(pa, schema, text_column)):
                 raise missing_column(str(root / name), text_column, [f"{f.name} ({f.type})" for f in schema])
 
         import datasets
@@ -179,8 +238,9 @@ class ParquetFiles:
         self.name = root.name if len(files) > 1 else files[0]
         self.skipped = Skipped(self.name)
         paths = [str(root / name) for name in files]
+        column = text_column if text_column in schema.names else text_column.split(".")[0]
         try:
-            self.dataset = datasets.load_dataset("parquet", data_files=paths, split="train", columns=[text_column])
+            self.dataset = datasets.load_dataset("parquet", data_files=paths, split="train", columns=[column])
         except Exception as error:  # datasets documents no class of its own for what can go wrong
             raise DataError(f"{root} cannot be read as Parquet ({error}).") from error
 
@@ -192,7 +252,29 @@ class ParquetFiles:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Document:
-        text, id = self.dataset[index][self.text_column], f"{self.name}[{index}]"
+        id = f"{self.name}[{index}]"
+        try:
+            text = column_of(self.dataset[index], self.text_column)
+            reason = f"no text in column {self.text_column!r}"
+        except UnicodeDecodeError as error:
+            text, reason = None, f"not UTF-8: {error}"
         if text is None:
-            self.skipped.add(id, f"no text in column {self.text_column!r}")
+            self.skipped.add(id, reason)
         return Document(text or "", id)
+
+
+def is_text(pa: Any, type: Any) -> bool:
+    return pa.types.is_string(type) or pa.types.is_large_string(type)
+
+
+def types_at(pa: Any, schema: Any, column: str) -> list[Any]:
+    """The Arrow type of a column, or of a field within it (`a.b`); none where there is no such."""
+    if column in schema.names:
+        return [schema.field(column).type]
+    fields: Any = schema
+    for name in column.split("."):
+        index = fields.get_field_index(name) if fields is schema or pa.types.is_struct(fields) else -1
+        if index < 0:
+            return []
+        fields = fields.field(index).type
+    return [fields]

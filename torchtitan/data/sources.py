@@ -83,6 +83,28 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
+class Stamp(NamedTuple):
+    """What tells a file from one that was changed or put in its place. (Not its inode, which some network file systems
+    draw anew.)"""
+
+    size: int
+    changed: int  # ns
+
+    @classmethod
+    def of(cls, path: Path) -> "Stamp":
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns)
+
+    def check(self, path: Path, file: BinaryIO) -> None:
+        """A DataError where the opened file is not as it was: offsets into it would mean something else."""
+        status = os.fstat(file.fileno())
+        if (status.st_size, status.st_mtime_ns) != self:
+            raise DataError(
+                f"{path} was changed while the run reads it (it had {self.size:,} bytes, and has {status.st_size:,}); "
+                "put it back as it was, and run the same command again."
+            )
+
+
 class Span(NamedTuple):
     """Bytes `start` to `stop` of a file, before both ends are moved to the next start of a line."""
 
@@ -102,15 +124,20 @@ class TextFiles:
         root: folder that names in `id` and `fingerprint` are relative to.
         files: names relative to `root`.
         spans: the bytes that each segment begins in; None: a segment for each file that is not empty.
-        sizes: of the files in bytes, where they are known.
+        stamps: of the files, where they are known.
     """
 
     def __init__(
-        self, root: Path, files: Sequence[str], spans: Sequence[Span] | None = None, sizes: Sequence[int] | None = None
+        self,
+        root: Path,
+        files: Sequence[str],
+        spans: Sequence[Span] | None = None,
+        stamps: Sequence[Stamp] | None = None,
     ) -> None:
         self.root = root
         self.files = files
-        self.sizes = [(root / name).stat().st_size for name in files] if sizes is None else sizes
+        self.stamps = [Stamp.of(root / name) for name in files] if stamps is None else stamps
+        self.sizes = [stamp.size for stamp in self.stamps]
         whole = (Span(number, 0, size) for number, size in enumerate(self.sizes) if size)
         self.spans = list(whole) if spans is None else list(spans)
 
@@ -134,7 +161,7 @@ class TextFiles:
         return self.cut(SEGMENTS_PER_ROW * rows, min(BYTES_PER_SEGMENT_TOKEN * seq_len, LARGEST_SEGMENT))
 
     def with_spans(self, spans: Iterable[Span]) -> "TextFiles":
-        return TextFiles(self.root, self.files, list(spans), self.sizes)
+        return TextFiles(self.root, self.files, list(spans), self.stamps)
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -145,6 +172,7 @@ class TextFiles:
         path = self.root / name
         try:
             with path.open("rb") as file:
+                self.stamps[span.file].check(path, file)
                 start, stop = (line_start(file, offset, size) for offset in (span.start, span.stop))
                 file.seek(start)
                 text = file.read(stop - start).decode("utf-8")

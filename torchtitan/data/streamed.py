@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchtitan.data.dealing import mixed, permuted
-from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, missing_column, text_of_line
+from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
 from torchtitan.data.sources import Document, Drawn, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
@@ -108,18 +108,19 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
     return ShardedStream(lines, name, list(files), lambda record: text_of_line(record["text"], text_column))
 
 
-def open_hub(path: str, text_column: str) -> ShardedStream:
-    """The training split of a data set on the Hub, streamed.
+def open_hub(path: str, text_column: str, part: str = "train") -> ShardedStream:
+    """A data set on the Hub, streamed.
 
     Args:
         path: `owner/name`, or `owner/name/configuration`.
+        part: which of its splits.
     """
     import datasets
 
     owner, name, *configuration = path.split("/")
     logger.info(f"Opening {path} on the Hugging Face Hub")
     try:
-        dataset = datasets.load_dataset(f"{owner}/{name}", *configuration, split="train", streaming=True)
+        dataset = datasets.load_dataset(f"{owner}/{name}", *configuration, split=part, streaming=True)
         first = next(iter(dataset), None)
     except Exception as error:
         raise DataError(
@@ -128,12 +129,13 @@ def open_hub(path: str, text_column: str) -> ShardedStream:
         ) from error
     if first is None:
         raise DataError(f"the data set {path} on the Hub is empty.")
-    if not isinstance(first.get(text_column), str):
+    if not isinstance(column_of(first, text_column), str):
         raise missing_column(path, text_column, sorted(first))
 
     def text_of(record: dict[str, Any]) -> str:
-        if not isinstance(record.get(text_column), str):
+        text = column_of(record, text_column)
+        if not isinstance(text, str):
             raise ValueError(f"no text in column {text_column!r}")
-        return record[text_column]
+        return text
 
     return ShardedStream(dataset, path, path, text_of)

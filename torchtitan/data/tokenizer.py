@@ -23,6 +23,8 @@ FILES_IN_FOLDER = ("tokenizer.model", "original/tokenizer.model", "tokenizer.jso
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 
+MOST_IDS_PER_TOKEN = 16  # gaps are usual; but a model's embedding has a row for each id
+
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?")
 # Llama 3's rule for cutting text into words, and the names of its 256 special tokens (Llama 3 model card).
 LLAMA3_SPLIT = "|".join(
@@ -156,6 +158,9 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except ValueError as error:
         raise damaged(file, "a tokenizer.json", error) from error
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    if max(ids) >= MOST_IDS_PER_TOKEN * len(ids):
+        raise damaged(file, "a tokenizer.json", f"its {len(ids):,} tokens have ids up to {max(ids):,}")
     # The file may ask for these, for the use in chats and classifiers; here every token of a text counts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -166,7 +171,7 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
         raise without_eos(file)
     return Tokenizer(
         kind="tokenizers",
-        vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
+        vocab_size=max(ids) + 1,
         bos_id=first_known(tokenizer.token_to_id, (*BOS_NAMES, bos_name)),
         eos_id=eos_id,
         fingerprint=fingerprint,

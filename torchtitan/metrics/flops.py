@@ -1,10 +1,13 @@
 """Model FLOPs per token and the peak FLOP/s of devices: the two halves of model FLOPs utilization (MFU)."""
 
+import math
 import re
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+
+from torchtitan.cache import keep_result, kept_results
 
 # Dense bf16 with float32 accumulation, FLOP/s, by the first pattern found in the device's name. Vendors' data sheets
 # often print the figure "with sparsity", twice these. Sources: NVIDIA data sheets of A100, A800, A10, A40, L4, L40,
@@ -33,8 +36,13 @@ BF16_PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bMI355X", 2500e12),
 )
 
+RESULTS = "measured_peaks.json"
+MEASUREMENTS = 5  # of a run, each of
+MEASUREMENT_SECONDS = 0.05
+MORE = 10  # where the run was faster than all of them
 
-@dataclass(frozen=True)
+
+@dataclass
 class Peak:
     """What MFU is measured against.
 
@@ -46,18 +54,68 @@ class Peak:
     flops: float
     source: str
 
+    @property
+    def uncertain(self) -> bool:
+        """Whether `measure` may find a better one."""
+        return False
+
+    def measure(self) -> None:
+        """Nothing, where the peak is from a data sheet."""
+
+    def mfu(self, rate: float) -> float | None:
+        """Of a run that does `rate` FLOP/s."""
+        return rate / self.flops
+
+
+class MeasuredPeak(Peak):
+    """That of a CPU: the best of some GEMMs, in this run and in earlier ones with the same CPU, threads and dtype.
+
+    The most is right, since whatever else the machine does makes a measurement too low, and nothing makes it too high.
+    """
+
+    def __init__(self, device_name: str, dtype: torch.dtype) -> None:
+        super().__init__(0.0, "")
+        self.dtype = dtype
+        self.name = str(dtype).removeprefix("torch.")
+        self.key = f"{device_name} | {torch.get_num_threads()} threads | {self.name}"
+        kept = kept_results(RESULTS).get(self.key)
+        self.earlier = kept if isinstance(kept, float) and 0 < kept < math.inf else 0.0
+        self.now = self.reached = 0.0
+        self.left = MEASUREMENTS
+        self.measure()
+
+    @property
+    def uncertain(self) -> bool:
+        return self.left > 0 or (self.reached > self.flops and self.left > -MORE)
+
+    def measure(self) -> None:
+        self.left -= 1
+        self.now = max(self.now, measure_peak(self.dtype, MEASUREMENT_SECONDS))
+        self.flops = max(self.now, self.earlier)
+        self.source = f"{self.name} GEMM, measured"
+        if self.now < 0.7 * self.earlier:
+            self.source += f" in an earlier run; {self.now / self.earlier:.0%} of it now, so the machine is busy"
+        if self.now > self.earlier:
+            keep_result(RESULTS, self.key, self.now)
+
+    def mfu(self, rate: float) -> float | None:
+        """None from when the run was faster than all measurements until there is a better one: a share of a peak that
+        is known to be wrong would be wrong too."""
+        self.reached = max(self.reached, rate)
+        return rate / self.flops if self.reached <= self.flops else None
+
 
 def find_peak(device_type: str, device_name: str, dtype: torch.dtype) -> Peak | None:
     """The peak of one device for products in `dtype`; None where it is unknown, as for float32 on a GPU.
 
     Args:
-        device_type: "cuda" (looked up by name) or "cpu" (measured, in about 0.1 s).
+        device_type: "cuda" (looked up by name) or "cpu" (measured for a moment, and again by `Peak.measure`).
         device_name: as `torch.cuda.get_device_name()` spells it.
         dtype: of the matrix products in training. Float8 and int8 training are measured against bf16 too, as is usual,
             so that their MFU can be compared with bf16's.
     """
     if device_type == "cpu":
-        return Peak(measure_peak(dtype), f"{str(dtype).removeprefix('torch.')} product measured at start")
+        return MeasuredPeak(device_name, dtype)
     flops = known_peak(device_name) if dtype == torch.bfloat16 else None
     return None if flops is None else Peak(flops, f"{device_name}, bf16 dense")
 

@@ -106,15 +106,21 @@ class Profiler:
 
     def _save_trace(self, finished: profile) -> None:
         path = self.traces / f"iteration_{self.finished_step}" / f"rank{self.rank}_trace.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        finished.export_chrome_trace(str(path))
         self.traces_written += 1
-        logger.info(f"wrote {path}")
+        _write(path, finished.export_chrome_trace)
 
     def _save_snapshot(self, name: str) -> None:
-        path = self.snapshots / name / f"rank{self.rank}_memory_snapshot.pickle"
+        _write(self.snapshots / name / f"rank{self.rank}_memory_snapshot.pickle", torch.cuda.memory._dump_snapshot)
+
+
+def _write(path: Path, write: Callable[[str], object]) -> None:
+    """A file that cannot be written is no reason to end a run."""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
+        write(str(path))
+    except (OSError, RuntimeError) as error:
+        logger.error(f"{path} cannot be written ({error}). Training goes on.")
+    else:
         logger.info(f"wrote {path}")
 
 

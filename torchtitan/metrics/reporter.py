@@ -34,6 +34,7 @@ class MetricsReporter:
                     batch = next(batches)
                 ...
                 reporter.step(step, loss=lambda: mean_over_ranks(loss), grad_norm=grad_norm, lr=lr)
+                reporter.measure_peak()
                 with reporter.pause():
                     checkpoint, validate
 
@@ -47,7 +48,7 @@ class MetricsReporter:
         start_step: the step resumed from; 0 for a new run.
         tokens_per_step: of the global batch.
         flops_per_token: forward and backward; see `flops.flops_per_token`.
-        peak: FLOP/s of one device; None where unknown, then so is MFU.
+        peak: FLOP/s of one device; None where unknown, then so is MFU, as while a measured one is too low.
         peak_memory_bytes, reset_peak_memory: of this rank's device.
         memory_capacity_bytes: of this rank's device; None where unknown.
         synchronize: waits for the device, so that a pause begins when the steps before it have ended.
@@ -90,6 +91,7 @@ class MetricsReporter:
 
         self.writers = make_writers(metrics, Path(dump_folder), rank, world_size, start_step, config)
         logger.info(describe_mfu(peak))
+        self._described = peak.flops if peak else 0.0
         self._stack = ExitStack()
         self._bar = self._stack.enter_context(progress_bar(total_steps, start_step)) if rank == 0 else None
         self._first_report: tuple[int, float] | None = None  # step and time; later ones estimate the time left
@@ -154,6 +156,15 @@ class MetricsReporter:
         self._start_window(step)
         return record
 
+    def measure_peak(self) -> None:
+        """After each step, on every rank. Measures in some of the first ones, and where the run was too fast."""
+        if self.peak is None or not self.peak.uncertain:
+            return
+        with self.pause():
+            self.peak.measure()
+        if not self.peak.uncertain and self.peak.flops > 1.05 * self._described:
+            logger.info(describe_mfu(self.peak))
+
     def validation(self, step: int, loss: Reading, **extra: Reading) -> Record:
         """Report the loss on held-out text after `step`: an entry of its own with `validation_loss`."""
         record: Record = {"validation_loss": read(loss), "tokens_seen": step * self.tokens_per_step}
@@ -176,7 +187,7 @@ class MetricsReporter:
         memory = self.peak_memory_bytes()
         return {
             "tokens_per_second": tokens_per_second,
-            "mfu": tokens_per_second * self.flops_per_token / self.peak.flops if self.peak else None,
+            "mfu": self.peak.mfu(tokens_per_second * self.flops_per_token) if self.peak else None,
             "step_seconds": seconds / steps,
             "data_wait_share": self._data_wait_seconds / seconds,
             "peak_memory_bytes": memory,

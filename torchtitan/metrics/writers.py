@@ -3,9 +3,9 @@
 import errno
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,42 +23,71 @@ class Writer(Protocol):
 
 
 class JSONLWriter:
-    """`metrics.jsonl`: one strict JSON object a line, on disk as soon as it is written.
+    """`metrics.jsonl`: one strict JSON object a line, on disk as soon as it is written. The first line makes the file,
+    and so does one after somebody has removed it.
 
     Lines of steps after `start_step` are what a killed run wrote past its last checkpoint; they are dropped, since
     those steps run again, and so is a line that the kill cut short. A run from step 0 starts a new file, and moves an
     old one to `metrics.1.jsonl`, `metrics.2.jsonl`, ...
 
-    A line that cannot be written (a full disk) is left out and counted: no run ends for want of it.
+    A line that cannot be written (a full disk, no new files) is left out and counted: no run ends for want of it.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
+        rewritten(path).unlink(missing_ok=True)  # of a start that was killed
         if start_step == 0:
             keep_old(path)
         else:
             drop_after(path, start_step)
         self.path = path
         self.lost_lines = 0
-        self.file = path.open("ab", buffering=0)
+        self.file: FileIO | None = None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         line = json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
-        size = os.fstat(self.file.fileno()).st_size
         try:
-            if self.file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _append(self._opened(step), line)
         except OSError as error:
             self.lost_lines += 1
-            with suppress(OSError):
-                os.ftruncate(self.file.fileno(), size)  # no half of a line
             if self.lost_lines & (self.lost_lines - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
                 logger.error(
                     f"{self.path} cannot be written ({error.strerror}); {self.lost_lines} line(s) lost so far. "
                     "Training goes on."
                 )
 
+    def _opened(self, step: int) -> FileIO:
+        if self.file is not None and _is_at(self.path, self.file):
+            return self.file
+        if self.file is not None:
+            self.close()
+            logger.warning(f"{self.path} was removed or replaced; what was in it is lost, it goes on from step {step}")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = FileIO(self.path, "ab")
+        return self.file
+
     def close(self) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def _is_at(path: Path, file: FileIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except OSError:
+        return False
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """The line, or nothing of it and an OSError."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        if file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(file.fileno(), size)
+        raise
 
 
 def keep_old(path: Path) -> None:
@@ -80,14 +109,19 @@ def drop_after(path: Path, step: int) -> None:
     kept = [line for line in lines if line.endswith(b"\n") and 0 <= step_of(line) <= step]
     if kept == lines:
         return
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(descriptor, "wb") as file:
+    temporary = rewritten(path)
+    with temporary.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
-    os.chmod(temporary, path.stat().st_mode)  # mkstemp's own is for the owner alone
-    os.replace(temporary, path)
+    temporary.chmod(path.stat().st_mode)
+    temporary.replace(path)
     logger.info(f"{path.name}: dropped {len(lines) - len(kept)} lines after step {step}, where this run resumes")
+
+
+def rewritten(path: Path) -> Path:
+    """Where a file is written before it replaces the one at `path`."""
+    return path.with_name(f"{path.name}.tmp")
 
 
 def step_of(line: bytes) -> int:
@@ -107,13 +141,18 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
-        self.summary = SummaryWriter(str(folder), purge_step=start_step + 1)
+        self._begin = lambda step: SummaryWriter(str(folder), purge_step=step)
+        self.folder = folder
+        self.summary = self._begin(start_step + 1)
         self.broken = False
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         if self.broken:
             return
         try:
+            if not self.folder.exists():
+                logger.warning(f"{self.folder} was removed; what was in it is lost, it goes on from step {step}")
+                self.summary = self._begin(step)
             for name, value in values.items():
                 if value is not None:
                     self.summary.add_scalar(name, value, step)

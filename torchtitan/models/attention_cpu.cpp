@@ -3,7 +3,8 @@
 // FlashAttention-2 (arXiv 2307.08691), a tile of queries and keys at a time; one thread has all heads of a group. The
 // matrix unit takes the left operand of a product in rows, and the right one with its rows woven into pairs. Scores are
 // computed in whichever orientation needs no transposing of them: queries across in the forward pass, where sums over
-// keys then run down the vector registers, and keys across in the backward pass. Products and sums are float32.
+// keys then run down the vector registers, and keys across in the backward pass. Products and sums are float32. It must
+// be compiled without contraction of products and sums (see attention_backward); where that is wanted there is std::fma.
 
 #include <algorithm>
 #include <bit>
@@ -44,7 +45,9 @@ inline Pair pair(float first, float second) { return rounded_up(first) >> 16 | (
 // 2^x for x up to 127: e^y by its series for |y| <= ln(2) / 2, to 2e-7 of it, and the rest added to the exponent.
 inline float power_of_2(float x) {
   const float whole = std::rint(x), y = (x - whole) * LN2;
-  const float series = 1 + y * (1 + y * (1 / 2.f + y * (1 / 6.f + y * (1 / 24.f + y * (1 / 120.f + y / 720)))));
+  float series = std::fma(y, 1 / 720.f, 1 / 120.f);
+  series = std::fma(y, std::fma(y, std::fma(y, series, 1 / 24.f), 1 / 6.f), 1 / 2.f);
+  series = std::fma(y, std::fma(y, series, 1.f), 1.f);
   return x < -126 ? 0 : std::bit_cast<float>(std::bit_cast<int32_t>(series) + (int32_t(whole) << 23));
 }
 
@@ -121,7 +124,7 @@ extern "C" bool attention_works() {
 extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices<float>* logsumexp, int64_t batches,
                                   int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim) {
   const auto &[q, k, v, out] = *reinterpret_cast<const Matrices<Half>(*)[4]>(matrices);
-  const float scale = LOG2E / std::sqrt(float(dim));
+  const float natural_scale = 1 / std::sqrt(float(dim)), scale = LOG2E * natural_scale;
 #pragma omp parallel
   {
     std::vector<Pair> qt(TILE * dim / 2), p_pairs(TILE * TILE / 2), space(TILE * dim / 2);
@@ -166,7 +169,7 @@ extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices
               multiply(dim, queries, keys, &vt[j * dim], keys, p_pairs.data(), ot.data(), j > 0);
             }
             for (int64_t c = 0; c < queries; ++c) {
-              logsumexp->of(b, h)[(i + c) * logsumexp->row_stride] = highest[c] * scale / LOG2E + std::log(sums[c]);
+              logsumexp->of(b, h)[(i + c) * logsumexp->row_stride] = highest[c] * natural_scale + std::log(sums[c]);
               factors[c] = 1 / sums[c];
             }
             write_transposed(queries, dim, ot.data(), factors.data(), space.data(),
@@ -210,7 +213,7 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
 #pragma omp simd reduction(+ : sum)
               for (int64_t d = 0; d < dim; ++d) sum += widened(o[d]) * widened(do_[r * out_grad.row_stride + d]);
               row_sums[r] = sum;
-              exponents[r] = LOG2E * logsumexp->of(b, h)[(i + r) * logsumexp->row_stride];
+              exponents[r] = logsumexp->of(b, h)[(i + r) * logsumexp->row_stride];
             }
             for (int64_t j = 0; j <= i; j += TILE) {
               const int64_t keys = std::min(TILE, seq - j);
@@ -224,8 +227,9 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
                 }
 #pragma omp simd
                 for (int64_t c = 0; c < keys; ++c) {
-                  const float p0 = power_of_2(scale * LOG2E * scores[row + c] - exponents[r]);
-                  const float p1 = power_of_2(scale * LOG2E * scores[next + c] - exponents[r + 1]);
+                  // Rounded as in logsumexp, so that of large scores the errors are the same and cancel.
+                  const float p0 = power_of_2(LOG2E * (scale * scores[row + c] - exponents[r]));
+                  const float p1 = power_of_2(LOG2E * (scale * scores[next + c] - exponents[r + 1]));
                   const Pair both = pair(p0 * (dp[row + c] - row_sums[r]), p1 * (dp[next + c] - row_sums[r + 1]));
                   p_pairs[row / 2 + c] = pair(p0, p1);
                   ds_pairs[row / 2 + c] = both;

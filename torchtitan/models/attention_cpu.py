@@ -7,23 +7,14 @@ kernel, but for the backward pass of narrow heads, which is made of products ove
 
 import ctypes
 import functools
-import hashlib
-import os
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan.cache import cache_folder
+from torchtitan.kernels.build import load
 from torchtitan.logging import logger
-
-SOURCE = Path(__file__).with_suffix(".cpp")
-# Every CPU with AMX has what the first of them had. Not -ffast-math: it would flush denormals in the whole process.
-COMPILE = "-std=c++20 -O3 -march=sapphirerapids -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math"
-LINK = "-fopenmp -shared -fPIC -ltorch_cpu"
 
 WIDE_HEADS = 64  # from this head_dim on torch's kernel is faster than tiles
 QUERIES, HEADS = 128, 8  # of a tile: 8 x 128 x 512 scores in float32 are 2 MiB
@@ -126,32 +117,16 @@ def matrix_unit_library() -> ctypes.CDLL | None:
     """`attention_cpu.cpp`, compiled once for each version of torch; None where it cannot run, which is logged."""
     if not torch.cpu._is_amx_tile_supported():
         return None
-    torch_libraries = Path(torch.__file__).parent / "lib"
-    command = [os.environ.get("CXX") or "g++", *COMPILE.split(), str(SOURCE), f"-L{torch_libraries}", *LINK.split()]
-    try:
-        key = hashlib.sha256(repr((SOURCE.read_text(), command, torch.__version__)).encode()).hexdigest()
-        library = cache_folder() / f"{SOURCE.stem}-{key[:16]}.so"
-        if not library.exists():
-            logger.info("Compiling attention for this CPU's matrix unit, once ...")
-            _compile(command, library)
-        loaded = ctypes.CDLL(str(library))
-        loaded.attention_works.restype = ctypes.c_bool
-        if not loaded.attention_works():
-            raise OSError("oneDNN may not use the matrix unit")
-        return loaded
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: this user has no home
-        reason = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[0]
-        logger.warning(f"Attention will be slower than it could be, since its C++ cannot be used: {reason}")
+    # Every CPU with AMX has what the first of them had.
+    flags = ("-march=sapphirerapids", "-ffp-contract=off", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu")
+    library = load(Path(__file__).with_suffix(".cpp"), "attention", *flags)
+    if library is None:
         return None
-
-
-def _compile(command: list[str], library: Path) -> None:
-    """Other processes may do the same at the same time; the library is there whole or not at all."""
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        built = Path(folder) / library.name
-        subprocess.run([*command, "-o", str(built)], check=True, capture_output=True, text=True)
-        built.replace(library)
+    library.attention_works.restype = ctypes.c_bool
+    if not library.attention_works():
+        logger.warning("Attention will be slower than it could be, since oneDNN may not use the matrix unit")
+        return None
+    return library
 
 
 class _Matrices(ctypes.Structure):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.cache import keep_compiled_code_private
 from torchtitan.optim.formats import Blocks, Format, Plain, State, block_size, store
 
 
@@ -60,6 +61,7 @@ class CompactAdamW(torch.optim.Optimizer):
         }
         self._update: Callable[..., None] = update
         if everyone and everyone[0].device.type == "cuda":
+            keep_compiled_code_private()
             self._update = torch.compile(update, fullgraph=True, dynamic=False)
 
     @torch.no_grad()

@@ -16,13 +16,15 @@ from torchtitan.logging import logger
 WINDOW = 100  # norms that an outlier is measured by
 ENOUGH = 20  # norms without which nothing is an outlier
 SHOWN = 8  # ids of samples in a message
+HIDDEN = "a number that a low-precision layer multiplies is not finite"
 
 
 class UpdateGuard:
     """Decides after each backward pass whether the update is done.
 
-    It is not where the loss of any rank or the gradient norm is not finite (`skip_nonfinite`), or where the norm is
-    above `skip_grad_norm_outliers` times the median of the last 100.
+    It is not (`skip_nonfinite`) where the loss of any rank, the gradient norm, or a number that a low-precision layer
+    has rounded to a finite one is not finite; nor where the norm is above `skip_grad_norm_outliers` times the median of
+    the last 100. Without `skip_nonfinite`, such rounding is reported all the same.
 
     Args:
         training: the section.
@@ -43,7 +45,12 @@ class UpdateGuard:
         self._unread: list[tuple[int, torch.Tensor, torch.Tensor, list[str]]] = []
 
     def skips(
-        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, sample_ids: list[str]
+        self,
+        step: int,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor,
+        hidden: torch.Tensor | None,
+        sample_ids: list[str],
     ) -> torch.Tensor | None:
         """Above 0 where the update of `step` is to be left out: a scalar on the device, the same on every rank. None
         where nothing is watched. Collective.
@@ -54,19 +61,21 @@ class UpdateGuard:
         Args:
             loss: this rank's, a scalar; 0 where it has none.
             grad_norm: over all ranks, a scalar.
+            hidden: whether this rank's layers have rounded what is not finite; None where none can.
             sample_ids: of what this rank has read.
         """
-        if not self.nonfinite and self.factor is None:
+        if not self.nonfinite and self.factor is None and hidden is None:
             return None
-        not_finite = torch.isfinite(loss).logical_not().float()
-        dist.all_reduce(not_finite)
-        self._unread.append((step, not_finite, grad_norm, sample_ids))
+        faults = torch.stack([torch.isfinite(loss).logical_not(), torch.zeros_like(loss) if hidden is None else hidden])
+        faults = faults.float()
+        dist.all_reduce(faults)
+        self._unread.append((step, faults, grad_norm, sample_ids))
         if self.factor is not None:
             before = self.skipped
-            return not_finite.new_tensor(float(self.read() > before))
+            return faults.new_tensor(float(self.read() > before))
         if len(self._unread) == WINDOW:
             self.read()
-        return torch.maximum(not_finite, torch.isfinite(grad_norm).logical_not().to(not_finite))
+        return torch.maximum(faults.amax(), torch.isfinite(grad_norm).logical_not().float()) if self.nonfinite else None
 
     def read(self) -> int:
         """Looks at the steps since it was last called, and says which updates were left out. Waits for the device.
@@ -80,13 +89,15 @@ class UpdateGuard:
         """
         unread, self._unread = self._unread, []
         if unread:
-            values = torch.stack([torch.stack([faults, norm.to(faults)]) for _, faults, norm, _ in unread]).tolist()
-            for (step, _, _, sample_ids), (faults, norm) in zip(unread, values, strict=True):
-                self._judge(step, faults == 0, norm, sample_ids)
+            values = torch.stack([torch.cat([faults, norm.to(faults).view(1)]) for _, faults, norm, _ in unread])
+            for (step, _, _, sample_ids), (loss, hidden, norm) in zip(unread, values.tolist(), strict=True):
+                self._judge(step, loss == 0, hidden == 0, norm, sample_ids)
         return self.skipped
 
-    def _judge(self, step: int, finite_loss: bool, norm: float, sample_ids: list[str]) -> None:
-        reason = self._reason(finite_loss, norm)
+    def _judge(self, step: int, finite_loss: bool, finite_layers: bool, norm: float, sample_ids: list[str]) -> None:
+        reason = self._reason(finite_loss, finite_layers, norm)
+        if not finite_layers and not self.nonfinite and dist.get_rank() == 0:
+            logger.warning(f"step {step}: {HIDDEN}, and training.skip_nonfinite is off: it was rounded to a finite one")
         if not reason:
             self.in_a_row = 0
             return
@@ -106,11 +117,13 @@ class UpdateGuard:
                 "them, lower optimizer.lr, or go back with --checkpoint.load_step."
             )
 
-    def _reason(self, finite_loss: bool, norm: float) -> str:
+    def _reason(self, finite_loss: bool, finite_layers: bool, norm: float) -> str:
         if self.nonfinite and not finite_loss:
             return "the loss is not finite"
         if not math.isfinite(norm):
             return "the gradient norm is not finite" if self.nonfinite else ""
+        if self.nonfinite and not finite_layers:
+            return HIDDEN
         if self.factor is None:
             return ""
         usual = statistics.median(self.norms) if len(self.norms) >= ENOUGH else math.inf
@@ -125,5 +138,5 @@ class UpdateGuard:
         return {"skipped": self.skipped, "in_a_row": self.in_a_row, "norms": list(self.norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
-        self.norms.extend(state["norms"])
+        self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
+        self.norms.extend(map(float, state["norms"]))

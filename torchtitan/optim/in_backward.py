@@ -16,23 +16,25 @@ class StepInBackward:
 
     Args:
         parameters: of the optimizer; sharded, so that FSDP calls what waits for their gradients, once a backward pass.
-        optimizer: with one group of parameters.
+        optimizer: to call for one parameter at a time.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self._group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         self._squares: list[torch.Tensor] = []
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, parameter: torch.Tensor) -> None:
         self._squares.append(squared_norm([parameter]))
-        (group,) = self.optimizer.param_groups
+        groups, group = self.optimizer.param_groups, self._group_of[parameter]
         everyone, group["params"] = group["params"], [parameter]
+        self.optimizer.param_groups = [group]
         try:
             self.optimizer.step()
         finally:
-            group["params"] = everyone
+            group["params"], self.optimizer.param_groups = everyone, groups
         parameter.grad = None
 
     def grad_norm(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Optimizers by name."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,8 +18,34 @@ OPTIMIZERS: Registry[type[torch.optim.Optimizer]] = Registry(
 )
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: Optimizer, seed: int = 0) -> torch.optim.Optimizer:
-    """The optimizer over these parameters, this rank's.
+WITHOUT_DECAY: dict[str, Callable[[nn.Module, nn.Parameter], bool]] = {
+    "norms": lambda module, parameter: parameter.ndim < 2,  # and biases
+    "embeddings": lambda module, parameter: isinstance(module, nn.Embedding),
+}
+"""What `optimizer.no_weight_decay` names: from a module and a parameter of its own to whether it is meant."""
+
+
+def decay_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]]:
+    """The model's parameters, apart from those that `optimizer.no_weight_decay` leaves alone. No group is empty."""
+    meant = [WITHOUT_DECAY[name] for name in config.no_weight_decay]
+    without = {
+        parameter
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if any(is_meant(module, parameter) for is_meant in meant)
+    }
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in parameters if parameter not in without]},
+        {"params": [parameter for parameter in parameters if parameter in without], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], config: Optimizer, seed: int = 0
+) -> torch.optim.Optimizer:
+    """The optimizer over these parameters, this rank's, or groups of them (`decay_groups`).
 
     torch's AdamW and Adam where everything is float32 (`implementation` chooses the for-loop, foreach or fused
     update); what is smaller goes to `CompactAdamW`.
@@ -27,7 +53,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Optimizer, seed:
     Args:
         seed: of stochastic rounding.
     """
-    parameters = list(parameters)
+    given: Any = list(parameters)
+    everyone = [one for group in given for one in (group["params"] if isinstance(group, dict) else [group])]
     kind: Any = OPTIMIZERS.get(config.name)
     options = {
         "lr": config.lr,
@@ -36,17 +63,22 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Optimizer, seed:
         "weight_decay": config.weight_decay,
     }
     state_dtype = getattr(torch, config.state_dtype)
-    if kind is torch.optim.AdamW and any(dtype != torch.float32 for dtype in (state_dtype, *_dtypes(parameters))):
+    if kind is torch.optim.AdamW and any(
+        dtype != torch.float32 for dtype in (state_dtype, *(one.dtype for one in everyone))
+    ):
         kind = CompactAdamW
     if issubclass(kind, CompactAdamW):
         root = config.second_moment == "sqrt_v"
-        return kind(parameters, **options, state_dtype=state_dtype, root=root, seed=seed)
+        return kind(given, **options, state_dtype=state_dtype, root=root, seed=seed)
     implementation = config.implementation
-    return kind(parameters, **options, fused=implementation == "fused", foreach=implementation == "foreach")
+    return kind(given, **options, fused=implementation == "fused", foreach=implementation == "foreach")
 
 
-def _dtypes(parameters: list[nn.Parameter]) -> set[torch.dtype]:
-    return {parameter.dtype for parameter in parameters}
+def bytes_of_state(config: Optimizer) -> float:
+    """Of both moments, for each parameter, at least; 0 for an optimizer of a user's own."""
+    if config.name in IN_CODES:
+        return 1 if config.name == "AdamW4bit" else 2
+    return {"Adam": 8, "AdamW": 2 * getattr(torch, config.state_dtype).itemsize}.get(config.name, 0)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

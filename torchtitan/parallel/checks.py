@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.config.system import Parallelism
 from torchtitan.config.training import Training, Validation
-from torchtitan.errors import nearest
+from torchtitan.errors import ConfigError, nearest
 from torchtitan.parallel.dims import ParallelDims
 
 PREFIX = "parallelism."
@@ -60,6 +60,32 @@ def _check_divides(key: str, degree: int, size: int, what: str, problems: list[s
         )
 
 
+def require_parts(model: Any) -> None:
+    """A ConfigError where a model, such as a user's own, lacks the parts by which it is divided into groups of FSDP."""
+    from torch import nn
+
+    if not isinstance(getattr(model, "layers", None), nn.ModuleDict) or not hasattr(model, "tok_embeddings"):
+        raise ConfigError(
+            f"model.name: {type(model).__name__} needs an embedding named tok_embeddings and its blocks in layers, an "
+            "nn.ModuleDict by number, for it to be sharded block by block; or register it with a `parallelize` of its "
+            "own (docs/extension.md)."
+        )
+
+
+def check_schedule(parallelism: Parallelism, problems: list[str]) -> None:
+    """Whether there is a schedule of this name. With a CSV file the name of torch's runtime for such files will do."""
+    from torchtitan.parallel.pipeline import OF_CSV, SCHEDULES  # takes its time
+
+    name = parallelism.pipeline_parallel_schedule
+    known = [*SCHEDULES, *OF_CSV] if parallelism.pipeline_parallel_schedule_csv else SCHEDULES
+    if name.lower() not in map(str.lower, known):
+        of_csv = name.lower() in map(str.lower, OF_CSV)
+        why = " without a pipeline_parallel_schedule_csv" if of_csv else nearest(name, list(SCHEDULES))
+        problems.append(
+            f"{PREFIX}pipeline_parallel_schedule: there is no {name!r}{why}; known: {', '.join(SCHEDULES)}."
+        )
+
+
 def check_pipeline(
     layers: int,
     dims: ParallelDims,
@@ -69,13 +95,20 @@ def check_pipeline(
     problems: list[str],
 ) -> None:
     """Whether stages and schedule fit each other, the model's layers and the batch."""
-    from torchtitan.parallel.pipeline import SCHEDULES, V_SHAPED, splits_backward, stages_per_rank  # takes its time
+    from torchtitan.parallel.pipeline import (
+        OF_CSV,
+        SCHEDULES,
+        V_SHAPED,
+        count_stages,
+        split_points,
+        splits_backward,
+        stages_per_rank,
+    )
 
     name = parallelism.pipeline_parallel_schedule
     key = f"{PREFIX}pipeline_parallel_schedule"
-    if name.lower() not in map(str.lower, SCHEDULES):
-        problems.append(f"{key}: there is no {name!r}{nearest(name, list(SCHEDULES))}; known: {', '.join(SCHEDULES)}.")
-        return
+    if name.lower() not in map(str.lower, [*SCHEDULES, *OF_CSV]):
+        return  # `check_schedule` says so
     per_rank = stages_per_rank(name)
     if training.compile and splits_backward(parallelism):
         problems.append(
@@ -84,20 +117,16 @@ def check_pipeline(
         )
     points = parallelism.pipeline_parallel_split_points
     each = parallelism.pipeline_parallel_layers_per_stage
-    stages = per_rank * dims.pp
     if points and each:
         problems.append(f"{PREFIX}pipeline_parallel_split_points and _layers_per_stage exclude each other; unset one.")
         return
-    if points:
-        numbers = [int(p.removeprefix("layers.")) if p.removeprefix("layers.").isdecimal() else -1 for p in points]
-        if numbers != sorted(set(numbers)) or not all(0 < number < layers for number in numbers):
-            problems.append(
-                f"{PREFIX}pipeline_parallel_split_points must name layers from layers.1 to layers.{layers - 1}, each "
-                f"the first of a stage, in order; not {','.join(points)}."
-            )
-        stages = len(points) + 1
-    elif each:
-        stages = -(-layers // each)
+    numbers = split_points(parallelism, layers)
+    if numbers is None or numbers != sorted(set(numbers)) or not all(number <= layers for number in numbers):
+        problems.append(
+            f"{PREFIX}pipeline_parallel_split_points must name layers from layers.0 to layers.{layers - 1}, or norm, "
+            f"each the first of a stage, in order; not {','.join(points)}."
+        )
+    stages = count_stages(parallelism, layers)
     csv = parallelism.pipeline_parallel_schedule_csv
     if csv:
         if not os.path.isfile(csv):
@@ -121,10 +150,10 @@ def check_pipeline(
         )
     elif name.lower() in V_SHAPED and stages != 2 * dims.pp:
         problems.append(f"{key} = {name} takes two stages a rank, {2 * dims.pp} in all, and there are {stages}.")
-    if layers < stages:
+    if layers + 2 < stages:
         problems.append(
             f"{PREFIX}pipeline_parallel_degree = {dims.pp} with {name} makes {stages} stages, and the model has only "
-            f"{layers} layers; lower it."
+            f"{layers} layers, an embedding and an output layer; lower it."
         )
     _check_microbatches(name, per_rank, stages, dims, parallelism, training, validation, problems)
 

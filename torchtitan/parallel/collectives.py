@@ -45,6 +45,11 @@ def sum_scatter_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     return awaited(_reduce_scatter(x.contiguous(), "sum", dim, group))
 
 
+def sum_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Without gradients."""
+    return awaited(funcol.all_reduce(x, "sum", group))  # type: ignore[arg-type]
+
+
 def exchange_parts(x: torch.Tensor, split: int, join: int, group: str, size: int) -> torch.Tensor:
     parts = torch.stack(x.chunk(size, split))
     received = awaited(funcol.all_to_all_single(parts, None, None, group))  # type: ignore[arg-type]

@@ -18,7 +18,10 @@ from torchtitan.config.system import Comm
 from torchtitan.device import Device
 from torchtitan.errors import LostRankError
 from torchtitan.parallel.heartbeat import LOST, Heartbeat
+from torchtitan.signals import Stop
 
+_heartbeat: Heartbeat | None = None  # this process's: with the store's machine gone, no other connection can be made
+GLOO_CLOSED = "Application timeout caused pair closure"  # by an earlier collective
 TRACES = "comm_traces"  # in the dump folder; a file rank_N of each rank
 
 
@@ -30,8 +33,9 @@ def world_from_environment() -> tuple[int, int, int]:
     return rank, local_rank, world_size
 
 
-def init_process_group(device: Device, comm: Comm, dump_folder: Path) -> None:
-    """The default group. Without torchrun it is a group of this process alone.
+def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop | None = None) -> None:
+    """The default group. Without torchrun it is a group of this process alone. From now on a request to `stop` any
+    rank reaches all.
 
     Args:
         dump_folder: of the run; the flight recorder writes to its subfolder `comm_traces`.
@@ -62,7 +66,9 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path) -> None:
         device.backend, timeout=timeout, store=dist.PrefixStore(start, store), rank=rank, world_size=world_size
     )
     if world_size > 1:
-        Heartbeat(_get_default_store(), rank, world_size).start()
+        global _heartbeat
+        _heartbeat = Heartbeat(_get_default_store(), rank, world_size, stop)
+        _heartbeat.start()
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, seconds: int) -> str:
@@ -117,21 +123,20 @@ def named_failures(comm: Comm, dump_folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if _heartbeat is None:
             raise
-        heartbeat = Heartbeat(_get_default_store(), dist.get_rank(), dist.get_world_size())
-        failure = _communication_failure(error)
-        heartbeat.end(LOST if failure else type(error).__name__)
+        failure = communication_failure(error)
+        _heartbeat.end(LOST if failure else type(error).__name__)
         if not failure:
             raise
         where = _dump_flight_recorder(comm, dump_folder)
-        raise LostRankError(f"{_what_failed(failure, comm)} {heartbeat.account()}{where}") from error
+        raise LostRankError(f"{_what_failed(failure, comm)} {_heartbeat.account()}{where}") from error
 
 
-def _communication_failure(error: BaseException | None) -> str:
+def communication_failure(error: BaseException | None) -> str:
     """The message of the collective that has failed, wherever in the chain of causes it is; '' for another error."""
     while error is not None:
-        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error) or GLOO_CLOSED in str(error):
             return str(error)
         error = error.__cause__ or error.__context__
     return ""

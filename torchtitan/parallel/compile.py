@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan.cache import keep_compiled_code_private
 from torchtitan.errors import ConfigError
 
 
@@ -23,6 +24,7 @@ def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
         from torchtitan.parallel.cpu_products import TransposeFirst  # brings in the compiler
 
         options = {"post_grad_custom_pre_pass": TransposeFirst()}
+    keep_compiled_code_private()
     for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, options=options)
 

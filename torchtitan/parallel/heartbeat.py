@@ -6,16 +6,18 @@ neither tells them which rank it was. Its heartbeat does, on every machine and w
 
 import atexit
 import contextlib
-import sys
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from torchtitan.logging import logger
+from torchtitan.progress import place
+from torchtitan.signals import Stop
 
 INTERVAL = 1.0  # seconds between two beats
 PATIENCE = 3.0  # seconds in which a living rank is heard, however busy
@@ -35,12 +37,15 @@ class Heartbeat:
             others from using its own.
         rank: this one.
         world_size: number of ranks.
+        stop: a request to stop is passed on through the store. It reaches ranks that come to no step boundary, where
+            they would agree: one that compiles must not wait for one that has given up.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, stop: Stop | None = None) -> None:
         self.store = dist.PrefixStore("heartbeat", store.clone())  # type: ignore[attr-defined]  # in no stub
         self.rank = rank
         self.world_size = world_size
+        self.stop = stop or Stop(rank)
         self.others = [other for other in range(world_size) if other != rank]
 
     def start(self, silence: float = SILENCE) -> None:
@@ -48,37 +53,46 @@ class Heartbeat:
         stop = threading.Event()
         self.store.set(f"beat/{self.rank}", "0")
         self.store.set(f"end/{self.rank}", "")
+        self.store.set(f"process/{self.rank}", f"{os.getpid()} on {socket.gethostname()}")
         thread = threading.Thread(target=self._run, args=(stop, silence), daemon=True, name="heartbeat")
         thread.start()
 
         def finish() -> None:
             stop.set()
             thread.join(INTERVAL)
-            with contextlib.suppress(dist.DistError):
-                self.store.set(f"end/{self.rank}", FINISHED)
+            self.end(FINISHED)
 
         atexit.register(finish)
 
     def end(self, how: str) -> None:
         """Leaves word of how this rank ends, so that it is not taken for dead."""
-        _within(PATIENCE, lambda: self.store.set(f"end/{self.rank}", how))
+        within(PATIENCE, lambda: self.store.set(f"end/{self.rank}", how))
 
     def account(self) -> str:
         """A sentence on the ranks that are gone or late. Takes PATIENCE where some are gone, a second where none is."""
-        silent = _within(2 * PATIENCE, self._silent)
+        silent = within(2 * PATIENCE, self._silent)
         if silent is None:
-            return "The store of the run, on the machine of rank 0, does not answer."
+            return "The store of the run, where the launchers have met, does not answer: that machine is gone."
         if silent:
             return f"{_ranks(silent)} not answer: ended, stopped, or on a machine that is gone."
-        ends = _within(PATIENCE, lambda: self._read("end", self.others)) or {}
+        ends = within(PATIENCE, lambda: self._read("end", self.others)) or {}
         failed = [f"Rank {other} ended with {how}" for other, how in ends.items() if how not in ("", LOST, FINISHED)]
         if failed:
             return f"{'; '.join(failed)}: see its own message."
         late = [other for other, how in ends.items() if not how][:MOST]
-        beats = _within(PATIENCE, lambda: self._read("beat", late)) or {}
+        beats = within(PATIENCE, lambda: self._read("beat", late)) or {}
         if beats:
             return " ".join(f"Rank {other} is at {beat.partition(' ')[2]}." for other, beat in beats.items())
         return "All ranks answer, and all have failed: the network is broken, or the time too short."
+
+    def places(self) -> dict[int, str]:
+        """Where each rank was a second ago; '' where it has not said so yet."""
+        beats = self._read("beat", range(self.world_size))
+        return {rank: beat.partition(" ")[2] for rank, beat in beats.items()}
+
+    def process(self, rank: int) -> str:
+        """'4242 on node7'."""
+        return self._read("process", [rank])[rank]
 
     def _run(self, stop: threading.Event, silence: float) -> None:
         neighbour = (self.rank + 1) % self.world_size
@@ -86,7 +100,8 @@ class Heartbeat:
         try:
             while not stop.wait(INTERVAL):
                 count += 1
-                self.store.set(f"beat/{self.rank}", f"{count} {_place()}")
+                self.store.set(f"beat/{self.rank}", f"{count} {place()}")
+                self._pass_on_stop()
                 beat = self._read("beat", [neighbour])[neighbour]
                 if beat != heard or self._read("end", [neighbour])[neighbour]:
                     heard, since, told = beat, time.monotonic(), False
@@ -96,6 +111,12 @@ class Heartbeat:
                         logger.warning(f"nothing has been heard from rank {other} for {silence:g} s")
         except dist.DistError:  # the store is gone, and the run will notice soon
             return
+
+    def _pass_on_stop(self) -> None:
+        if self.store.check(["stop"]):
+            self.stop.request(int(self.store.get("stop")))
+        elif self.stop.requested:
+            self.store.set("stop", str(self.stop.requested))
 
     def _silent(self) -> list[int]:
         before = self._read("beat", self.others)
@@ -116,17 +137,11 @@ class Heartbeat:
         return {rank: value.decode() for rank, value in zip(ranks, values, strict=True)}
 
 
-def _place() -> str:
-    """Where the main thread is: 'folder/file.py:line, in function'."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno}, in {frame.f_code.co_name}"
-
-
 def _ranks(ranks: list[int]) -> str:
     return f"Rank {ranks[0]} does" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} do"
 
 
-def _within(seconds: float, call: Callable[[], Result]) -> Result | None:
+def within(seconds: float, call: Callable[[], Result]) -> Result | None:
     """What `call` returns; None where it fails or takes longer, as a store may whose machine is gone."""
     results: list[Result] = []
 

@@ -4,9 +4,13 @@ Schedules are torch's (torch.distributed.pipelining): GPipe (arXiv 1811.06965), 
 interleaved form (arXiv 2104.04473), zero-bubble forms (arXiv 2401.10241).
 """
 
+import contextlib
 import copy
+import re
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +19,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
+    _ComputationType,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
 
 from torchtitan.config.system import Parallelism
 from torchtitan.errors import ConfigError
+from torchtitan.parallel.checks import require_parts
 
 SCHEDULES = (
     "1F1B",
@@ -31,8 +37,19 @@ SCHEDULES = (
     "LoopedBFS",
     "DualPipeV",
 )
+# Names that torch takes for a schedule from a CSV file; there they say only whether a rank has one stage or several.
+OF_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
+AFTER_LAYERS = ("norm", "output")
+SINGLE_OF_CSV = OF_CSV[0].lower()
 V_SHAPED = ("zbvzerobubble", "dualpipev")
 SPLITS_BACKWARD = ("interleavedzerobubble", *V_SHAPED)
+
+
+class Passes(NamedTuple):
+    """How often something runs forward and backward."""
+
+    forward: int
+    backward: int
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
@@ -43,6 +60,8 @@ def splits_backward(parallelism: Parallelism) -> bool:
 
 def stages_per_rank(schedule: str) -> int:
     """How many stages a rank has where the configuration leaves it open."""
+    if schedule.lower() in map(str.lower, OF_CSV):
+        return 1 if schedule.lower() == SINGLE_OF_CSV else 2
     return 2 if issubclass(get_schedule_class(schedule), PipelineScheduleMulti) else 1
 
 
@@ -78,14 +97,47 @@ def first_layers(costs: Sequence[float], stages: int) -> list[int]:
     return best[0][1]
 
 
-def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[int]:
-    """The first layer of each stage, as the configuration says: at split points, every so many layers, or by cost."""
+def split_points(parallelism: Parallelism, layers: int) -> list[int] | None:
+    """The first layer of each stage but the first, as the configuration names them; `layers` where it names what comes
+    after the layers. None for a name that is neither."""
+    numbers = []
+    for point in parallelism.pipeline_parallel_split_points:
+        number = point.removeprefix("layers.")
+        if not number.isdecimal() and point not in AFTER_LAYERS:
+            return None
+        numbers.append(layers if point in AFTER_LAYERS else int(number))
+    return numbers
+
+
+def count_stages(parallelism: Parallelism, layers: int) -> int:
+    """How many stages the configuration makes of a model of so many layers."""
+    ranks = parallelism.pipeline_parallel_degree
     if parallelism.pipeline_parallel_split_points:
-        return [0, *(int(point.removeprefix("layers.")) for point in parallelism.pipeline_parallel_split_points)]
-    if parallelism.pipeline_parallel_layers_per_stage:
-        return list(range(0, len(costs), parallelism.pipeline_parallel_layers_per_stage))
-    per_rank = stages_per_rank(parallelism.pipeline_parallel_schedule)
-    return first_layers(costs, parallelism.pipeline_parallel_degree * per_rank)
+        return len(parallelism.pipeline_parallel_split_points) + 1
+    if each := parallelism.pipeline_parallel_layers_per_stage:
+        stages = -(-layers // each)
+        # A stage for the output layer alone, and one for the embedding, where the ranks need them to come out even.
+        return next((count for count in (stages, stages + 1, stages + 2) if count % ranks == 0), stages)
+    if csv := parallelism.pipeline_parallel_schedule_csv:
+        with contextlib.suppress(OSError, ValueError):  # said where it is loaded
+            return 1 + max(map(int, re.findall(r"\b(\d+)[A-Z]", Path(csv).read_text(encoding="utf-8"))))
+    return ranks * stages_per_rank(parallelism.pipeline_parallel_schedule)
+
+
+def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[int]:
+    """The first layer of each stage, as the configuration says: at split points, every so many layers, or by cost.
+
+    Where there are more stages than that makes, the last has the output layer alone (and begins after all layers), and
+    the first the embedding alone.
+    """
+    layers, stages = len(costs), count_stages(parallelism, len(costs))
+    if parallelism.pipeline_parallel_split_points:
+        return [0, *(split_points(parallelism, layers) or [])]
+    if each := parallelism.pipeline_parallel_layers_per_stage:
+        firsts = list(range(0, layers, each))
+    else:
+        firsts = first_layers(costs, min(stages, layers))
+    return [0] * (stages - len(firsts) - 1) + firsts + [layers] * (stages > len(firsts))
 
 
 def layer_costs(model: Any, seq_len: int) -> list[float]:
@@ -93,6 +145,8 @@ def layer_costs(model: Any, seq_len: int) -> list[float]:
 
     Those of attention are 2 for each channel and each token that a token sees: half of the sequence on average.
     """
+
+    require_parts(model)
 
     def weights(module: nn.Module) -> int:
         return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
@@ -162,6 +216,7 @@ class Pipeline:
         microbatches: int,
         scale: float = 1.0,
     ) -> None:
+        self.group = group
         self.scale = scale
         self.device = device
         self.microbatches = microbatches
@@ -195,6 +250,21 @@ class Pipeline:
                     f"{group.size()} ranks for {microbatches} microbatches ({error}); a line for each rank, an action "
                     "such as 0F3 (stage 0, forward, microbatch 3) in each column."
                 ) from None
+
+    def passes(self, number: int) -> Passes:
+        """Of this stage's layers for a batch. Where a schedule computes the gradients of inputs and of weights one
+        after the other, torch runs the whole backward pass of a linear layer for each."""
+        if isinstance(self.schedule, PipelineScheduleSingle):
+            return Passes(self.microbatches, self.microbatches)
+        order = getattr(self.schedule, "pipeline_order_with_comms", None) or self.schedule.pipeline_order
+        kinds: Counter[Any] = Counter()
+        for action in order.get(self.group.rank(), []):
+            for part in (getattr(action, "sub_actions", None) or [action]) if action is not None else []:
+                if part.stage_index == number:
+                    kinds[part.computation_type] += 1
+        by_inputs = kinds[_ComputationType.BACKWARD_INPUT] if number > 0 else 0  # the first stage's are tokens
+        backward = kinds[_ComputationType.FULL_BACKWARD] + by_inputs + kinds[_ComputationType.BACKWARD_WEIGHT]
+        return Passes(self.microbatches, backward)
 
     def train(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         """Forward and backward. Gradients are left in the parameters.

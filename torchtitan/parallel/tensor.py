@@ -7,16 +7,16 @@ between, be it torch's, a converter's or the compiler's, is that of a smaller mo
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtitan.parallel.collectives import gather, sum_scatter
+from torchtitan.parallel.collectives import gather, sum_over_ranks, sum_scatter
 from torchtitan.parallel.dims import Style
 
 SEQUENCE = 1  # dimension of activations, (batch, seq, dim)
@@ -101,7 +101,7 @@ def _divide(module: nn.Module, placements: Mapping[str, Placement], mesh: Device
         NotImplementedError: a parameter that the style does not provide for (the bias of a rowwise layer, of which
             every rank would add its own).
     """
-    shown: dict[str, Placement] = {}
+    shown: dict[str, Shown] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name not in placements:
             raise NotImplementedError(f"tensor parallelism has no place for the parameter {name} of {module}")
@@ -114,32 +114,55 @@ def _divide(module: nn.Module, placements: Mapping[str, Placement], mesh: Device
         )
         module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         # The gradient of a whole weight on a part of the sequence is a partial sum.
-        shown[name] = Partial() if isinstance(placement, Replicate) else placement
+        shown[name] = Shown(placement, mesh.get_group().group_name if isinstance(placement, Replicate) else None)
     if shown:
         cls: Any = type(module)
         module.__class__ = _showing(cls, tuple(shown.items()))
 
 
-def _local_share(name: str, grad_placement: Placement) -> property:
+class Shown(NamedTuple):
+    """How a forward sees a parameter: as the local share of this placement. The gradients of the ranks in `group`, a
+    name, are summed."""
+
+    placement: Placement
+    group: str | None
+
+
+class _SumGradients(torch.autograd.Function):
+    """Nothing, and in the backward pass a sum over ranks in float32. (DTensor's would be in the gradient's dtype.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return sum_over_ranks(grad.float(), ctx.group).to(grad.dtype), None
+
+
+def _local_share(name: str, shown: Shown) -> property:
     """With it, `module.<name>` gives the local share; the parameter itself stays registered under its name."""
 
     def local(self: nn.Module) -> torch.Tensor:
         parameter: Any = self._parameters[name]
         # For the forward pass FSDP puts what it has gathered in the parameter's place, divided over `mesh` alone.
-        gathered = parameter.device_mesh.ndim == 1
-        return parameter.to_local(grad_placements=[grad_placement]) if gathered else parameter
+        if parameter.device_mesh.ndim > 1:
+            return parameter
+        share = parameter.to_local(grad_placements=[shown.placement])
+        return share if shown.group is None else _SumGradients.apply(share, shown.group)
 
     return property(local)
 
 
 @functools.cache  # modules alike have one class: what is compiled for one layer then serves all
-def _showing(cls: Any, shown: tuple[tuple[str, Placement], ...]) -> Any:
+def _showing(cls: Any, shown: tuple[tuple[str, Shown], ...]) -> Any:
     """A subclass that shows the local shares of these parameters, as `torch.nn.utils.parametrize` does it.
 
     Args:
-        shown: names, and the placements of their gradients.
+        shown: by name.
     """
-    return type(cls.__name__, (cls,), {**{name: _local_share(name, grad) for name, grad in shown}, "_shown": shown})
+    return type(cls.__name__, (cls,), {**{name: _local_share(name, how) for name, how in shown}, "_shown": shown})
 
 
 def set_class(module: nn.Module, cls: Any) -> None:

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 
 from torchtitan.checks import check, global_batch_size
+from torchtitan.compute_dtype import decide_compute_dtype
 from torchtitan.config import JobConfig
 from torchtitan.converters import Decision, LinearConverter, apply_converters, conversion_report
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.device import Device
+from torchtitan.errors import ConfigError
 from torchtitan.explain import explain_conversion
 from torchtitan.logging import logger
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
+from torchtitan.parallel.checks import require_parts
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.pipeline import find_first_layers, layer_costs
 from torchtitan.plan.devices import DEFAULT, PlannedDevice, named_device, this_device
@@ -112,8 +115,11 @@ def plan(config: JobConfig, device: Device) -> None:
         device: this machine's, which is planned for unless another is named.
     """
     job = config.job
+    simulated = job.simulate_world_size is not None
+    on_cpu = job.simulate_device == "cpu" or (job.simulate_device == "auto" and device.type == "cpu" and not simulated)
+    config = decide_compute_dtype(config, "cpu" if on_cpu else "cuda")
     dtype = getattr(torch, config.training.mixed_precision_param)
-    planned, why = planned_device(job.simulate_device, job.simulate_world_size is not None, device, dtype)
+    planned, why = planned_device(job.simulate_device, simulated, device, dtype)
     dims = check(config, job.simulate_world_size or max(1, torch.cuda.device_count()), planned.type)
     run_plan(config, dims, global_batch_size(config, dims), planned, why)
 
@@ -169,6 +175,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         args = args.with_vocab_size(load_tokenizer(config.model.tokenizer_path).vocab_size)
     with torch.device("meta"):
         model: Any = spec.build(args)
+    require_parts(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings else model.tok_embeddings.weight.numel()
     per_token = flops_per_token(parameters - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len)
@@ -179,6 +186,11 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     if dims.pp > 1:
         firsts = find_first_layers(config.parallelism, layer_costs(model, training.seq_len))
         layers = [end - first for first, end in zip(firsts, [*firsts[1:], args.n_layers], strict=True)]
+        if 0 in layers:
+            raise ConfigError(
+                "job.plan cannot simulate a stage without layers (the embedding or the output layer alone); plan with "
+                "fewer stages: a lower parallelism.pipeline_parallel_degree or another pipeline_parallel_schedule."
+            )
     job = Job(config, dims, rows, args, layers, alike=layers_alike(model), device=device)
     measured = {mode: measure(_with_mode(job, mode)) for mode in modes(config)}
     mode = config.activation_checkpoint.mode

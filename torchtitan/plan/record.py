@@ -140,12 +140,16 @@ class Recorder(TorchDispatchMode):
             self._record(func, args, out)
         elif func is aten._int_mm.default:
             self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        elif func in (torch.ops.torchtitan.float8_mm.default, torch.ops.torchtitan.int8_mm.default):  # on CPU
+            self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[2].shape[1]
         elif func._overloadpacket in flop_registry:
-            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            attention = "attention" in func._overloadpacket.__name__
+            shown = _with_as_many_heads(args) if attention else args
+            flops = flop_registry[func._overloadpacket](*shown, **kwargs, out_val=out)
             if func is aten._scaled_mm.default:
                 self.flops_8bit += flops
             else:
-                self.flops += flops / 2 if "attention" in func._overloadpacket.__name__ else flops
+                self.flops += flops / 2 if attention else flops
         if isinstance(out, torch.Tensor):
             self._made(out)
         elif isinstance(out, (tuple, list)):
@@ -205,6 +209,13 @@ def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def _with_as_many_heads(args: Any) -> list[Any]:
+    """Shapes of attention's operands, keys and values of grouped queries repeated: torch 2.11 counts no others."""
+    heads = args[0].shape[1]
+    shapes = (arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args)
+    return [(s[0], heads, *s[2:]) if isinstance(s, torch.Size) and len(s) == 4 else s for s in shapes]
 
 
 def _tensor_bytes(tree: Any) -> int:

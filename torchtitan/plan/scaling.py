@@ -181,11 +181,12 @@ def _with_all_microbatches(job: Job, part: Part, measures: Measures) -> Measures
     total = plus(total, measures, job.rounds * more, "each microbatch")
     total = {key: value for key, value in total.items() if not key[0].startswith("each")}
     if more:
-        # Torch's stages take memory for all that they will receive from the beginning on.
+        # Torch's stages take memory for all that they will receive from the beginning on; since 2.15 a microbatch at a
+        # time, but the last stage's losses keep what they were computed from.
         small = dataclasses.replace(part, ranks=part.rank + (1 if part.ranks - part.rank == 1 else 2), layers=(1,))
         kept = [
-            _simulation(job, dataclasses.replace(small, microbatches=small.ranks + one), Simulation.bytes_at_start)
-            for one in (0, 1)
+            _simulation(job, dataclasses.replace(small, microbatches=count), Simulation.bytes_before_last)
+            for count in (small.ranks + 1, small.ranks + 2)
         ]
         total["peak",] += more * (kept[1] - kept[0])
     return total

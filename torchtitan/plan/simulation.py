@@ -126,17 +126,19 @@ class Simulation(TrainingStep):
                 measures |= {(what, *key): after[key] - before.get(key, 0) for key in after}
         return measures
 
-    def bytes_at_start(self) -> int:
-        """What is live when the first block begins: the step goes no further."""
+    def bytes_before_last(self) -> int:
+        """What is live when the first block begins with the last microbatch: the step goes no further."""
+        last = self.config.training.local_batch_size // self.config.parallelism.pipeline_parallel_microbatch_size
+        visits = found = 0
 
-        found = 0
+        def look(*_: Any) -> None:
+            nonlocal visits, found
+            visits += 1
+            if visits == last:
+                found = self.recorder.current
+                raise _Enough
 
-        def stop(*_: Any) -> None:
-            nonlocal found
-            found = self.recorder.current
-            raise _Enough
-
-        next(iter(next(iter(self.stages.values())).layers.values())).register_forward_pre_hook(stop, prepend=True)
+        next(iter(next(iter(self.stages.values())).layers.values())).register_forward_pre_hook(look, prepend=True)
         with self._step_around():
             try:
                 self._step(1)
@@ -150,10 +152,11 @@ class Simulation(TrainingStep):
         loss, _ = self.run([self._batch()] * rounds, 0.0, self._agree_on_update)
         self.over_ranks(loss)
 
-    def _agree_on_update(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+    def _agree_on_update(self, loss: torch.Tensor, grad_norm: torch.Tensor, hidden: torch.Tensor | None) -> None:
         """What `UpdateGuard` sends."""
-        if self.config.training.skip_nonfinite or self.config.training.skip_grad_norm_outliers is not None:
-            dist.all_reduce(torch.isfinite(loss).float())
+        training = self.config.training
+        if training.skip_nonfinite or training.skip_grad_norm_outliers is not None or hidden is not None:
+            dist.all_reduce(torch.stack([loss, loss]))
 
     @contextlib.contextmanager
     def _step_around(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from torchtitan.kernels import rounding
 from torchtitan.models import attention, loss, norm
 from torchtitan.parallel import context
 
@@ -32,6 +33,7 @@ def stand_ins(device_type: str) -> Iterator[None]:
             (F, "rms_norm", _rms_norm),
             (attention, "has_own_kernel", lambda q: False),
             (norm, "has_own_kernel", lambda x: False),
+            (rounding, "has_own_kernel", lambda x: False),
             (loss, "rows_at_once", len),
         ]
     before = [getattr(module, name) for module, name, _ in patched]

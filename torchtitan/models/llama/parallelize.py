@@ -10,6 +10,7 @@ from torchtitan.converters.float8_gather import gather_for
 from torchtitan.models.llama.model import Attention, Llama
 from torchtitan.models.loss_parallel import divided_cross_entropy, gathered_cross_entropy
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.parallel.checks import require_parts
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.dims import Style
@@ -50,6 +51,7 @@ def parallelize(
         mesh: (pp, dp_replicate, fsdp, tp), of `ParallelDims.build_mesh`.
         context_mesh: the ranks that share a sequence; None where none do.
     """
+    require_parts(model)
     blocks = list(model.layers.values())
     tensor_mesh = mesh["tp"]
     if tensor_mesh.size() > 1:

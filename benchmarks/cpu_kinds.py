@@ -1,0 +1,67 @@
+"""Each recipe on CPUs of several kinds, as far as this one has their instructions: tokens/s, and the time to the first
+step. oneDNN and torch are told to use no more.
+
+python benchmarks/cpu_kinds.py [--steps 4] [--rounds 2] [--kinds laptop,...] [-- FLAGS]
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import ask
+from benchmarks.runs import ROOT, Result, Variant, timed
+from benchmarks.tables import markdown, spread
+
+KINDS = {
+    "AVX2, a laptop": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "AVX-512 without VNNI": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx512"},
+    "AVX-512 with bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "ATEN_CPU_CAPABILITY": "avx512"},
+    "all that this CPU has": {},
+}
+FLOAT8 = ["--model.converters=float8"]
+RECIPES = {
+    "none": [],
+    "float8 tensorwise": FLOAT8,
+    "float8 rowwise": [*FLOAT8, "--float8.recipe_name=rowwise"],
+    "float8 delayed": [*FLOAT8, "--float8.recipe_name=delayed"],
+    "int8 rowwise": ["--model.converters=int8"],
+    "mx (emulated)": ["--model.converters=mx", "--mx.emulate"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4, help="measured, after two of warm-up")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--kinds", help="those whose names hold one of these words, separated by commas")
+    parser.add_argument("--recipes", help="likewise")
+    parser.add_argument("flags", nargs="*", help="after --: of every run")
+    arguments = parser.parse_args()
+    config = ROOT / "train_configs" / "debug_model.toml"
+    rows = []
+    for kind, environment in _named(KINDS, arguments.kinds).items():
+        variants = [Variant(name, environment, flags) for name, flags in _named(RECIPES, arguments.recipes).items()]
+        results: dict[str, list[Result]] = {variant.name: [] for variant in variants}
+        for _ in range(arguments.rounds):
+            for variant in variants:
+                results[variant.name].append(timed(variant, config, arguments.flags, 2, arguments.steps))
+        reference = results[variants[0].name]
+        for name, found in results.items():
+            ratios = [one.rate / other.rate for one, other in zip(found, reference, strict=True)]
+            rates, firsts = [one.rate for one in found], [one.first_step or 0.0 for one in found]
+            row = [kind, name, f"{statistics.median(rates):,.0f}", f"{statistics.median(ratios):.2f}"]
+            rows.append([*row, spread(ratios, "{:.2f}"), f"{statistics.median(firsts):.1f}"])
+            print(f"{kind}, {name}: {row[2]} tokens/s, {row[3]}", file=sys.stderr, flush=True)
+    print(ask(sizes="1024"))
+    print(markdown(["instructions", "recipe", "tokens/s", "of none", "spread", "s to the first step"], rows))
+
+
+def _named(table: dict[str, dict[str, str]] | dict[str, list[str]], words: str | None) -> dict:  # type: ignore[type-arg]
+    return {name: value for name, value in table.items() if not words or any(w in name for w in words.split(","))}
+
+
+if __name__ == "__main__":
+    main()

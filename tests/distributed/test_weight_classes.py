@@ -1,0 +1,133 @@
+"""Under every layout: the classes that a converted layer's forward pass sees, losses as of one process, and as many
+low-precision products as promised."""
+
+import contextlib
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import tiny  # noqa: F401  registers the model
+import torch
+import torch.distributed as dist
+from runs import TINY
+from torch import nn
+from workers import in_processes
+
+from torchtitan.checks import check, global_batch_size
+from torchtitan.config import ConfigManager
+from torchtitan.data import Batch
+from torchtitan.device import Device
+from torchtitan.models import MODELS
+from torchtitan.parallel.dims import ParallelDims
+from torchtitan.step import TrainingStep
+
+INT8 = ("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather")
+FLOAT8 = ("--model.converters=float8", "--float8.emulate")
+RECIPES = {
+    "int8 gather rowwise": INT8,
+    "int8 gather tensorwise": (*INT8, "--int8.recipe_name=tensorwise"),
+    "float8 gather": (*FLOAT8, "--float8.enable_fsdp_float8_all_gather"),
+    "int8": INT8[:1],
+    "delayed": (*FLOAT8, "--float8.recipe_name=delayed"),
+    "mx": ("--model.converters=mx", "--mx.emulate"),
+}
+PLAIN = [{"Parameter", "Tensor"}, {"Tensor"}]  # in the forward pass, and this rank's shard
+CLASSES = {
+    "int8 gather": ({"Int8Linear"}, {"GatheredWeight"}, {"ShardedWeight"}),
+    "float8 gather": ({"Float8Linear"}, {"Float8TrainingTensor"}, {"WeightWithDynamicFloat8CastTensor"}),
+    "int8": ({"Int8Linear"}, *PLAIN),
+    "delayed": ({"DelayedLinear"}, *PLAIN),
+    "mx": ({"MXFP8Linear"}, *PLAIN),
+}
+
+
+def of_two(*kinds: str) -> tuple[str, ...]:
+    return tuple(f"--parallelism.{kind}_parallel_degree=2" for kind in kinds)
+
+
+FOUR_STAGES = ("--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--model.flavor=deep")
+REPLICATE = "--parallelism.data_parallel_replicate_degree=2"
+ROWS, FOUR_ROWS = ("--training.local_batch_size=2", "--training.local_batch_size=4")
+LAYOUTS = {  # of four processes
+    "FSDP 2 x TP 2": (*of_two("tensor"), "--activation_checkpoint.mode=full"),
+    "TP 2 x PP 2": (*of_two("tensor", "pipeline"), ROWS, *FOUR_STAGES),
+    "HSDP 2 x 2": (REPLICATE,),
+    "DDP 2 x TP 2": (REPLICATE, *of_two("tensor")),
+    "CP 2 x TP 2": of_two("context", "tensor"),
+    "FSDP 2 x PP 2": (*of_two("pipeline"), ROWS),
+}
+ALONE = {"one process": (FOUR_ROWS,), "one process, four layers": (FOUR_ROWS, *FOUR_STAGES)}
+# int8 gathers under every layout, all recipes under two.
+CASES = [(layout, recipe) for i, layout in enumerate(LAYOUTS) for j, recipe in enumerate(RECIPES) if i < 2 or j < 2]
+
+
+def train(*flags: str) -> dict[str, Any]:
+    """Two steps on this rank, with the products of the second counted. Returns the losses; by layer, the classes of it,
+    its weight in the forward pass, and its shard; and, of shards with a scale for the next gather, that and the scale
+    of what is gathered."""
+    config = ConfigManager().parse_args(
+        [*TINY, "--training.mixed_precision_param=bfloat16", "--training.local_batch_size=1", *flags]
+    )
+    dims = check(config, dist.get_world_size(), "cpu")
+    rows, size = global_batch_size(config, dims), config.training.local_batch_size
+    args = MODELS.get("tiny").flavor(config.model.flavor).with_vocab_size(256)
+    work = TrainingStep(config, dims, rows, Device("cpu", "", torch.device("cpu")), args)
+    work.build()
+    classes: dict[str, set[tuple[str, str, str]]] = {}
+
+    def look(module: nn.Module, inputs: Any, fqn: str, shard: str) -> None:
+        classes.setdefault(fqn, set()).add((type(module).__name__, type(module.weight).__name__, shard))
+
+    chosen = [decision.fqn for decision in work.converters[0].decisions if decision.converted]  # type: ignore[attr-defined]
+    layers = {fqn: module for fqn, module in work.model.named_modules() if fqn in chosen}
+    for fqn, module in layers.items():
+        shard = type(module.weight._local_tensor).__name__
+        module.register_forward_pre_hook(functools.partial(look, fqn=fqn, shard=shard))
+    tokens = torch.randint(256, (rows, 65), generator=torch.Generator().manual_seed(0)).chunk(dims.dp)[work.dp_rank]
+    losses = []
+    batches = [Batch(part[:, :-1], part[:, 1:], None, None) for part in tokens.split(size)]
+    for check_products in (contextlib.nullcontext(), work.checked_products(len(batches))):
+        with check_products:
+            loss, _ = work.run(batches, 1e-3)
+        losses.append(work.over_ranks(loss).item() / work.tokens_per_step)
+    scales = {}
+    for fqn, module in layers.items():
+        shard = module._parameters["weight"]._local_tensor
+        if getattr(shard, "scale_inverse", None) is not None:
+            amax = shard.tensor.abs().amax()
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=work.mesh.get_group("fsdp"))
+            scales[fqn] = (shard.scale_inverse.item(), amax.item() / 127)
+    return {"losses": losses, "classes": classes, "scales": scales}
+
+
+def train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
+    once = functools.cache(ParallelDims.build_mesh)  # groups take a while
+    with mock.patch.object(ParallelDims, "build_mesh", once):
+        return {case: train(*{**LAYOUTS, **ALONE}[case[0]], *RECIPES[case[1]]) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, str], dict[str, Any]]:
+    (found,) = in_processes(train_all, 1, [(layout, recipe) for layout in ALONE for recipe in RECIPES])
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[tuple[str, str], dict[str, Any]]]:
+    return in_processes(train_all, 4, CASES)
+
+
+@pytest.mark.parametrize(("layout", "recipe"), CASES)
+def test_layers_see_the_weights_of_their_recipe(layout: str, recipe: str, ranks: Any, alone: Any) -> None:
+    expected = next(value for name, value in CLASSES.items() if recipe.startswith(name))
+    reference = alone["one process, four layers" if "--model.flavor=deep" in LAYOUTS[layout] else "one process", recipe]
+    for rank in ranks:
+        result = rank[layout, recipe]
+        assert result["classes"]
+        for found in result["classes"].values():
+            assert all(name in names for classes in found for name, names in zip(classes, expected, strict=True))
+        near = 2e-4 if recipe == "int8 gather rowwise" else 2e-3
+        assert result["losses"] == pytest.approx(reference["losses"], abs=near)
+        assert all(scale == pytest.approx(right) for scale, right in result["scales"].values())
+        assert bool(result["scales"]) == (recipe == "int8 gather tensorwise")

@@ -1,0 +1,33 @@
+"""training.mixed_precision_param = auto."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan import compute_dtype
+from torchtitan.compute_dtype import decide_compute_dtype
+from torchtitan.config import ConfigManager, JobConfig
+
+
+def config(folder: Path, *flags: str) -> JobConfig:
+    return ConfigManager().parse_args([f"--job.dump_folder={folder}", "--checkpoint.enable_checkpoint", *flags])
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_a_cpu_takes_what_it_multiplies_faster(
+    fast: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute_dtype, "bfloat16_is_fast", lambda: fast)
+    assert decide_compute_dtype(config(tmp_path), "cpu").training.mixed_precision_param == dtype
+    assert decide_compute_dtype(config(tmp_path), "cuda").training.mixed_precision_param == "bfloat16"
+    for given in ("bfloat16", "float32"):  # the user's word
+        chosen = decide_compute_dtype(config(tmp_path, f"--training.mixed_precision_param={given}"), "cpu")
+        assert chosen.training.mixed_precision_param == given
+
+
+def test_a_resumed_run_stays_in_what_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_dtype, "bfloat16_is_fast", lambda: True)
+    (tmp_path / "config.toml").write_text('[training]\nmixed_precision_param = "float32"\n')
+    assert decide_compute_dtype(config(tmp_path), "cpu").training.mixed_precision_param == "bfloat16"  # nothing saved
+    (tmp_path / "checkpoint" / "step-2").mkdir(parents=True)
+    assert decide_compute_dtype(config(tmp_path), "cpu").training.mixed_precision_param == "float32"

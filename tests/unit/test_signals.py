@@ -1,0 +1,145 @@
+"""What a signal does to a process whose main thread, or whose reader, does not care. Without torch: fast to start."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from runs import ROOT
+
+BEGINNING = """
+import ctypes, sys, time
+from torchtitan import signals
+from torchtitan.logging import outlive_readers
+
+def native_call():  # as a GEMM that takes minutes: back in Python only when it is done, and no signal interrupts it
+    mutex = ctypes.create_string_buffer(128)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+outlive_readers()
+signals.GRACE = 0.4
+stop = signals.Stop()
+stop.listen()
+"""
+FIRST_STEP = "stop.progress.begins(); print('ready', flush=True); native_call()"
+THIRD_STEP = """
+for seconds in (5, 0.3):
+    stop.progress.begins()
+    stop.progress.began -= seconds
+    stop.progress.ends()
+stop.progress.begins(); print('ready', flush=True); native_call()
+"""
+VALIDATION = "stop.progress.begins(); stop.progress.ends(); print('ready', flush=True); native_call()"
+LAST_WORDS = """
+import atexit
+signals.ignore_stop_signals()
+atexit.register(time.sleep, 0.5)
+print('ready', flush=True)
+"""
+TO_A_BOUNDARY = """
+print('ready', flush=True)
+while not stop.requested:
+    print('a line of the log')
+    time.sleep(0.01)
+stop.agreed_on = stop.requested
+for _ in range(1000):
+    print('saved ' * 1000)
+sys.exit(7)
+"""
+OUTPUT_THAT_NOBODY_READS = "print('ready', flush=True)\nwhile True: print('a line ' * 1000, flush=True)"
+
+
+@contextmanager
+def ready(script: str, before: Callable[[], object] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """The script, once it has printed "ready"."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGINNING + script],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=before,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "number", "status", "words"),
+    [
+        (FIRST_STEP, signal.SIGINT, 130, "Stopped by SIGINT"),
+        (FIRST_STEP, signal.SIGTERM, 0, "Stopped by SIGTERM before a step was done"),
+        (THIRD_STEP, signal.SIGINT, 130, "Stopped by SIGINT"),
+        (THIRD_STEP, signal.SIGUSR1, 128 + signal.SIGUSR1, "inside a step, which does not end"),
+        (LAST_WORDS, signal.SIGTERM, 0, ""),  # all is saved, and the interpreter is on its way out
+    ],
+)
+def test_a_long_native_call_does_not_keep_a_signal(script: str, number: int, status: int, words: str) -> None:
+    with ready(script) as process:
+        started = time.monotonic()
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=20)
+        assert process.returncode == status
+        assert words in output
+        assert "Traceback" not in output
+        if status not in (0, 130):  # the grace period, and the time of a step besides the first
+            assert time.monotonic() - started > 0.7
+
+
+def test_a_validation_or_a_save_may_take_its_time() -> None:
+    with ready(VALIDATION) as process:
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.9)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_reader_that_is_gone_changes_nothing(number: int) -> None:
+    with ready(TO_A_BOUNDARY) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(20) == 7
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_reader_that_has_stopped_reading_does_not_keep_a_signal(number: int, status: int) -> None:
+    with ready(OUTPUT_THAT_NOBODY_READS) as process:
+        time.sleep(0.2)  # the pipe is full
+        process.send_signal(number)
+        assert process.wait(20) == status
+
+
+def test_a_full_disk_under_the_log_changes_nothing() -> None:
+    script = BEGINNING + "print('lost', flush=True); print('lost too')"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full).returncode == 0
+
+
+def test_nohup_is_respected() -> None:
+    with ready(TO_A_BOUNDARY, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+
+
+def test_the_whole_stack_is_shown_though_no_python_runs() -> None:
+    script = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR2)\n" + FIRST_STEP
+    with ready(script.replace("CDLL", "PyDLL")) as process:
+        assert process.stdout is not None
+        process.send_signal(signal.SIGUSR2)
+        assert any("in native_call" in process.stdout.readline() for _ in range(20))
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)

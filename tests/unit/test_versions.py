@@ -1,0 +1,49 @@
+"""A torch or torchao older than promised, and the script that tries others."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from runs import ROOT, failure
+
+from torchtitan.imports import LEAST
+
+
+def test_what_is_promised_is_what_is_refused() -> None:
+    dependencies = (ROOT / "pyproject.toml").read_text()
+    for name, least in LEAST.items():
+        assert re.search(rf'"{name}>=([\d.]+)"', dependencies)[1] == ".".join(map(str, least))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("processes", [None, 1, 2])
+@pytest.mark.parametrize(("name", "old"), [("torch", "2.10.1+cpu"), ("torchao", "0.9.0")])
+def test_an_older_one_is_one_sentence(name: str, old: str, processes: int | None, tmp_path: Path) -> None:
+    installed = tmp_path / f"{name}-{old}.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {old}\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    status, output = failure("--model.name=none", processes=processes, folder=tmp_path, PYTHONPATH=path)
+    least = ".".join(map(str, LEAST[name]))
+    assert status == 2
+    assert (
+        output == f"Error: {name} {least} or later is needed, and {old} is installed; pip install '{name}>={least}'.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pair", "status", "message"),
+    [
+        ("3.12", 2, "Error: 3.12 is no PYTHON:TORCH such as 3.12:2.11, 3.12:newest or 3.12:lowest."),
+        ("3.99:2.11", 1, "no interpreter for Python 3.99 is found"),
+    ],
+)
+def test_the_script_says_what_it_cannot_try(pair: str, status: int, message: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "ENVIRONMENTS": str(tmp_path)}
+    done = subprocess.run(
+        [ROOT / "scripts" / "check_versions.sh", pair], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == status
+    assert message in done.stderr
+    assert "Python 3.99" not in message or "| 3.99 | 2.11 | not installed |" in done.stdout

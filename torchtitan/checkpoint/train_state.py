@@ -1,0 +1,79 @@
+"""`train_state.json`: all of a checkpoint that is no tensor. Whoever made it may have written anything there."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan.checkpoint.manifest import TRAIN_STATE, read_file
+from torchtitan.errors import CheckpointError
+from torchtitan.parallel.comm import communication_failure
+
+# The types of the parts; the last are not in every checkpoint.
+NEEDED = {"identity": dict, "weights_only": bool, "step": int}
+PARTS = {
+    **NEEDED,
+    "tokens_seen": int,
+    "guard": dict,
+    "dataloader": dict,
+    "converters": dict,
+    "precision_schedule": list,
+}
+
+
+def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
+    """The JSON part of a checkpoint. What is in the parts, those know that load them.
+
+    Args:
+        step: that the manifest tells.
+
+    Raises:
+        CheckpointError: it is missing or is not one; the message is the reason alone.
+    """
+    try:
+        state = json.loads(read_file(checkpoint / TRAIN_STATE))
+        if not (isinstance(state, dict) and NEEDED.keys() <= state.keys()):
+            raise ValueError("parts are missing")
+        for part, kind in PARTS.items():
+            if type(state.get(part, kind())) is not kind:
+                raise ValueError(f"{part} is {state[part]!r:.40}")
+        if state["step"] != step:
+            raise ValueError(f"it is of step {state['step']}, the manifest of {step}")
+        return state
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{TRAIN_STATE} is not that of a run ({error})") from None
+
+
+@contextlib.contextmanager
+def wrong_values_refused() -> Iterator[None]:
+    """Around taking up the parts of `train_state.json`: an error in it is one of what is written there.
+
+    Raises:
+        CheckpointError: instead of the error.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if communication_failure(error):
+            raise
+        raise CheckpointError(
+            f"{TRAIN_STATE} of the checkpoint has a wrong value ({type(error).__name__}: {error}); choose another "
+            "checkpoint with --checkpoint.load_step."
+        ) from error
+
+
+def check_kind(value: Any, like: Any, where: str) -> None:
+    """
+    Raises:
+        ValueError: a value is of another type than its counterpart in `like`, or is a number below 0. None there stands
+            for any.
+    """
+    if isinstance(like, dict) and isinstance(value, dict):
+        for key in like.keys() & value.keys():
+            check_kind(value[key], like[key], f"{where}.{key}")
+    elif isinstance(like, list) and isinstance(value, list):
+        for place, (item, other) in enumerate(zip(value, like, strict=False)):
+            check_kind(item, other, f"{where}[{place}]")
+    elif like is not None and (type(value) is not type(like) or (type(like) is int and value < 0)):
+        raise ValueError(f"{where} is {value!r:.40}")

@@ -1,0 +1,140 @@
+"""Linear layers in float8 whose scales come from the very numbers that are rounded: dynamic scaling."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchtitan.converters.gemm import float8_matmul
+from torchtitan.converters.quantize import float8_scale, once_for, powers_of_two, round_to_float8
+from torchtitan.converters.quantized import Quantized
+from torchtitan.kernels import rounding
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class Float8Recipe(NamedTuple):
+    """How a layer's three GEMMs are made; torchao's recipes of the same names.
+
+    rowwise: a scale for each row of the left and each column of the right operand, rounded down to a power of two, and
+        gradients in e4m3; else a scale for each tensor, and gradients in e5m2.
+    hp_weight_grad: the weight gradient stays in high precision.
+    """
+
+    rowwise: bool
+    hp_weight_grad: bool
+    emulate: bool
+
+
+RECIPES = {"tensorwise": (False, False), "rowwise": (True, False), "rowwise_with_gw_hp": (True, True)}
+
+
+class Input(NamedTuple):
+    """An input x, (..., k), as the output takes it, (tokens, k), and as the weight gradient does: None for x itself."""
+
+    left: Quantized
+    right: Quantized | None
+
+
+def round_input(x: Any, recipe: Float8Recipe, trains: bool) -> Input:
+    """
+    Args:
+        trains: a backward pass follows.
+    """
+    if not recipe.rowwise:
+        low = _tensorwise(x, E4M3)
+        return Input(low, low)
+    if trains and not recipe.hp_weight_grad:
+        return Input(*_rowwise_both(x.flatten(0, -2)))
+    return Input(_rowwise(x.flatten(0, -2)), None)
+
+
+# The compiler would look into subclasses (what FSDP or tensor parallelism gathered in float8) otherwise.
+@torch._dynamo.allow_in_graph
+class Float8Matmul(torch.autograd.Function):
+    """x @ weight.T in float8. x: (..., k), weight: (n, k), out: (..., n).
+
+    Of x it keeps what the weight gradient takes, in float8. The weight is rounded again in the backward pass: in float8
+    it would lie beside the one that FSDP frees.
+
+    Args:
+        low: x as `round_input` gives it.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, low, recipe):  # type: ignore[no-untyped-def, override]
+        ctx.recipe, ctx.shape, ctx.dtype = recipe, x.shape, x.dtype
+        ctx.save_for_backward(weight, *(low.right or (x.flatten(0, -2), None)))
+        right = _rowwise(weight) if recipe.rowwise else _tensorwise(weight, E4M3)
+        out = float8_matmul(low.left, right.transpose(), x.dtype, recipe.emulate, fast=True)
+        return out.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, out_grad):  # type: ignore[no-untyped-def, override]
+        weight, x, x_scale_inverse = ctx.saved_tensors
+        rowwise, hp_weight_grad, emulate = ctx.recipe
+        out_grad = out_grad.flatten(0, -2).contiguous()
+        columns: Quantized | None = None
+        if not rowwise:
+            rows = columns = _tensorwise(out_grad, E5M2)
+            right = _tensorwise(weight, E4M3)
+        elif hp_weight_grad:
+            rows = _rowwise(out_grad)
+            right = _tensorwise(weight, E4M3, power_of_two=True)
+        else:
+            rows, columns = _rowwise_both(out_grad)
+            right = _columnwise(weight)
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = float8_matmul(rows, right, ctx.dtype, emulate).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            if columns is None:
+                weight_grad = out_grad.T @ x
+            else:
+                weight_grad = float8_matmul(columns.transpose(), Quantized(x, x_scale_inverse), weight.dtype, emulate)
+        return x_grad, weight_grad, None, None
+
+
+def _tensorwise(x: Any, dtype: torch.dtype, power_of_two: bool = False) -> Quantized:
+    """(rows, columns) with one scale; x is in high precision, or was gathered in float8 already."""
+    if hasattr(x, "_scale"):  # torchao's Float8TrainingTensor
+        return Quantized(x._data.flatten(0, -2), x._scale.reciprocal())
+    x = x.flatten(0, -2)
+    scale = float8_scale(rounding.amax(x).amax(), dtype)
+    return round_to_float8(x, powers_of_two(scale) if power_of_two else scale, dtype)
+
+
+def _rowwise(x: torch.Tensor) -> Quantized:
+    return round_to_float8(x, powers_of_two(float8_scale(rounding.amax(x), E4M3)), E4M3)
+
+
+def _columnwise(x: torch.Tensor) -> Quantized:
+    _, amax = rounding.amax_both(x)
+    return round_to_float8(x, powers_of_two(float8_scale(amax, E4M3)), E4M3)
+
+
+def _rowwise_both(x: torch.Tensor) -> tuple[Quantized, Quantized]:
+    """With a scale for each row, and with one for each column."""
+    rows, columns = (powers_of_two(float8_scale(amax, E4M3)) for amax in rounding.amax_both(x))
+    by_row, by_column = rounding.round_to_both(x, rows, columns, E4M3)
+    return Quantized(by_row, rows.reciprocal()), Quantized(by_column, columns.reciprocal())
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer in float8. Its weight is a plain parameter, or one that is gathered in float8."""
+
+    recipe: Float8Recipe
+
+    @classmethod
+    def of(cls, linear: nn.Linear, recipe: Float8Recipe) -> "Float8Linear":
+        """Takes the parameters of `linear`."""
+        new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        new.weight, new.bias = linear.weight, linear.bias
+        new.recipe = recipe
+        return new
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key = (self.recipe, torch.is_grad_enabled())
+        low = once_for(x, key, lambda x: round_input(x, *key))
+        out = Float8Matmul.apply(x, self.weight, low, self.recipe)
+        return out if self.bias is None else out + self.bias

@@ -1,0 +1,81 @@
+"""Compiles a C++ source into a shared library, once, and loads it."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchtitan.cache import private_folder
+from torchtitan.logging import logger
+
+# Not -ffast-math: it would flush denormals in the whole process.
+FLAGS = "-std=c++20 -O3 -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC"
+COMPILERS = ("g++", "clang++", "c++")
+PATIENCE = 300  # seconds, for a compiler that hangs
+
+
+def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
+    """The library of `source`, from the cache if it has been compiled before; None where it cannot be, with a warning.
+
+    Args:
+        what: it is for; completes the sentence "... will be slower than it could be".
+        flags: of the compiler, beside `FLAGS`.
+    """
+    try:
+        command = [*_compiler(), *FLAGS.split(), str(source), *flags]
+        try:
+            folder = private_folder("kernels")
+        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+            logger.warning(f"Compiling {what} for this run alone, since it cannot be kept safely: {error}")
+            with tempfile.TemporaryDirectory() as once:
+                return ctypes.CDLL(str(_compile(command, Path(once), source.stem)))
+        key = repr((source.read_text(), command, torch.__version__, platform.machine()))
+        name = f"{source.stem}-{_digest(key.encode())}"
+        for library in folder.glob(f"{name}-*.so"):
+            if loaded := _open(library):
+                return loaded
+            library.unlink(missing_ok=True)  # cut short, another user's, or of another system
+        logger.info(f"Compiling {what} for this CPU, once ...")
+        return ctypes.CDLL(str(_compile(command, folder, name)))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[0]
+        logger.warning(f"{what.capitalize()} will be slower than it could be, since its C++ cannot be used: {reason}")
+        return None
+
+
+def _compiler() -> Sequence[str]:
+    """With arguments, as in CXX="ccache g++"."""
+    found = shlex.split(os.environ.get("CXX", ""))
+    return found or [next(filter(shutil.which, COMPILERS), COMPILERS[0])]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _open(library: Path) -> ctypes.CDLL | None:
+    """What `_compile` has written, which is known by the hash in its name; None where it cannot be used."""
+    try:
+        about = library.lstat()
+        genuine = about.st_uid == os.geteuid() and library.stem.endswith("-" + _digest(library.read_bytes()))
+        return ctypes.CDLL(str(library)) if genuine else None
+    except OSError:
+        return None
+
+
+def _compile(command: Sequence[str], folder: Path, name: str) -> Path:
+    """Other processes may do the same at the same time; the library is there whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        built = Path(own) / f"{name}.so"
+        subprocess.run(
+            [*command, "-o", str(built)], check=True, capture_output=True, text=True, timeout=PATIENCE, errors="replace"
+        )
+        return built.replace(folder / f"{name}-{_digest(built.read_bytes())}.so")

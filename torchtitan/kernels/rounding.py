@@ -1,0 +1,192 @@
+"""Rounding matrices to 8 bits and back on CPU, each in one pass over memory (`rounding.cpp`).
+
+torch does the same in several passes, which takes longer than the GEMM of what is rounded. Its operations are used
+where there is no compiler. Matrices are (rows, columns); a scale is (rows, 1), (1, columns), (1, 1) or ().
+"""
+
+import ctypes
+import functools
+import platform
+from pathlib import Path
+
+import torch
+
+from torchtitan.kernels.build import load
+
+FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+INT8_LARGEST = 127.0  # -128 is left out: the range is symmetric
+
+
+class _Scale(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 2)]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Compiled for the instruction set that torch's own kernels use, so that one cache serves several kinds of CPU."""
+    flags = []
+    if platform.machine() in ("x86_64", "AMD64"):
+        flags = ["-march=x86-64-v4" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "-march=x86-64-v3"]
+    return load(Path(__file__).with_name("rounding.cpp"), "rounding to 8 bits", *flags)
+
+
+def has_own_kernel(x: torch.Tensor) -> bool:
+    """Whether this tensor gets the kernels that are made for CPUs."""
+    return x.device.type == "cpu"
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """(rows, 1) float32: the largest magnitude of each row; NaN where a row has one."""
+    return _amax_cpu(x) if has_own_kernel(x) else x.abs().amax(1, keepdim=True).float()
+
+
+def amax_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, 1) and (1, columns) float32: the largest magnitude of each row and of each column."""
+    return _amax_both_cpu(x) if has_own_kernel(x) else _amax_both_by_torch(x)
+
+
+def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x * scale in an 8-bit format, to the nearest number, ties to even; what is beyond the format saturates."""
+    return _round_cpu(x, scale, dtype) if has_own_kernel(x) else _round_by_torch(x, scale, dtype)
+
+
+def round_to_both(
+    x: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`round_to` with one scale and with another."""
+    if has_own_kernel(x):
+        return _round_both_cpu(x, scale, scale_2, dtype)
+    return _round_by_torch(x, scale, dtype), _round_by_torch(x, scale_2, dtype)
+
+
+# Operators of their own: the compiler calls them as they are.
+@torch.library.custom_op("torchtitan::amax", mutates_args=())
+def _amax_cpu(x: torch.Tensor) -> torch.Tensor:
+    if (kernels := _kernels_for(x)) is None:
+        return x.abs().amax(1, keepdim=True).float()
+    x = x.contiguous()
+    rows = x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    kernels.largest_magnitudes(*_matrix(x), pointer(rows), None, _threads())
+    return rows
+
+
+@torch.library.custom_op("torchtitan::amax_both", mutates_args=())
+def _amax_both_cpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if (kernels := _kernels_for(x)) is None:
+        return _amax_both_by_torch(x)
+    x = x.contiguous()
+    rows, columns = x.new_empty(x.shape[0], 1, dtype=torch.float32), x.new_zeros(1, x.shape[1], dtype=torch.float32)
+    kernels.largest_magnitudes(*_matrix(x), pointer(rows), pointer(columns), _threads())
+    return rows, columns
+
+
+@torch.library.custom_op("torchtitan::round", mutates_args=())
+def _round_cpu(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if (kernels := _kernels_for(x)) is None:
+        return _round_by_torch(x, scale, dtype).contiguous()
+    x, out = x.contiguous(), torch.empty(x.shape, dtype=dtype)
+    factors = scale_of(scale)
+    kernels.round_scaled(*_matrix(x), FORMATS[dtype], pointer(out), factors, None, factors, _threads())
+    return out
+
+
+@torch.library.custom_op("torchtitan::round_both", mutates_args=())
+def _round_both_cpu(
+    x: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if (kernels := _kernels_for(x)) is None:
+        return _round_by_torch(x, scale, dtype).contiguous(), _round_by_torch(x, scale_2, dtype).contiguous()
+    x, out, out_2 = x.contiguous(), torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype)
+    factors, factors_2 = scale_of(scale), scale_of(scale_2)
+    kernels.round_scaled(*_matrix(x), FORMATS[dtype], pointer(out), factors, pointer(out_2), factors_2, _threads())
+    return out, out_2
+
+
+@_amax_cpu.register_fake
+def _(x):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
+@_amax_both_cpu.register_fake
+def _(x):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], 1, dtype=torch.float32), x.new_empty(1, x.shape[1], dtype=torch.float32)
+
+
+@_round_cpu.register_fake
+def _(x, scale, dtype):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@_round_both_cpu.register_fake
+def _(x, scale, scale_2, dtype):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=dtype)
+
+
+def widen(data: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """data * scale in bfloat16 or float32, into `out`. Both are contiguous; scales are powers of two."""
+    if (kernels := _kernels_for(data)) is None:
+        return out.copy_(data.float() * scale)
+    kernels.widen_scaled(
+        pointer(data),
+        *map(ctypes.c_int64, data.shape),
+        FORMATS[data.dtype],
+        scale_of(scale),
+        pointer(out),
+        out.dtype == torch.float32,
+        _threads(),
+    )
+    return out
+
+
+def scale_sums(
+    sums: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """sums (int32) * row_scale * column_scale in bfloat16 or float32."""
+    if (kernels := _kernels_for(sums)) is None:
+        return (sums.float() * row_scale * column_scale).to(dtype)
+    out = torch.empty(sums.shape, dtype=dtype)
+    kernels.scale_sums(
+        pointer(sums),
+        *map(ctypes.c_int64, sums.shape),
+        scale_of(row_scale),
+        scale_of(column_scale),
+        pointer(out),
+        dtype == torch.float32,
+        _threads(),
+    )
+    return out
+
+
+def _kernels_for(x: torch.Tensor) -> ctypes.CDLL | None:
+    return None if x.dtype == torch.float16 else library()
+
+
+def _amax_both_by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    magnitudes = x.abs()
+    return magnitudes.amax(1, keepdim=True).float(), magnitudes.amax(0, keepdim=True).float()
+
+
+def _round_by_torch(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    exact = x.float() * scale
+    if dtype == torch.int8:
+        return exact.round().clamp(-INT8_LARGEST, INT8_LARGEST).to(dtype)
+    largest = torch.finfo(dtype).max
+    return exact.clamp(-largest, largest).to(dtype)
+
+
+def _matrix(x: torch.Tensor) -> tuple[ctypes.c_void_p, bool, ctypes.c_int64, ctypes.c_int64]:
+    return pointer(x), x.dtype == torch.float32, ctypes.c_int64(x.shape[0]), ctypes.c_int64(x.shape[1])
+
+
+def pointer(x: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def scale_of(scale: torch.Tensor) -> _Scale:
+    rows, columns = scale.shape if scale.dim() == 2 else (1, 1)
+    strides = (scale.stride(0) if rows > 1 else 0, scale.stride(1) if columns > 1 else 0)
+    return _Scale(scale.data_ptr(), (ctypes.c_int64 * 2)(*strides))
+
+
+def _threads() -> int:
+    return torch.get_num_threads()

@@ -1,0 +1,41 @@
+"""Whether weights, gradients and optimizer state fit the memory that is there, before any of it is taken."""
+
+import math
+import socket
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config import JobConfig
+from torchtitan.device import Device
+from torchtitan.errors import ConfigError
+from torchtitan.optim.optimizer import bytes_of_state
+
+
+def state_bytes(model: nn.Module, config: JobConfig) -> float:
+    """What this rank will hold from the first step to the last, at least. The model may be on the meta device."""
+    gradients = 0 if config.optimizer.early_step_in_backward else 1
+    total = 0.0
+    for parameter in model.parameters():
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        total += local.numel() * (parameter.element_size() * (1 + gradients) + bytes_of_state(config.optimizer))
+    return total
+
+
+def check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:
+    """A ConfigError, the same on every rank, where any machine or GPU has too little. Collective."""
+    place = (socket.gethostname(), device.torch_device.index if device.type == "cuda" else None)
+    ranks: list[tuple[object, float, int]] = [(place, 0.0, 0)] * dist.get_world_size()
+    dist.all_gather_object(ranks, (place, state_bytes(model, config), device.memory_capacity_bytes()))
+    for where in {place for place, _, _ in ranks}:
+        need = sum(size for place, size, _ in ranks if place == where)
+        there = min((capacity for place, _, capacity in ranks if place == where), default=math.inf)
+        if need > there:
+            what = "GPU" if device.type == "cuda" else "machine"
+            raise ConfigError(
+                f"model.flavor = {config.model.flavor}: weights, gradients and optimizer state alone need "
+                f"{need / 2**30:,.0f} GiB on one {what}, which has {there / 2**30:,.0f} GiB; take a smaller flavor, "
+                f"more {what}s, or smaller states (training.weight_dtype, optimizer.name = AdamW8bit). "
+                "--job.plan shows what a run holds."
+            )

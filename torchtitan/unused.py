@@ -1,0 +1,129 @@
+"""Keys that somebody set and that nothing in this run will read: said, since a line of silence looks like success."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torchtitan.config import JobConfig
+from torchtitan.converters import CONVERTERS
+
+
+@dataclass(frozen=True)
+class Group:
+    """Keys of one section that are of use only with something that is off.
+
+    Attributes:
+        keys: names in the section; empty for all of them.
+        remedy: what would make them matter.
+    """
+
+    off: bool
+    section: str
+    keys: tuple[str, ...]
+    remedy: str
+
+
+def unused_keys(config: JobConfig) -> list[str]:
+    """A sentence for each group of keys that differ from their defaults in vain."""
+    sentences = []
+    for group in _groups(config):
+        changed = [key for key in _changed(getattr(config, group.section)) if key in group.keys or not group.keys]
+        if group.off and changed:
+            names = ", ".join(f"{group.section}.{key}" for key in changed)
+            sentences.append(f"{names}: no effect in this run, without {group.remedy}")
+    return sentences
+
+
+def _changed(section: Any) -> list[str]:
+    default = type(section)()
+    return [field.name for field in fields(section) if getattr(section, field.name) != getattr(default, field.name)]
+
+
+def _groups(config: JobConfig) -> list[Group]:
+    saving, metrics, parallelism = config.checkpoint, config.metrics, config.parallelism
+    profiling = config.profiling.enable_profiling or config.profiling.enable_memory_snapshot
+    used = {*config.model.converters, *(name for phase in config.precision.phase for name in phase.converters)}
+    sections = {CONVERTERS.get(name).section: name for name in CONVERTERS.names()}
+    used_sections = {CONVERTERS.get(name).section for name in used if name in CONVERTERS.names()}
+    return [
+        *(
+            Group(section not in used_sections, section, (), f"{name} in model.converters")
+            for section, name in sections.items()
+            if section
+        ),
+        Group(not config.validation.enabled, "validation", (), "validation.enabled"),
+        Group(
+            not saving.enable_checkpoint,
+            "checkpoint",
+            (
+                "folder",
+                "interval",
+                "last_save_model_weights_only",
+                "async_mode",
+                "keep_latest_k",
+                "enable_first_step_checkpoint",
+            ),
+            "checkpoint.enable_checkpoint",
+        ),
+        Group(
+            not saving.enable_checkpoint and saving.initial_load_path is None,
+            "checkpoint",
+            ("exclude_from_loading",),
+            "checkpoint.enable_checkpoint",
+        ),
+        Group(
+            not saving.last_save_model_weights_only,
+            "checkpoint",
+            ("export_dtype",),
+            "checkpoint.last_save_model_weights_only",
+        ),
+        Group(
+            saving.initial_load_path is None,
+            "checkpoint",
+            ("initial_load_model_weights_only",),
+            "checkpoint.initial_load_path",
+        ),
+        Group(not profiling, "profiling", (), "profiling.enable_profiling"),
+        Group(not metrics.enable_tensorboard, "metrics", ("save_tb_folder",), "metrics.enable_tensorboard"),
+        Group(
+            not (metrics.enable_tensorboard or metrics.enable_wandb),
+            "metrics",
+            ("save_for_all_ranks",),
+            "metrics.enable_tensorboard or enable_wandb",
+        ),
+        Group(
+            parallelism.pipeline_parallel_degree == 1,
+            "parallelism",
+            tuple(key for key in vars(parallelism) if key.startswith("pipeline_parallel_")),
+            "parallelism.pipeline_parallel_degree above 1",
+        ),
+        Group(
+            parallelism.context_parallel_degree == 1,
+            "parallelism",
+            ("context_parallel_rotate_method",),
+            "parallelism.context_parallel_degree above 1",
+        ),
+        Group(
+            parallelism.tensor_parallel_degree == 1,
+            "parallelism",
+            ("disable_loss_parallel",),
+            "parallelism.tensor_parallel_degree above 1",
+        ),
+        Group(
+            config.lr_scheduler.decay_ratio == 0,
+            "lr_scheduler",
+            ("decay_type", "lr_min"),
+            "lr_scheduler.decay_ratio above 0",
+        ),
+        Group(
+            config.activation_checkpoint.mode != "selective",
+            "activation_checkpoint",
+            ("selective_ac_option",),
+            "activation_checkpoint.mode = selective",
+        ),
+        Group(
+            bool(config.training.dataset_mixture),
+            "training",
+            ("dataset", "dataset_path"),
+            "an empty training.dataset_mixture, which wins over them",
+        ),
+    ]
