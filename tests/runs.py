@@ -1,5 +1,6 @@
 """Starts real runs, as a user does, and reads what they leave behind."""
 
+import atexit
 import json
 import os
 import signal
@@ -11,9 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -165,8 +164,8 @@ def started(
 def train(*flags: str, patience: float = PATIENCE, **options: Any) -> str:
     """A run that must succeed, within `patience` seconds; what was on the screen.
 
-    With no option but `processes`, in processes that are there already, since a start takes far longer than a few tiny
-    steps; variables that a test sets do not reach them. With any other option it is started as a user starts it.
+    With no option but `processes`, in forked processes, since a start takes far longer than a few tiny steps. With any
+    other option it is started as a user starts it.
     """
     if options.keys() <= {"processes"} and options.get("processes", 1):
         return _train_on_ranks(flags, **options)
@@ -184,41 +183,18 @@ def _train_on_ranks(flags: Sequence[str], processes: int = 1) -> str:
 
 
 def _train_as_rank(rank: int, world_size: int, port: int, screen: str, flags: Sequence[str]) -> None:
-    import train
-    from torchtitan.parallel import heartbeat
-
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
-    variables = {name: str(value) for name, value in (world | meeting | elastic).items()} if world_size > 1 else {}
-    ends: list[Callable[[], None]] = []  # of what lasts until the process ends
-    train.RANK, train.WORLD_SIZE = rank, world_size
-    with (
-        written_to(screen),
-        mock.patch.dict(os.environ, variables),
-        mock.patch.object(heartbeat, "atexit", SimpleNamespace(register=ends.append)),
-    ):
-        train_here(*flags)
-        for end in ends:
-            end()
-
-
-@contextmanager
-def written_to(path: str) -> Iterator[None]:
-    """Normal output and errors, those of libraries too."""
-    kept = os.dup(1), os.dup(2)
-    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    if world_size > 1:
+        os.environ.update({name: str(value) for name, value in (world | meeting | elastic).items()})
+    file = os.open(screen, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(kept[0], 1)
-        os.dup2(kept[1], 2)
-        for number in (file, *kept):
-            os.close(number)
+    train_here(*flags)
+    atexit._run_exitfuncs()  # a forked process leaves them out
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def failure(*flags: str, **options: Any) -> tuple[int, str]:

@@ -1,9 +1,8 @@
-"""Functions in several processes of one gloo group. The processes stay for the next one: they take seconds to start."""
+"""Functions in several processes of one gloo group, each forked from a process that has imported torch."""
 
-import gc
 import multiprocessing
+import os
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -16,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = 240  # seconds; for machines that do much else
-_ranks: list[tuple[Any, Connection]] = []
-"""Process and pipe of each that has been started: rank 0, rank 1, ..."""
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torchtitan.trainer", "torchtitan.plan.plan", "torchao.prototype.mx_formats"])
 
 
 def in_processes(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -39,20 +38,20 @@ def _in_group(
 
 
 def on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) -> None:
-    """`function(rank, *arguments)` in so many processes. After a failure, none of them is used again."""
-    while len(_ranks) < world_size:
-        here, there = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(there,), daemon=True)
+    """`function(rank, *arguments)` in so many processes, with the variables of this one."""
+    waiting: dict[Any, tuple[int, Any]] = {}  # by pipe: rank and process
+    for rank in range(world_size):
+        here, there = _context.Pipe()
+        target = (there, dict(os.environ), function, (rank, *arguments))
+        process = _context.Process(target=_call, args=target, daemon=True)
         process.start()
         there.close()
-        _ranks.append((process, here))
-    waiting = {connection: rank for rank, (_, connection) in enumerate(_ranks[:world_size])}
-    for connection, rank in waiting.items():
-        connection.send((sys.path, function, (rank, *arguments)))
+        waiting[here] = rank, process
+    processes = [process for _, process in waiting.values()]
     failures, deadline = "", time.monotonic() + PATIENCE
     while waiting and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(waiting), left):
-            rank = waiting.pop(connection)  # type: ignore[call-overload]
+            rank, process = waiting.pop(connection)
             try:
                 failure = connection.recv()  # type: ignore[union-attr]
             except EOFError:
@@ -60,26 +59,23 @@ def on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) ->
             if failure:
                 failures += f"rank {rank}: {failure}\n"
                 deadline = min(deadline, time.monotonic() + 3)  # the others may wait for it for ever
-    if failures or waiting:
-        for process, _ in _ranks:
+    for process in processes:
+        if failures or waiting:
             process.kill()
-        _ranks.clear()
-        raise AssertionError(failures or f"ranks {sorted(waiting.values())} are not done after {PATIENCE} s")
+        process.join()
+    if failures or waiting:
+        late = sorted(rank for rank, _ in waiting.values())
+        raise AssertionError(failures or f"ranks {late} are not done after {PATIENCE} s")
 
 
-def _serve(requests: Connection) -> None:
+def _call(answer: Connection, variables: dict[str, str], function: Callable[..., None], arguments: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the ranks
+    os.environ.clear()
+    os.environ.update(variables)
     torch.set_num_threads(1)
-    while True:
-        try:
-            sys.path[:], function, arguments = requests.recv()
-        except EOFError:  # the tests are over
-            return
-        try:
-            function(*arguments)
-        except BaseException:
-            requests.send(traceback.format_exc())
-            return
-        torch.compiler.reset()  # compiled code depends on no earlier test
-        gc.collect()
-        requests.send("")
+    try:
+        function(*arguments)
+    except BaseException:
+        answer.send(traceback.format_exc())
+    else:
+        answer.send("")

@@ -17,6 +17,7 @@ from torchtitan import signals
 from torchtitan.logging import outlive_readers
 
 def native_call():  # as a GEMM that takes minutes: back in Python only when it is done, and no signal interrupts it
+    print('ready', flush=True)
     mutex = ctypes.create_string_buffer(128)
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -26,15 +27,15 @@ signals.GRACE = 0.4
 stop = signals.Stop()
 stop.listen()
 """
-FIRST_STEP = "stop.progress.begins(); print('ready', flush=True); native_call()"
+FIRST_STEP = "stop.progress.begins(); native_call()"
 THIRD_STEP = """
 for seconds in (5, 0.3):
     stop.progress.begins()
     stop.progress.began -= seconds
     stop.progress.ends()
-stop.progress.begins(); print('ready', flush=True); native_call()
+stop.progress.begins(); native_call()
 """
-VALIDATION = "stop.progress.begins(); stop.progress.ends(); print('ready', flush=True); native_call()"
+VALIDATION = "stop.progress.begins(); stop.progress.ends(); native_call()"
 LAST_WORDS = """
 import atexit
 signals.ignore_stop_signals()
