@@ -372,7 +372,9 @@ def freeze(trial: Trial) -> None:
         elif start.process.poll() is None and start.ranks():
             refused = Start(trial)
             status = refused.finish()
-            assert status == 2 and "another run" in refused.output(), f"a second run ends with status {status}"
+            finished = status == 0 and "training finished" in start.output()  # stopped when nothing was left to do
+            said = status == 2 and "another run" in refused.output()
+            assert finished or said, f"a second run ends with status {status}"
     go_on(trial)
 
 
@@ -489,13 +491,22 @@ def leave_the_screen(trial: Trial) -> None:
 
 
 def run_twice(trial: Trial) -> None:
-    """The same command is started again while it runs."""
+    """The same command is started again while it runs, or stands still: a second start has some patience."""
+    stopped = trial.random.random() < 0.6
+    trial.facts["stopped"] = stopped
     with started(trial) as first:
         if trial.random.random() < 0.7:
             wait_for_moment(first, EVERYWHERE)
         else:
             trial.facts["phase"] = "at once"
+        pids = first.ranks() if stopped else []
+        for pid in pids:
+            send(pid, signal.SIGSTOP)
         with started(trial) as second:
+            if pids:
+                second.wait(5)
+            for pid in pids:
+                send(pid, signal.SIGCONT)
             ends = [first.finish(), second.finish()]
             outputs = [first.output(), second.output()]
     trial.facts["statuses"] = ends
@@ -581,5 +592,5 @@ ATTACKS: dict[str, tuple[Callable[[Trial], None], int]] = {
 def write_data(path: Path) -> None:
     """JSONL of words drawn from a few, so that a loss would fall if it were given time."""
     draw = random.Random(0)
-    lines = (json.dumps({"text": " ".join(draw.choices(RANDOM_WORDS, k=40))}) for _ in range(1200))
+    lines = (json.dumps({"text": " ".join(draw.choices(RANDOM_WORDS, k=40))}) for _ in range(2500))
     path.write_text("".join(f"{line}\n" for line in lines))

@@ -54,6 +54,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             runs = UndisturbedRuns(Path(name))
             for seed in left:
+                if seed in read(arguments.results):  # another shard has done it
+                    continue
                 results[seed] = attempt(seed, runs, verbose=arguments.only is not None)
                 line = json.dumps(results[seed])
                 print(line, flush=True)
