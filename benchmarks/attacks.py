@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -303,10 +304,14 @@ def kill_with_restarts(trial: Trial) -> None:
             ranks = set(trial_ranks(start))
             if ranks:
                 send(trial.random.choice(sorted(ranks)), signal.SIGKILL)
-                start.wait_until(lambda ranks=ranks: set(trial_ranks(start)) - ranks)
+                start.wait_until(partial(has_others, start, ranks))
         status = start.finish()
     assert status == 0, f"status {status}"
     assert_whole(trial)
+
+
+def has_others(start: Start, ranks: set[int]) -> bool:
+    return not ranks.issuperset(trial_ranks(start))
 
 
 def trial_ranks(start: Start) -> list[int]:

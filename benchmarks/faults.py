@@ -132,14 +132,19 @@ def table(results: list[Result]) -> str:
     lines = ["| attack | trials | of two processes | moments | problems (seeds) |", "|---|---:|---:|---|---|"]
     for name in ATTACKS:
         ours = [result for result in results if result["attack"] == name]
-        moments = Counter(result["phase"] for result in ours if "phase" in result)
-        failed = [str(result["seed"]) for result in ours if result["problem"]]
+        moments = Counter(moment(result) for result in ours)
+        broken = [str(result["seed"]) for result in ours if result["problem"]]
         two = sum(result["processes"] == 2 for result in ours)
-        told = ", ".join(f"{phase} {count}" for phase, count in moments.most_common())
-        lines.append(f"| {name} | {len(ours)} | {two} | {told} | {', '.join(failed) or 'none'} |")
+        told = ", ".join(f"{name} {count}" for name, count in moments.most_common())
+        lines.append(f"| {name} | {len(ours)} | {two} | {told} | {', '.join(broken) or 'none'} |")
     failed = [result for result in results if result["problem"]]
     lines.append(f"| all | {len(results)} | | | {len(failed) or 'none'} |")
     return "\n".join(lines)
+
+
+def moment(result: Result) -> str:
+    """When the attack came."""
+    return "after the end" if result.get("ended before") else str(result.get("phase", "any"))
 
 
 def figures_of_tests(figures: Path | None, full: bool) -> int:

@@ -315,6 +315,28 @@ def test_a_killed_rank_comes_back_by_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_rank_that_is_killed_while_the_others_wait_for_it_comes_back(tmp_path: Path) -> None:
+    """torchrun ends the others by SIGTERM, which is not the user's."""
+    (tmp_path / "hasty.py").write_text("import tiny\nfrom torchtitan import signals\nsignals.GRACE = 1\n")
+    hasty = ("--experimental.custom_import=hasty", "--training.steps=2")
+    with started(*SAVING, *hasty, into(tmp_path / "run"), processes=2, folder=tmp_path, PET_MAX_RESTARTS="1") as run:
+        run.wait_until(lambda: listens(run.pid_of_rank(0)) and run.pid_of_rank(1))
+        os.kill(run.pid_of_rank(1) or 0, signal.SIGKILL)
+        status, output = run.finish()
+    assert status == 0, output
+    assert "restarts left after this one: 0" in output
+    assert "training finished after step 2" in output
+
+
+def listens(pid: int | None) -> bool:
+    """Whether a process has a handler for SIGTERM."""
+    if pid is None:
+        return False
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1 == 1
+
+
+@pytest.mark.full
 def test_random_attacks_break_no_promise(tmp_path: Path) -> None:
     """The first of 300, which docs/checkpoints.md tells of."""
     trials = [sys.executable, "benchmarks/faults.py", "--trials=12", f"--results={tmp_path / 'results.jsonl'}"]
