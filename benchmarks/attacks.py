@@ -62,12 +62,14 @@ class Trial:
     Attributes:
         folder: of this trial alone; the run's is `run` in it.
         processes: 1, or 2 under the launcher.
+        async_mode: of its checkpoints.
         real: whether the attacked start is of a fresh interpreter and not of a fork.
-        templates: folders of runs that have come to step STEPS - 2, by `layout`.
+        template: folder of a run that has come to step STEPS - 2.
+        data: what it trains on.
         facts: what happened, for the table and the record.
+        outputs: what was on the screen of each start.
     """
 
-    seed: int
     folder: Path
     random: random.Random
     processes: int
@@ -82,10 +84,6 @@ class Trial:
     @property
     def run(self) -> Path:
         return self.folder / "run"
-
-    @property
-    def layout(self) -> tuple[int, str]:
-        return self.processes, self.async_mode
 
     def flags(self) -> list[str]:
         files = [f"--job.dump_folder={self.run}", f"--training.dataset_path={self.data}"]

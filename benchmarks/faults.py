@@ -86,7 +86,7 @@ class UndisturbedRuns:
         folder = self.folder / f"{processes}-{async_mode}"
         folder.mkdir()
         nothing = Undisturbed({}, {}, 0)
-        trial = Trial(0, folder, random.Random(0), processes, async_mode, False, nothing, folder, self.data)
+        trial = Trial(folder, random.Random(0), processes, async_mode, False, nothing, folder, self.data)
         began, template = time.monotonic(), folder / "template"
         start = Start(trial, f"--training.steps={STEPS - 2}")
         start.wait_until(lambda: last_step(trial.run) > 0)
@@ -111,7 +111,7 @@ def attempt(seed: int, runs: UndisturbedRuns, verbose: bool) -> Result:
     undisturbed, template = runs.of(processes, mode)
     problem, began = "", time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        trial = Trial(seed, Path(folder), draw, processes, mode, real, undisturbed, template, runs.data)
+        trial = Trial(Path(folder), draw, processes, mode, real, undisturbed, template, runs.data)
         try:
             ATTACKS[name][0](trial)
         except AssertionError as error:
