@@ -263,3 +263,16 @@ def assert_equal_bit_for_bit(left: dict[str, torch.Tensor], right: dict[str, tor
     assert left.keys() == right.keys()
     different = [name for name in left if not torch.equal(left[name], right[name])]
     assert not different
+
+
+def fill(disk: Path) -> Path:
+    """To the last byte. Returns the file that takes the room."""
+    path = disk / "filler"
+    with open(path, "wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            try:
+                while file.write(bytes(size)):
+                    pass
+            except OSError:
+                pass
+    return path

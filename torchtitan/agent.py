@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from subprocess import Popen
 from types import FrameType
 from typing import Any, cast
 
@@ -13,7 +14,15 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED
-from torchtitan.signals import LAUNCHER, STARTED_AGAIN, STOP_SIGNALS, end_unbegun, handle, ignore_stop_signals
+from torchtitan.signals import (
+    GIVEN_UP,
+    LAUNCHER,
+    STARTED_AGAIN,
+    STOP_SIGNALS,
+    end_unbegun,
+    handle,
+    ignore_stop_signals,
+)
 
 LAST_WORDS = 6.0  # seconds; above what a rank takes to find out which other rank is gone
 
@@ -31,6 +40,7 @@ class Agent(LocalElasticAgent):
         self._starting = False
         os.environ[LAUNCHER] = str(os.getpid())
         handle(STOP_SIGNALS, self._forward)
+        handle((GIVEN_UP,), self._hear_of_rank)
 
     def run(self, *arguments: Any) -> RunResult:
         try:
@@ -43,11 +53,20 @@ class Agent(LocalElasticAgent):
         state = self._worker_group.state
         if state == WorkerState.HEALTHY:
             self._remaining_restarts = 0
-            for handler in cast(SubprocessContext, self._pcontext).subprocess_handlers.values():
-                handler.proc.send_signal(number)  # to none that has ended
+            for process in self._processes():
+                process.send_signal(number)  # to none that has ended
         elif state in (WorkerState.INIT, WorkerState.STOPPED) and not self._starting:
             end_unbegun(number)  # there are no processes
         # Else they are being started, and get it then; or they have ended, and are not started again.
+
+    def _hear_of_rank(self, number: int, frame: FrameType | None = None) -> None:
+        """A rank was asked to end; unless it was by torchrun, which ends them all where one has failed."""
+        if all(process.poll() in (None, 0, *(-stop for stop in STOP_SIGNALS)) for process in self._processes()):
+            self._forward(signal.SIGTERM)
+
+    def _processes(self) -> list[Popen[bytes]]:
+        context = cast(SubprocessContext | None, self._pcontext)
+        return [handler.proc for handler in context.subprocess_handlers.values()] if context else []
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         if self._asked:

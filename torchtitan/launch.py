@@ -50,6 +50,7 @@ def launch(arguments: list[str]) -> int:
         from torch.distributed.run import main as torchrun
 
         from torchtitan.agent import Agent, root_cause
+        from torchtitan.rendezvous import find_rendezvous
 
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the processes
@@ -69,6 +70,7 @@ def launch(arguments: list[str]) -> int:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010  torchrun has no option for it
+    setattr(launcher.rdzv_registry, "get_rendezvous_handler", find_rendezvous)  # noqa: B010
     try:
         torchrun([f"--nproc-per-node={processes}", "--signals-to-handle=SIGINT,SIGQUIT", *arguments])
     except ChildFailedError as error:

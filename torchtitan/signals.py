@@ -22,6 +22,7 @@ STOP_SIGNALS = (
 )
 # Variables that a launcher sets for the processes that it starts: its own, and that this start is not the first.
 LAUNCHER, STARTED_AGAIN = "TORCHTITAN_LAUNCHER", "TORCHTITAN_STARTED_AGAIN"
+GIVEN_UP = signal.SIGUSR2  # to the launcher, of a rank that was asked to end before it could tell the others
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
 OUTPUT = 1  # seconds for a message: whoever reads the screen may have stopped to
 
@@ -95,7 +96,7 @@ class Stop:
         if not self.has_trained:
             self._say(f"Stopped by {self.name} before a step was done. The same command starts it again.")
             if self._group is None and os.environ.get(LAUNCHER) == str(os.getppid()):
-                os.kill(os.getppid(), self.requested)  # the other ranks do not know, and would wait for this one
+                os.kill(os.getppid(), GIVEN_UP)  # the other ranks do not know, and would wait for this one
             end(0)
         self._say(
             f"Stopped by {self.name} inside a step, which does not end, so nothing is saved. The same command goes on "

@@ -307,11 +307,12 @@ class TrainingStep:
         return loss / self.dims.tp
 
     @torch.no_grad()
-    def validate(self, batches: Iterable[Batch], stopping: Callable[[], bool]) -> torch.Tensor | None:
-        """Mean loss over the tokens of the batches of all ranks; None where the run is to stop before its end."""
+    def validate(self, batches: Iterable[Batch | None], stopping: Callable[[], bool]) -> torch.Tensor | None:
+        """Mean loss over the tokens of the batches of all ranks; None where the run is to stop before its end, as it is
+        after a batch that is None."""
         total, tokens = torch.zeros((), device=self.device.torch_device), 0
         for batch in batches:
-            if stopping():
+            if stopping() or batch is None:
                 reshard(self.stages.values())
                 return None
             inputs, labels, others = self._inputs(batch)

@@ -292,7 +292,7 @@ class Trainer:
                 validating = last or self.step % config.validation.freq == 0
                 if self.validation_loader is not None and validating and not self.stop.agreed():
                     with reporter.pause():
-                        loss = self.work.validate(self.validation_loader, self.stop.agreed)
+                        loss = self.work.validate(self._validation_batches(), self._agreed)
                         if loss is not None:
                             reporter.validation(self.step, loss)
                 if self.checkpoints.due(self.step, last):
@@ -303,7 +303,7 @@ class Trainer:
                     self.work.fused_products.check()
                 if self.step == first_step or (switched and config.training.compile):
                     set_timeout(config.comm.train_timeout_seconds)
-        if self.step < steps:
+        if self.step < steps or self.stop.agreed_on == DATA_ENDED:
             self._end_early()
             return
         self.checkpoints.wait()
@@ -324,6 +324,14 @@ class Trainer:
         except DataError as error:
             self.data_error = str(error)
         return True
+
+    def _validation_batches(self) -> Iterator[Batch | None]:
+        """Ends with None where the data cannot be read on this rank: then all agree to save and end."""
+        try:
+            yield from self.validation_loader or ()
+        except DataError as error:
+            self.data_error = str(error)
+            yield None
 
     def _agreed(self) -> bool:
         return self.stop.agreed(DATA_ENDED if self.data_error else 0)

@@ -180,6 +180,27 @@ def test_data_that_are_shortened_cost_no_step(tmp_path: Path, monkeypatch: pytes
     assert checkpoint_steps(tmp_path / "run") == [last_step(tmp_path / "run")]
 
 
+@pytest.mark.parametrize("steps", [1000, 3], ids=["on the way", "after the last step"])
+def test_validation_data_that_are_shortened_cost_no_step(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(200)))
+    train_step = Trainer._train_step
+
+    def shortening(trainer: Trainer, *arguments: Any) -> None:
+        if trainer.step == 3:
+            os.truncate(data, 50)
+        train_step(trainer, *arguments)
+
+    monkeypatch.setattr(Trainer, "_train_step", shortening)
+    saving = ("--checkpoint.enable_checkpoint", "--checkpoint.interval=100", f"--training.steps={steps}")
+    validating = ("--validation.enabled", "--validation.freq=3", f"--validation.dataset_path={data}")
+    with pytest.raises(UserError, match=r"data\.jsonl was changed while the run reads it"):
+        train_here(*TINY, *saving, *validating, into(tmp_path / "run"))
+    assert checkpoint_steps(tmp_path / "run") == [3]
+
+
 def test_a_model_that_cannot_fit_is_refused_before_memory_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 from runs import (
+    ROOT,
     TINY,
     Run,
     assert_equal_bit_for_bit,
     checkpoint_steps,
+    fill,
     into,
     last_step,
     lines_of,
@@ -147,18 +149,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def fill(disk: Path) -> Path:
-    path = disk / "filler"
-    with open(path, "wb", buffering=0) as file:
-        for size in (1 << 16, 1):
-            try:
-                while file.write(bytes(size)):
-                    pass
-            except OSError:
-                pass
-    return path
-
-
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.full)])
 def test_training_outlives_a_full_disk(mode: str, disk: Path) -> None:
     flags = (*SAVING, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", f"--checkpoint.async_mode={mode}")
@@ -241,6 +231,47 @@ def test_training_outlives_a_disk_on_which_no_file_can_be_made(
     assert checkpoint_steps(disk) == [2, 8]
 
 
+QUOTA = """
+import errno, os, sys, tiny
+from torchtitan.optim.guard import UpdateGuard
+from torchtitan.trainer import Trainer
+used_up = False
+
+def refuse_new_files(event, arguments):
+    creates = event == "os.mkdir" or (event == "open" and arguments[2] & os.O_CREAT)
+    if used_up and creates and isinstance(arguments[0], str | os.PathLike) and not os.path.exists(arguments[0]):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(arguments[0]))
+
+sys.addaudithook(refuse_new_files)
+train_step = Trainer._train_step
+
+def act(self, *arguments):
+    global used_up
+    used_up = 3 <= self.step < 7
+    train_step(self, *arguments)
+
+Trainer._train_step = act
+UpdateGuard._reason = lambda *_: "a bad day"  # recorded, if not skipped
+"""
+
+
+def test_training_outlives_a_quota_of_files_that_is_used_up(tmp_path: Path) -> None:
+    """A kernel with quotas is rare where tests run, so the open of a new file fails as it would under one."""
+    (tmp_path / "quota.py").write_text(QUOTA)
+    run_folder = tmp_path / "run"
+    quota = ("--experimental.custom_import=quota", "--training.steps=8", "--training.max_skips_in_a_row=100")
+    flags = (*SAVING, *quota, "--checkpoint.interval=2", "--profiling.enable_profiling", "--profiling.profile_freq=5")
+    with started(*flags, into(run_folder), folder=tmp_path) as run:
+        status, output = run.finish()
+    assert status == 0, output
+    assert "checkpoint of step 4 could not be saved" in output
+    assert "iteration_5/rank0_trace.json cannot be written" in output
+    assert output.count("Disk quota exceeded") >= 3
+    assert "Traceback" not in output
+    assert list(losses(run_folder)) == list(range(1, 9))
+    assert checkpoint_steps(run_folder) == [2, 8]
+
+
 def test_a_dump_folder_that_is_removed_is_made_again_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,3 +312,34 @@ def test_a_killed_rank_comes_back_by_itself(tmp_path: Path) -> None:
     assert losses(tmp_path) == losses(tmp_path / "whole")
     assert ids_of(tmp_path) == ids_of(tmp_path / "whole")
     figures(test="restarts", killed_ranks=2, samples_lost_or_repeated=0)
+
+
+@pytest.mark.full
+def test_a_rank_that_is_killed_while_the_others_wait_for_it_comes_back(tmp_path: Path) -> None:
+    """torchrun ends the others by SIGTERM, which is not the user's."""
+    (tmp_path / "hasty.py").write_text("import tiny\nfrom torchtitan import signals\nsignals.GRACE = 1\n")
+    hasty = ("--experimental.custom_import=hasty", "--training.steps=2")
+    with started(*SAVING, *hasty, into(tmp_path / "run"), processes=2, folder=tmp_path, PET_MAX_RESTARTS="1") as run:
+        run.wait_until(lambda: listens(run.pid_of_rank(0)) and run.pid_of_rank(1))
+        os.kill(run.pid_of_rank(1) or 0, signal.SIGKILL)
+        status, output = run.finish()
+    assert status == 0, output
+    assert "restarts left after this one: 0" in output
+    assert "training finished after step 2" in output
+
+
+def listens(pid: int | None) -> bool:
+    """Whether a process has a handler for SIGTERM."""
+    if pid is None:
+        return False
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1 == 1
+
+
+@pytest.mark.full
+def test_random_attacks_break_no_promise(tmp_path: Path) -> None:
+    """The first of 300, which docs/checkpoints.md tells of."""
+    trials = [sys.executable, "benchmarks/faults.py", "--trials=12", f"--results={tmp_path / 'results.jsonl'}"]
+    done = subprocess.run(trials, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(lines_of(tmp_path / "results.jsonl")) == 12

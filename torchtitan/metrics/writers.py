@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from io import FileIO
@@ -34,7 +35,7 @@ class JSONLWriter:
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
-        rewritten(path).unlink(missing_ok=True)  # of a start that was killed
+        remove_left_overs(path)
         if start_step == 0:
             keep_old(path)
         else:
@@ -117,6 +118,15 @@ def drop_after(path: Path, step: int) -> None:
     temporary.chmod(path.stat().st_mode)
     temporary.replace(path)
     logger.info(f"{path.name}: dropped {len(lines) - len(kept)} lines after step {step}, where this run resumes")
+
+
+def remove_left_overs(path: Path) -> None:
+    """Of starts that were killed while they dropped lines."""
+    rewritten(path).unlink(missing_ok=True)
+    former = re.compile(re.escape(path.name) + "[a-z0-9_]{8}")  # `mkstemp`'s names, which version 0.1 wrote to
+    for entry in path.parent.iterdir() if path.parent.is_dir() else ():
+        if former.fullmatch(entry.name) and entry.is_file():
+            entry.unlink(missing_ok=True)
 
 
 def rewritten(path: Path) -> Path:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import re
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(dump_folder / TRACES / "rank_"))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1" if comm.trace_buf_size else "0")
     timeout = timedelta(seconds=comm.init_timeout_seconds)
+    _stay_on_this_machine()
     if "RANK" not in os.environ:
         dist.init_process_group(device.backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         return
@@ -69,6 +71,16 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
         global _heartbeat
         _heartbeat = Heartbeat(_get_default_store(), rank, world_size, stop)
         _heartbeat.start()
+
+
+def _stay_on_this_machine() -> None:
+    """Where all ranks are on one machine, the ports that they open to each other are on loopback. gloo would listen on
+    the address of the machine's name, NCCL on that of a network card."""
+    _, _, world_size = world_from_environment()
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_size:
+        for backend in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", loopback[0])
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, seconds: int) -> str:

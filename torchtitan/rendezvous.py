@@ -1,0 +1,26 @@
+"""Where the launcher and its processes meet. On one machine that is a port which no other machine reaches: who reaches
+it runs code as this user, since torch unpickles what it reads there."""
+
+import socket
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+LOOPBACK = "127.0.0.1"
+
+
+def find_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    """torchrun's own for several machines; for one, whatever the backend, a store on loopback."""
+    return get_rendezvous_handler(parameters) if parameters.max_nodes > 1 else OneMachine(parameters.run_id)
+
+
+class OneMachine(StaticTCPRendezvous):
+    """A store that listens on loopback alone: torch's would listen on all addresses, but takes a socket instead."""
+
+    def __init__(self, run_id: str) -> None:
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        super().__init__(LOOPBACK, port, rank=0, world_size=1, run_id=run_id, timeout=60)
+        self._store = TCPStore(LOOPBACK, port, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
