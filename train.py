@@ -35,13 +35,13 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
     """
     check_versions()
     with quick_imports():  # of torch: --help and typos need not wait for it
+        from torchtitan.build_trainer import build_trainer
         from torchtitan.checks import check, global_batch_size, is_plan
         from torchtitan.device import find_device
         from torchtitan.lock import FolderLock
         from torchtitan.logging import init_logging, logger
         from torchtitan.parallel.comm import named_failures
         from torchtitan.parallel.watch import watched
-        from torchtitan.trainer import Trainer
 
     init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
     for notice in notices:
@@ -61,7 +61,7 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
         watched(stop.progress, RANK),
         named_failures(config.comm, Path(config.job.dump_folder)),
         FolderLock(Path(config.job.dump_folder)) as lock,
-        Trainer(config, dims, global_batch_size(config, dims), device, stop, lock) as trainer,
+        build_trainer(config, dims, global_batch_size(config, dims), device, stop, lock) as trainer,
     ):
         trainer.train()
 

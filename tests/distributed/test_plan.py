@@ -69,28 +69,28 @@ def train(rank: int, world_size: int, layouts: list[list[str]], ports: list[int]
 
 def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
     """What the next steps hold and send, without anything of ours watching; and the last, by dimension."""
-    from torchtitan.trainer import Trainer
+    from torchtitan.build_trainer import build_trainer
 
     config = ConfigManager().parse_args(flags)
     dims = check(config, world_size, "cpu")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
-        trainer = Trainer(config, dims, global_batch_size(config, dims), find_device(0))
-        trainer._train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
+        trainer = build_trainer(config, dims, global_batch_size(config, dims), find_device(0))
+        trainer.train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
         gradients: list[int] = []
-        if trainer.work.in_backward is not None:
+        if trainer.engine.step_in_backward is not None:
             gradients.append(0)
-        trainer.work.optimizer.register_step_pre_hook(
-            lambda *_: gradients.append(state_bytes(trainer.work.model, trainer.work.optimizer)["gradients"])
+        trainer.engine.optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(state_bytes(trainer.engine.model, trainer.engine.optimizer)["gradients"])
         )
         for _ in range(MEASURED):
             batches = trainer.loader.next()
             with record_function("measured"):
-                trainer._train_step(batches, Reporter())  # type: ignore[arg-type]
-    recorder = Recorder(name_of_group(trainer.work))
+                trainer.train_step(batches, Reporter())  # type: ignore[arg-type]
+    recorder = Recorder(name_of_group(trainer.engine.meshes))
     with recorder, stand_ins("cpu"):  # torch's mask cannot be made while a recorder looks on
-        trainer._train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
-    sizes = state_bytes(trainer.work.model, trainer.work.optimizer)  # without gradients: they are gone
-    place = trainer.work.mesh.get_local_rank("pp")
+        trainer.train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
+    sizes = state_bytes(trainer.engine.model, trainer.engine.optimizer)  # without gradients: they are gone
+    place = trainer.engine.meshes.mesh.get_local_rank("pp")
     with trainer:
         pass  # closes it
     return {

@@ -211,14 +211,14 @@ def test_training_outlives_a_disk_that_turns_read_only(disk: Path, tmp_path: Pat
 
 def at_step(step: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before so many steps of a run in this process are done."""
-    train_step = Trainer._train_step
+    train_step = Trainer.train_step
 
     def acted(self: Trainer, *arguments: Any) -> None:
         if self.step == step:
             act()
         train_step(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "_train_step", acted)
+    monkeypatch.setattr(Trainer, "train_step", acted)
 
 
 def test_training_outlives_a_disk_on_which_no_file_can_be_made(
