@@ -24,7 +24,7 @@ from torchtitan.config.system import ActivationCheckpoint, Comm, Parallelism
 from torchtitan.config.training import Model, Training
 from torchtitan.data import Batch
 from torchtitan.device import find_device
-from torchtitan.engine.converter_hooks import checked_gemms
+from torchtitan.engine.converter_hooks import checked_step
 from torchtitan.engine.engine import Engine, build_engine, build_meshes
 from torchtitan.engine.train_step import train_step
 from torchtitan.errors import ConfigError
@@ -115,7 +115,7 @@ class Bench:
         device.synchronize()
         first_step = perf_counter() - start
         try:
-            with checked_gemms(engine, 1):
+            with checked_step(engine, 1):
                 train_step(engine, batches[1:2], LEARNING_RATE)
         except ConfigError as error:
             note = str(error)

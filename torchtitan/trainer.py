@@ -15,7 +15,7 @@ from torchtitan.checkpoint.train_state import check_kind, wrong_values_refused
 from torchtitan.config import JobConfig
 from torchtitan.converters.report import schedule_line
 from torchtitan.data import Batch, Loader, ValidationLoader
-from torchtitan.engine.converter_hooks import checked_gemms, converter_state, load_converter_state, steps_to_check
+from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.garbage_collection import garbage_collection
 from torchtitan.engine.precision_phases import PrecisionPhases
@@ -104,7 +104,7 @@ class Trainer:
                 if recompiles:
                     set_timeout(config.comm.init_timeout_seconds)
                 checked = self.step in checked_steps
-                with checked_gemms(self.engine, len(microbatches)) if checked else contextlib.nullcontext():
+                with checked_step(self.engine, len(microbatches)) if checked else contextlib.nullcontext():
                     self.train_step(microbatches, reporter)
                 self.stop.progress.ends()
                 profiler.step()

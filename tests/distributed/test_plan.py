@@ -216,6 +216,47 @@ def test_updates_during_the_backward_pass_lower_the_peak(two: dict[str, list[dic
     assert early["peak"] < ordinary["peak"] - 0.5 * ordinary["states"][1]
 
 
+# Collectives of one rank in a step, counted by hand. The plan and the runs share the code that they are counts of.
+# The debug model has 6 blocks; with the embedding and the root (norm and output layer) 8 FSDP groups. Its loss is one
+# chunk. A reported step all-reduces 3 numbers over all ranks: the gradient norm, the guard's flags, the loss.
+#
+# FSDP. All-gathers: 8 in the forward pass, and again 7 in the backward pass, for the root is not resharded: 15.
+# Reduce-scatters: a gradient of each group: 8.
+#
+# TP. A block gathers the inputs of attention and feed-forward, and reduce-scatters their outputs: 2 and 2 of 6 blocks;
+# the embedding reduce-scatters once, the final norm gathers once: 13 and 13. The backward pass of each is the other:
+# 26 and 26. All-reduces: the gradients of 13 norm weights, and 2 of the loss's chunk: 15, and the 3 of any step.
+#
+# HSDP, two grad-accumulation steps: each gathers and reduce-scatters as FSDP does: 30 and 16. Only the last
+# all-reduces the gradients of the 8 groups over the copies: 8.
+COUNTED_BY_HAND = {
+    "FSDP 2": (2, {("fsdp", "all-gather"): 15, ("fsdp", "reduce-scatter"): 8, ("fsdp", "all-reduce"): 3}),
+    "TP 2": (2, {("tp", "all-gather"): 26, ("tp", "reduce-scatter"): 26, ("tp", "all-reduce"): 18}),
+    "HSDP 2 x 2, accumulated": (
+        4,
+        {
+            ("fsdp", "all-gather"): 30,
+            ("fsdp", "reduce-scatter"): 16,
+            ("dp_replicate", "all-reduce"): 8,
+            ("world", "all-reduce"): 3,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", COUNTED_BY_HAND)
+def test_collectives_are_as_many_as_counted_by_hand(
+    layout: str, two: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    world_size, expected = COUNTED_BY_HAND[layout]
+    flags = {**TWO, **FOUR}[layout]
+    (rank,) = planned((*FLAGS, *flags, f"--job.dump_folder={tmp_path}"), world_size)
+    assert {(line.dimension, line.kind): line.count for line in rank.traffic} == expected
+    if layout in two:
+        kinds = {kind: count for (_, kind), count in expected.items()}
+        assert [found["collectives"] for found in two[layout]] == [kinds, kinds]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("world_size", "layouts"), [(4, FOUR), (8, EIGHT)], ids=["4", "8"])
 def test_a_plan_is_what_more_processes_hold_and_send(

@@ -18,7 +18,7 @@ from torchtitan.checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.engine.converter_hooks import checked_gemms
+from torchtitan.engine.converter_hooks import checked_step
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS
@@ -89,7 +89,7 @@ def train(*flags: str) -> dict[str, Any]:
     tokens = torch.randint(256, (rows, 65), generator=torch.Generator().manual_seed(0)).chunk(dims.dp)[meshes.dp_rank]
     losses = []
     batches = [Batch(part[:, :-1], part[:, 1:], None, None) for part in tokens.split(size)]
-    for check_products in (contextlib.nullcontext(), checked_gemms(engine, len(batches))):
+    for check_products in (contextlib.nullcontext(), checked_step(engine, len(batches))):
         with check_products:
             loss, _ = train_step(engine, batches, 1e-3)
         losses.append(sum_over_ranks(engine, loss).item() / (rows * config.training.seq_len))

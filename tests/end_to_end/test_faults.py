@@ -49,6 +49,7 @@ STEPS_A_KILL = 6
 def ids_of(folder: Path) -> list[tuple[int, list[str]]]:
     """What each of two ranks has read, by step."""
     lines = [line for rank in (0, 1) for line in lines_of(folder / "sample_ids" / f"rank_{rank}.jsonl")]
+    assert lines
     return sorted((line["step"], line["ids"]) for line in lines)
 
 

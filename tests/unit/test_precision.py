@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import all_equal
 from torch import nn
 
 from torchtitan.checks import check
@@ -214,7 +215,7 @@ def test_a_switched_model_computes_as_one_that_was_built_so(old: str) -> None:
         calls.clear()
         result = torch.autograd.grad(model(x).float().square().sum(), weights)
         expected = torch.autograd.grad(in_precision(new, weights)(x).float().square().sum(), weights)
-        assert all(map(torch.equal, result, expected)), new
+        assert all_equal(result, expected), new
         # The modules, their parameters and their hooks are the very same.
         assert list(model) == layers and list(model.parameters()) == weights and calls == [0]
         old = new

@@ -63,7 +63,7 @@ def steps_to_check(engine: Engine, first_step: int) -> set[int]:
     return set()
 
 
-def checked_gemms(engine: Engine, microbatches: int) -> contextlib.AbstractContextManager[None]:
+def checked_step(engine: Engine, microbatches: int) -> contextlib.AbstractContextManager[None]:
     """Around a training step in which nothing is compiled any more: as many low-precision GEMMs must run as promised.
 
     Args:
