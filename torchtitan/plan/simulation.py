@@ -245,12 +245,14 @@ def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Any, ...]]) 
 
 
 class _WatchedBatches(Sequence[Batch]):
-    """The same micro-batch several times; calls `before` and `after` around the forward and backward pass of each."""
+    """The same micro-batch several times. The first to iterate, which is the training step, calls `before` and `after`
+    around the forward and backward pass of each."""
 
     def __init__(self, batch: Batch, count: int, before: Callable[[], None], after: Callable[[], None]) -> None:
         self.batches = [batch] * count
         self.before = before
         self.after = after
+        self.watched = False
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -259,6 +261,10 @@ class _WatchedBatches(Sequence[Batch]):
         return self.batches[index]
 
     def __iter__(self) -> Iterator[Batch]:
+        if self.watched:
+            yield from self.batches
+            return
+        self.watched = True
         for batch in self.batches:
             self.before()
             yield batch
