@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Until `Stop` listens: a KeyboardInterrupt inside an import would be a traceback, or be lost.
+    # Until `Stop` listens: inside an import a KeyboardInterrupt would end in a traceback, or be lost.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
 
@@ -29,20 +29,20 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()) -> None:
-    """One run, from a configuration to the end of training, or until `stop` says so.
+    """One run, from its configuration to the end of training, or until `stop` asks it to save and end.
 
     Args:
-        notices: what to say of the configuration first.
+        notices: about the configuration, logged first.
     """
     check_versions()
-    with quick_imports():  # of torch: --help and typos need not wait for it
+    with quick_imports():  # imports torch: only now, so that --help and typos need not wait for it
+        from torchtitan.build_trainer import build_trainer
         from torchtitan.checks import check, global_batch_size, is_plan
         from torchtitan.device import find_device
         from torchtitan.lock import FolderLock
         from torchtitan.logging import init_logging, logger
         from torchtitan.parallel.comm import named_failures
         from torchtitan.parallel.watch import watched
-        from torchtitan.trainer import Trainer
 
     init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
     for notice in notices:
@@ -62,14 +62,17 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
         watched(stop.progress, RANK),
         named_failures(config.comm, Path(config.job.dump_folder)),
         FolderLock(Path(config.job.dump_folder)) as lock,
-        Trainer(config, dims, global_batch_size(config, dims), device, stop, lock) as trainer,
+        build_trainer(config, dims, global_batch_size(config, dims), device, stop, lock) as trainer,
     ):
         trainer.train()
 
 
 def status_of(error: Exception, stop: Stop) -> int:
-    """A mistake is not mended by trying again. What was right before in this run is none: a file is away for a moment,
-    storage does not answer. Then torchrun starts again, while it has restarts."""
+    """The exit status: with 1 torchrun restarts the processes, while restarts are left; with EXIT_STATUS it gives up.
+
+    A restart does not mend a user's mistake. But data and files that were fine earlier in this run may only be
+    unavailable for a moment.
+    """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     started_again = STARTED_AGAIN in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     environmental = any(isinstance(cause, DataError | OSError) for cause in (error, error.__cause__, error.__context__))
@@ -78,7 +81,7 @@ def status_of(error: Exception, stop: Stop) -> int:
 
 if __name__ == "__main__":
     outlive_readers()
-    faulthandler.register(signal.SIGUSR2)  # shows where all threads are, though none should get to run
+    faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, even if none gets to run
     stop = Stop(RANK)
     stop.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -90,7 +93,7 @@ if __name__ == "__main__":
         ignore_stop_signals()
     except UserError as error:
         stop.failed = True
-        if RANK > 0:  # most often the same on every rank: then rank 0 says so alone, and its end is that of all
+        if RANK > 0:  # mostly the same error on every rank: leave it to rank 0 to report it and to end the others
             if stop.requested:
                 end(EXIT_STATUS)
             time.sleep(PATIENCE)
@@ -99,13 +102,13 @@ if __name__ == "__main__":
         end(status_of(error, stop))
     except LostRankError as error:
         stop.failed = True
-        if stop.requested:  # the other got the signal too, and had less patience
+        if stop.requested:  # the lost rank got the signal too, and ended first
             stop.give_up()
         print(f"{prefix}Error: {error}", file=sys.stderr)
         end(1)
     except Exception as error:
         stop.failed = True
-        if stop.requested and not stop.has_trained:  # such as a compiler that got the signal too
+        if stop.requested and not stop.has_trained:  # for example from a compiler process that got the signal too
             stop.give_up()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             print(f"{prefix}Error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)

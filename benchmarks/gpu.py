@@ -6,7 +6,7 @@ It runs from a bare checkout and needs torch 2.11 or later and torchao, nothing 
 those for which no time is left are dropped, and the table says so. It is written after each row, to
 benchmarks/results/NAME.md and NAME.json. `--smoke` runs tiny shapes uncompiled, on CPU too.
 
-A row is `torchtitan.step.TrainingStep` (model, converter, per-block compile, FSDP2 on a group of one, clipping, fused
+A row is `torchtitan.engine.train_step` (model, converter, per-block compile, FSDP2 on a group of one, clipping, fused
 AdamW with float32 weights and states) on random tokens, without activation checkpointing. A model of which not all
 layers fit in memory has fewer; the row says how many. Times are between CUDA events after each step, with no
 synchronization between; the first step (compilation), a step in which low-precision products are counted, and one more

@@ -24,12 +24,14 @@ from torchtitan.config.system import ActivationCheckpoint, Comm, Parallelism
 from torchtitan.config.training import Model, Training
 from torchtitan.data import Batch
 from torchtitan.device import find_device
+from torchtitan.engine.converter_hooks import checked_step
+from torchtitan.engine.engine import Engine, build_engine, build_meshes
+from torchtitan.engine.train_step import train_step
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
 from torchtitan.parallel.comm import init_process_group
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.step import TrainingStep
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Recipe
@@ -104,37 +106,36 @@ class Bench:
         device, config = self.device, self.config(family, flavor, recipe)
         args = replace(MODELS.get(family).flavor(flavor), n_layers=layers, **(SMOKE_SIZES if self.smoke else {}))
         torch.manual_seed(0)
-        step = TrainingStep(config, ParallelDims(), 1, device, args)
-        step.build()
+        engine = build_engine(config, build_meshes(ParallelDims(), device.type), device, args, global_batch_size=1)
         batches = [self.batch(args.vocab_size) for _ in range(WARMUP)]
         note = ""
         device.synchronize()
         start = perf_counter()
-        step.run(batches[0:1], LEARNING_RATE)
+        train_step(engine, batches[0:1], LEARNING_RATE)
         device.synchronize()
         first_step = perf_counter() - start
         try:
-            with step.checked_products(1):
-                step.run(batches[1:2], LEARNING_RATE)
+            with checked_step(engine, 1):
+                train_step(engine, batches[1:2], LEARNING_RATE)
         except ConfigError as error:
             note = str(error)
-        step.run(batches[2:3], LEARNING_RATE)
+        train_step(engine, batches[2:3], LEARNING_RATE)
         device.synchronize()
         device.reset_peak_memory()
-        seconds, loss = self.time_steps(step, batches)
+        seconds, loss = self.time_steps(engine, batches)
         memory = device.peak_memory_bytes()
         typical = statistics.median(seconds)
-        converted = [d for c in step.converters for d in getattr(c, "decisions", [])]
+        converted = [d for c in engine.converters for d in getattr(c, "decisions", [])]
         result = {
             "all_layers": MODELS.get(family).flavor(flavor).n_layers,
             "compiled": recipe.compile,
             "rate": self.seq_len / typical,
             "step_seconds": seconds,
             "flops_per_token": {
-                "full": step.flops_per_token,
-                "causal": causal(step.flops_per_token, args, self.seq_len),
+                "full": engine.flops_per_token,
+                "causal": causal(engine.flops_per_token, args, self.seq_len),
             },
-            "parameters": step.parameters,
+            "parameters": engine.parameters,
             "memory": memory,
             "first_step": first_step,
             "compile_seconds": first_step - typical if recipe.compile else None,
@@ -143,7 +144,7 @@ class Bench:
             "note": note,
         }
         try:  # a figure more, never a row less
-            result |= self.traced(step, batches) if traced else {}
+            result |= self.traced(engine, batches) if traced else {}
         except Exception as error:
             result["note"] = f"{note} no trace: {error}".strip()
         return result
@@ -168,7 +169,7 @@ class Bench:
             tokens = tokens.pin_memory()
         return Batch(tokens[:, :-1], tokens[:, 1:], None, None)
 
-    def time_steps(self, step: TrainingStep, batches: list[Batch]) -> tuple[list[float], float]:
+    def time_steps(self, engine: Engine, batches: list[Batch]) -> tuple[list[float], float]:
         """Seconds of each step, and the last loss, summed over tokens."""
         cuda = self.device.type == "cuda"
         marks: list[Any] = []
@@ -184,20 +185,20 @@ class Bench:
         gc.disable()
         mark()
         for number in range(self.steps):
-            loss, _ = step.run([batches[number % len(batches)]], LEARNING_RATE)
+            loss, _ = train_step(engine, [batches[number % len(batches)]], LEARNING_RATE)
             mark()
         self.device.synchronize()
         gc.enable()
         seconds = [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in itertools.pairwise(marks)]
         return seconds, float(loss)
 
-    def traced(self, step: TrainingStep, batches: list[Batch]) -> dict[str, Any]:
+    def traced(self, engine: Engine, batches: list[Batch]) -> dict[str, Any]:
         """One more step under the profiler: its split, and the device's time by class of kernel."""
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             with profile(activities=activities, acc_events=False) as recorded, record_function("ProfilerStep#0"):
-                step.run(batches[0:1], LEARNING_RATE)
+                train_step(engine, batches[0:1], LEARNING_RATE)
                 self.device.synchronize()
             recorded.export_chrome_trace(str(path))
             split = step_split(path)

@@ -65,13 +65,13 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
     import torch
 
     from benchmarks.peak_memory import NoReport
+    from torchtitan.build_trainer import build_trainer
     from torchtitan.checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.config.training import Optimizer
     from torchtitan.device import find_device
     from torchtitan.optim.compact import CompactAdamW, local_part
     from torchtitan.optim.optimizer import build_optimizer
-    from torchtitan.trainer import Trainer
 
     errors: dict[str, list[float]] = {name: [] for name in CHANGES if name != "AdamW"}
     flushed: dict[str, float] = {}
@@ -79,9 +79,9 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
         flags = [*DEBUG, f"--job.dump_folder={folder}", "--training.local_batch_size=8", f"--training.steps={steps}"]
         config = ConfigManager().parse_args(flags)
         dims = check(config, 1, "cpu")
-        with Trainer(config, dims, global_batch_size(config, dims), find_device(0)) as trainer:
-            exact = trainer.work.optimizer
-            parameters = list(trainer.work.model.parameters())
+        with build_trainer(config, dims, global_batch_size(config, dims), find_device(0)) as trainer:
+            exact = trainer.engine.optimizer
+            parameters = list(trainer.engine.model.parameters())
             others = {name: [torch.nn.Parameter(local_part(it).clone()) for it in parameters] for name in errors}
             optimizers: dict[str, Any] = {}
             for name, them in others.items():
@@ -111,7 +111,7 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
             exact.register_step_post_hook(compare)
             for _ in range(steps):
                 trainer.step += 1
-                trainer._train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
+                trainer.train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
             for name, optimizer in optimizers.items():
                 assert isinstance(optimizer, CompactAdamW)
                 lost = total = 0

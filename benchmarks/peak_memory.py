@@ -12,13 +12,13 @@ import sys
 import tempfile
 from typing import Any
 
+from torchtitan.build_trainer import build_trainer
 from torchtitan.checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.plan.record import Recorder
 from torchtitan.plan.simulation import local_bytes, state_bytes
 from torchtitan.plan.stand_ins import stand_ins
-from torchtitan.trainer import Trainer
 
 
 class NoReport:
@@ -34,13 +34,13 @@ def main() -> None:
         device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
         dims = check(config, int(os.environ.get("WORLD_SIZE", 1)), device.type)
         recorder = Recorder(name_of_group=str)
-        with recorder, Trainer(config, dims, global_batch_size(config, dims), device) as trainer:
+        with recorder, build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
             for _ in range(2):  # in the second all states are there
                 recorder.clear()
                 with stand_ins(device.type):
-                    trainer._train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
-            states = state_bytes(trainer.work.model, trainer.work.optimizer)
-            gradients = local_bytes(parameter for parameter in trainer.work.model.parameters())  # of the same dtype
+                    trainer.train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
+            states = state_bytes(trainer.engine.model, trainer.engine.optimizer)
+            gradients = local_bytes(parameter for parameter in trainer.engine.model.parameters())  # of the same dtype
         if os.environ.get("RANK", "0") == "0":
             print(
                 json.dumps(

@@ -2,7 +2,7 @@
 
 python benchmarks/step_split.py TRACE.json ...      prints the split of each
 
-- `data`, `forward`, `backward`, `optimizer`: the spans of these names (`TrainingStep.run`), on a GPU from the first to
+- `data`, `forward`, `backward`, `optimizer`: the spans of these names (`engine.train_step`), on a GPU from the first to
   the last of their kernels. The chunked loss takes the gradient of the output layer in the forward pass, so `forward`
   holds it; `optimizer` holds clipping too. A pipeline has one span, `forward and backward`.
 - `rest`: the step less these: converters' hooks, reports, transfers, Python between them.

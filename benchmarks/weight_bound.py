@@ -42,11 +42,12 @@ def train(flags: list[str], output: Path) -> None:
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    import torchtitan.trainer as loop
+    from torchtitan.build_trainer import build_trainer
     from torchtitan.checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.converters.bound import gathered_weights
     from torchtitan.device import find_device
-    from torchtitan.trainer import Trainer
 
     class AllReduces(TorchDispatchMode):
         count = 0
@@ -61,16 +62,15 @@ def train(flags: list[str], output: Path) -> None:
     device = find_device(int(os.environ["LOCAL_RANK"]))
     dims = check(config, int(os.environ["WORLD_SIZE"]), device.type)
     all_reduces, bits, saturated = [], [], 0
-    with Trainer(config, dims, global_batch_size(config, dims), device) as trainer:
-        work = trainer.work
-        run = work.run
+    with build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
+        model, train_step = trainer.engine.model, loop.train_step
 
         def watched(*arguments: Any, **options: Any) -> Any:
             nonlocal saturated
             with AllReduces() as counted:
-                result = run(*arguments, **options)
+                result = train_step(*arguments, **options)
             all_reduces.append(counted.count)
-            weights = [w for w in gathered_weights([work.model]).values() if w._precomputed_scale is not None]
+            weights = [w for w in gathered_weights([model]).values() if w._precomputed_scale is not None]
             if weights:
                 amax = torch.stack([weight._tensor.abs().amax() for weight in weights])
                 dist.all_reduce(amax, op=dist.ReduceOp.MAX)
@@ -82,7 +82,7 @@ def train(flags: list[str], output: Path) -> None:
                 saturated += int(count)
             return result
 
-        work.run = watched  # type: ignore[method-assign]
+        loop.train_step = watched
         trainer.train()
         if dist.get_rank() == 0:
             output.write_text(json.dumps({"all_reduces": all_reduces, "bits": bits, "saturated": saturated}))

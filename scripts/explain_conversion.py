@@ -21,17 +21,20 @@ def main() -> None:
         if config.experimental.custom_import:
             import_user_module(config.experimental.custom_import, "experimental.custom_import")
         from torchtitan.converters.report import phases_to_json, summary, to_json, to_table
+        from torchtitan.engine.precision_phases import parse_phases
         from torchtitan.explain import explain_conversion
-        from torchtitan.precision import phases_of
 
         reports = []
-        for phase in phases_of(config):
-            with phase.named():
+        for phase in parse_phases(config) if config.precision.phase else []:
+            with phase.named_in_errors():
                 report = explain_conversion(phase.config)
-            reports.append((phase.last, report))
-            if phase.title:
-                print(phase.title + ("" if phase.last is None else f", to step {phase.last}"))
-            print(f"{to_table(report)}\n{summary(report)}" if report or not phase.title else "no converters")
+            reports.append((phase.last_step, report))
+            print(phase.title + ("" if phase.last_step is None else f", to step {phase.last_step}"))
+            print(f"{to_table(report)}\n{summary(report)}" if report else "no converters")
+        if not reports:
+            report = explain_conversion(config)
+            reports.append((None, report))
+            print(f"{to_table(report)}\n{summary(report)}")
         if arguments.json:
             text = phases_to_json(reports) if config.precision.phase else to_json(reports[0][1])
             Path(arguments.json).write_text(text, encoding="utf-8")

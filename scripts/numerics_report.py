@@ -76,9 +76,9 @@ def train(config: JobConfig) -> tuple[float, dict[str, Any]]:
     import torch
     from torch import nn
 
+    from torchtitan.build_trainer import build_trainer
     from torchtitan.checks import check, global_batch_size
     from torchtitan.device import find_device
-    from torchtitan.trainer import Trainer
 
     operands: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -89,8 +89,8 @@ def train(config: JobConfig) -> tuple[float, dict[str, Any]]:
         config = dataclasses.replace(config, job=job, activation_checkpoint=plain, metrics=metrics, training=training)
         device = find_device(0)
         dims = check(config, 1, device.type)
-        with Trainer(config, dims, global_batch_size(config, dims), device) as trainer:
-            model: nn.Module = trainer.work.model
+        with build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
+            model: nn.Module = trainer.engine.model
 
             def watch(fqn: str) -> Any:
                 def hook(module: nn.Linear, inputs: tuple[torch.Tensor], out: torch.Tensor) -> None:

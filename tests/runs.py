@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -224,19 +224,26 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says of training steps. Fails where a step is there twice, or not in its place."""
+    """What metrics.jsonl says of training steps. Fails where there are none, or one is there twice or not in its
+    place."""
     lines = [line for line in lines_of(folder / "metrics.jsonl") if "loss" in line]
     steps = [line["step"] for line in lines]
-    assert steps == sorted(set(steps))
+    assert steps and steps == sorted(set(steps))
     return lines
 
 
 def losses(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in reports(folder)}
+    """By step. Fails where one is not finite (null in the file): two runs that diverge are not the same training."""
+    found = {line["step"]: line["loss"] for line in reports(folder)}
+    assert None not in found.values(), found
+    return found
 
 
 def grad_norms(folder: Path) -> list[float]:
-    return [line["grad_norm"] for line in reports(folder)]
+    """Of each step. Fails where one is not finite."""
+    found = [line["grad_norm"] for line in reports(folder)]
+    assert None not in found, found
+    return found
 
 
 def last_step(folder: Path) -> int:
@@ -260,7 +267,7 @@ def tensors_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_bit_for_bit(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
+    assert left and left.keys() == right.keys()
     different = [name for name in left if not torch.equal(left[name], right[name])]
     assert not different
 
@@ -276,3 +283,9 @@ def fill(disk: Path) -> Path:
             except OSError:
                 pass
     return path
+
+
+def all_equal(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> bool:
+    """Whether these are the same tensors bit for bit, as many on both sides, and not none."""
+    pairs = list(zip(left, right, strict=True))
+    return bool(pairs) and all(torch.equal(mine, theirs) for mine, theirs in pairs)

@@ -12,13 +12,13 @@ from torchtitan.config.system import Parallelism
 from torchtitan.converters import CONVERTERS
 from torchtitan.data.datasets import DATASETS
 from torchtitan.data.tokenizer import load_tokenizer
+from torchtitan.engine.precision_phases import parse_phases
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.optim.optimizer import IN_CODES, OPTIMIZERS, WITHOUT_DECAY
 from torchtitan.parallel.checks import check_model, check_pipeline, check_schedule
 from torchtitan.parallel.dims import ParallelDims, find_dims
-from torchtitan.precision import phases_of
 from torchtitan.unused import unused_keys
 
 PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state"]
@@ -39,7 +39,8 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     _collect(problems, lambda: OPTIMIZERS.get(config.optimizer.name))
     for name in config.model.converters:
         _collect(problems, lambda name=name: CONVERTERS.get(name))  # type: ignore[misc]
-    _collect(problems, lambda: phases_of(config))
+    if config.precision.phase:
+        _collect(problems, lambda: parse_phases(config))
     if len(set(config.model.converters)) < len(config.model.converters):
         problems.append("model.converters: a converter is named twice; each can be applied once.")
     # Names are looked up whether they are used or not: a typo in what is off would bite when it is turned on.

@@ -60,6 +60,7 @@ def test_all_ranks_have_the_scales_of_the_whole_tensors(fsdp: int, tp: int, alon
     """The weights of the ranks' shares, and what each made of its own tokens, have other amaxes."""
     first, second = in_processes(histories_after_steps, 2, fsdp, tp)
     assert first["histories"] == second["histories"]
+    assert first["scales"] and first["scales"].keys() == second["scales"].keys()
     assert all(torch.equal(first["scales"][name], scale) for name, scale in second["scales"].items())
     assert first["histories"].keys() == alone["histories"].keys()
     for name, rows in alone["histories"].items():

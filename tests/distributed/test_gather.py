@@ -220,6 +220,7 @@ def test_precomputed_float8_scales_give_the_same_training(ranks: list[dict[str, 
     for rank in ranks:
         each, precomputed = rank["float8"], rank["float8 precomputed"]
         assert each["losses"] == precomputed["losses"]
+        assert each["end"] and each["end"].keys() == precomputed["end"].keys()
         assert all(torch.equal(weight, precomputed["end"][name]) for name, weight in each["end"].items())
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import equality
 import pytest
+import torch
 from runs import SMALL, TINY, grad_norms, into, losses, train, train_here
 
 LONGER = (*SMALL, "--training.seq_len=128")
@@ -20,7 +21,22 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> equality.Training:
 @pytest.mark.parametrize("layout", ROWS)
 def test_layout_equals_one_process(layout: equality.Layout, one_process: equality.Training, tmp_path: Path) -> None:
     deviations = equality.deviations(one_process, equality.run(layout, tmp_path))
-    assert max(deviations.values()) < equality.TOLERANCE, deviations
+    assert equality.within_tolerance(deviations), deviations
+
+
+@pytest.mark.parametrize("part", ["losses", "grad_norms", "weights"])
+def test_a_number_that_is_not_finite_equals_none(part: str) -> None:
+    """Wherever it stands among the others."""
+
+    def training() -> equality.Training:
+        ones = torch.ones(equality.STEPS, dtype=torch.float64)
+        return equality.Training(ones, ones.clone(), {name: torch.ones(2) for name in ("a", "b", "c")})
+
+    assert equality.within_tolerance(equality.deviations(training(), training()))
+    spoiled = training()
+    numbers = spoiled.weights["b"] if part == "weights" else getattr(spoiled, part)
+    numbers[1] = float("nan")
+    assert not equality.within_tolerance(equality.deviations(training(), spoiled))
 
 
 def test_tensor_parallelism_with_an_output_layer_that_is_the_embedding(tmp_path: Path) -> None:
@@ -44,4 +60,4 @@ def test_computes_in_bfloat16_whatever_the_layout(tmp_path: Path) -> None:
         found = list(losses(tmp_path / layout).values())
         assert found == pytest.approx(expected, abs=2e-2)
         # float32 agrees to 1e-6 (above), bfloat16 has 8 bits
-        assert max(abs(mine - theirs) for mine, theirs in zip(found, expected, strict=True)) > 2e-5
+        assert found != pytest.approx(expected, abs=2e-5)

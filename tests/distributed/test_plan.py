@@ -69,28 +69,28 @@ def train(rank: int, world_size: int, layouts: list[list[str]], ports: list[int]
 
 def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
     """What the next steps hold and send, without anything of ours watching; and the last, by dimension."""
-    from torchtitan.trainer import Trainer
+    from torchtitan.build_trainer import build_trainer
 
     config = ConfigManager().parse_args(flags)
     dims = check(config, world_size, "cpu")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
-        trainer = Trainer(config, dims, global_batch_size(config, dims), find_device(0))
-        trainer._train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
+        trainer = build_trainer(config, dims, global_batch_size(config, dims), find_device(0))
+        trainer.train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
         gradients: list[int] = []
-        if trainer.work.in_backward is not None:
+        if trainer.engine.step_in_backward is not None:
             gradients.append(0)
-        trainer.work.optimizer.register_step_pre_hook(
-            lambda *_: gradients.append(state_bytes(trainer.work.model, trainer.work.optimizer)["gradients"])
+        trainer.engine.optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(state_bytes(trainer.engine.model, trainer.engine.optimizer)["gradients"])
         )
         for _ in range(MEASURED):
             batches = trainer.loader.next()
             with record_function("measured"):
-                trainer._train_step(batches, Reporter())  # type: ignore[arg-type]
-    recorder = Recorder(name_of_group(trainer.work))
+                trainer.train_step(batches, Reporter())  # type: ignore[arg-type]
+    recorder = Recorder(name_of_group(trainer.engine.meshes))
     with recorder, stand_ins("cpu"):  # torch's mask cannot be made while a recorder looks on
-        trainer._train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
-    sizes = state_bytes(trainer.work.model, trainer.work.optimizer)  # without gradients: they are gone
-    place = trainer.work.mesh.get_local_rank("pp")
+        trainer.train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
+    sizes = state_bytes(trainer.engine.model, trainer.engine.optimizer)  # without gradients: they are gone
+    place = trainer.engine.meshes.mesh.get_local_rank("pp")
     with trainer:
         pass  # closes it
     return {
@@ -214,6 +214,47 @@ def test_updates_during_the_backward_pass_lower_the_peak(two: dict[str, list[dic
     layouts = {"after backward": AFTER_BACKWARD, "in backward": IN_BACKWARD}
     (ordinary,), (early,) = measured(1, in_folders(layouts, tmp_path), tmp_path)
     assert early["peak"] < ordinary["peak"] - 0.5 * ordinary["states"][1]
+
+
+# Collectives of one rank in a step, counted by hand. The plan and the runs share the code that they are counts of.
+# The debug model has 6 blocks; with the embedding and the root (norm and output layer) 8 FSDP groups. Its loss is one
+# chunk. A reported step all-reduces 3 numbers over all ranks: the gradient norm, the guard's flags, the loss.
+#
+# FSDP. All-gathers: 8 in the forward pass, and again 7 in the backward pass, for the root is not resharded: 15.
+# Reduce-scatters: a gradient of each group: 8.
+#
+# TP. A block gathers the inputs of attention and feed-forward, and reduce-scatters their outputs: 2 and 2 of 6 blocks;
+# the embedding reduce-scatters once, the final norm gathers once: 13 and 13. The backward pass of each is the other:
+# 26 and 26. All-reduces: the gradients of 13 norm weights, and 2 of the loss's chunk: 15, and the 3 of any step.
+#
+# HSDP, two grad-accumulation steps: each gathers and reduce-scatters as FSDP does: 30 and 16. Only the last
+# all-reduces the gradients of the 8 groups over the copies: 8.
+COUNTED_BY_HAND = {
+    "FSDP 2": (2, {("fsdp", "all-gather"): 15, ("fsdp", "reduce-scatter"): 8, ("fsdp", "all-reduce"): 3}),
+    "TP 2": (2, {("tp", "all-gather"): 26, ("tp", "reduce-scatter"): 26, ("tp", "all-reduce"): 18}),
+    "HSDP 2 x 2, accumulated": (
+        4,
+        {
+            ("fsdp", "all-gather"): 30,
+            ("fsdp", "reduce-scatter"): 16,
+            ("dp_replicate", "all-reduce"): 8,
+            ("world", "all-reduce"): 3,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", COUNTED_BY_HAND)
+def test_collectives_are_as_many_as_counted_by_hand(
+    layout: str, two: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    world_size, expected = COUNTED_BY_HAND[layout]
+    flags = {**TWO, **FOUR}[layout]
+    (rank,) = planned((*FLAGS, *flags, f"--job.dump_folder={tmp_path}"), world_size)
+    assert {(line.dimension, line.kind): line.count for line in rank.traffic} == expected
+    if layout in two:
+        kinds = {kind: count for (_, kind), count in expected.items()}
+        assert [found["collectives"] for found in two[layout]] == [kinds, kinds]
 
 
 @pytest.mark.full

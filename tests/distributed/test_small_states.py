@@ -68,7 +68,7 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Float8 tensors can be compared as bytes alone."""
-    assert left.keys() == right.keys()
+    assert left and left.keys() == right.keys()
     return all(torch.equal(_bytes(left[name]), _bytes(right[name])) for name in left)
 
 

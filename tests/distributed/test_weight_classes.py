@@ -18,9 +18,11 @@ from torchtitan.checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.data import Batch
 from torchtitan.device import Device
+from torchtitan.engine.converter_hooks import checked_step
+from torchtitan.engine.engine import build_engine, build_meshes
+from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.step import TrainingStep
 
 INT8 = ("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather")
 FLOAT8 = ("--model.converters=float8", "--float8.emulate")
@@ -72,31 +74,31 @@ def train(*flags: str) -> dict[str, Any]:
     dims = check(config, dist.get_world_size(), "cpu")
     rows, size = global_batch_size(config, dims), config.training.local_batch_size
     args = MODELS.get("tiny").flavor(config.model.flavor).with_vocab_size(256)
-    work = TrainingStep(config, dims, rows, Device("cpu", "", torch.device("cpu")), args)
-    work.build()
+    meshes = build_meshes(dims, "cpu")
+    engine = build_engine(config, meshes, Device("cpu", "", torch.device("cpu")), args, rows)
     classes: dict[str, set[tuple[str, str, str]]] = {}
 
     def look(module: nn.Module, inputs: Any, fqn: str, shard: str) -> None:
         classes.setdefault(fqn, set()).add((type(module).__name__, type(module.weight).__name__, shard))
 
-    chosen = [decision.fqn for decision in work.converters[0].decisions if decision.converted]  # type: ignore[attr-defined]
-    layers = {fqn: module for fqn, module in work.model.named_modules() if fqn in chosen}
+    chosen = [decision.fqn for decision in engine.converters[0].decisions if decision.converted]  # type: ignore[attr-defined]
+    layers = {fqn: module for fqn, module in engine.model.named_modules() if fqn in chosen}
     for fqn, module in layers.items():
         shard = type(module.weight._local_tensor).__name__
         module.register_forward_pre_hook(functools.partial(look, fqn=fqn, shard=shard))
-    tokens = torch.randint(256, (rows, 65), generator=torch.Generator().manual_seed(0)).chunk(dims.dp)[work.dp_rank]
+    tokens = torch.randint(256, (rows, 65), generator=torch.Generator().manual_seed(0)).chunk(dims.dp)[meshes.dp_rank]
     losses = []
     batches = [Batch(part[:, :-1], part[:, 1:], None, None) for part in tokens.split(size)]
-    for check_products in (contextlib.nullcontext(), work.checked_products(len(batches))):
+    for check_products in (contextlib.nullcontext(), checked_step(engine, len(batches))):
         with check_products:
-            loss, _ = work.run(batches, 1e-3)
-        losses.append(work.over_ranks(loss).item() / work.tokens_per_step)
+            loss, _ = train_step(engine, batches, 1e-3)
+        losses.append(sum_over_ranks(engine, loss).item() / (rows * config.training.seq_len))
     scales = {}
     for fqn, module in layers.items():
         shard = module._parameters["weight"]._local_tensor
         if getattr(shard, "scale_inverse", None) is not None:
             amax = shard.tensor.abs().amax()
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=work.mesh.get_group("fsdp"))
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=meshes.mesh.get_group("fsdp"))
             scales[fqn] = (shard.scale_inverse.item(), amax.item() / 127)
     return {"losses": losses, "classes": classes, "scales": scales}
 

@@ -166,14 +166,14 @@ def test_a_vocabulary_that_is_too_small_is_found_before_a_large_model_is_made(tm
 def test_data_that_are_shortened_cost_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(200)))
-    train_step = Trainer._train_step
+    train_step = Trainer.train_step
 
     def shortening(trainer: Trainer, *arguments: Any) -> None:
         if trainer.step == 3:
             os.truncate(data, 50)
         train_step(trainer, *arguments)
 
-    monkeypatch.setattr(Trainer, "_train_step", shortening)
+    monkeypatch.setattr(Trainer, "train_step", shortening)
     saving = ("--checkpoint.enable_checkpoint", "--checkpoint.interval=100", "--training.steps=1000")
     with pytest.raises(UserError, match=r"data\.jsonl was changed while the run reads it"):
         train_here(*TINY, *saving, f"--training.dataset_path={data}", into(tmp_path / "run"))

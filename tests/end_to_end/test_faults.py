@@ -51,6 +51,7 @@ STEPS_A_KILL = 6
 def ids_of(folder: Path) -> list[tuple[int, list[str]]]:
     """What each of two ranks has read, by step."""
     lines = [line for rank in (0, 1) for line in lines_of(folder / "sample_ids" / f"rank_{rank}.jsonl")]
+    assert lines
     return sorted((line["step"], line["ids"]) for line in lines)
 
 
@@ -201,14 +202,14 @@ def test_training_outlives_a_disk_that_turns_read_only(disk: Path, tmp_path: Pat
 
 def at_step(step: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before so many steps of a run in this process are done."""
-    train_step = Trainer._train_step
+    train_step = Trainer.train_step
 
     def acted(self: Trainer, *arguments: Any) -> None:
         if self.step == step:
             act()
         train_step(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "_train_step", acted)
+    monkeypatch.setattr(Trainer, "train_step", acted)
 
 
 def test_training_outlives_a_disk_on_which_no_file_can_be_made(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import all_equal
 
 from torchtitan.models import attention_cpu
 from torchtitan.models.attention import causal_attention
@@ -26,7 +27,7 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         if way == "without":
             monkeypatch.setattr(attention_cpu, "matrix_unit_library", lambda: None)
         elif matrix_unit_library() is None:
-            pytest.skip("this CPU has no matrix unit, or there is no compiler: the other way is tested")
+            pytest.skip("needs a CPU with a matrix unit (AMX) and a C++ compiler")
 
     return take
 
@@ -44,10 +45,6 @@ def gradients(
 ) -> list[torch.Tensor]:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     return list(torch.autograd.grad(attend(*leaves), leaves, grad))
-
-
-def equal(found: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(found, right, strict=True))
 
 
 def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -122,17 +119,17 @@ def test_any_layout_in_memory_is_read_as_it_is(take: Callable[[str], None]) -> N
     right = gradients(causal_attention, inputs, grad)
     wide = torch.zeros(2, 4, 64, 17).bfloat16()[..., 1:]  # rows that begin at odd places
     wide.copy_(grad)
-    assert equal(gradients(causal_attention, inputs, wide), right)
+    assert all_equal(gradients(causal_attention, inputs, wide), right)
     one = torch.ones(1).bfloat16().expand_as(grad)  # as of a sum
     right = gradients(causal_attention, inputs, one.clone(memory_format=torch.contiguous_format))
-    assert equal(gradients(causal_attention, inputs, one), right)
+    assert all_equal(gradients(causal_attention, inputs, one), right)
 
 
 def test_the_compiler_calls_it(take: Callable[[str], None]) -> None:
     take("matrix unit")
     *inputs, grad = operands((2, 4, 2, 64, 16))
     compiled = torch.compile(causal_attention, fullgraph=True)
-    assert equal(gradients(compiled, inputs, grad), gradients(causal_attention, inputs, grad))
+    assert all_equal(gradients(compiled, inputs, grad), gradients(causal_attention, inputs, grad))
 
 
 @pytest.mark.parametrize(("compiler", "reason"), [("no-such-compiler", "No such file"), ("false", "returned non-zero")])
@@ -144,7 +141,7 @@ def test_without_a_compiler_a_run_is_told_and_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     if not torch.cpu._is_amx_tile_supported():
-        pytest.skip("nothing is compiled for this CPU")
+        pytest.skip("needs a CPU with a matrix unit (AMX)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setattr(attention_cpu, "matrix_unit_library", matrix_unit_library.__wrapped__)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from runs import all_equal
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import Loader, build_validation_loader, packing
@@ -24,7 +25,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(map(torch.equal, first, second))
+    return len(first) == len(second) and all_equal(first, second)
 
 
 def saved(loaders: list[Loader]) -> dict:

@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from data_helpers import close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from runs import all_equal
 
 from torchtitan.config.training import Training
 from torchtitan.data import Loader
@@ -56,7 +56,7 @@ def test_states_of_the_version_before_still_load(tmp_path: Path) -> None:
         position.update(sources=[[place, tokens]], offset=offset)
     again = loaders_of(training, 4, 1)
     again[0].load_state_dict(state)
-    assert all(map(torch.equal, global_batches(again, 10), expected))
+    assert all_equal(global_batches(again, 10), expected)
     training = mixture(tmp_path, 2, 1)
     loader = loaders_of(training, 1, 1)[0]
     state = loader.state_dict()
@@ -78,7 +78,7 @@ def test_layouts_and_resumes_do_not_change_the_order(tmp_path: Path) -> None:
     for loader in four:
         loader.load_state_dict(state)
     got += global_batches(four, 35)
-    assert all(map(torch.equal, got, expected))
+    assert all_equal(got, expected)
 
 
 def test_registered_names_can_be_mixed_with_paths(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from runs import all_equal
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import Loader, build_validation_loader
@@ -44,7 +45,7 @@ def test_layouts_and_resumes_do_not_change_the_order(c4: Training, rows: int) ->
             loader.load_state_dict(state)
         got += global_batches(loaders, steps)
         state = json.loads(json.dumps(Loader.merge_states([loader.state_dict() for loader in loaders])))
-    assert len(got) == len(expected) and all(map(torch.equal, got, expected))
+    assert all_equal(got, expected)
 
 
 @pytest.mark.parametrize("rows", [2, 5, 7, 10])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import all_equal
 from torch import nn
 
 from torchtitan.checks import check
@@ -18,14 +19,14 @@ from torchtitan.converters import (
     LinearConverter,
     Target,
     apply_converters,
+    apply_variants,
     checked_products,
-    faces_of,
-    switch,
+    layer_variants,
 )
 from torchtitan.converters.int8 import Int8Converter, Int8Linear
+from torchtitan.engine.precision_phases import parse_phases, phase_of
 from torchtitan.errors import ConfigError
 from torchtitan.metrics.profiling import ProfilerAction, trace_schedule
-from torchtitan.precision import phase_of, phases_of
 
 ROOT = Path(__file__).parents[2]
 CPU = Target("cpu", tokens=64)
@@ -57,8 +58,8 @@ def parse(folder: Path, text: str, *flags: str) -> JobConfig:
 
 
 def test_phases_of_a_file(tmp_path: Path) -> None:
-    phases = phases_of(parse(tmp_path, SCHEDULE, "--training.steps=1000", "--float8.emulate"))
-    assert [phase.last for phase in phases] == [300, 900, None]
+    phases = parse_phases(parse(tmp_path, SCHEDULE, "--training.steps=1000", "--float8.emulate"))
+    assert [phase.last_step for phase in phases] == [300, 900, None]
     assert [phase.config.model.converters for phase in phases] == [["float8"], ["float8", "int8"], []]
     # A phase's table changes the keys that it names; the others are those of the run.
     assert phases[0].config.float8 == Float8(recipe_name="rowwise", filter_fqns=["output"], emulate=True)
@@ -67,13 +68,7 @@ def test_phases_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_share_follows_the_steps(tmp_path: Path) -> None:
-    assert phases_of(parse(tmp_path, SCHEDULE, "--training.steps=5000"))[1].last == 4500
-
-
-def test_a_run_without_a_schedule_is_one_phase() -> None:
-    config = ConfigManager().parse_args(["--model.converters=float8"])
-    [phase] = phases_of(config)
-    assert phase.config is config and phase.last is None
+    assert parse_phases(parse(tmp_path, SCHEDULE, "--training.steps=5000"))[1].last_step == 4500
 
 
 def test_the_resolved_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
@@ -124,7 +119,7 @@ def test_the_example_in_the_docs(tmp_path: Path) -> None:
     file = ROOT / "docs" / "examples" / "precision_schedule.toml"
     config = ConfigManager().parse_args([f"--job.config_file={file}", f"--job.dump_folder={tmp_path}"])
     check(config, 1, "cpu")
-    assert [phase.last for phase in phases_of(config)] == [50, 90, None]
+    assert [phase.last_step for phase in parse_phases(config)] == [50, 90, None]
 
 
 PHASE, FLOAT8 = "[[precision.phase]]\n", "[[precision.phase]]\nconverters = ['float8']\n"
@@ -133,27 +128,27 @@ PHASE, FLOAT8 = "[[precision.phase]]\n", "[[precision.phase]]\nconverters = ['fl
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"[model]\nconverters = ['int8']\n{FLOAT8}", r"model\.converters and \[\[precision\.phase\]\] both say"),
-        (FLOAT8 + PHASE, r"1: say when it ends: until_step, or until"),
-        (f"{PHASE}until = 0.5\nuntil_step = 50\n{PHASE}", r"1: until and until_step both say"),
-        (f"{PHASE}until = 0.001\n{PHASE}", r"1: it would end at step 0 of 100, and the phase before ends at step 0"),
+        (f"[model]\nconverters = ['int8']\n{FLOAT8}", r"model\.converters and \[\[precision\.phase\]\] both name"),
+        (FLOAT8 + PHASE, r"1: it has no end; set until_step, or until"),
+        (f"{PHASE}until = 0.5\nuntil_step = 50\n{PHASE}", r"1: until and until_step both give"),
+        (f"{PHASE}until = 0.001\n{PHASE}", r"1: it would end at step 0 of 100, but the phase before it ends at step 0"),
         (
             f"{PHASE}until = 0.5\n{PHASE}until_step = 50\n{PHASE}",
-            r"2: it would end at step 50 .* until_step larger",
+            r"2: it would end at step 50 .*; raise its until_step",
         ),
         (
             f"{PHASE}until = 0.5\n{PHASE}until = 0.9",
-            r"2: it is the last and ends at step 90 of 100; leave out its",
+            r"2: the last phase ends at step 90 of 100; remove its",
         ),
         (f"{PHASE}converters = ['flot8']", r"1: converters: unknown converter 'flot8' \(did you mean float8\?\)"),
         (f"{PHASE}converters = ['mx', 'mx']", r"1: converters: a converter is named twice"),
         (
             f"{FLOAT8}[precision.phase.int8]\nemulate = true",
-            r"1: the table \[precision\.phase\.int8\] is of no",
+            r"1: the table \[precision\.phase\.int8\] belongs to no",
         ),
         (
             f"{FLOAT8}[precision.phase.training]\nsteps = 3",
-            r"1: the table \[precision\.phase\.training\] is of no",
+            r"1: the table \[precision\.phase\.training\] belongs to no",
         ),
         (
             f"[float8]\nenable_fsdp_float8_all_gather = true\n{FLOAT8}",
@@ -161,19 +156,19 @@ PHASE, FLOAT8 = "[[precision.phase]]\n", "[[precision.phase]]\nconverters = ['fl
         ),
         (
             f"{PHASE}converters = ['int8']\n[precision.phase.int8]\nenable_fsdp_int8_all_gather = true",
-            r"1: int8\.enable_fsdp_int8_all_gather keeps the weights in a form",
+            r"1: int8\.enable_fsdp_int8_all_gather changes the class of the weights",
         ),
     ],
 )
 def test_schedules_that_make_no_sense(text: str, message: str, tmp_path: Path) -> None:
     config = parse(tmp_path, text, "--training.steps=100")
     with pytest.raises(ConfigError, match=message) as caught:
-        phases_of(config)
+        parse_phases(config)
     assert len(caught.value.problems) == 1
 
 
 def test_a_run_shorter_than_its_schedule_is_no_mistake(tmp_path: Path) -> None:
-    assert phase_of(5, phases_of(parse(tmp_path, SCHEDULE.replace("0.9", "1.0"), "--training.steps=400"))) == 0
+    assert phase_of(5, parse_phases(parse(tmp_path, SCHEDULE.replace("0.9", "1.0"), "--training.steps=400"))) == 0
 
 
 def blocks() -> nn.Module:
@@ -215,12 +210,12 @@ def test_a_switched_model_computes_as_one_that_was_built_so(old: str) -> None:
     layers[0].register_forward_hook(lambda *_: calls.append(0))
     x = torch.randn(64, 64, dtype=torch.bfloat16)
     for new in SECTIONS:
-        old_faces, new_faces = faces_of([converted(old), converted(new)])
-        switch(model, old_faces, new_faces)
+        old_variants, new_variants = layer_variants([converted(old), converted(new)])
+        apply_variants(model, old_variants, new_variants)
         calls.clear()
         result = torch.autograd.grad(model(x).float().square().sum(), weights)
         expected = torch.autograd.grad(in_precision(new, weights)(x).float().square().sum(), weights)
-        assert all(map(torch.equal, result, expected)), new
+        assert all_equal(result, expected), new
         # The modules, their parameters and their hooks are the very same.
         assert list(model) == layers and list(model.parameters()) == weights and calls == [0]
         old = new
@@ -252,20 +247,20 @@ def by(converter: LinearConverter) -> tuple[nn.Module, list[Any]]:
 
 def test_what_layers_keep_comes_and_goes_with_the_phase() -> None:
     phases = [converted("bf16"), *(by(Counting(Int8(filter_fqns=[]), CPU)) for _ in range(2))]
-    bf16, first, second = faces_of(phases)
+    bf16, first, second = layer_variants(phases)
     live: Any = in_precision("bf16", [nn.Parameter(torch.randn(64, 64)) for _ in range(2)])
-    switch(live, bf16, first)
+    apply_variants(live, bf16, first)
     assert isinstance(live[0], Int8Linear)
     live[0].history.fill_(5)
-    switch(live, first, second)
+    apply_variants(live, first, second)
     assert torch.equal(live[0].history, torch.zeros(3))
-    switch(live, second, bf16)
+    apply_variants(live, second, bf16)
     assert not hasattr(live[0], "history")
 
 
 def test_layers_with_buffers_of_their_own_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 does not have the same parameters, buffers and children in all phases"):
-        faces_of([converted("bf16"), by(Buffering(Int8(filter_fqns=[]), CPU))])
+        layer_variants([converted("bf16"), by(Buffering(Int8(filter_fqns=[]), CPU))])
 
 
 def test_converters_of_other_things_than_linear_layers_are_refused() -> None:
@@ -275,7 +270,7 @@ def test_converters_of_other_things_than_linear_layers_are_refused() -> None:
         def post_optimizer_hook(self, models: Any) -> None: ...
 
     with pytest.raises(ConfigError, match="Other changes more than linear layers"):
-        faces_of([converted("bf16"), (blocks(), [Other()])])
+        layer_variants([converted("bf16"), (blocks(), [Other()])])
 
 
 def test_products_of_another_phase_are_found() -> None:

@@ -109,16 +109,16 @@ class Training:
     seq_len: Annotated[PositiveInt, Doc("Tokens in a sequence.")] = 2048
     max_norm: Annotated[PositiveFloat, Doc("Gradients are scaled down to this total norm; inf: never.")] = 1.0
     skip_nonfinite: Annotated[
-        bool, Doc("Leave an update out, on all ranks, where the loss or the gradient norm is not finite.")
+        bool, Doc("Skip the optimizer step, on all ranks, where the loss or the gradient norm is not finite.")
     ] = True
     skip_grad_norm_outliers: Annotated[
         TimesMore | None,
-        Doc("Also leave it out where the gradient norm is above so many times the median of the last 100; none: off."),
+        Doc("Also skip it where the gradient norm is above this many times the median of the last 100; none: off."),
     ] = None
     max_skips_in_a_row: Annotated[
         PositiveInt,
         PositiveShare,
-        Doc("Stop the run, at the next report, with the ids of the samples, after so many updates left out in a row."),
+        Doc("Stop the run, at the next report, with the ids of the samples, after this many skipped steps in a row."),
     ] = 10
     steps: Annotated[PositiveInt, Doc("Optimizer steps.")] = 10000
     weight_dtype: Annotated[

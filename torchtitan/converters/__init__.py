@@ -5,20 +5,20 @@ from torchtitan.converters.guard import checked_products
 from torchtitan.converters.linear import LinearConverter
 from torchtitan.converters.registry import CONVERTERS, ConverterEntry, ModelConverter, apply_converters
 from torchtitan.converters.report import conversion_report
-from torchtitan.converters.switch import Faces, faces_of, switch
+from torchtitan.converters.switch import LayerVariants, apply_variants, layer_variants
 from torchtitan.converters.target import Target
 
 __all__ = [
     "CONVERTERS",
     "ConverterEntry",
     "Decision",
-    "Faces",
+    "LayerVariants",
     "LinearConverter",
     "ModelConverter",
     "Target",
     "apply_converters",
+    "apply_variants",
     "checked_products",
     "conversion_report",
-    "faces_of",
-    "switch",
+    "layer_variants",
 ]

@@ -1,8 +1,8 @@
-"""From one precision to another in a built model: its linear layers change what they compute with, and nothing else.
+"""Changes the precision of a built model: its linear layers change what they compute with, and nothing else.
 
-A converter swaps a linear layer for a subclass with the same plain parameters. So a layer in another precision differs
-by its class and attributes alone, its face; the module itself, its parameters and hooks stay, and with them what FSDP,
-the optimizer and the compiler's callers hold on to.
+A converter replaces a linear layer by a subclass with the same plain parameters. So the same layer in two precisions
+differs in its class and its own attributes alone: its variant. The module, its parameters and its hooks stay, and so
+FSDP, the optimizer and the callers of compiled code keep working with them.
 """
 
 from collections.abc import Sequence
@@ -15,49 +15,49 @@ from torchtitan.converters.registry import ModelConverter
 from torchtitan.errors import ConfigError
 from torchtitan.parallel.tensor import choose_gathers, set_class
 
-Converted = tuple[nn.Module, list[ModelConverter]]
-"""A whole model on the meta device, and the converters that it has been given to."""
+ConvertedModel = tuple[nn.Module, list[ModelConverter]]
+"""A full model on the meta device, and the converters that have changed it."""
 
 
-class Face(NamedTuple):
-    """A layer but for its parameters and hooks.
+class LayerVariant(NamedTuple):
+    """A layer in one precision, without its parameters and hooks.
 
     Attributes:
-        kind: its class.
-        attributes: other than those of every module; what a recipe keeps from step to step is among them, so it begins
+        layer_class: its class.
+        attributes: those that not every module has. A recipe's state (as amax histories) is among them, so it starts
             anew with each phase.
     """
 
-    kind: type[nn.Module]
+    layer_class: type[nn.Module]
     attributes: dict[str, Any]
 
 
-Faces = dict[str, Face]
-"""By path, of the layers that some phase converts."""
+LayerVariants = dict[str, LayerVariant]
+"""By path, of each layer that some phase converts."""
 
 
-def faces_of(phases: Sequence[Converted]) -> list[Faces]:
-    """The faces of one model in each phase.
+def layer_variants(models: Sequence[ConvertedModel]) -> list[LayerVariants]:
+    """The variants of the layers of one model, by phase.
 
     Raises:
-        ConfigError: a converter is none of linear layers, or gives them more than attributes.
+        ConfigError: a converter changes other modules than linear layers, or adds more to them than attributes.
     """
     converted: dict[str, None] = {}
-    for _, converters in phases:
+    for _, converters in models:
         for converter in converters:
             if not isinstance(converter, LinearConverter):
                 raise ConfigError(
-                    f"[[precision.phase]]: {type(converter).__name__} changes more than linear layers, and only these "
-                    "can change in a built model; name it in model.converters, without phases."
+                    f"[[precision.phase]]: {type(converter).__name__} changes more than linear layers, and a phase can "
+                    "change only those in a built model; name it in model.converters, without phases."
                 )
             converted.update(dict.fromkeys(decision.fqn for decision in converter.decisions if decision.converted))
     for fqn in converted:
-        if len({_registered(model.get_submodule(fqn)) for model, _ in phases}) > 1:
+        if len({_registered(model.get_submodule(fqn)) for model, _ in models}) > 1:
             raise ConfigError(
                 f"[[precision.phase]]: {fqn} does not have the same parameters, buffers and children in all phases, "
-                "and a built model cannot change them; leave out the converter that adds some."
+                "and a built model cannot change them; remove the converter that adds some."
             )
-    return [{fqn: _face_of(model.get_submodule(fqn)) for fqn in converted} for model, _ in phases]
+    return [{fqn: _variant_of(model.get_submodule(fqn)) for fqn in converted} for model, _ in models]
 
 
 def _registered(module: nn.Module) -> tuple[Any, ...]:
@@ -69,22 +69,22 @@ def _registered(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _face_of(module: nn.Module) -> Face:
+def _variant_of(module: nn.Module) -> LayerVariant:
     of_every_module = vars(nn.Module())
     attributes = {name: value for name, value in vars(module).items() if name not in of_every_module}
-    return Face(type(module), attributes)
+    return LayerVariant(type(module), attributes)
 
 
-def switch(model: nn.Module, old: Faces, new: Faces) -> None:
-    """Changes the layers of a built model, or those that this rank has, from their old to their new faces."""
+def apply_variants(model: nn.Module, old: LayerVariants, new: LayerVariants) -> None:
+    """Changes the layers of a built model, or those on this rank, from their old to their new variants."""
     for fqn, module in model.named_modules():
         if fqn in new:
-            _put_on(module, old[fqn], new[fqn])
+            _apply(module, old[fqn], new[fqn])
     choose_gathers(model)
 
 
-def _put_on(module: nn.Module, old: Face, new: Face) -> None:
-    set_class(module, new.kind)
+def _apply(module: nn.Module, old: LayerVariant, new: LayerVariant) -> None:
+    set_class(module, new.layer_class)
     for name in old.attributes:
         vars(module).pop(name, None)
     vars(module).update(new.attributes)

@@ -1,4 +1,4 @@
-"""Updates that would do harm are skipped, by all ranks together."""
+"""Skips optimizer steps that would harm the model, on all ranks together."""
 
 import math
 import statistics
@@ -13,22 +13,22 @@ from torchtitan.config.training import Training
 from torchtitan.errors import TrainingError
 from torchtitan.logging import logger
 
-WINDOW = 100  # norms that an outlier is measured by
-ENOUGH = 20  # norms without which nothing is an outlier
-SHOWN = 8  # ids of samples in a message
-HIDDEN = "a number that a low-precision layer multiplies is not finite"
+WINDOW = 100  # gradient norms whose median an outlier is compared with
+ENOUGH = 20  # with fewer norms nothing is an outlier
+SHOWN = 8  # sample ids in a message
+SATURATED = "a number that a low-precision layer multiplies is not finite"
 
 
 class UpdateGuard:
-    """Decides after each backward pass whether the update is done.
+    """Decides after each backward pass whether to skip the optimizer step.
 
-    It is not (`skip_nonfinite`) where the loss of any rank, the gradient norm, or a number that a low-precision layer
-    has rounded to a finite one is not finite; nor where the norm is above `skip_grad_norm_outliers` times the median of
-    the last 100. Without `skip_nonfinite`, such rounding is reported all the same.
+    With `skip_nonfinite`, it skips where the loss of any rank, the gradient norm, or a number that a low-precision
+    layer has saturated is not finite. With `skip_grad_norm_outliers`, it skips where the norm is above that factor
+    times the median of the last 100. Without `skip_nonfinite`, it still warns of saturated infinities.
 
     Args:
         training: the section.
-        record: gets the step, and of each skipped update reason, gradient norm and sample ids; on rank 0.
+        record: called on rank 0 with the step of each skipped update, and its reason, gradient norm and sample ids.
 
     Attributes:
         skipped: updates since the run began, as of the last `read`.
@@ -44,29 +44,30 @@ class UpdateGuard:
         self.norms: deque[float] = deque(maxlen=WINDOW)
         self._unread: list[tuple[int, torch.Tensor, torch.Tensor, list[str]]] = []
 
-    def skips(
+    def should_skip(
         self,
         step: int,
         loss: torch.Tensor,
         grad_norm: torch.Tensor,
-        hidden: torch.Tensor | None,
+        saturated: torch.Tensor | None,
         sample_ids: list[str],
     ) -> torch.Tensor | None:
-        """Above 0 where the update of `step` is to be left out: a scalar on the device, the same on every rank. None
-        where nothing is watched. Collective.
+        """A scalar on the device, the same on every rank: above 0 to skip the optimizer step of `step`. None to make
+        it, where nothing is watched. Collective.
 
-        It waits for the device only where outliers are looked for: whether a value is finite, the device can tell by
-        itself. What was left out is counted and said by `read`.
+        Waits for the device only where outliers are skipped, since the median is on the host. Else the device alone
+        decides, and the host learns by `read` what was skipped.
 
         Args:
-            loss: this rank's, a scalar; 0 where it has none.
-            grad_norm: over all ranks, a scalar.
-            hidden: whether this rank's layers have rounded what is not finite; None where none can.
-            sample_ids: of what this rank has read.
+            loss: of this rank, a scalar; 0 where it has none.
+            grad_norm: of the full model, a scalar.
+            saturated: whether layers on this rank have saturated an infinity or NaN; None where none can.
+            sample_ids: that this rank has read for this step.
         """
-        if not self.nonfinite and self.factor is None and hidden is None:
+        if not self.nonfinite and self.factor is None and saturated is None:
             return None
-        faults = torch.stack([torch.isfinite(loss).logical_not(), torch.zeros_like(loss) if hidden is None else hidden])
+        no_flag = torch.zeros_like(loss)
+        faults = torch.stack([torch.isfinite(loss).logical_not(), no_flag if saturated is None else saturated])
         faults = faults.float()
         dist.all_reduce(faults)
         self._unread.append((step, faults, grad_norm, sample_ids))
@@ -78,34 +79,34 @@ class UpdateGuard:
         return torch.maximum(faults.amax(), torch.isfinite(grad_norm).logical_not().float()) if self.nonfinite else None
 
     def read(self) -> int:
-        """Looks at the steps since it was last called, and says which updates were left out. Waits for the device.
-        Collective.
+        """Reads the decisions since the last call from the device, and logs and records each skipped update. Waits for
+        the device. Collective.
 
         Returns:
-            How many since the run began.
+            How many updates were skipped since the run began.
 
         Raises:
-            TrainingError: `max_skips_in_a_row` are reached.
+            TrainingError: `max_skips_in_a_row` is reached.
         """
         unread, self._unread = self._unread, []
         if unread:
             values = torch.stack([torch.cat([faults, norm.to(faults).view(1)]) for _, faults, norm, _ in unread])
-            for (step, _, _, sample_ids), (loss, hidden, norm) in zip(unread, values.tolist(), strict=True):
-                self._judge(step, loss == 0, hidden == 0, norm, sample_ids)
+            for (step, _, _, sample_ids), (loss, saturated, norm) in zip(unread, values.tolist(), strict=True):
+                self._judge(step, loss == 0, saturated == 0, norm, sample_ids)
         return self.skipped
 
     def _judge(self, step: int, finite_loss: bool, finite_layers: bool, norm: float, sample_ids: list[str]) -> None:
         reason = self._reason(finite_loss, finite_layers, norm)
         if not finite_layers and not self.nonfinite and dist.get_rank() == 0:
-            logger.warning(f"step {step}: {HIDDEN}, and training.skip_nonfinite is off: it was rounded to a finite one")
+            logger.warning(f"step {step}: {SATURATED}, and training.skip_nonfinite is off: it was saturated")
         if not reason:
             self.in_a_row = 0
             return
         self.skipped += 1
         self.in_a_row += 1
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, sample_ids)
-        ids = list(dict.fromkeys(sample for part in everyones for sample in part))
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, sample_ids)
+        ids = list(dict.fromkeys(sample for rank_ids in by_rank for sample in rank_ids))
         if dist.get_rank() == 0:
             logger.warning(f"step {step}: update skipped, {reason}; {self.skipped} so far")
             self.record(step, {"reason": reason, "grad_norm": norm if math.isfinite(norm) else None, "ids": ids})
@@ -123,17 +124,17 @@ class UpdateGuard:
         if not math.isfinite(norm):
             return "the gradient norm is not finite" if self.nonfinite else ""
         if self.nonfinite and not finite_layers:
-            return HIDDEN
+            return SATURATED
         if self.factor is None:
             return ""
         usual = statistics.median(self.norms) if len(self.norms) >= ENOUGH else math.inf
-        self.norms.append(norm)  # an outlier too, so that a lasting change becomes the usual
+        self.norms.append(norm)  # outliers too, so that a lasting change becomes usual
         if norm > self.factor * usual:
             return f"the gradient norm {norm:.3g} is above {self.factor:g} times the usual {usual:.3g}"
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON: with it a resumed run skips what the uninterrupted one would have. Collective, as `read`."""
+        """JSON. With it a resumed run skips the steps that an uninterrupted one would. Collective, as `read`."""
         self.read()
         return {"skipped": self.skipped, "in_a_row": self.in_a_row, "norms": list(self.norms)}
 

@@ -90,14 +90,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def update(optimizer: Any, skip: torch.Tensor | None) -> bool:
-    """Makes the update, unless `skip`, a scalar on the device, is above 0.
+def optimizer_step(optimizer: Any, skip: torch.Tensor | None) -> bool:
+    """Skips the optimizer step where `skip`, a scalar on the device, is above 0.
 
-    torch's fused updates look at it on the device themselves (as they do for gradient scaling: `found_inf`); for others
-    the host must, and waits for it.
+    torch's fused optimizers read it on the device (`found_inf`, which they have for gradient scaling). For the others
+    the host must read it, which waits for the device.
 
     Returns:
-        False where the host knows that it was left out.
+        False where the host knows that it was skipped.
     """
     if skip is None:
         optimizer.step()

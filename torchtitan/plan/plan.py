@@ -15,6 +15,7 @@ from torchtitan.config import JobConfig
 from torchtitan.converters import Decision, LinearConverter, apply_converters, conversion_report
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.device import Device
+from torchtitan.engine.precision_phases import Phase, parse_phases
 from torchtitan.errors import ConfigError
 from torchtitan.explain import explain_conversion
 from torchtitan.logging import logger
@@ -28,7 +29,6 @@ from torchtitan.plan.links import NODE, extent, least_seconds
 from torchtitan.plan.report import draw, to_text
 from torchtitan.plan.scaling import Job, measure
 from torchtitan.plan.simulation import Measures, target_on
-from torchtitan.precision import Phase, phases_of
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,12 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         rows: sequences in an optimizer step.
         why: the device is what it is.
     """
-    phases = phases_of(config)
+    phases = parse_phases(config) if config.precision.phase else []
     for phase in phases[1:]:
-        with phase.named():
+        with phase.named_in_errors():
             explain_conversion(phase.config)  # a mistake there would stop the run
-    config = phases[0].config
+    if phases:
+        config = phases[0].config
     training, name = config.training, config.model.name
     spec = MODELS.get(name)
     args = spec.flavor(config.model.flavor)
@@ -292,7 +293,7 @@ def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
 
 
 def _phase_note(phases: list[Phase]) -> str:
-    end = f" (to step {phases[0].last})" if phases[0].last else ""
+    end = f" (to step {phases[0].last_step})" if phases[0].last_step else ""
     return (
         f"planned: {phases[0].title} of {len(phases)}{end}, as if all of the run were like this; for another give its "
         "converters as model.converters"

@@ -21,13 +21,15 @@ from torchtitan.config import JobConfig
 from torchtitan.converters import Target
 from torchtitan.data import Batch
 from torchtitan.device import Device
+from torchtitan.engine.converter_hooks import after_optimizer_step
+from torchtitan.engine.engine import Meshes, build_engine, build_meshes
+from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.explain import conversion_target
-from torchtitan.models import ModelSpec
+from torchtitan.models import MODELS, ModelSpec
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import PlannedDevice
 from torchtitan.plan.record import Recorder
 from torchtitan.plan.stand_ins import stand_ins
-from torchtitan.step import TrainingStep
 
 Measures = dict[tuple[Any, ...], float]
 """What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",), ("flops_8bit",);
@@ -67,7 +69,7 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
-class Simulation(TrainingStep):
+class Simulation:
     """A rank of a pretended world.
 
     Args:
@@ -89,34 +91,39 @@ class Simulation(TrainingStep):
         planned: PlannedDevice,
     ) -> None:
         device = Device("cpu", planned.name, torch.device("cpu"))
-        super().__init__(config, dims, rows, device, dataclasses.replace(args, n_layers=sum(layers)))
-        self.layers = layers
+        self.config = config
         self.reach = reach
         self.planned = planned
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.recorder = Recorder(name_of_group(self), self.fake_mode)
+        meshes = build_meshes(dims, device.type)
+        self.recorder = Recorder(name_of_group(meshes), self.fake_mode)
         self.gradient_bytes = 0
         self._rounds: list[Measures] = []
         self._microbatches: list[Measures] = []
-        self.build()
+        self.engine = build_engine(
+            config,
+            meshes,
+            device,
+            dataclasses.replace(args, n_layers=sum(layers)),
+            rows,
+            target=target_on(planned, config, MODELS.get(config.model.name), dims),
+            first_layers=[0, *itertools.accumulate(layers[:-1])],
+            materialize=self._materialize,
+        )
         self._label_blocks()
 
-    def _find_first_layers(self, model: Any) -> list[int]:
-        return [0, *itertools.accumulate(self.layers[:-1])]
-
-    def _conversion_target(self, spec: ModelSpec) -> Target:
-        return target_on(self.planned, self.config, spec, self.dims)
-
-    def _materialize(self, model: Any) -> None:
+    def _materialize(self, model: Any, stages: Sequence[Any], config: JobConfig, device: Device) -> None:
         with self.fake_mode, self.recorder:
-            for stage in self.stages.values():
+            for stage in stages:
                 stage.to_empty(device="cpu")
 
     def simulate(self, rounds: int) -> Measures:
         """A training step of so many forward and backward passes (each of a pipeline's microbatches)."""
         with self._step_around():
             self._step(rounds)
-            measures: Measures = {(key,): size for key, size in state_bytes(self.model, self.optimizer).items()}
+            measures: Measures = {
+                (key,): size for key, size in state_bytes(self.engine.model, self.engine.optimizer).items()
+            }
         measures[("gradients",)] = self.gradient_bytes
         measures |= self._traffic()
         measures |= {("peak", label): peak for label, peak in self.recorder.peaks.items()}
@@ -138,7 +145,9 @@ class Simulation(TrainingStep):
                 found = self.recorder.current
                 raise _Enough
 
-        next(iter(next(iter(self.stages.values())).layers.values())).register_forward_pre_hook(look, prepend=True)
+        next(iter(next(iter(self.engine.stages.values())).layers.values())).register_forward_pre_hook(
+            look, prepend=True
+        )
         with self._step_around():
             try:
                 self._step(1)
@@ -149,13 +158,16 @@ class Simulation(TrainingStep):
 
     def _step(self, rounds: int) -> None:
         """A step that is reported."""
-        loss, _ = self.run([self._batch()] * rounds, 0.0, self._agree_on_update)
-        self.over_ranks(loss)
+        batches = _WatchedBatches(self._batch(), rounds, self._before_round, self._after_round)
+        loss, _ = train_step(self.engine, batches, 0.0, self)
+        sum_over_ranks(self.engine, loss)
 
-    def _agree_on_update(self, loss: torch.Tensor, grad_norm: torch.Tensor, hidden: torch.Tensor | None) -> None:
-        """What `UpdateGuard` sends."""
+    def should_skip(
+        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, saturated: torch.Tensor | None, ids: list[str]
+    ) -> None:
+        """Sends what `UpdateGuard` sends."""
         training = self.config.training
-        if training.skip_nonfinite or training.skip_grad_norm_outliers is not None or hidden is not None:
+        if training.skip_nonfinite or training.skip_grad_norm_outliers is not None or saturated is not None:
             dist.all_reduce(torch.stack([loss, loss]))
 
     @contextlib.contextmanager
@@ -177,19 +189,19 @@ class Simulation(TrainingStep):
 
     def _make_optimizer_state(self) -> None:
         """An update, so that its state and that of converters is there, as in every step but the first."""
-        for parameter in self.model.parameters():
+        for parameter in self.engine.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._tell_converters(0.0)
+        self.engine.optimizer.step()
+        self.engine.optimizer.zero_grad()
+        after_optimizer_step(self.engine, 0.0)
 
-    def _forward_backward(self, tokens: Any, labels: Any, others: Any) -> torch.Tensor:
+    def _before_round(self) -> None:
         self.recorder.enter(("start", len(self._rounds)))
         self._rounds.append(self._traffic())
-        loss = super()._forward_backward(tokens, labels, others)
-        self.gradient_bytes = state_bytes(self.model, self.optimizer)["gradients"]
+
+    def _after_round(self) -> None:
+        self.gradient_bytes = state_bytes(self.engine.model, self.engine.optimizer)["gradients"]
         self.recorder.enter(("update",))
-        return loss
 
     def _traffic(self) -> Measures:
         """Of the step so far."""
@@ -201,7 +213,7 @@ class Simulation(TrainingStep):
     def _label_blocks(self) -> None:
         """Names the moments between which only whole blocks come and go, so that the peaks of blocks alike can be
         told from fewer of them: a block by its place from the first or the last, and how often it has been run."""
-        for number, stage in self.stages.items():
+        for number, stage in self.engine.stages.items():
             blocks = list(getattr(stage, "layers", nn.ModuleDict()).values())
             for index, block in enumerate(blocks):
                 places = [index] if index < self.reach else []
@@ -232,21 +244,49 @@ def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Any, ...]]) 
     block.register_forward_hook(after)
 
 
+class _WatchedBatches(Sequence[Batch]):
+    """The same micro-batch several times. The first to iterate, which is the training step, calls `before` and `after`
+    around the forward and backward pass of each."""
+
+    def __init__(self, batch: Batch, count: int, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self.batches = [batch] * count
+        self.before = before
+        self.after = after
+        self.watched = False
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.batches[index]
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.watched:
+            yield from self.batches
+            return
+        self.watched = True
+        for batch in self.batches:
+            self.before()
+            yield batch
+            self.after()
+
+
 class _Enough(Exception):
     """Ends a step that has shown what it should."""
 
 
-def name_of_group(step: TrainingStep) -> Callable[[str], str]:
+def name_of_group(meshes: Meshes) -> Callable[[str], str]:
     """From a process group's own name to a dimension of the mesh, "cp", "stage" (all ranks of one), or "world": by its
     ranks, for DTensor and converters make groups of their own."""
     groups = {"world": dist.group.WORLD}
-    if step.context_mesh is not None:
-        groups["cp"] = step.context_mesh.get_group()
-    for name in step.mesh.mesh_dim_names or ():
-        if step.mesh[name].size() > 1:
-            groups[name] = step.mesh.get_group(name)
+    mesh = meshes.mesh
+    if meshes.context_mesh is not None:
+        groups["cp"] = meshes.context_mesh.get_group()
+    for name in mesh.mesh_dim_names or ():
+        if mesh[name].size() > 1:
+            groups[name] = mesh.get_group(name)
     by_ranks = {tuple(dist.get_process_group_ranks(group)): name for name, group in groups.items()}
-    by_ranks.setdefault(tuple(step.mesh.mesh.flatten(1)[step.mesh.get_local_rank("pp")].tolist()), "stage")
+    by_ranks.setdefault(tuple(mesh.mesh.flatten(1)[mesh.get_local_rank("pp")].tolist()), "stage")
 
     @functools.cache
     def name_of(group: str) -> str:

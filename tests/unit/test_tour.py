@@ -1,0 +1,73 @@
+"""docs/tour.md: its references exist, and the lines that it quotes are in the functions that it quotes them from."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOUR = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+REFERENCE = re.compile(r"`([\w/]+\.py):([\w.]+)`")
+SECTION = re.compile(r"^## (\d)\. `([\w/]+\.py):([\w.]+)`\n(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
+
+
+def source_of(path: str, name: str) -> str:
+    """Of a function, class or method, by its dotted name in a file."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    node: ast.AST = ast.parse(text)
+    for part in name.split("."):
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        node = next(child for child in ast.iter_child_nodes(node) if isinstance(child, kinds) and child.name == part)
+    return ast.get_source_segment(text, node) or ""
+
+
+def is_quoted_from(quote: str, source: str) -> bool:
+    """Whether the lines are in the source, in this order, but for indentation. After "..." other lines may come
+    first; else each follows the one before."""
+    lines, place, skipping = [line.strip() for line in source.splitlines()], 0, True
+    for wanted in (line.strip() for line in quote.splitlines()):
+        if wanted == "...":
+            skipping = True
+            continue
+        found = next((i for i in range(place, len(lines)) if lines[i] == wanted), None)
+        if found is None or (found > place and not skipping):
+            return False
+        place, skipping = found + 1, False
+    return True
+
+
+@pytest.mark.parametrize("reference", sorted(set(REFERENCE.findall(TOUR))), ids=":".join)
+def test_references_exist(reference: tuple[str, str]) -> None:
+    assert source_of(*reference)
+
+
+def test_the_tour_has_six_functions_in_the_order_of_its_table() -> None:
+    sections = [(number, f"{path}:{name}") for number, path, name, _ in SECTION.findall(TOUR)]
+    assert sections == re.findall(r"^\| (\d) \| `([^`]+)` \|", TOUR, re.MULTILINE)
+    assert [number for number, _ in sections] == list("123456")
+
+
+@pytest.mark.parametrize(("number", "path", "name", "text"), SECTION.findall(TOUR), ids=lambda value: value[:40])
+def test_quoted_lines_are_in_the_function(number: str, path: str, name: str, text: str) -> None:
+    quotes = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert quotes
+    source = source_of(path, name)
+    for quote in quotes:
+        assert is_quoted_from(quote, source), quote
+
+
+def test_each_function_calls_the_next() -> None:
+    """Else the tour would have a gap. `parallelize` is a field of the model's spec."""
+    sections = [(path, name) for _, path, name, _ in SECTION.findall(TOUR)]
+    for caller, callee in ((0, 1), (1, 2), (2, 3), (0, 4)):
+        assert f"{sections[callee][1].split('.')[-1]}(" in source_of(*sections[caller])
+    assert "train_step(self.engine" in source_of("torchtitan/trainer.py", "Trainer.train_step")
+    assert "self.train_step(" in source_of(*sections[4])
+
+
+def test_quotes_that_are_not_in_a_function_are_found() -> None:
+    source = "def f():\n    a = 1\n    b = 2\n    c = 3\n"
+    assert is_quoted_from("a = 1\n...\nc = 3", source)
+    for wrong in ("a = 1\nc = 3", "b = 2\n...\na = 1", "d = 4", "a = 1 + 1"):
+        assert not is_quoted_from(wrong, source)

@@ -1,0 +1,135 @@
+"""Builds all parts of a run, in order, and the trainer that runs them."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.checkpoint import CheckpointManager
+from torchtitan.checkpoint.agree import everywhere
+from torchtitan.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
+from torchtitan.config import JobConfig
+from torchtitan.data import Tokenizer, build_loader, build_validation_loader, load_tokenizer
+from torchtitan.device import Device
+from torchtitan.engine.engine import build_engine, build_meshes
+from torchtitan.engine.run_folder import RunFolder
+from torchtitan.engine.startup_log import log_conversion, log_cost_of_low_precision
+from torchtitan.errors import ConfigError
+from torchtitan.lock import FolderLock
+from torchtitan.models import MODELS
+from torchtitan.optim.guard import UpdateGuard
+from torchtitan.parallel.comm import init_process_group, set_timeout
+from torchtitan.parallel.dims import ParallelDims
+from torchtitan.signals import Stop
+from torchtitan.trainer import Trainer
+
+
+def build_trainer(
+    config: JobConfig,
+    dims: ParallelDims,
+    global_batch_size: int,
+    device: Device,
+    stop: Stop | None = None,
+    lock: FolderLock | None = None,
+) -> Trainer:
+    """Builds the trainer of one run, top to bottom. Collective.
+
+    Args:
+        config: of the run; checked (`checks.check`).
+        dims: its degrees of parallelism.
+        global_batch_size: sequences in an optimizer step.
+        device: of this process.
+        stop: says when the run is to save and end.
+        lock: of the dump folder, taken here; None where no other run can use it.
+
+    Raises:
+        UserError: data, tokenizer, model or checkpoint cannot be used as configured.
+    """
+    training, dump_folder = config.training, Path(config.job.dump_folder)
+    stop = stop or Stop()
+    closing = contextlib.ExitStack()
+    if training.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    torch.manual_seed(training.seed)
+
+    # Tokenizer first: a wrong path is found before anything expensive begins.
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    args = _model_args(config, tokenizer)
+
+    # Process group and mesh.
+    init_process_group(device, config.comm, dump_folder, stop)
+    closing.callback(dist.destroy_process_group)
+    stop.connect()
+    if lock is not None:
+        everywhere(lock.take if dist.get_rank() == 0 else lambda: None)
+    config = decide_compute_dtype(config, device.type)
+    meshes = build_meshes(dims, device.type)
+    set_timeout(config.comm.init_timeout_seconds)
+
+    # Data: the loader begins to read ahead.
+    validation = config.validation
+    loader = build_loader(
+        training,
+        tokenizer,
+        dp_rank=meshes.dp_rank,
+        dp_size=dims.dp,
+        global_batch_size=global_batch_size,
+        hold_out=validation.enabled and validation.dataset is None and validation.dataset_path is None,
+    )
+    closing.callback(loader.close)
+    validation_loader = None
+    if validation.enabled:
+        validation_loader = build_validation_loader(
+            validation, training, tokenizer, dp_rank=meshes.dp_rank, dp_size=dims.dp
+        )
+
+    # Model on the meta device, converters, parallelism, parameters, optimizer.
+    engine = build_engine(config, meshes, device, args, global_batch_size)
+    log_conversion(engine, dump_folder)
+    log_cost_of_low_precision(engine)
+
+    # Checkpoint.
+    checkpoints = CheckpointManager(
+        config.checkpoint,
+        dump_folder,
+        engine.model,
+        engine.optimizer,
+        identity=dataclasses.asdict(args),
+        about={
+            "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(dims)},
+            "configuration": dataclasses.asdict(config),
+        },
+    )
+    closing.callback(checkpoints.wait)
+    folder = RunFolder(dump_folder, config)
+    float32_instead = training.mixed_precision_param == "auto" and config.training.mixed_precision_param == "float32"
+    trainer = Trainer(
+        config=config,
+        engine=engine,
+        loader=loader,
+        validation_loader=validation_loader,
+        checkpoints=checkpoints,
+        guard=UpdateGuard(training, folder.record_skipped_update),
+        folder=folder,
+        stop=stop,
+        closing=closing,
+        global_batch_size=global_batch_size,
+        dtype_reason=SLOW_BFLOAT16 if float32_instead else "",
+    )
+    trainer.load_checkpoint()
+    folder.write_config()
+    return trainer
+
+
+def _model_args(config: JobConfig, tokenizer: Tokenizer) -> Any:
+    args = MODELS.get(config.model.name).flavor(config.model.flavor).with_vocab_size(tokenizer.vocab_size)
+    if tokenizer.vocab_size > args.vocab_size:
+        raise ConfigError(
+            f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, but {config.model.name} "
+            f"{config.model.flavor} has a vocabulary of {args.vocab_size}; use the tokenizer of this model."
+        )
+    return args

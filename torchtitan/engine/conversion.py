@@ -1,0 +1,50 @@
+"""The full model in low precision, before it is parallelized."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.config import JobConfig
+from torchtitan.converters import (
+    Decision,
+    LinearConverter,
+    ModelConverter,
+    Target,
+    apply_converters,
+    conversion_report,
+)
+from torchtitan.models import MODELS
+
+
+def build_converted_model(
+    config: JobConfig, args: Any, target: Target, mesh: DeviceMesh
+) -> tuple[Any, list[ModelConverter]]:
+    """The full model on the meta device, and the converters that have changed it. Collective.
+
+    Args:
+        args: sizes of the model.
+        target: where low-precision layers will run.
+        mesh: (pp, dp_replicate, fsdp, tp).
+    """
+    with torch.device("meta"):
+        model: Any = MODELS.get(config.model.name).build(args)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, config.training.weight_dtype))
+    converters = apply_converters(model, config.model.converters, functools.partial(getattr, config), target)
+    for converter in converters:
+        if isinstance(converter, LinearConverter):
+            converter.connect(mesh)
+    return model, converters
+
+
+def decisions_of(converters: Sequence[ModelConverter]) -> list[Decision]:
+    """What became of each linear layer; nothing where no converter is one of linear layers."""
+    return conversion_report(c.decisions for c in converters if isinstance(c, LinearConverter))
+
+
+def steps_that_compile(converters: Sequence[ModelConverter], compiled: bool) -> int:
+    """How many steps may compile something, from the first with these converters."""
+    return int(compiled) + (compiled and any(isinstance(c, LinearConverter) and c.warms_up for c in converters))

@@ -1,0 +1,247 @@
+"""The engine: one rank's model, optimizer and process mesh. `build_engine` makes it, in the order of its lines.
+
+It knows no data set, no checkpoint and no metrics: the trainer feeds it, and a plan simulates it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.config import JobConfig
+from torchtitan.converters import ModelConverter, Target
+from torchtitan.device import Device
+from torchtitan.engine.conversion import build_converted_model
+from torchtitan.engine.precision_phases import PrecisionPhases, build_precision_phases
+from torchtitan.explain import conversion_target
+from torchtitan.memory import check_memory
+from torchtitan.metrics.flops import flops_per_token
+from torchtitan.models import MODELS
+from torchtitan.models.init import init_weights
+from torchtitan.optim.in_backward import StepInBackward
+from torchtitan.optim.optimizer import build_optimizer, decay_groups
+from torchtitan.parallel.async_tensor import FusedProducts, enable_async_tensor_parallel
+from torchtitan.parallel.context import own_positions
+from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """This rank's place among the others.
+
+    Attributes:
+        mesh: (pp, dp_replicate, fsdp, tp).
+        context_mesh: the ranks that share a sequence with this one; None without context parallelism.
+    """
+
+    dims: ParallelDims
+    mesh: DeviceMesh
+    context_mesh: DeviceMesh | None
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the `dims.dp` slices of the global batch this rank trains on."""
+        return self.mesh.get_local_rank("dp_replicate") * self.dims.dp_shard + (
+            self.mesh.get_local_rank("fsdp") // self.dims.cp
+        )
+
+    @property
+    def is_first_of_dp_rank(self) -> bool:
+        """Whether this is the first of the ranks that train on the same slice of the batch."""
+        pp, _, fsdp, tp = self.mesh.get_coordinate() or ()
+        return pp == 0 and tp == 0 and fsdp % self.dims.cp == 0
+
+
+def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
+    """The process group must exist. Collective."""
+    return Meshes(dims, dims.build_mesh(device_type), dims.build_context_mesh(device_type))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What one rank trains with.
+
+    Attributes:
+        config: of the run.
+        meshes: this rank's place among the others.
+        device: of this process.
+        model: the modules on this rank, under the names they have in the full model.
+        stages: views of the model by pipeline stage; {0: model} without a pipeline.
+        positions: position ids of the tokens this rank computes, of each sequence; None for all of them.
+        converters: that have changed the model; under a precision schedule, those of the current phase.
+        phases: of the precision schedule; None without [[precision.phase]].
+        optimizer: of this rank's parameters.
+        step_in_backward: the hooks that step the optimizer during the backward pass; None where it steps after it.
+        pipeline, validation_pipeline: run the stages; None without a pipeline, or without validation.
+        fused_gemms: the compiler pass of asynchronous tensor parallelism; None without it.
+        loss_scale: what the summed loss of a micro-batch is multiplied by before the backward pass.
+        parameters: of the full model.
+        flops_per_token: of the full model, forward and backward.
+        calls: by path, how often a linear layer runs in a forward pass where that is not once.
+        converted_model: the full model as text, for model.print_after_conversion; "" without it.
+    """
+
+    config: JobConfig
+    meshes: Meshes
+    device: Device
+    model: Any
+    stages: dict[int, Any]
+    positions: torch.Tensor | None
+    converters: list[ModelConverter]
+    phases: PrecisionPhases | None
+    optimizer: torch.optim.Optimizer
+    step_in_backward: StepInBackward | None
+    pipeline: Pipeline | None
+    validation_pipeline: Pipeline | None
+    fused_gemms: FusedProducts | None
+    loss_scale: float
+    parameters: int
+    flops_per_token: float
+    calls: dict[str, int]
+    converted_model: str
+
+
+def materialize(model: Any, stages: Sequence[Any], config: JobConfig, device: Device) -> None:
+    """Allocates this rank's shards and draws their initial values."""
+    offload = config.training.enable_cpu_offload
+    if not offload:
+        check_memory(model, config, device)
+    for stage in stages:
+        stage.to_empty(device="cpu" if offload else device.torch_device)
+    init_weights(model, model.init_std, config.training.seed)
+
+
+def build_engine(
+    config: JobConfig,
+    meshes: Meshes,
+    device: Device,
+    args: Any,
+    global_batch_size: int,
+    *,
+    target: Target | None = None,
+    first_layers: Sequence[int] | None = None,
+    materialize: Callable[[Any, Sequence[Any], JobConfig, Device], None] = materialize,
+) -> Engine:
+    """Builds the engine, top to bottom. Collective.
+
+    Args:
+        config: of the run; checked (`checks.check`).
+        args: sizes of the model.
+        global_batch_size: sequences in an optimizer step.
+        target: where low-precision layers will run; by default on this device.
+        first_layers: of each pipeline stage; by default as the configuration divides the model.
+        materialize: allocates and fills the parameters; a plan allocates fake ones.
+
+    Raises:
+        ConfigError: a converter does not fit the model or the device, or the model does not fit into memory.
+    """
+    dims, mesh, training = meshes.dims, meshes.mesh, config.training
+    spec = MODELS.get(config.model.name)
+    fused_gemms = enable_async_tensor_parallel(mesh["tp"]) if config.parallelism.enable_async_tensor_parallel else None
+
+    # The full model on the meta device, then converters: they see plain layers under their own names.
+    if target is None:
+        target = conversion_target(config, spec, device, shards=dims.fsdp)
+    convert = functools.partial(build_converted_model, args=args, target=target, mesh=mesh)
+    phases = None
+    if config.precision.phase:
+        model, phases = build_precision_phases(config, convert)
+        converters = phases.converters
+    else:
+        model, converters = convert(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    embedding = model.tok_embeddings.weight.numel() if not args.tied_embeddings else 0
+    calls = model.passes(target.tokens) if hasattr(model, "passes") else {}
+    converted_model = str(model) if config.model.print_after_conversion else ""
+
+    # Parallelize: pipeline stages, then in each of them tensor and context parallelism, activation checkpointing,
+    # compile, FSDP.
+    stages, stage_count = {0: model}, 1
+    if dims.pp > 1:
+        if first_layers is None:
+            first_layers = find_first_layers(config.parallelism, layer_costs(model, training.seq_len))
+        schedule, stage_count = config.parallelism.pipeline_parallel_schedule, len(first_layers)
+        numbers = stages_of(mesh.get_local_rank("pp"), dims.pp, stage_count, schedule)
+        stages = split(model, first_layers, numbers)
+    positions = _position_ids(config, meshes)
+    for stage in stages.values():
+        stage.positions = positions
+        spec.parallelize(stage, mesh, meshes.context_mesh, config.parallelism, config.activation_checkpoint, training)
+
+    materialize(model, list(stages.values()), config, device)
+
+    # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks and micro-batches
+    # are summed, so the summed loss of a rank counts times the number of those ranks, over all tokens.
+    loss_scale = dims.dp_replicate * dims.fsdp / (global_batch_size * training.seq_len)
+    pipeline = validation_pipeline = None
+    if dims.pp > 1:
+        build_pipeline = functools.partial(_build_pipeline, config, meshes, device, args, stages, stage_count)
+        pipeline = build_pipeline(training.local_batch_size, loss_scale)
+        if config.validation.enabled:
+            validation_pipeline = build_pipeline(config.validation.local_batch_size)
+
+    optimizer = build_optimizer(decay_groups(model, config.optimizer), config.optimizer, training.seed)
+    early = config.optimizer.early_step_in_backward
+
+    return Engine(
+        config=config,
+        meshes=meshes,
+        device=device,
+        model=model,
+        stages=stages,
+        positions=positions,
+        converters=converters,
+        phases=phases,
+        optimizer=optimizer,
+        step_in_backward=StepInBackward(model.parameters(), optimizer) if early else None,
+        pipeline=pipeline,
+        validation_pipeline=validation_pipeline,
+        fused_gemms=fused_gemms,
+        loss_scale=loss_scale,
+        parameters=parameters,
+        flops_per_token=flops_per_token(
+            parameters - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len
+        ),
+        calls=calls,
+        converted_model=converted_model,
+    )
+
+
+def _position_ids(config: JobConfig, meshes: Meshes) -> torch.Tensor | None:
+    seq_len = config.training.seq_len
+    if meshes.context_mesh is not None:
+        method = config.parallelism.context_parallel_rotate_method
+        return own_positions(seq_len, meshes.context_mesh.get_local_rank(), meshes.dims.cp, method)
+    # A later stage sees no tokens, and under tensor parallelism only a part of the sequence.
+    return torch.arange(seq_len) if meshes.dims.pp > 1 else None
+
+
+def _build_pipeline(
+    config: JobConfig,
+    meshes: Meshes,
+    device: Device,
+    args: Any,
+    stages: dict[int, Any],
+    stage_count: int,
+    local_batch_size: int,
+    scale: float = 1.0,
+) -> Pipeline:
+    """Runs local batches of this many sequences through the stages."""
+    training, parallelism = config.training, config.parallelism
+    rows, seq_len = parallelism.pipeline_parallel_microbatch_size, training.seq_len // meshes.dims.cp
+    dtype = getattr(torch, training.mixed_precision_param)
+    return Pipeline(
+        stages,
+        stage_count,
+        meshes.mesh.get_group("pp"),
+        parallelism,
+        device.torch_device,
+        tokens=torch.empty(rows, seq_len, dtype=torch.int64, device="meta"),
+        hidden=torch.empty(rows, seq_len // meshes.dims.tp, args.dim, dtype=dtype, device="meta"),
+        microbatches=local_batch_size // rows,
+        scale=scale,
+    )

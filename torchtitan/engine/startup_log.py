@@ -1,0 +1,95 @@
+"""What a run logs before its first step: what was decided, and why."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.converters import LinearConverter
+from torchtitan.converters.measure import slowness
+from torchtitan.converters.report import phases_to_json, schedule_line, summary, to_json, to_table
+from torchtitan.engine.conversion import decisions_of
+from torchtitan.engine.engine import Engine
+from torchtitan.kernels.gemm import cpu_kernel
+from torchtitan.logging import logger
+
+SLOW = 4  # times the time of a bf16 layer: beyond that a step takes too long even for an experiment
+
+
+def log_conversion(engine: Engine, dump_folder: Path) -> None:
+    """The precision of each linear layer, and the rule that decided it; also as `conversion.json`."""
+    if engine.phases is None:
+        titles, reports = ["conversion to low precision"], [decisions_of(engine.converters)]
+        text = to_json(reports[0])
+    else:
+        titles, reports = [phase.title for phase in engine.phases.phases], engine.phases.reports
+        last_steps = [phase.last_step for phase in engine.phases.phases]
+        text = phases_to_json(list(zip(last_steps, reports, strict=True)))
+    if not any(reports):
+        return
+    for title, report in zip(titles, reports, strict=True):
+        if report:
+            logger.info(f"{title}:\n{to_table(report)}")
+            logger.info(summary(report))
+    if dist.get_rank() == 0:
+        (dump_folder / "conversion.json").write_text(text, encoding="utf-8")
+    if engine.converted_model:
+        logger.info(f"after conversion:\n{engine.converted_model}")
+
+
+def log_cost_of_low_precision(engine: Engine) -> None:
+    """How much longer converted layers take on a CPU: measured before anyone waits for a step."""
+    if engine.device.type != "cpu" or dist.get_rank() > 0:
+        return
+    dtype = engine.config.training.mixed_precision_param
+    for converter in engine.converters:
+        if not isinstance(converter, LinearConverter) or not (ratios := slowness(converter, getattr(torch, dtype))):
+            continue
+        found = f"{min(ratios):.1f} to {max(ratios):.1f} times as long as in {dtype}"
+        line = f"{converter.name} {converter.recipe}: its layers take {found} on this CPU"
+        if max(ratios) > SLOW:
+            logger.warning(f"{line}; leave {converter.name} to a GPU, or expect steps that much longer")
+        else:
+            logger.info(f"{line}{cpu_kernel(converter.products.trace.operation)}")
+
+
+def log_settings(
+    engine: Engine, *, dtype_reason: str, data: str, global_batch_size: int, first_step: int, checkpoints: Path
+) -> None:
+    """A line for each decision.
+
+    Args:
+        dtype_reason: why the run computes in its dtype; "" where the configuration says so.
+        data: what the loader reads.
+        checkpoints: their folder.
+    """
+    config, training, dims, device = engine.config, engine.config.training, engine.meshes.dims, engine.device
+    accumulation_steps = global_batch_size // (training.local_batch_size * dims.dp)
+    tokens = global_batch_size * training.seq_len
+    lines = {
+        "run": f"{config.job.description}, in {config.job.dump_folder}",
+        "device": f"{device.type} ({device.name}"
+        + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else "")
+        + f"), {dist.get_world_size()} process(es)",
+        "layout": f"{dims}",
+        "model": f"{config.model.name} {config.model.flavor}, {engine.parameters:,} parameters",
+        "precision": f"{training.mixed_precision_param} GEMMs"
+        + (f" ({dtype_reason})" if dtype_reason else "")
+        + f", {training.weight_dtype} weights, float32 gradient sums"
+        + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else "")
+        + (f"; schedule: {schedule_line(engine.phases.schedule)}" if engine.phases is not None else ""),
+        "data": data,
+        "batch": f"{global_batch_size} x {training.seq_len} = {tokens:,} tokens a step"
+        f" ({training.local_batch_size} x {dims.dp} ranks x {accumulation_steps} grad-accumulation steps)",
+        "steps": f"{first_step} to {training.steps}, {training.steps * tokens:,} tokens in all",
+        "activations": {"none": "all kept", "full": "recomputed in every block"}.get(
+            config.activation_checkpoint.mode,
+            f"recomputed selectively ({config.activation_checkpoint.selective_ac_option})",
+        ),
+        "compile": "each block" if training.compile else "off",
+        "checkpoints": f"every {config.checkpoint.interval} steps to {checkpoints}"
+        if config.checkpoint.enable_checkpoint
+        else "off (--checkpoint.enable_checkpoint to save and resume)",
+    }
+    for name, line in lines.items():
+        logger.info(f"{name:12} {line}")

@@ -1,0 +1,119 @@
+"""One training step: forward, backward, clip, optimizer step, converters' hooks."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from torchtitan.data import Batch
+from torchtitan.engine.converter_hooks import after_optimizer_step, saturated_nonfinite
+from torchtitan.engine.engine import Engine
+from torchtitan.optim.clip import clip_grad_norm
+from torchtitan.optim.optimizer import optimizer_step, set_learning_rate
+from torchtitan.parallel.fsdp import reshard, set_last_microbatch
+
+
+class SkipGuard(Protocol):
+    """Decides whether to skip an optimizer step: `optim.guard.UpdateGuard`, or what a plan simulates of it."""
+
+    def should_skip(
+        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, saturated: torch.Tensor | None, ids: list[str]
+    ) -> torch.Tensor | None: ...
+
+
+def train_step(
+    engine: Engine,
+    microbatches: Sequence[Batch],
+    learning_rate: float,
+    guard: SkipGuard | None = None,
+    step: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Trains on one global batch: a micro-batch per grad-accumulation step, then one optimizer step.
+
+    A profiler trace shows its parts as "forward", "backward" and "optimizer".
+
+    Returns:
+        This rank's loss, summed over its tokens (see `sum_over_ranks`), and the gradient norm of the full model before
+        clipping: float32 scalars on the device. Nothing here waits for the device, unless the guard looks for outliers
+        or the optimizer is not fused.
+    """
+    set_learning_rate(engine.optimizer, learning_rate)
+    loss = torch.zeros((), device=engine.device.torch_device)
+    for number, batch in enumerate(microbatches):
+        set_last_microbatch(engine.stages.values(), last=number == len(microbatches) - 1)
+        loss += forward_backward(engine, batch)
+
+    with record_function("optimizer"):
+        if engine.step_in_backward is None:
+            grad_norm = clip_grad_norm(engine.model.parameters(), engine.config.training.max_norm)
+        else:
+            grad_norm = engine.step_in_backward.grad_norm()
+
+        # Skip the optimizer step? `skip` stays on the device, where the fused optimizers read it.
+        skip = None
+        if guard is not None:
+            skip = guard.should_skip(step, loss, grad_norm, saturated_nonfinite(engine), sample_ids(microbatches))
+        stepped = True
+        if engine.step_in_backward is None:  # else the parameters are updated already, and the guard can only report
+            stepped = optimizer_step(engine.optimizer, skip)
+            engine.optimizer.zero_grad()
+
+    after_optimizer_step(engine, learning_rate if stepped else None)
+    return loss, grad_norm
+
+
+def forward_backward(engine: Engine, batch: Batch) -> torch.Tensor:
+    """Adds to the gradients. Returns the loss, summed over the tokens of the micro-batch."""
+    tokens, labels, inputs = on_device(engine, batch)
+    if engine.pipeline is not None:
+        with record_function("forward and backward"):
+            return engine.pipeline.train(tokens, labels, **inputs)
+    with record_function("forward"):
+        loss = engine.model(tokens, labels, **inputs)
+    with record_function("backward"):
+        (loss * engine.loss_scale).backward()
+    return loss.detach()
+
+
+def on_device(engine: Engine, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Tokens and labels (rows, positions on this rank), and the model's other inputs by name."""
+    move = functools.partial(torch.Tensor.to, device=engine.device.torch_device, non_blocking=True)
+    tokens, labels = batch.tokens, batch.labels
+    if engine.meshes.context_mesh is not None:
+        tokens, labels = tokens[:, engine.positions], labels[:, engine.positions]
+    inputs = {} if batch.document_ids is None else {"document_ids": move(batch.document_ids)}
+    return move(tokens), move(labels), inputs
+
+
+def sample_ids(microbatches: Sequence[Batch]) -> list[str]:
+    """Of the documents in these micro-batches; a document in two rows is there twice."""
+    return [sample for batch in microbatches for row in batch.sample_ids or [] for sample in row]
+
+
+def sum_over_ranks(engine: Engine, loss: torch.Tensor) -> torch.Tensor:
+    """The loss of all ranks' tokens, from each rank's own sum. Collective."""
+    loss = loss.clone()
+    dist.all_reduce(loss)
+    return loss / engine.meshes.dims.tp  # tensor-parallel ranks have the same loss; without the last stage it is 0
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, batches: Iterable[Batch | None], should_stop: Callable[[], bool]) -> torch.Tensor | None:
+    """Mean loss over the tokens of all ranks' batches; None where the run is to stop before their end, as it is after a
+    batch that is None. Collective."""
+    loss, tokens = torch.zeros((), device=engine.device.torch_device), 0
+    for batch in batches:
+        if should_stop() or batch is None:
+            reshard(engine.stages.values())
+            return None
+        own_tokens, labels, inputs = on_device(engine, batch)
+        if engine.validation_pipeline is not None:
+            loss += engine.validation_pipeline.evaluate(own_tokens, labels, **inputs)
+        else:
+            loss += engine.model(own_tokens, labels, **inputs)
+        tokens += batch.labels.numel()
+    reshard(engine.stages.values())
+    return sum_over_ranks(engine, loss) / (tokens * engine.meshes.dims.dp)
