@@ -17,9 +17,9 @@ if __name__ == "__main__":
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError
-from torchtitan.imports import check_versions, quick_imports
+from torchtitan.launcher.imports import check_versions, quick_imports
+from torchtitan.launcher.signals import STARTED_AGAIN, Stop, end, end_with_launcher, ignore_stop_signals
 from torchtitan.logging import outlive_readers
-from torchtitan.signals import STARTED_AGAIN, Stop, end, end_with_launcher, ignore_stop_signals
 
 PATIENCE = 5  # seconds
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -35,12 +35,12 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
     """
     check_versions()
     with quick_imports():  # of torch: --help and typos need not wait for it
-        from torchtitan.checks import check, global_batch_size, is_plan
         from torchtitan.device import find_device
-        from torchtitan.lock import FolderLock
+        from torchtitan.engine.config_checks import check, global_batch_size, is_plan
+        from torchtitan.engine.watchdog import watched
+        from torchtitan.launcher.folder_lock import FolderLock
         from torchtitan.logging import init_logging, logger
-        from torchtitan.parallel.comm import named_failures
-        from torchtitan.parallel.watch import watched
+        from torchtitan.parallel.process_group import named_failures
         from torchtitan.trainer import Trainer
 
     init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
@@ -50,7 +50,7 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
         import_user_module(config.experimental.custom_import, "experimental.custom_import")
     device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
     if is_plan(config):
-        from torchtitan.plan.plan import plan
+        from torchtitan.plan.planner import plan
 
         return plan(config, device)
     dims = check(config, WORLD_SIZE, device.type)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from benchmarks.tables import markdown, spread
 from torchtitan.device import find_device
-from torchtitan.models.attention_cpu import (
+from torchtitan.kernels.attention_cpu import (
     Kept,
     attention_by_matrix_unit,
     attention_by_torch,

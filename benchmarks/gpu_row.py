@@ -27,8 +27,8 @@ from torchtitan.device import find_device
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
-from torchtitan.parallel.comm import init_process_group
 from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.process_group import init_process_group
 from torchtitan.step import TrainingStep
 
 if TYPE_CHECKING:

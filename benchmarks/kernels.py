@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.machine import measure_machine
 from benchmarks.tables import markdown, write_json
-from torchtitan.config.precision import MX, Float8, Int8
+from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import CONVERTERS, LinearConverter, Target
-from torchtitan.converters.measure import layer_seconds
+from torchtitan.converters.measured_filter import layer_seconds
 from torchtitan.device import Device, find_device
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger

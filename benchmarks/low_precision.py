@@ -89,7 +89,7 @@ def losses_table(what: str, runs: dict[str, Path]) -> str:
 
 def products_table() -> str:
     """Relative errors of one layer's products against bf16, on normal data."""
-    from torchtitan.config.precision import MX, Float8, Int8
+    from torchtitan.config.low_precision import MX, Float8, Int8
     from torchtitan.converters import CONVERTERS, LinearConverter, Target
     from torchtitan.converters.linear import relative_errors
 

@@ -65,11 +65,11 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
     import torch
 
     from benchmarks.peak_memory import NoReport
-    from torchtitan.checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.config.training import Optimizer
     from torchtitan.device import find_device
-    from torchtitan.optim.compact import CompactAdamW, local_part
+    from torchtitan.engine.config_checks import check, global_batch_size
+    from torchtitan.optim.low_bit_adamw import CompactAdamW, local_part
     from torchtitan.optim.optimizer import build_optimizer
     from torchtitan.trainer import Trainer
 
@@ -135,12 +135,12 @@ def bytes_table() -> str:
     """Of Llama 3 8B, bytes a parameter, and GiB on each of 8 GPUs and of 2."""
     import torch
 
-    from torchtitan.checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.device import find_device
+    from torchtitan.engine.config_checks import check, global_batch_size
     from torchtitan.models import MODELS
-    from torchtitan.plan.plan import planned_device
-    from torchtitan.plan.scaling import Job, measure
+    from torchtitan.plan.extrapolation import Job, measure
+    from torchtitan.plan.planner import planned_device
 
     rows = []
     device, _ = planned_device("H100", True, find_device(0), torch.bfloat16)

@@ -12,10 +12,10 @@ import sys
 import tempfile
 from typing import Any
 
-from torchtitan.checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
-from torchtitan.plan.record import Recorder
+from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.plan.recorder import Recorder
 from torchtitan.plan.simulation import local_bytes, state_bytes
 from torchtitan.plan.stand_ins import stand_ins
 from torchtitan.trainer import Trainer

@@ -42,10 +42,10 @@ def train(flags: list[str], output: Path) -> None:
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from torchtitan.checks import check, global_batch_size
     from torchtitan.config import ConfigManager
-    from torchtitan.converters.bound import gathered_weights
+    from torchtitan.converters.weight_bounds import gathered_weights
     from torchtitan.device import find_device
+    from torchtitan.engine.config_checks import check, global_batch_size
     from torchtitan.trainer import Trainer
 
     class AllReduces(TorchDispatchMode):

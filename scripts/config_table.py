@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import JobConfig
-from torchtitan.config.former import FORMER_KEYS, FORMER_VALUES
 from torchtitan.config.keys import Key, fields_by_key, keys_of_entry, section_class
+from torchtitan.config.legacy_keys import FORMER_KEYS, FORMER_VALUES
 
 TABLE = Path(__file__).parent.parent / "docs" / "config_keys.md"
 HEAD = """\

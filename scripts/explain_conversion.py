@@ -20,8 +20,8 @@ def main() -> None:
         config = ConfigManager().parse_args(flags)
         if config.experimental.custom_import:
             import_user_module(config.experimental.custom_import, "experimental.custom_import")
-        from torchtitan.converters.report import phases_to_json, summary, to_json, to_table
-        from torchtitan.explain import explain_conversion
+        from torchtitan.converters.conversion_report import phases_to_json, summary, to_json, to_table
+        from torchtitan.engine.explain import explain_conversion
         from torchtitan.precision import phases_of
 
         reports = []

@@ -50,7 +50,7 @@ def judge(config: JobConfig) -> dict[str, Any]:
     """The report as one object: recipe, losses of both runs, layers, proposed filter_fqns."""
     from torchtitan.converters import CONVERTERS, LinearConverter
     from torchtitan.device import find_device
-    from torchtitan.explain import conversion_target
+    from torchtitan.engine.explain import conversion_target
     from torchtitan.models import MODELS
 
     (name,) = config.model.converters
@@ -76,8 +76,8 @@ def train(config: JobConfig) -> tuple[float, dict[str, Any]]:
     import torch
     from torch import nn
 
-    from torchtitan.checks import check, global_batch_size
     from torchtitan.device import find_device
+    from torchtitan.engine.config_checks import check, global_batch_size
     from torchtitan.trainer import Trainer
 
     operands: dict[str, Any] = {}

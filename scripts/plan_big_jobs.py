@@ -44,9 +44,9 @@ is the same as `job.plan`; `disable_fake_mode` is refused, for a plan has no rea
   on 2, 4 and 8 gloo processes (the three states and collectives exactly, the rest within 10%; most layouts are within
   1%).
 - Layers are alike. So few layers, microbatches, ranks of a pipeline and accumulated passes are simulated, and what more
-  of them add is computed from the difference; the plan says how many. `tests/unit/test_plan_scaling.py` holds this to
-  simulations of everything. Where it does not hold (layers that differ, schedules with several stages on a rank)
-  everything is simulated, which may take minutes.
+  of them add is computed from the difference; the plan says how many. `tests/unit/test_plan_extrapolation.py` holds
+  this to simulations of everything. Where it does not hold (layers that differ, schedules with several stages on a
+  rank) everything is simulated, which may take minutes.
 - Bytes are those of the whole tensor: what an all-gather makes, what a reduce-scatter is given, a message.
 - The device is this machine's GPU. Where there is none and a world is simulated, it is an H100 SXM;
   `job.simulate_device` takes A100, H100, H200, B200, MI300X, or cpu. For a GPU, attention keeps what flash attention

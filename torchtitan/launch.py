@@ -15,9 +15,9 @@ import sys
 from typing import NoReturn
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
-from torchtitan.imports import check_versions, quick_imports
+from torchtitan.launcher.imports import check_versions, quick_imports
+from torchtitan.launcher.signals import STOP_SIGNALS, end_unbegun, handle
 from torchtitan.logging import outlive_readers
-from torchtitan.signals import STOP_SIGNALS, end_unbegun, handle
 
 PLANS = ("--job.plan", "--memory_estimation.enabled")
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, either on Windows: there where a GPU is
@@ -49,7 +49,7 @@ def launch(arguments: list[str]) -> int:
         from torch.distributed.launcher import api as launcher
         from torch.distributed.run import main as torchrun
 
-        from torchtitan.agent import Agent, root_cause
+        from torchtitan.launcher.agent import Agent, root_cause
 
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the processes

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from torchtitan.config import JobConfig
-from torchtitan.config.precision import Precision, PrecisionPhase
+from torchtitan.config.low_precision import Precision, PrecisionPhase
 from torchtitan.converters import CONVERTERS
 from torchtitan.errors import ConfigError
 

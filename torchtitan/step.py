@@ -27,8 +27,8 @@ from torchtitan.converters import (
 )
 from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.explain import conversion_target
-from torchtitan.memory import check_memory
+from torchtitan.engine.explain import conversion_target
+from torchtitan.engine.memory_check import check_memory
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.init import init_weights
@@ -184,7 +184,7 @@ class TrainingStep:
         switch(self.model, self._faces[self.phase], self._faces[entered])
         self.phase = entered
         if self.config.training.compile:  # else what does not run any more would count to the limit of recompilations
-            torch._dynamo.reset()
+            torch.compiler.reset()
         return True
 
     @property

@@ -13,29 +13,36 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchtitan.checkpoint import CheckpointManager
-from torchtitan.checkpoint.agree import everywhere
 from torchtitan.checkpoint.train_state import check_kind, wrong_values_refused
-from torchtitan.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.converters import LinearConverter
-from torchtitan.converters.measure import slowness
-from torchtitan.converters.report import phases_to_json, precision_of, schedule_line, summary, to_json, to_table
+from torchtitan.converters.conversion_report import (
+    phases_to_json,
+    precision_of,
+    schedule_line,
+    summary,
+    to_json,
+    to_table,
+)
+from torchtitan.converters.measured_filter import slowness
 from torchtitan.data import Batch, build_loader, build_validation_loader, load_tokenizer
 from torchtitan.device import Device
+from torchtitan.engine.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
+from torchtitan.engine.openmp_threads import spin_on_quiet_machines_only
 from torchtitan.errors import CheckpointError, ConfigError, DataError
-from torchtitan.kernels.gemm import cpu_kernel
-from torchtitan.lock import FolderLock
+from torchtitan.kernels.cpu_gemm import cpu_kernel
+from torchtitan.launcher.folder_lock import FolderLock
+from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak
 from torchtitan.metrics.writers import JSONLWriter
 from torchtitan.models import MODELS
-from torchtitan.optim.guard import UpdateGuard
 from torchtitan.optim.schedule import lr_factor
-from torchtitan.parallel.comm import init_process_group, set_timeout
+from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.signals import Stop
+from torchtitan.parallel.object_collectives import everywhere
+from torchtitan.parallel.process_group import init_process_group, set_timeout
 from torchtitan.step import TrainingStep
-from torchtitan.threads import spin_on_quiet_machines_only
 
 SLOW = 4  # times the time of a layer: then a step takes longer than low precision is worth even as an experiment
 DATA_ENDED = 64  # asked of `Stop` in place of a signal's number, and above those that it takes
@@ -45,7 +52,7 @@ class Trainer:
     """One run. All ranks make one, then call `train`, within a `with` that closes what it opened.
 
     Args:
-        config: the run; checked (`checks.check`).
+        config: the run; checked (`config_checks.check`).
         dims: its degrees of parallelism.
         global_batch_size: sequences in an optimizer step.
         device: this process's.

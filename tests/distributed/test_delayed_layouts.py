@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from workers import in_processes
 
-from torchtitan.config.precision import Float8
+from torchtitan.config.low_precision import Float8
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.converters import LinearConverter, Target, apply_converters
@@ -125,8 +125,8 @@ def test_int8_scales_of_a_step_ahead_do_not_reach_the_backward_pass() -> None:
 
 def gradients_of_gathered_int8() -> list[torch.Tensor]:
     """With scales changed between forward and backward: weights gathered again for it, and not; then unchanged."""
-    from torchtitan.config.precision import Int8
-    from torchtitan.converters.gather import ShardedWeight
+    from torchtitan.config.low_precision import Int8
+    from torchtitan.converters.int8_fsdp import ShardedWeight
     from torchtitan.parallel.fsdp import apply_fsdp
 
     found = []

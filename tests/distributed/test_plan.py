@@ -15,11 +15,11 @@ import torch
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from torchtitan.checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
-from torchtitan.plan.plan import RankPlan, make_plan, planned_device
-from torchtitan.plan.record import Recorder
+from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.plan.planner import RankPlan, make_plan, planned_device
+from torchtitan.plan.recorder import Recorder
 from torchtitan.plan.simulation import name_of_group, state_bytes
 from torchtitan.plan.stand_ins import stand_ins
 

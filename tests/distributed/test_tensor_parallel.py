@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers import in_processes
 
-from torchtitan.config.precision import Float8
+from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target, apply_converters
-from torchtitan.converters.float8_gather import gather_for
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN
 from torchtitan.models.norm import RMSNorm
+from torchtitan.parallel.float8_tensor_parallel import gather_for
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
 ARGS = LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64)

@@ -14,10 +14,10 @@ from runs import TINY
 from torch import nn
 from workers import in_processes
 
-from torchtitan.checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.data import Batch
 from torchtitan.device import Device
+from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.models import MODELS
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.step import TrainingStep

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from runs import PATIENCE, TINY, Run, checkpoint_steps, failure, into, last_step, losses, started, train, train_here
 
-from torchtitan import lock
 from torchtitan.checkpoint.manifest import damage
 from torchtitan.errors import ConfigError
+from torchtitan.launcher import folder_lock
 
 ENDLESS = (*TINY, "--training.steps=100000", "--checkpoint.enable_checkpoint", "--checkpoint.interval=1000000")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
@@ -44,7 +44,7 @@ def test_sigterm_during_training(processes: int | None, tmp_path: Path, monkeypa
         run.signal_group(signal.SIGHUP)
         step = last_step(tmp_path)
         run.wait_until(lambda: last_step(tmp_path) > step + 2)
-        monkeypatch.setattr(lock, "PATIENCE", 0)
+        monkeypatch.setattr(folder_lock, "PATIENCE", 0)
         with pytest.raises(ConfigError, match=r"job\.dump_folder: another run"):  # and the first goes on undisturbed
             train_here(*ENDLESS, into(tmp_path), "--training.steps=3")
         run.signal_group(signal.SIGTERM)

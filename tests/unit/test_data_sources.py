@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from torchtitan.config.training import Training
 from torchtitan.data import DATASETS
-from torchtitan.data.dealing import permuted
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import TextFiles, python_stdlib
+from torchtitan.data.strided import permuted
 from torchtitan.errors import ConfigError, DataError
 from torchtitan.logging import logger
 

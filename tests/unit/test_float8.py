@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.config.precision import Float8
+from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.float8 import Float8Converter
 from torchtitan.converters.float8_linear import Float8Recipe

@@ -17,9 +17,9 @@ from workers import in_processes
 from torchtitan.config.system import Comm
 from torchtitan.errors import LostRankError
 from torchtitan.logging import logger
-from torchtitan.parallel import comm, heartbeat
-from torchtitan.parallel.comm import _meet, set_timeout
+from torchtitan.parallel import heartbeat, process_group
 from torchtitan.parallel.heartbeat import Heartbeat
+from torchtitan.parallel.process_group import _meet, set_timeout
 
 
 @pytest.fixture
@@ -98,11 +98,11 @@ def test_a_store_that_is_gone_does_not_keep_a_rank(
     assert "where the launchers have met, does not answer" in heart.account()
     assert time.monotonic() - started < 10
     # Nor is another connection to it tried.
-    monkeypatch.setattr(comm, "_heartbeat", heart)
+    monkeypatch.setattr(process_group, "_heartbeat", heart)
     timed_out = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv to complete")
     keys = Comm(train_timeout_seconds=2, trace_buf_size=0)
     with pytest.raises(LostRankError, match=r"comm\.train_timeout_seconds = 2\. The store of the run, where"):  # noqa: SIM117
-        with comm.named_failures(keys, tmp_path):
+        with process_group.named_failures(keys, tmp_path):
             raise timed_out
 
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchtitan.config.precision import Int8
+from torchtitan.config.low_precision import Int8
 from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.int8 import Int8Converter, Int8Linear
 from torchtitan.converters.linear import relative_errors
-from torchtitan.converters.quantize import LARGEST, quantize, quantize_both, quantize_columns
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.quantize import LARGEST, quantize, quantize_both, quantize_columns
 
 CPU = Target("cpu", tokens=64)
 RECIPES = ("rowwise", "tensorwise")

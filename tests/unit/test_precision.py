@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.checks import check
 from torchtitan.config import ConfigManager, JobConfig, to_toml
-from torchtitan.config.precision import MX, Float8, Int8
+from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import (
     CONVERTERS,
     LinearConverter,
@@ -23,6 +22,7 @@ from torchtitan.converters import (
     switch,
 )
 from torchtitan.converters.int8 import Int8Converter, Int8Linear
+from torchtitan.engine.config_checks import check
 from torchtitan.errors import ConfigError
 from torchtitan.metrics.profiling import ProfilerAction, trace_schedule
 from torchtitan.precision import phase_of, phases_of

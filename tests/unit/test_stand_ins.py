@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.norm import RMSNorm
-from torchtitan.plan.record import Recorder
+from torchtitan.plan.recorder import Recorder
 from torchtitan.plan.stand_ins import stand_ins
 
 

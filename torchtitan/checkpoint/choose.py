@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchtitan.checkpoint.agree import everywhere, from_rank_0, of_all_ranks
 from torchtitan.checkpoint.files import differences
 from torchtitan.checkpoint.folder import refuse_foreign, saved_steps, step_folder
 from torchtitan.checkpoint.manifest import damage, read_manifest
-from torchtitan.checkpoint.state import OPTIMIZER
+from torchtitan.checkpoint.state_dict import OPTIMIZER
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
+from torchtitan.parallel.object_collectives import everywhere, from_rank_0, of_all_ranks
 
 NAMED = 3  # damaged files or differences that a message names
 

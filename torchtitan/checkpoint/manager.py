@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import torchtitan
-from torchtitan.checkpoint.agree import everywhere, from_rank_0, of_all_ranks
 from torchtitan.checkpoint.choose import (
     check_identity,
     check_start,
@@ -34,12 +33,13 @@ from torchtitan.checkpoint.folder import (
     temporary_folder,
 )
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.state import load_optimizer_tensors, model_tensors, optimizer_tensors
+from torchtitan.checkpoint.state_dict import load_optimizer_tensors, model_tensors, optimizer_tensors
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.output import Checkpoint
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
-from torchtitan.parallel.comm import communication_failure
+from torchtitan.parallel.object_collectives import everywhere, from_rank_0, of_all_ranks
+from torchtitan.parallel.process_group import communication_failure
 
 TrainState = dict[str, Any]
 

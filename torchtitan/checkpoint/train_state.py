@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan.checkpoint.manifest import TRAIN_STATE, read_file
 from torchtitan.errors import CheckpointError
-from torchtitan.parallel.comm import communication_failure
+from torchtitan.parallel.process_group import communication_failure
 
 # The types of the parts; the last are not in every checkpoint.
 NEEDED = {"identity": dict, "weights_only": bool, "step": int}

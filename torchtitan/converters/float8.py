@@ -1,4 +1,4 @@
-"""GEMMs in float8, with scales computed anew each time (`float8_linear.py`) or with delayed ones (`delayed.py`)."""
+"""GEMMs in float8, with dynamic scales (`float8_linear.py`) or delayed ones (`float8_delayed.py`)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,21 +8,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.config.precision import Float8
+from torchtitan.config.low_precision import Float8
 from torchtitan.converters.amax import stage_group
-from torchtitan.converters.bound import WeightBounds, gathered_weights, measure, set_scales
 from torchtitan.converters.filter import FilterRules, too_small_for_rowwise, too_small_for_tensorwise
 from torchtitan.converters.float8_keys import casts, find_problems
 from torchtitan.converters.float8_linear import RECIPES, Float8Linear, Float8Recipe
 from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Role, Scaled, Trace
-from torchtitan.converters.measure import measured_reason
-from torchtitan.converters.quantize import float8_scale, powers_of_two
+from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
+from torchtitan.converters.weight_bounds import WeightBounds, gathered_weights, measure, set_scales
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.quantize import float8_scale, powers_of_two
 from torchtitan.logging import logger
 
 if TYPE_CHECKING:
-    from torchtitan.converters.histories import Histories
+    from torchtitan.converters.amax_history import Histories
 
 # float8 tensor cores begin with Ada (8.9): NVIDIA's CUDA programming guide, table of capabilities.
 FIRST_CAPABILITY = (8, 9)
@@ -41,8 +41,8 @@ E4M3_ERRORS = (0.037, 0.037, 0.037)  # one scale for each tensor, gradients too 
 class Float8Converter(LinearConverter):
     """Swaps linear layers for `Float8Linear` or `DelayedLinear`, whose weights stay in high precision.
 
-    Forward, input gradient and weight gradient each are a GEMM of float8 data (`gemm.py`); rowwise_with_gw_hp leaves
-    the weight gradient in high precision.
+    Forward, input gradient and weight gradient each are a GEMM of float8 data (`kernels/matmul_8bit.py`);
+    rowwise_with_gw_hp leaves the weight gradient in high precision.
 
     Attributes:
         kept: what makes the scales of the next step, where they are not computed anew.
@@ -86,7 +86,7 @@ class Float8Converter(LinearConverter):
 
     def _kept(self) -> "Histories | WeightBounds | None":
         if self.recipe == "delayed":
-            from torchtitan.converters.histories import Histories  # a second of import
+            from torchtitan.converters.amax_history import Histories  # a second of import
 
             return Histories(self.config.delayed_amax, self.config.delayed_margin)
         return WeightBounds(self.target.optimizer, self.config.weight_scale_freq) if self.bound else None
@@ -101,15 +101,14 @@ class Float8Converter(LinearConverter):
             return self._swap_delayed(linear)
         new = Float8Linear.of(linear, Float8Recipe(*RECIPES[self.recipe], self.emulate))
         if gather:
-            from torchao.float8.float8_training_tensor import LinearMMConfig  # a second of import
-            from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+            from torchtitan.compat.torchao_float8 import LinearMMConfig, WeightWithDynamicFloat8CastTensor
 
             gathered = WeightWithDynamicFloat8CastTensor(new.weight, LinearMMConfig(), torch.float8_e4m3fn)
             new.weight = nn.Parameter(gathered)
         return new
 
     def _swap_delayed(self, linear: nn.Linear) -> nn.Linear:
-        from torchtitan.converters.delayed import Casts, DelayedLinear
+        from torchtitan.converters.float8_delayed import Casts, DelayedLinear
 
         gradients = torch.float8_e5m2 if self.e5m2_gradients else torch.float8_e4m3fn
         settings = Casts(self.delayed, (torch.float8_e4m3fn, torch.float8_e4m3fn, gradients), self.emulate)

@@ -2,9 +2,9 @@
 
 import math
 
-from torchtitan.config.precision import Cast, Float8
+from torchtitan.config.low_precision import Cast, Float8
 from torchtitan.config.training import Optimizer
-from torchtitan.converters.bound import largest_ratio
+from torchtitan.converters.weight_bounds import largest_ratio
 
 CAST_KEYS = ("cast_input", "cast_weight", "cast_grad_output")
 DELAYED_KEYS = ("delayed_history_len", "delayed_amax", "delayed_margin", "delayed_format")

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchtitan.converters.gemm import float8_matmul
-from torchtitan.converters.quantize import float8_scale, once_for, powers_of_two, round_to_float8
-from torchtitan.converters.quantized import Quantized
 from torchtitan.kernels import rounding
+from torchtitan.kernels.matmul_8bit import float8_matmul
+from torchtitan.kernels.quantize import float8_scale, once_for, powers_of_two, round_to_float8
+from torchtitan.kernels.quantized import Quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -50,7 +50,7 @@ def round_input(x: Any, recipe: Float8Recipe, trains: bool) -> Input:
 
 
 # The compiler would look into subclasses (what FSDP or tensor parallelism gathered in float8) otherwise.
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class Float8Matmul(torch.autograd.Function):
     """x @ weight.T in float8. x: (..., k), weight: (n, k), out: (..., n).
 
@@ -124,6 +124,12 @@ class Float8Linear(nn.Linear):
     """A linear layer in float8. Its weight is a plain parameter, or one that is gathered in float8."""
 
     recipe: Float8Recipe
+
+    @property
+    def all_gather_dtype(self) -> torch.dtype | None:
+        """In which tensor parallelism may all-gather inputs (`parallel.float8_tensor_parallel`): a scale for a tensor
+        holds for all of its parts. None: in high precision."""
+        return None if self.recipe.rowwise else E4M3
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: Float8Recipe) -> "Float8Linear":

@@ -1,8 +1,8 @@
 """Matrix products in INT8 during training: forward, input gradient and weight gradient.
 
 Operands are rounded to int8 with one float32 scale for each row of the left and each column of the right operand
-("rowwise") or for each tensor ("tensorwise"), multiplied with int32 sums (`gemm.py`), and scaled back. Weights
-stay in high precision. The idea: SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.12422).
+("rowwise") or for each tensor ("tensorwise"), multiplied with int32 sums (`kernels/matmul_8bit.py`), and scaled back.
+Weights stay in high precision. The idea: SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.12422).
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchtitan.config.precision import Int8
+from torchtitan.config.low_precision import Int8
 from torchtitan.converters.filter import FilterRules
-from torchtitan.converters.gather import GatheredWeight, ShardedWeight, set_tensorwise_scales
-from torchtitan.converters.gemm import int8_matmul
+from torchtitan.converters.int8_fsdp import GatheredWeight, ShardedWeight, set_tensorwise_scales
 from torchtitan.converters.linear import LinearConverter, Products, Role, Scaled, Trace
-from torchtitan.converters.measure import measured_reason
-from torchtitan.converters.quantize import LARGEST, ScaleRecipe, once_for, quantize, quantize_both, quantize_columns
-from torchtitan.converters.quantized import Quantized
+from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.matmul_8bit import int8_matmul
+from torchtitan.kernels.quantize import LARGEST, ScaleRecipe, once_for, quantize, quantize_both, quantize_columns
+from torchtitan.kernels.quantized import Quantized
 
 # int8 tensor cores that torch._int_mm uses begin with Turing (7.5), NVIDIA's CUDA programming guide.
 FIRST_CAPABILITY = (7, 5)

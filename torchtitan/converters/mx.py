@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.config.precision import MX
+from torchtitan.config.low_precision import MX
 from torchtitan.converters.filter import FilterRules
 from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Role, Scaled, Trace
-from torchtitan.converters.measure import measured_reason
+from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
@@ -75,7 +75,7 @@ class MXConverter(LinearConverter):
         return f"mx {self.config.recipe_name} {self.config.scale_calculation_mode} {self.config.wgrad_with_hp}"
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
-        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+        from torchtitan.compat.torchao_mx import MXTensor
 
         mx = MXTensor.to_mx(tensor.contiguous(), torch.float8_e4m3fn, BLOCK, self._scale_mode())
         scale = torch.exp2(mx.scale.view(torch.uint8).float() - 127)  # e8m0: a biased exponent
@@ -83,13 +83,12 @@ class MXConverter(LinearConverter):
         return Scaled(exact, mx.qdata.float(), torch.finfo(torch.float8_e4m3fn).max)
 
     def _scale_mode(self) -> Any:
-        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchtitan.compat.torchao_mx import ScaleCalculationMode
 
         return ScaleCalculationMode[self.config.scale_calculation_mode.upper()]
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
-        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
-        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+        from torchtitan.compat.torchao_mx import KernelPreference, MXFP8Linear
 
         new = MXFP8Linear(
             linear.in_features,

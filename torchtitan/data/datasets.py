@@ -5,11 +5,11 @@ from itertools import takewhile
 from pathlib import Path
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data.dealing import Dealt, split
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, python_stdlib
 from torchtitan.data.streamed import open_hub
+from torchtitan.data.strided import Dealt, split
 from torchtitan.errors import DataError
 from torchtitan.registry import Registry
 

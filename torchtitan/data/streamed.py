@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torchtitan.data.dealing import mixed, permuted
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
 from torchtitan.data.sources import Document, Drawn, digest
+from torchtitan.data.strided import mixed, permuted
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 

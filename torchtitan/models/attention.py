@@ -1,14 +1,9 @@
 """Causal attention over packed sequences."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
-from torchtitan.models.attention_cpu import causal_attention_cpu
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Causal attention: `causal_attention`, or what does its work where a sequence is divided."""
+from torchtitan.kernels.attention_cpu import causal_attention_cpu
 
 
 def causal_attention(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-IGNORE = -100  # label of a position that has no loss; the default of torch's cross_entropy
+from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 
 # Logits are computed for so many tokens at once that they hold about this many numbers: 64 MiB in float32. A product
 # of fewer than 512 rows uses a GPU badly, and low-precision kernels want multiples of 32: so multiples of 512.
@@ -24,11 +24,6 @@ def chunks(tokens: int, vocab_size: int) -> int:
     return -(-tokens // chunk_tokens(vocab_size))
 
 
-CrossEntropy = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From (tokens, vocab) logits and (tokens,) labels to the sum over tokens of the cross-entropy, in float32, and its
-gradient by the logits, in their dtype; the logits may be gone afterwards."""
-
-
 def rows_at_once(logits: torch.Tensor) -> int:
     """How many rows of logits go through the softmax together."""
     return max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
@@ -40,8 +35,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Ten
     total = torch.zeros((), device=logits.device)
     for part, label in zip(logits.split(rows), labels.split(rows), strict=True):
         log_probabilities = torch.log_softmax(part, -1, dtype=torch.float32)
-        counted = (label != IGNORE).unsqueeze(-1)
-        label = label.where(label != IGNORE, 0).unsqueeze(-1)
+        counted = (label != IGNORE_INDEX).unsqueeze(-1)
+        label = label.where(label != IGNORE_INDEX, 0).unsqueeze(-1)
         total -= (log_probabilities.gather(-1, label) * counted).sum()
         probabilities = log_probabilities.exp_()
         probabilities.scatter_add_(-1, label, torch.full_like(label, -1.0, dtype=torch.float32))
@@ -56,7 +51,7 @@ def chunked_cross_entropy(
     weight: torch.Tensor,
     hidden: torch.Tensor,
     labels: torch.Tensor,
-    cross_entropy: CrossEntropy = cross_entropy,
+    cross_entropy: CrossEntropyFunction = cross_entropy,
 ) -> torch.Tensor:
     """The cross-entropy of `output(hidden)`, a chunk of tokens at a time.
 
@@ -67,7 +62,7 @@ def chunked_cross_entropy(
         output: the output layer, from (tokens, dim) to (tokens, vocab).
         weight: its parameter, (vocab, dim).
         hidden: (batch, seq, dim).
-        labels: (batch, seq), IGNORE where there is no loss.
+        labels: (batch, seq), IGNORE_INDEX where there is no loss.
         cross_entropy: of a chunk's logits.
 
     Returns:

@@ -12,7 +12,7 @@ class StepInBackward:
     """Updates each parameter when FSDP has summed its gradient over the ranks, instead of all after the backward pass.
 
     So no more gradients are held at a time than a block has. What must know the whole gradient before anything is
-    updated cannot be had: clipping, leaving an update out, several backward passes in a step (`checks.check`).
+    updated cannot be had: clipping, leaving an update out, several backward passes in a step (`config_checks.check`).
 
     Args:
         parameters: of the optimizer; sharded, so that FSDP calls what waits for their gradients, once a backward pass.

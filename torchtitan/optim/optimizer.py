@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan.compat.optimizers import fused_step
 from torchtitan.config.training import Optimizer
-from torchtitan.optim.compact import AdamW4bit, AdamW8bit, AdamWFp8, CompactAdamW
+from torchtitan.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8, CompactAdamW
 from torchtitan.registry import Registry
 
 IN_CODES = {"AdamW8bit": AdamW8bit, "AdamW4bit": AdamW4bit, "AdamWFp8": AdamWFp8}
@@ -102,8 +103,7 @@ def update(optimizer: Any, skip: torch.Tensor | None) -> bool:
     if skip is None:
         optimizer.step()
     elif optimizer.defaults.get("fused"):
-        optimizer.grad_scale, optimizer.found_inf = None, skip
-        optimizer.step()
+        fused_step(optimizer, skip)
     elif skip.item() > 0:
         return False
     else:

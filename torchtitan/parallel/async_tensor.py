@@ -2,9 +2,10 @@
 travels while another is computed (arXiv 2105.05720). Pieces travel through symmetric memory, which needs CUDA."""
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.compat.distributed import enable_symmetric_memory
+from torchtitan.compat.inductor import CustomGraphPass, fuse_collectives_with_gemms
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 
@@ -52,10 +53,7 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> FusedProducts:
     Args:
         mesh: the tensor-parallel ranks, one dimension, on CUDA.
     """
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    enable_symm_mem_for_group(mesh.get_group().group_name)
-    torch._inductor.config._micro_pipeline_tp = True
+    enable_symmetric_memory(mesh.get_group().group_name)
     fused = FusedProducts()
-    torch._inductor.config.post_grad_custom_post_pass = fused
+    fuse_collectives_with_gemms(fused)
     return fused

@@ -3,11 +3,9 @@
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 
-# torch 2.13 has renamed them, and warns of the old names.
-_all_gather: Any = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_reduce_scatter: Any = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+from torchtitan.compat.distributed import all_gather_tensor, reduce_scatter_tensor
+from torchtitan.compat.distributed import functional_collectives as funcol
 
 
 def gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
@@ -37,12 +35,12 @@ def awaited(tensor: torch.Tensor) -> torch.Tensor:
 
 def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """`gather` without gradients."""
-    return awaited(_all_gather(x.contiguous(), dim, group))
+    return awaited(all_gather_tensor(x.contiguous(), dim, group))
 
 
 def sum_scatter_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """`sum_scatter` without gradients."""
-    return awaited(_reduce_scatter(x.contiguous(), "sum", dim, group))
+    return awaited(reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
 
 
 def sum_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:

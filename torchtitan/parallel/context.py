@@ -5,7 +5,6 @@ is what Llama 3 was trained with (arXiv 2407.21783, section 3.3.2); exchanging h
 2309.14509). Both run on any device, through torch's own attention.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -14,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
 from torchtitan.parallel.collectives import exchange, gather
+from torchtitan.protocols import AttentionFunction
 
 Method = Literal["allgather", "alltoall"]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Causal attention, as `models.attention.causal_attention`."""
 
 HEADS, SEQUENCE = 1, 2  # dimensions of queries, keys and values, (batch, heads, seq, head_dim)
 
@@ -46,7 +44,7 @@ def _mask(queries: int, keys: int, device: torch.device, document_ids: torch.Ten
     return mask
 
 
-def context_parallel_attention(attend: Attend, mesh: DeviceMesh, method: Method) -> Attend:
+def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, method: Method) -> AttentionFunction:
     """Causal attention between queries, keys and values of `own_positions`. Document ids are those of whole sequences.
 
     Args:

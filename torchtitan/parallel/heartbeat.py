@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from torchtitan.launcher.progress import place
+from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
-from torchtitan.progress import place
-from torchtitan.signals import Stop
 
 INTERVAL = 1.0  # seconds between two beats
 PATIENCE = 3.0  # seconds in which a living rank is heard, however busy

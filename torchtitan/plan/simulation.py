@@ -14,18 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
+from torchtitan.compat.dispatch import FakeTensorMode, clear_sharding_cache, fake_store
+from torchtitan.compat.distributed import ranks_of_group
 from torchtitan.config import JobConfig
 from torchtitan.converters import Target
 from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.explain import conversion_target
+from torchtitan.engine.explain import conversion_target
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import PlannedDevice
-from torchtitan.plan.record import Recorder
+from torchtitan.plan.recorder import Recorder
 from torchtitan.plan.stand_ins import stand_ins
 from torchtitan.step import TrainingStep
 
@@ -39,11 +40,8 @@ Numbers of a step; with ("each round", ...) or ("each microbatch", ...) in front
 @contextlib.contextmanager
 def pretended_world(rank: int, world_size: int) -> Iterator[None]:
     """A process group in which this process is that rank, and in which collectives do nothing."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    _clear_sharding_prop_cache()  # it remembers meshes, and so groups, of the world before
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    clear_sharding_cache()  # it remembers meshes, and so groups, of the world before
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -250,7 +248,7 @@ def name_of_group(step: TrainingStep) -> Callable[[str], str]:
 
     @functools.cache
     def name_of(group: str) -> str:
-        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))  # type: ignore[arg-type]
+        ranks = ranks_of_group(group)
         return by_ranks.get(tuple(ranks), f"{len(ranks)} ranks")
 
     return name_of

@@ -4,11 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.attention import Attend, causal_attention
+from torchtitan.models.attention import causal_attention
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.loss import CrossEntropy, chunked_cross_entropy, chunks, cross_entropy
+from torchtitan.models.loss import chunked_cross_entropy, chunks, cross_entropy
 from torchtitan.models.norm import RMSNorm
 from torchtitan.models.rope import apply_rope, rope_table
+from torchtitan.protocols import AttentionFunction, CrossEntropyFunction
 
 OUTPUT_STD = 0.02
 
@@ -19,7 +20,7 @@ class Attention(nn.Module):
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
         self.head_dim = args.head_dim
-        self.attend: Attend = causal_attention
+        self.attend: AttentionFunction = causal_attention
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
@@ -105,7 +106,7 @@ class Llama(nn.Module):
             if args.tied_embeddings
             else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
-        self.cross_entropy: CrossEntropy = cross_entropy
+        self.cross_entropy: CrossEntropyFunction = cross_entropy
         self.positions: torch.Tensor | None = None
         self._rope: torch.Tensor | None = None
 
@@ -116,7 +117,7 @@ class Llama(nn.Module):
 
         Args:
             tokens: (batch, seq) int64; without an embedding (batch, seq, dim), what the layers before gave.
-            labels: (batch, seq) int64, the token that follows each one; `loss.IGNORE` has no loss.
+            labels: (batch, seq) int64, the token that follows each one; `IGNORE_INDEX` has no loss.
             document_ids: (batch, seq); where given, attention stays within a document.
 
         Returns:

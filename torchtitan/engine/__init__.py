@@ -1,0 +1,1 @@
+"""Running training steps: checks before a run, what a CPU run needs, the watchdog."""
