@@ -18,7 +18,7 @@ from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError
 from torchtitan.launcher.imports import check_versions, quick_imports
-from torchtitan.launcher.signals import STARTED_AGAIN, Stop, end, end_with_launcher, ignore_stop_signals
+from torchtitan.launcher.signals import STARTED_AGAIN, Stop, exit_now, exit_with_launcher, ignore_stop_signals
 from torchtitan.logging import outlive_readers
 
 PATIENCE = 5  # seconds
@@ -37,7 +37,7 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
     with quick_imports():  # of torch: --help and typos need not wait for it
         from torchtitan.device import find_device
         from torchtitan.engine.config_checks import check, global_batch_size, is_plan
-        from torchtitan.engine.watchdog import watched
+        from torchtitan.engine.watchdog import watch_progress
         from torchtitan.launcher.folder_lock import FolderLock
         from torchtitan.logging import init_logging, logger
         from torchtitan.parallel.process_group import named_failures
@@ -58,7 +58,7 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
         logger.info(f"configuration:\n{to_toml(config)}")
     stop = stop or Stop(RANK)
     with (
-        watched(stop.progress, RANK),
+        watch_progress(stop.progress, RANK),
         named_failures(config.comm, Path(config.job.dump_folder)),
         FolderLock(Path(config.job.dump_folder)) as lock,
         Trainer(config, dims, global_batch_size(config, dims), device, stop, lock) as trainer,
@@ -81,7 +81,7 @@ if __name__ == "__main__":
     stop = Stop(RANK)
     stop.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_launcher()
+        exit_with_launcher()
     prefix = f"[rank {RANK}] " if WORLD_SIZE > 1 else ""
     try:
         manager = ConfigManager()
@@ -91,23 +91,23 @@ if __name__ == "__main__":
         stop.failed = True
         if RANK > 0:  # most often the same on every rank: then rank 0 says so alone, and its end is that of all
             if stop.requested:
-                end(EXIT_STATUS)
+                exit_now(EXIT_STATUS)
             time.sleep(PATIENCE)
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         print("\n".join(f"{prefix if RANK else ''}Error: {problem}" for problem in problems), file=sys.stderr)
-        end(status_of(error, stop))
+        exit_now(status_of(error, stop))
     except LostRankError as error:
         stop.failed = True
         if stop.requested:  # the other got the signal too, and had less patience
             stop.give_up()
         print(f"{prefix}Error: {error}", file=sys.stderr)
-        end(1)
+        exit_now(1)
     except Exception as error:
         stop.failed = True
         if stop.requested and not stop.has_trained:  # such as a compiler that got the signal too
             stop.give_up()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             print(f"{prefix}Error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)
-            end(status_of(error, stop))
+            exit_now(status_of(error, stop))
         print("".join(f"{prefix}{line}\n" for line in traceback.format_exc().splitlines()), file=sys.stderr, end="")
-        end(1)
+        exit_now(1)

@@ -9,7 +9,7 @@ benchmarks/results/NAME.md and NAME.json. `--smoke` runs tiny shapes uncompiled,
 A row is `torchtitan.step.TrainingStep` (model, converter, per-block compile, FSDP2 on a group of one, clipping, fused
 AdamW with float32 weights and states) on random tokens, without activation checkpointing. A model of which not all
 layers fit in memory has fewer; the row says how many. Times are between CUDA events after each step, with no
-synchronization between; the first step (compilation), a step in which low-precision products are counted, and one more
+synchronization between; the first step (compilation), a step in which low-precision GEMMs are counted, and one more
 do not count. The compiler's cache starts empty, except for the rows called "cached". One process runs row after row; a
 row that fails ends it, is written down with the reason, and the next row has a process of its own.
 """

@@ -72,7 +72,7 @@ class Bench:
         }
 
     def describe_machine(self) -> dict[str, Any]:
-        """Device, versions, product rates, and what the driver says of its limits."""
+        """Device, versions, GEMM rates, and what the driver says of its limits."""
         machine = measure_machine(sizes=(256,) if self.smoke else ())
         query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm,memory.total", "--format=csv"]
         limits = ""
@@ -114,7 +114,7 @@ class Bench:
         device.synchronize()
         first_step = perf_counter() - start
         try:
-            with step.checked_products(1):
+            with step.checked_gemms(1):
                 step.run(batches[1:2], LEARNING_RATE)
         except ConfigError as error:
             note = str(error)

@@ -1,4 +1,4 @@
-"""Loss of each recipe against bf16, on the debug model and the same data, and the errors of its products: two tables
+"""Loss of each recipe against bf16, on the debug model and the same data, and the errors of its GEMMs: two tables
 and a plot.
 
 python benchmarks/low_precision.py --output docs/figures/low_precision.png [--steps 300]
@@ -87,8 +87,8 @@ def losses_table(what: str, runs: dict[str, Path]) -> str:
     return markdown([what, "loss", f"against {base}"], rows)
 
 
-def products_table() -> str:
-    """Relative errors of one layer's products against bf16, on normal data."""
+def gemms_table() -> str:
+    """Relative errors of one layer's GEMMs against bf16, on normal data."""
     from torchtitan.config.low_precision import MX, Float8, Int8
     from torchtitan.converters import CONVERTERS, LinearConverter, Target
     from torchtitan.converters.linear import relative_errors
@@ -121,7 +121,7 @@ def main() -> None:
     results = {name: run(name, flags, arguments.steps, arguments.folder) for name, flags in RECIPES.items()}
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
     print(losses_table("recipe", results))
-    print(f"\n{products_table()}")
+    print(f"\n{gemms_table()}")
     plot = [sys.executable, str(ROOT / "scripts" / "plot_run.py"), *map(str, results.values())]
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([*plot, "--smooth", "20", "--output", arguments.output], check=True)

@@ -69,7 +69,7 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
     from torchtitan.config.training import Optimizer
     from torchtitan.device import find_device
     from torchtitan.engine.config_checks import check, global_batch_size
-    from torchtitan.optim.low_bit_adamw import CompactAdamW, local_part
+    from torchtitan.optim.low_bit_adamw import LowBitAdamW, local_tensor
     from torchtitan.optim.optimizer import build_optimizer
     from torchtitan.trainer import Trainer
 
@@ -82,7 +82,7 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
         with Trainer(config, dims, global_batch_size(config, dims), find_device(0)) as trainer:
             exact = trainer.work.optimizer
             parameters = list(trainer.work.model.parameters())
-            others = {name: [torch.nn.Parameter(local_part(it).clone()) for it in parameters] for name in errors}
+            others = {name: [torch.nn.Parameter(local_tensor(it).clone()) for it in parameters] for name in errors}
             optimizers: dict[str, Any] = {}
             for name, them in others.items():
                 section = Optimizer(**{**vars(config.optimizer), **CHANGES[name]})  # type: ignore[arg-type]
@@ -91,18 +91,18 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
 
             @torch.no_grad()
             def step_others(*_: Any) -> None:
-                before[:] = [local_part(parameter).clone() for parameter in parameters]
+                before[:] = [local_tensor(parameter).clone() for parameter in parameters]
                 for name, them in others.items():
                     for mine, start, parameter in zip(them, before, parameters, strict=True):
                         mine.copy_(start)
-                        mine.grad = local_part(parameter.grad)  # type: ignore[arg-type]
+                        mine.grad = local_tensor(parameter.grad)  # type: ignore[arg-type]
                     optimizers[name].param_groups[0]["lr"] = exact.param_groups[0]["lr"]
                     optimizers[name].step()
 
             @torch.no_grad()
             def compare(*_: Any) -> None:
                 for name, them in others.items():
-                    triples = list(zip(them, before, map(local_part, parameters), strict=True))
+                    triples = list(zip(them, before, map(local_tensor, parameters), strict=True))
                     off = sum(float((mine - right).square().sum()) for mine, _, right in triples)
                     whole = sum(float((right - start).square().sum()) for _, start, right in triples)
                     errors[name].append((off / whole) ** 0.5 if whole else 0.0)
@@ -113,10 +113,10 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
                 trainer.step += 1
                 trainer._train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
             for name, optimizer in optimizers.items():
-                assert isinstance(optimizer, CompactAdamW)
+                assert isinstance(optimizer, LowBitAdamW)
                 lost = total = 0
                 for mine, parameter in zip(others[name], parameters, strict=True):
-                    there = local_part(exact.state[parameter]["exp_avg_sq"]) > 0
+                    there = local_tensor(exact.state[parameter]["exp_avg_sq"]) > 0
                     lost += int(((optimizer.moments(mine)[1] == 0) & there).sum())
                     total += int(there.sum())
                 flushed[name] = lost / total

@@ -12,12 +12,13 @@ import sys
 import tempfile
 from typing import Any
 
+from torchtitan.plan.kernel_substitutes import kernel_substitutes
+
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.plan.recorder import Recorder
 from torchtitan.plan.simulation import local_bytes, state_bytes
-from torchtitan.plan.stand_ins import stand_ins
 from torchtitan.trainer import Trainer
 
 
@@ -37,7 +38,7 @@ def main() -> None:
         with recorder, Trainer(config, dims, global_batch_size(config, dims), device) as trainer:
             for _ in range(2):  # in the second all states are there
                 recorder.clear()
-                with stand_ins(device.type):
+                with kernel_substitutes(device.type):
                     trainer._train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
             states = state_bytes(trainer.work.model, trainer.work.optimizer)
             gradients = local_bytes(parameter for parameter in trainer.work.model.parameters())  # of the same dtype

@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--axes", default="sequence,size,accumulation,vocabulary,processes", help="(%(default)s)")
     parser.add_argument("--processes", default="1,2,4", help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a point (%(default)s)")
-    parser.add_argument("--product-sizes", default="", help="of the bf16 products that the machine is measured by")
+    parser.add_argument("--gemm-sizes", default="", help="of the bf16 GEMMs that the machine is measured by")
     parser.add_argument("--output", type=Path, help="figure, as PNG")
     parser.add_argument("--json", type=Path, help="every figure; axes already there are kept")
     parser.add_argument("flags", nargs="*", help="flags for all runs, after --")
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = arguments.axes.split(",")
     if set(wanted) - set(known):
         sys.exit(f"unknown axis {', '.join(sorted(set(wanted) - set(known)))}; known: {', '.join(known)}")
-    here = machine.ask(sizes=arguments.product_sizes)
+    here = machine.ask(sizes=arguments.gemm_sizes)
     results = earlier(arguments.json, here.device, here.versions)
     for name in wanted:
         if name in results:

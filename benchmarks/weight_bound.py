@@ -43,7 +43,7 @@ def train(flags: list[str], output: Path) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from torchtitan.config import ConfigManager
-    from torchtitan.converters.weight_bounds import gathered_weights
+    from torchtitan.converters.weight_bounds import float8_all_gather_weights
     from torchtitan.device import find_device
     from torchtitan.engine.config_checks import check, global_batch_size
     from torchtitan.trainer import Trainer
@@ -70,7 +70,7 @@ def train(flags: list[str], output: Path) -> None:
             with AllReduces() as counted:
                 result = run(*arguments, **options)
             all_reduces.append(counted.count)
-            weights = [w for w in gathered_weights([work.model]).values() if w._precomputed_scale is not None]
+            weights = [w for w in float8_all_gather_weights([work.model]).values() if w._precomputed_scale is not None]
             if weights:
                 amax = torch.stack([weight._tensor.abs().amax() for weight in weights])
                 dist.all_reduce(amax, op=dist.ReduceOp.MAX)

@@ -53,7 +53,7 @@ is the same as `job.plan`; `disable_fake_mode` is refused, for a plan has no rea
   keeps (queries, keys, values, output, log-sum-exp) and norms keep their input; kernels of torch for CPU keep more.
 - Not counted: what a kernel takes and gives back, CUDA's context, NCCL's buffers, fragmentation of the allocator, and
   what `torch.compile` saves. Leave 10% of the memory free.
-- The lower bound takes products at the device's peak (attention at half, being causal; 8-bit products at twice the
+- The lower bound takes GEMMs at the device's peak (attention at half, being causal; 8-bit GEMMs at twice the
   rate) with tensor and context parallel collectives, which are waited for, or FSDP's, if these take longer; and lets a
   1F1B or GPipe pipeline fill and drain. Each link carries a byte no oftener than it must, in machines of 8. A real step
   is slower.

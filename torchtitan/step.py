@@ -15,15 +15,15 @@ from torch.profiler import record_function
 from torchtitan.config import JobConfig
 from torchtitan.converters import (
     Decision,
-    Faces,
+    LayerVariants,
     LinearConverter,
     ModelConverter,
     Target,
     apply_converters,
-    checked_products,
+    apply_variants,
+    checked_gemms,
     conversion_report,
-    faces_of,
-    switch,
+    layer_variants,
 )
 from torchtitan.data import Batch
 from torchtitan.device import Device
@@ -83,7 +83,7 @@ class TrainingStep:
         """Model, layout, optimizer, memory."""
         config, dims = self.config, self.dims
         asynchronous = config.parallelism.enable_async_tensor_parallel
-        self.fused_products = enable_async_tensor_parallel(self.mesh["tp"]) if asynchronous else None
+        self.fused_gemms = enable_async_tensor_parallel(self.mesh["tp"]) if asynchronous else None
         self.model = self._build_model()
         # The loss is the mean over the tokens of the global batch. FSDP averages gradients over ranks and microbatches
         # are summed, so a rank's share is its sum times the number of ranks, over all tokens.
@@ -162,7 +162,7 @@ class TrainingStep:
             for converter in converters:
                 if isinstance(converter, LinearConverter):
                     converter.connect(self.mesh)
-        self._faces: list[Faces] = faces_of(built) if len(built) > 1 else [{}]
+        self._variants: list[LayerVariants] = layer_variants(built) if len(built) > 1 else [{}]
         return built[0][0]
 
     @property
@@ -181,7 +181,7 @@ class TrainingStep:
         entered = phase_of(step, self.phases)
         if entered == self.phase:
             return False
-        switch(self.model, self._faces[self.phase], self._faces[entered])
+        apply_variants(self.model, self._variants[self.phase], self._variants[entered])
         self.phase = entered
         if self.config.training.compile:  # else what does not run any more would count to the limit of recompilations
             torch.compiler.reset()
@@ -362,9 +362,9 @@ class TrainingStep:
             if isinstance(converter, LinearConverter):
                 converter.load_state_dict([self.model], state.get(converter.name, {}))
 
-    def checked_products(self, microbatches: int) -> contextlib.AbstractContextManager[None]:
+    def checked_gemms(self, microbatches: int) -> contextlib.AbstractContextManager[None]:
         """Around `run`, in which nothing is compiled any more: low-precision products must run as promised."""
-        return checked_products(
+        return checked_gemms(
             self.model,
             self.converters,
             self._passes_of_layers(microbatches),

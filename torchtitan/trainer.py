@@ -28,7 +28,7 @@ from torchtitan.converters.measured_filter import slowness
 from torchtitan.data import Batch, build_loader, build_validation_loader, load_tokenizer
 from torchtitan.device import Device
 from torchtitan.engine.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
-from torchtitan.engine.openmp_threads import spin_on_quiet_machines_only
+from torchtitan.engine.openmp_threads import limit_spinning
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.kernels.cpu_gemm import cpu_kernel
 from torchtitan.launcher.folder_lock import FolderLock
@@ -40,7 +40,7 @@ from torchtitan.models import MODELS
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.parallel.object_collectives import everywhere
+from torchtitan.parallel.object_collectives import raise_on_all_ranks
 from torchtitan.parallel.process_group import init_process_group, set_timeout
 from torchtitan.step import TrainingStep
 
@@ -104,7 +104,7 @@ class Trainer:
         self._closing.callback(dist.destroy_process_group)
         self.stop.connect()
         if lock is not None:
-            everywhere(lock.take if dist.get_rank() == 0 else lambda: None)
+            raise_on_all_ranks(lock.take if dist.get_rank() == 0 else lambda: None)
         self.chosen = config.training.mixed_precision_param == "auto"
         self.config = config = decide_compute_dtype(config, device.type)
         self.work = TrainingStep(config, dims, global_batch_size, device, args)
@@ -188,7 +188,7 @@ class Trainer:
             if max(ratios) > SLOW:
                 logger.warning(f"{line}; leave {converter.name} to a GPU, or expect steps that much longer")
             else:
-                logger.info(f"{line}{cpu_kernel(converter.products.trace.operation)}")
+                logger.info(f"{line}{cpu_kernel(converter.gemms.op.operation)}")
 
     def _resume(self) -> None:
         state = self.checkpoints.load(self._prepare)
@@ -276,7 +276,7 @@ class Trainer:
             ) as profiler,
             self._reporter() as reporter,
             _garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
-            spin_on_quiet_machines_only() if self.device.type == "cpu" else contextlib.nullcontext(),
+            limit_spinning() if self.device.type == "cpu" else contextlib.nullcontext(),
         ):
             while self.step < steps and self._has_data(reporter) and not self._agreed():
                 self.stop.progress.begins()
@@ -290,7 +290,7 @@ class Trainer:
                     if config.training.compile:
                         set_timeout(config.comm.init_timeout_seconds)
                 checked = self.step in steps_to_check
-                with self.work.checked_products(len(microbatches)) if checked else contextlib.nullcontext():
+                with self.work.checked_gemms(len(microbatches)) if checked else contextlib.nullcontext():
                     self._train_step(microbatches, reporter)
                 self.stop.progress.ends()
                 profiler.step()
@@ -306,8 +306,8 @@ class Trainer:
                     with reporter.pause():
                         self._mend_folder()
                         self.checkpoints.save(self.step, self._state, last)
-                if self.step == first_step and self.work.fused_products is not None:
-                    self.work.fused_products.check()
+                if self.step == first_step and self.work.fused_gemms is not None:
+                    self.work.fused_gemms.check()
                 if self.step == first_step or (switched and config.training.compile):
                     set_timeout(config.comm.train_timeout_seconds)
         if self.step < steps:

@@ -70,13 +70,13 @@ def test_all_ranks_have_the_scales_of_the_whole_tensors(fsdp: int, tp: int, alon
 
 def maximum_of_stages() -> tuple[float, float]:
     """The largest of the ranks' numbers, once in the group of a stage and once of all."""
-    from torchtitan.converters.amax import max_over, stage_group
+    from torchtitan.converters.amax import all_reduce_max, stage_group
 
     mesh = init_device_mesh("cpu", (2, 1, 1, 2), mesh_dim_names=NAMES)
     rank = torch.distributed.get_rank()
     amax = torch.tensor([10.0 + rank, float("nan") if rank == 2 else 1.0])
     everyone = stage_group(init_device_mesh("cpu", (1, 2, 1, 2), mesh_dim_names=NAMES))
-    return max_over(amax, stage_group(mesh)).tolist(), max_over(amax, everyone).tolist()
+    return all_reduce_max(amax, stage_group(mesh)).tolist(), all_reduce_max(amax, everyone).tolist()
 
 
 def test_stages_of_a_pipeline_share_nothing() -> None:

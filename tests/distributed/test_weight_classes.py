@@ -1,5 +1,5 @@
 """Under every layout: the classes that a converted layer's forward pass sees, losses as of one process, and as many
-low-precision products as promised."""
+low-precision GEMMs as promised."""
 
 import contextlib
 import functools
@@ -63,7 +63,7 @@ CASES = [(layout, recipe) for i, layout in enumerate(LAYOUTS) for j, recipe in e
 
 
 def train(*flags: str) -> dict[str, Any]:
-    """Two steps on this rank, with the products of the second counted. Returns the losses; by layer, the classes of it,
+    """Two steps on this rank, with the GEMMs of the second counted. Returns the losses; by layer, the classes of it,
     its weight in the forward pass, and its shard; and, of shards with a scale for the next gather, that and the scale
     of what is gathered."""
     config = ConfigManager().parse_args(
@@ -87,8 +87,8 @@ def train(*flags: str) -> dict[str, Any]:
     tokens = torch.randint(256, (rows, 65), generator=torch.Generator().manual_seed(0)).chunk(dims.dp)[work.dp_rank]
     losses = []
     batches = [Batch(part[:, :-1], part[:, 1:], None, None) for part in tokens.split(size)]
-    for check_products in (contextlib.nullcontext(), work.checked_products(len(batches))):
-        with check_products:
+    for check_gemms in (contextlib.nullcontext(), work.checked_gemms(len(batches))):
+        with check_gemms:
             loss, _ = work.run(batches, 1e-3)
         losses.append(work.over_ranks(loss).item() / work.tokens_per_step)
     scales = {}

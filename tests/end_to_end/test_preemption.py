@@ -157,10 +157,10 @@ def test_during_compilation(to_all: bool, tmp_path: Path) -> None:
 
 STUCK = """
 import os, tiny, torch
-from torchtitan import signals
+from torchtitan.launcher import signals
 from torchtitan.converters import CONVERTERS, ConverterEntry
-from torchtitan.parallel import watch
-signals.GRACE, watch.FIRST = 2, 1
+from torchtitan.engine import watchdog
+signals.GRACE, watchdog.FIRST = 2, 1
 class Stuck:
     steps = 0
     def convert(self, model): pass

@@ -15,7 +15,7 @@ from torch import nn
 from torchtitan.config import ConfigManager
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.config.system import ActivationCheckpoint
-from torchtitan.converters import Target, apply_converters, checked_products, conversion_report
+from torchtitan.converters import Target, apply_converters, checked_gemms, conversion_report
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.converters.float8 import Float8Converter
 from torchtitan.converters.linear import LinearConverter, relative_errors
@@ -204,13 +204,13 @@ def test_products_of_a_step_are_counted_and_missing_ones_found(name: str, recomp
 
     def counted(microbatches: int) -> Any:
         passes = {f"{i}.0": Passes(microbatches, microbatches) for i in range(4)}
-        return checked_products(model, converters, passes, compiled=False, recomputed=recomputation != "none")
+        return checked_gemms(model, converters, passes, compiled=False, recomputed=recomputation != "none")
 
     with counted(2):
         step()
         step()
     model[1][0] = nn.Linear(64, 64, bias=False).bfloat16()  # taken out of low precision behind the report's back
-    missing = r"promised 12 low-precision products in this step, and 9 ran \(forward pass of 1.0: 0 of 1\)"
+    missing = r"promised 12 low-precision GEMMs in this step, and 9 ran \(forward pass of 1.0: 0 of 1\)"
     with pytest.raises(ConfigError, match=missing), counted(1):
         step()
 

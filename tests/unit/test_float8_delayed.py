@@ -158,7 +158,7 @@ def test_each_tensor_may_be_dynamic(role: str) -> None:
         before = gradients(trained.model, trained.x)
         with torch.no_grad():
             trained.first.history[["input", "weight", "grad_output"].index(role)] /= 8
-        trained.converter.kept.set_scales([trained.first])  # type: ignore[attr-defined]
+        trained.converter.scaling_state.set_scales([trained.first])  # type: ignore[attr-defined]
         changed = [not torch.equal(a, b) for a, b in zip(before, gradients(trained.model, trained.x), strict=True)]
         assert any(changed) == (trained is alone)
 

@@ -22,9 +22,9 @@ from torchtitan.launcher.folder_lock import FolderLock
 HOLDER = """
 import sys, time
 from pathlib import Path
-from torchtitan import lock
-lock.INTERVAL = 0.05
-with lock.FolderLock(Path(sys.argv[1])) as mine:
+from torchtitan.launcher import folder_lock
+folder_lock.INTERVAL = 0.05
+with folder_lock.FolderLock(Path(sys.argv[1])) as mine:
     mine.take()
     print("taken", flush=True)
     sys.stdin.read()

@@ -1,4 +1,4 @@
-"""int8 products: that they run, how exact they are, alone and in a compiled graph."""
+"""int8 GEMMs: that they run, how exact they are, alone and in a compiled graph."""
 
 import itertools
 

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.keys import fields_by_key
-from torchtitan.config.legacy_keys import FORMER_KEYS, FORMER_VALUES
+from torchtitan.config.legacy_keys import LEGACY_KEYS, LEGACY_VALUES
 from torchtitan.errors import ConfigError
 
 OF_2024 = """
@@ -178,7 +178,7 @@ def test_every_former_key_leads_to_keys_that_are_there() -> None:
     keys = fields_by_key(JobConfig)
     samples: list[Any] = [True, False, 1, None, "", "steps", "fsdp", "rmsnorm", "inductor", "default", [], [["x"]]]
     samples += ["model,loss"]
-    for name, former in FORMER_KEYS.items():
+    for name, former in LEGACY_KEYS.items():
         assert name not in keys, f"{name} is a key of today"
         translated = []
         for value in samples:
@@ -188,5 +188,5 @@ def test_every_former_key_leads_to_keys_that_are_there() -> None:
                 continue
         assert translated, f"{name} takes no value at all"
         assert all(new in keys for values in translated for new in values)
-    for name, values in FORMER_VALUES.items():
+    for name, values in LEGACY_VALUES.items():
         assert name in keys and all(other in keys for _, others in values.values() for other in others)

@@ -10,13 +10,13 @@ import torchao.optim
 from torch import nn
 
 from torchtitan.config.training import Optimizer
-from torchtitan.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8, CompactAdamW, update
+from torchtitan.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8, LowBitAdamW, update
 from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan.optim.state_formats import block_size
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIONS: Any = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-IN_CODES: dict[Any, Any] = {
+QUANTIZED_OPTIMIZERS: dict[Any, Any] = {
     AdamW8bit: torchao.optim.AdamW8bit,
     AdamW4bit: torchao.optim.AdamW4bit,
     AdamWFp8: torchao.optim.AdamWFp8,
@@ -47,10 +47,10 @@ def error(make: Make, **how: Any) -> float:
 
 
 def test_in_float32_it_is_torchs_adamw() -> None:
-    assert error(lambda them: CompactAdamW(them, **OPTIONS)) < 1e-6
+    assert error(lambda them: LowBitAdamW(them, **OPTIONS)) < 1e-6
 
 
-@pytest.mark.parametrize(("ours", "theirs"), IN_CODES.items(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("ours", "theirs"), QUANTIZED_OPTIMIZERS.items(), ids=lambda kind: kind.__name__)
 def test_codes_are_those_of_torchao(ours: Any, theirs: Any) -> None:
     """To rounding, but for a few numbers that lie between two codes; the codes themselves make 1 to 50 % of error."""
     found = train(lambda them: ours(them, **OPTIONS))
@@ -62,7 +62,7 @@ def test_codes_are_those_of_torchao(ours: Any, theirs: Any) -> None:
 
 def test_errors_of_the_formats_are_in_their_order() -> None:
     errors = {
-        "bfloat16": error(lambda them: CompactAdamW(them, **OPTIONS, state_dtype=torch.bfloat16)),
+        "bfloat16": error(lambda them: LowBitAdamW(them, **OPTIONS, state_dtype=torch.bfloat16)),
         "8bit": error(lambda them: AdamW8bit(them, **OPTIONS)),
         "fp8 root": error(lambda them: AdamWFp8(them, **OPTIONS, root=True)),
         "fp8": error(lambda them: AdamWFp8(them, **OPTIONS)),
@@ -129,7 +129,7 @@ def test_bfloat16_moments_forget() -> None:
 
 def test_rounding_is_a_function_of_the_seed() -> None:
     def of(seed: int) -> torch.Tensor:
-        return train(lambda them: CompactAdamW(them, **OPTIONS, seed=seed), dtype=torch.bfloat16)
+        return train(lambda them: LowBitAdamW(them, **OPTIONS, seed=seed), dtype=torch.bfloat16)
 
     before = torch.get_rng_state()
     first, again, other = of(1), of(1), of(2)
@@ -151,7 +151,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPU needs g++")
-@pytest.mark.parametrize("kind", IN_CODES)
+@pytest.mark.parametrize("kind", QUANTIZED_OPTIMIZERS)
 def test_compiled_as_on_a_gpu_it_is_the_same_and_compiled_once_for_each_shape(kind: Any) -> None:
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = kind(parameters, **OPTIONS)

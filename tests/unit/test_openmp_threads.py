@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # CPU seconds while nothing is computed. In a process of its own, whose OpenMP threads are known.
 PROGRAM = """
 import json, time, torch
-from torchtitan import threads
+from torchtitan.engine import openmp_threads
 from torchtitan.logging import init_logging
 
 def spun():
@@ -28,9 +28,9 @@ def spun():
 init_logging(0, 1, False)
 torch.set_num_threads(2)
 x, seconds, lacking = torch.ones(1 << 18), [], 0.0
-threads.INTERVAL = 0.01
-threads._seconds_without_a_core = lambda: lacking * time.perf_counter()
-with threads.spin_on_quiet_machines_only():
+openmp_threads.INTERVAL = 0.01
+openmp_threads._seconds_without_a_core = lambda: lacking * time.perf_counter()
+with openmp_threads.limit_spinning():
     for lacking in (0.0, 1.0, 0.0, 1.0):
         time.sleep(0.1)
         seconds.append(spun())

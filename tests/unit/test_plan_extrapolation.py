@@ -52,10 +52,10 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
 )
 def test_a_part_shows_the_whole(flags: tuple[str, ...], world_size: int, layers: list[int], tmp_path: Path) -> None:
     large = job(flags, world_size, layers, tmp_path)
-    smaller = large.simulated_parts()
+    smaller = large.simulated_ranks()
     assert max(part.layers[0] for part in smaller) < max(layers)
-    whole = measure(dataclasses.replace(large, whole=True))
-    for computed, simulated in zip(measure(large), whole, strict=True):
+    full = measure(dataclasses.replace(large, full=True))
+    for computed, simulated in zip(measure(large), full, strict=True):
         # 4 bytes of each microbatch's loss come and go in another order
         assert computed.pop(("peak",)) == pytest.approx(simulated.pop(("peak",)), abs=4 * large.microbatches)
         assert computed == {key: value for key, value in simulated.items() if not key[0].startswith("each")}

@@ -17,8 +17,8 @@ from torchtitan.converters import (
     LinearConverter,
     Target,
     apply_converters,
-    checked_products,
-    faces_of,
+    checked_gemms,
+    layer_variants,
     switch,
 )
 from torchtitan.converters.int8 import Int8Converter, Int8Linear
@@ -215,7 +215,7 @@ def test_a_switched_model_computes_as_one_that_was_built_so(old: str) -> None:
     layers[0].register_forward_hook(lambda *_: calls.append(0))
     x = torch.randn(64, 64, dtype=torch.bfloat16)
     for new in SECTIONS:
-        old_faces, new_faces = faces_of([converted(old), converted(new)])
+        old_faces, new_faces = layer_variants([converted(old), converted(new)])
         switch(model, old_faces, new_faces)
         calls.clear()
         result = torch.autograd.grad(model(x).float().square().sum(), weights)
@@ -252,7 +252,7 @@ def by(converter: LinearConverter) -> tuple[nn.Module, list[Any]]:
 
 def test_what_layers_keep_comes_and_goes_with_the_phase() -> None:
     phases = [converted("bf16"), *(by(Counting(Int8(filter_fqns=[]), CPU)) for _ in range(2))]
-    bf16, first, second = faces_of(phases)
+    bf16, first, second = layer_variants(phases)
     live: Any = in_precision("bf16", [nn.Parameter(torch.randn(64, 64)) for _ in range(2)])
     switch(live, bf16, first)
     assert isinstance(live[0], Int8Linear)
@@ -265,7 +265,7 @@ def test_what_layers_keep_comes_and_goes_with_the_phase() -> None:
 
 def test_layers_with_buffers_of_their_own_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 does not have the same parameters, buffers and children in all phases"):
-        faces_of([converted("bf16"), by(Buffering(Int8(filter_fqns=[]), CPU))])
+        layer_variants([converted("bf16"), by(Buffering(Int8(filter_fqns=[]), CPU))])
 
 
 def test_converters_of_other_things_than_linear_layers_are_refused() -> None:
@@ -275,7 +275,7 @@ def test_converters_of_other_things_than_linear_layers_are_refused() -> None:
         def post_optimizer_hook(self, models: Any) -> None: ...
 
     with pytest.raises(ConfigError, match="Other changes more than linear layers"):
-        faces_of([converted("bf16"), (blocks(), [Other()])])
+        layer_variants([converted("bf16"), (blocks(), [Other()])])
 
 
 def test_products_of_another_phase_are_found() -> None:
@@ -284,7 +284,7 @@ def test_products_of_another_phase_are_found() -> None:
     others = [CONVERTERS.get("int8").build(Int8(), CPU)]
     with (
         pytest.raises(ConfigError, match=r"torchtitan::int8_mm ran 6 times in this step, though no converter"),
-        checked_products(model, [], {}, compiled=False, others=others),
+        checked_gemms(model, [], {}, compiled=False, others=others),
     ):
         model(x).float().sum().backward()
 

@@ -1,4 +1,4 @@
-"""Products of compiled blocks on CPU."""
+"""GEMMs of compiled blocks on CPU."""
 
 import re
 

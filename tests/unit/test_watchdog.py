@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from torchtitan.engine import watchdog
-from torchtitan.engine.watchdog import watched
-from torchtitan.launcher.progress import Progress, place
+from torchtitan.engine.watchdog import watch_progress
+from torchtitan.launcher.progress import Progress, main_thread_location
 from torchtitan.launcher.signals import Stop
 from torchtitan.parallel.heartbeat import Heartbeat
 
@@ -27,11 +27,11 @@ def test_lines_come_at_growing_intervals_and_after_long_steps_later(
 ) -> None:
     monkeypatch.setattr(watchdog, "FIRST", 0.1)
     progress = Progress()
-    with watched(progress, rank=1):
+    with watch_progress(progress, rank=1):
         time.sleep(0.3)
     assert log == []  # one rank speaks for all
     progress = Progress()
-    with watched(progress, rank=0):
+    with watch_progress(progress, rank=0):
         started = time.monotonic()
         wait_for_lines(log, 3)
         assert time.monotonic() - started > 0.4
@@ -52,7 +52,7 @@ def test_lines_come_at_growing_intervals_and_after_long_steps_later(
 
 def test_a_place_names_the_statement_and_what_it_has_called() -> None:
     places: list[str] = []
-    timer = threading.Timer(0.1, lambda: places.append(place()))
+    timer = threading.Timer(0.1, lambda: places.append(main_thread_location()))
     timer.start()
     timer.join()
     assert "unit/test_watchdog.py" in places[0]
@@ -73,7 +73,7 @@ def test_ranks_in_the_same_place_share_a_line(hearts: list[Heartbeat], monkeypat
         heart.store.set(f"beat/{heart.rank}", f"7 {'data.py:3, in next' if heart.rank == 4 else 'clip.py:9, in clip'}")
         heart.store.set(f"process/{heart.rank}", f"424{heart.rank} on node7")
     monkeypatch.setattr(watchdog, "Heartbeat", lambda *_: hearts[0])
-    monkeypatch.setattr(watchdog, "_get_default_store", lambda: None)
+    monkeypatch.setattr(watchdog, "default_store", lambda: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 6)
     assert watchdog._places_of_all() == (

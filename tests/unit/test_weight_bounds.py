@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchtitan.config.training import Optimizer
 from torchtitan.converters import weight_bounds
-from torchtitan.converters.weight_bounds import WeightBounds, largest_ratio, moved
+from torchtitan.converters.weight_bounds import WeightBounds, bound_after_update, largest_ratio
 
 BETAS = [(0.9, 0.95), (0.9, 0.999), (0.8, 0.9), (0.95, 0.98), (0.0, 0.9), (0.9, 0.82), (0.99, 0.999)]
 
@@ -104,7 +104,7 @@ def test_no_weight_moves_beyond_its_bound(run: dict[str, Any]) -> None:
         weight.grad = torch.stack([gradient, gradient, -gradient])
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
-        weight_bounds = moved(weight_bounds, rate, ratio, decay)
+        weight_bounds = bound_after_update(weight_bounds, rate, ratio, decay)
         assert (weight.detach().double().abs() <= weight_bounds).all()
         if step % run["every"] == 0:
             weight_bounds = weight.detach().double().abs()
@@ -116,9 +116,9 @@ def test_after_other_betas_weights_are_measured_each_step(
 ) -> None:
     """Moments that come from other betas may move a weight further than the bound."""
     weight = torch.ones(3)
-    monkeypatch.setattr(weight_bounds, "gathered_weights", lambda models: {"layer": weight})
+    monkeypatch.setattr(weight_bounds, "float8_all_gather_weights", lambda models: {"layer": weight})
     monkeypatch.setattr(weight_bounds, "set_scales", lambda weights, amaxes: None)
-    monkeypatch.setattr(weight_bounds, "measure", lambda weights, group: weight.amax().view(1))
+    monkeypatch.setattr(weight_bounds, "measure_amaxes", lambda weights, group: weight.amax().view(1))
     before = WeightBounds(Optimizer(beta1=0.9, beta2=0.999), every=8)
     before.after_step([], 1e-2, None)
     state = before.state_dict([])

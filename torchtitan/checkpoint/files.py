@@ -168,9 +168,9 @@ def _is_complete(tensor: TensorStorageMetadata) -> bool:
     """Whether the chunks make up the tensor: what none of them holds would stay as it is, without a word."""
     chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks if prod(chunk.sizes) > 0}
     return sum(prod(sizes) for sizes in chunks.values()) == prod(tensor.size) and all(
-        0 <= offset <= offset + size <= whole
+        0 <= offset <= offset + size <= full
         for offsets, sizes in chunks.items()
-        for offset, size, whole in zip(offsets, sizes, tensor.size, strict=True)
+        for offset, size, full in zip(offsets, sizes, tensor.size, strict=True)
     )
 
 

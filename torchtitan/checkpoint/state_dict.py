@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from torchtitan.optim.low_bit_adamw import CompactAdamW
+from torchtitan.optim.low_bit_adamw import LowBitAdamW
 
 # By parameter name and not by number: so that another layout, and another order, can load it.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -45,7 +45,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's state, as `optimizer.state.<parameter>.<name>`. Learning rates and the like are left out: they
     are the configuration's, and would bring old settings back. Moments in codes are saved as they are."""
-    if isinstance(optimizer, CompactAdamW):  # torch's function for this makes float32 of them
+    if isinstance(optimizer, LowBitAdamW):  # torch's function for this makes float32 of them
         return {
             f"{OPTIMIZER}state.{name}.{key}": tensor
             for name, parameter in model.named_parameters()
@@ -58,7 +58,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Any]) -> None:
     """Puts `optimizer_tensors`, read back, into the optimizer."""
-    if isinstance(optimizer, CompactAdamW):
+    if isinstance(optimizer, LowBitAdamW):
         return  # they are its own, and were read into place
     full = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
     full.update({key.removeprefix(OPTIMIZER): value for key, value in tensors.items()})

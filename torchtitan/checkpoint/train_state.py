@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan.checkpoint.manifest import TRAIN_STATE, read_file
 from torchtitan.errors import CheckpointError
-from torchtitan.parallel.process_group import communication_failure
+from torchtitan.parallel.process_group import failed_collective
 
 # The types of the parts; the last are not in every checkpoint.
 NEEDED = {"identity": dict, "weights_only": bool, "step": int}
@@ -55,7 +55,7 @@ def wrong_values_refused() -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if communication_failure(error):
+        if failed_collective(error):
             raise
         raise CheckpointError(
             f"{TRAIN_STATE} of the checkpoint has a wrong value ({type(error).__name__}: {error}); choose another "

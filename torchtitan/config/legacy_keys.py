@@ -12,7 +12,7 @@ Values = dict[str, Any]  # "section.key" -> value
 
 
 @dataclass(frozen=True)
-class Former:
+class LegacyKey:
     """A key of another version.
 
     Attributes:
@@ -24,23 +24,23 @@ class Former:
     translate: Callable[[Any], Values]
 
 
-def renamed(new: str) -> Former:
-    return Former(f"is {new} now", lambda value: {new: value})
+def renamed(new: str) -> LegacyKey:
+    return LegacyKey(f"is {new} now", lambda value: {new: value})
 
 
-def opposite(new: str) -> Former:
+def opposite(new: str) -> LegacyKey:
     def translate(value: Any) -> Values:
         given = parsed(value)
         return {new: not given if isinstance(given, bool) else value}
 
-    return Former(f"is the opposite of {new}", translate)
+    return LegacyKey(f"is the opposite of {new}", translate)
 
 
-def without_effect(why: str) -> Former:
-    return Former(f"has no effect here: {why}", lambda _: {})
+def without_effect(why: str) -> LegacyKey:
+    return LegacyKey(f"has no effect here: {why}", lambda _: {})
 
 
-def only(harmless: list[Any], why: str) -> Former:
+def only(harmless: list[Any], why: str) -> LegacyKey:
     """For a key of something that is not here: these values ask for nothing."""
 
     def translate(value: Any) -> Values:
@@ -48,7 +48,7 @@ def only(harmless: list[Any], why: str) -> Former:
             raise ValueError(why)
         return {}
 
-    return Former(f"has no effect here: {why}", translate)
+    return LegacyKey(f"has no effect here: {why}", translate)
 
 
 def parsed(value: Any) -> Any:
@@ -95,9 +95,9 @@ IN_STEPS = only(["steps", "step"], "checkpoints are saved every so many steps: s
 NORM = only(
     ["rmsnorm", "compiled_rmsnorm", "fused_rmsnorm", ""], "the norm of a Llama is RMSNorm; others need a custom_import"
 )
-FLOAT8_ON = Former("is model.converters = [float8] now", if_true({"model.converters": ["float8"]}))
+FLOAT8_ON = LegacyKey("is model.converters = [float8] now", if_true({"model.converters": ["float8"]}))
 
-FORMER_KEYS: Mapping[str, Former] = {
+LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "job.use_for_integration_test": without_effect("it concerns torchtitan's own tests"),
     "job.print_config": renamed("job.print_args"),
     "job.save_config_file": without_effect("config.toml is written into job.dump_folder always"),
@@ -111,11 +111,11 @@ FORMER_KEYS: Mapping[str, Former] = {
     "model.hf_assets_path": renamed("model.tokenizer_path"),
     "model.norm_type": NORM,
     "model.use_flex_attn": without_effect("the attention kernel is chosen by what it must mask"),
-    "model.attn_mask_type": Former(
+    "model.attn_mask_type": LegacyKey(
         "is training.document_mask now (true for block_causal)",
         lambda value: {"training.document_mask": value == "block_causal"},
     ),
-    "optimizer.fused": Former(
+    "optimizer.fused": LegacyKey(
         "is optimizer.implementation now (fused or foreach)",
         lambda value: {"optimizer.implementation": "fused" if parsed(value) is True else "foreach"},
     ),
@@ -134,7 +134,7 @@ FORMER_KEYS: Mapping[str, Former] = {
     "training.disable_loss_parallel": renamed("parallelism.disable_loss_parallel"),
     "training.enable_loss_parallel": opposite("parallelism.disable_loss_parallel"),
     "training.enable_fp8_linear": FLOAT8_ON,
-    "training.checkpoint_folder": Former(
+    "training.checkpoint_folder": LegacyKey(
         "is checkpoint.enable_checkpoint and checkpoint.folder now", from_checkpoint_folder
     ),
     "training.checkpoint_interval": renamed("checkpoint.interval"),
@@ -153,7 +153,7 @@ FORMER_KEYS: Mapping[str, Former] = {
         "set parallelism.pipeline_parallel_microbatch_size to training.local_batch_size divided by this number",
     ),
     "experimental.custom_model_path": renamed("experimental.custom_import"),
-    "parallelism.module_fqns_per_model_part": Former(
+    "parallelism.module_fqns_per_model_part": LegacyKey(
         "is parallelism.pipeline_parallel_split_points now: the first module of each part but the first",
         from_modules_per_part,
     ),
@@ -181,7 +181,7 @@ FORMER_KEYS: Mapping[str, Former] = {
     "activation_checkpoint.determinism_check": without_effect(RECOMPUTATION),
     "activation_checkpoint.debug": without_effect(RECOMPUTATION),
     "compile.enable": renamed("training.compile"),
-    "compile.components": Former("has no effect here: the blocks of the model are compiled", from_components),
+    "compile.components": LegacyKey("has no effect here: the blocks of the model are compiled", from_components),
     "compile.backend": only(["inductor"], "the compiler is inductor"),
     "float8.enable_float8_linear": FLOAT8_ON,
     "float8.scaling_type_input": renamed("float8.cast_input"),
@@ -242,11 +242,11 @@ FORMER_KEYS: Mapping[str, Former] = {
     "debug.moe_force_load_balance": only([False], NO_EXPERTS),
 }
 
-SECTIONS = {key.split(".", 1)[0] for key in FORMER_KEYS}
+SECTIONS = {key.split(".", 1)[0] for key in LEGACY_KEYS}
 
 DOCUMENT_MASK = {"training.document_mask": True}
 # Values of keys that are here too; of a list, its entries. None drops the entry, or leaves the key at its default.
-FORMER_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
+LEGACY_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
     "model.name": {"llama": ("llama2", {})},
     "model.flavor": {
         f"{size}_{kind}": (size, DOCUMENT_MASK)
@@ -266,9 +266,9 @@ FORMER_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
 }
 
 
-def of_today(key: str, value: Any) -> tuple[Any, Values, list[str]]:
+def translate_value(key: str, value: Any) -> tuple[Any, Values, list[str]]:
     """A value of a key that is here, in words of today; keys that come with it; and what to say of it."""
-    table = FORMER_VALUES.get(key, {})
+    table = LEGACY_VALUES.get(key, {})
     others: Values = {}
     notices = []
     entries = []

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torchtitan.config.fields import Annotated, Doc, NonNegativeInt, PositiveInt, Share
+from torchtitan.config.fields import Annotated, Doc, Fraction, NonNegativeInt, PositiveInt
 
 Cast = Literal["dynamic", "delayed"]
 FILTER_DOC = Doc("Layers to leave alone: whole components of a module path, such as output or attention.wk; globs too.")
@@ -11,7 +11,7 @@ FILTER_DOC = Doc("Layers to leave alone: whole components of a module path, such
 
 @dataclass(frozen=True)
 class Float8:
-    """Matrix products in float8 (converter float8)."""
+    """GEMMs in float8 (converter float8)."""
 
     recipe_name: Annotated[
         Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"] | None,
@@ -46,14 +46,14 @@ class Float8:
 
 @dataclass(frozen=True)
 class Int8:
-    """Matrix products in INT8 (converter int8)."""
+    """GEMMs in INT8 (converter int8)."""
 
     recipe_name: Annotated[Literal["rowwise", "tensorwise"], Doc("One scale for each row, or for each tensor.")] = (
         "rowwise"
     )
-    output: Annotated[bool, Doc("Forward product in int8.")] = True
-    grad_input: Annotated[bool, Doc("Product of the input's gradient in int8.")] = True
-    grad_weight: Annotated[bool, Doc("Product of the weight's gradient in int8.")] = True
+    output: Annotated[bool, Doc("Forward GEMM in int8.")] = True
+    grad_input: Annotated[bool, Doc("GEMM of the input's gradient in int8.")] = True
+    grad_weight: Annotated[bool, Doc("GEMM of the weight's gradient in int8.")] = True
     enable_fsdp_int8_all_gather: Annotated[bool, Doc("Gather sharded weights in int8, half the bytes of bf16.")] = False
     # The gradient of logits spans many orders of magnitude in a row: in int8 nearly all of it would be 0
     # (docs/low_precision.md).
@@ -63,7 +63,7 @@ class Int8:
 
 @dataclass(frozen=True)
 class MX:
-    """Matrix products in microscaling formats (converter mx)."""
+    """GEMMs in microscaling formats (converter mx)."""
 
     recipe_name: Annotated[Literal["mxfp8", "nvfp4"], Doc("Element format; nvfp4 is refused, with the reason.")] = (
         "mxfp8"
@@ -71,7 +71,7 @@ class MX:
     scale_calculation_mode: Annotated[
         Literal["rceil", "floor", "even", "ceil"], Doc("How a block's scale is rounded to a power of two.")
     ] = "rceil"
-    wgrad_with_hp: Annotated[bool, Doc("Product of the weight's gradient in high precision.")] = False
+    wgrad_with_hp: Annotated[bool, Doc("GEMM of the weight's gradient in high precision.")] = False
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
     emulate: Annotated[bool, Doc("Compute in high precision with MX rounding, where the device has none.")] = False
     use_fp8_dim1_cast_triton_kernel: Annotated[bool, Doc("No effect: torchao chooses the kernel now.")] = True
@@ -87,7 +87,7 @@ class PrecisionPhase:
     """
 
     until_step: Annotated[PositiveInt | None, Doc("Last step of the phase; the last phase may leave it out.")] = None
-    until: Annotated[Share | None, Doc("The same as a share of training.steps.")] = None
+    until: Annotated[Fraction | None, Doc("The same as a share of training.steps.")] = None
     converters: Annotated[list[str], Doc("Converters, as in model.converters; none: bf16.")] = field(
         default_factory=list
     )

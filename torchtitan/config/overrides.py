@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 import pydantic
 
 from torchtitan.config.keys import Key, keys_of_entry
-from torchtitan.config.legacy_keys import FORMER_KEYS, SECTIONS, Values, of_today
+from torchtitan.config.legacy_keys import LEGACY_KEYS, SECTIONS, Values, translate_value
 from torchtitan.errors import ConfigError, nearest
 
-__all__ = ["Given", "values_of_file", "values_of_flags"]
+__all__ = ["ValueChecks", "values_of_file", "values_of_flags"]
 
 
 @dataclasses.dataclass
-class Given:
+class ValueChecks:
     """What values are checked against, and what is said of them."""
 
     keys: dict[str, Key]
@@ -24,36 +24,36 @@ class Given:
 
     def take(self, values: Values, key: str, value: Any, strict: bool, where: str) -> None:
         """Adds the checked value of a key, or a problem. What other versions wrote is put in words of today."""
-        value, others, notices = of_today(key, value)
+        value, others, notices = translate_value(key, value)
         self.notices += notices
         for other in others:
             _take(values, other, self.keys[other], others[other], True, where, self.problems)
         if value is not None:
             _take(values, key, self.keys[key], value, strict, where, self.problems)
 
-    def take_former(self, values: Values, key: str, value: Any, of_flag: bool, where: str) -> None:
+    def take_legacy(self, values: Values, key: str, value: Any, of_flag: bool, where: str) -> None:
         """Adds what a key of another version means now. A key of today wins over it."""
-        former = FORMER_KEYS[key]
+        legacy = LEGACY_KEYS[key]
         try:
-            translated = former.translate(value)
+            translated = legacy.translate(value)
         except ValueError as error:
             self.problems.append(f"{where} = {value} cannot be taken over: {error}.")
             return
-        self.notices.append(f"{where} {former.now}")
-        mine: Values = {}
+        self.notices.append(f"{where} {legacy.now}")
+        checked: Values = {}
         for new, item in translated.items():
             spec = self.keys[new]
             text = of_flag and isinstance(item, str)
-            self.take(mine, new, _value_of_text(spec, item) if text else item, spec.is_bool or not text, where)
-        for new, item in mine.items():
+            self.take(checked, new, _value_of_text(spec, item) if text else item, spec.is_bool or not text, where)
+        for new, item in checked.items():
             values.setdefault(new, item)
 
 
-def values_of_file(path: str, table: dict[str, Any], given: Given) -> Values:
-    keys, problems = given.keys, given.problems
+def values_of_file(path: str, table: dict[str, Any], checks: ValueChecks) -> Values:
+    keys, problems = checks.keys, checks.problems
     sections = list(dict.fromkeys(key.split(".", 1)[0] for key in keys))
     values: Values = {}
-    former: dict[str, Any] = {}
+    legacy: dict[str, Any] = {}
     for section, content in table.items():
         if section not in sections and section not in SECTIONS:
             problems.append(f"{path}: unknown section [{section}]{nearest(section, sections)}.")
@@ -61,16 +61,16 @@ def values_of_file(path: str, table: dict[str, Any], given: Given) -> Values:
             problems.append(f"{path}: [{section}] must be a table of keys, not {content!r}.")
         else:
             for key, value in _leaves(section, content, keys):
-                if key not in keys and key in FORMER_KEYS:
-                    former[key] = value
+                if key not in keys and key in LEGACY_KEYS:
+                    legacy[key] = value
                 elif key not in keys:
                     problems.append(f"{path}: unknown key {key}{nearest(key, list(keys))}.")
                 elif keys[key].entry:
                     _take_tables(values, key, keys, value, path, problems)
                 else:
-                    given.take(values, key, value, True, f"{path}: {key}")
-    for key, value in former.items():
-        given.take_former(values, key, value, False, f"{path}: {key}")
+                    checks.take(values, key, value, True, f"{path}: {key}")
+    for key, value in legacy.items():
+        checks.take_legacy(values, key, value, False, f"{path}: {key}")
     return values
 
 
@@ -84,8 +84,8 @@ def _leaves(name: str, content: dict[str, Any], keys: dict[str, Key]) -> Iterato
             yield full, value
 
 
-def values_of_flags(argv: list[str], given: Given) -> Values:
-    keys, problems = given.keys, given.problems
+def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
+    keys, problems = checks.keys, checks.problems
     values: Values = {}
     try:
         flags, left_over = _Parser(keys).parse_known_args(argv)
@@ -100,17 +100,17 @@ def values_of_flags(argv: list[str], given: Given) -> Values:
         elif not before.startswith("-") or "=" in before:  # else it is an unknown flag's value
             problems.append(f"Command line: {argument!r} belongs to no flag; flags are --section.key=value.")
         before = argument
-    former = {key: text for key, text in vars(flags).items() if key not in keys}
+    legacy = {key: text for key, text in vars(flags).items() if key not in keys}
     for key, text in vars(flags).items():
-        if key in former:
+        if key in legacy:
             continue
         spec = keys[key]
         if spec.entry:
             problems.append(f"--{key} is a list of tables and has no flag: write [[{key}]] in --job.config_file.")
             continue
-        given.take(values, key, _value_of_text(spec, text), spec.is_bool, f"--{key}")
-    for key, text in former.items():
-        given.take_former(values, key, text, True, f"--{key}")
+        checks.take(values, key, _value_of_text(spec, text), spec.is_bool, f"--{key}")
+    for key, text in legacy.items():
+        checks.take_legacy(values, key, text, True, f"--{key}")
     return values
 
 
@@ -143,11 +143,11 @@ def _take_tables(values: Values, key: str, keys: dict[str, Key], tables: Any, pa
     entries = []
     for number, table in enumerate(tables, 1):
         where = f"{path}: [[{key}]] {number}"
-        mine: Values = {}
+        checked: Values = {}
         sections: dict[str, Values] = {}
         for name, value in table.items():
             if name in own:
-                _take(mine, name, own[name], value, True, f"{where}: {name}", problems)
+                _take(checked, name, own[name], value, True, f"{where}: {name}", problems)
             elif not isinstance(value, dict):
                 problems.append(f"{where}: unknown key {name}{nearest(name, list(own))}.")
             else:
@@ -158,7 +158,7 @@ def _take_tables(values: Values, key: str, keys: dict[str, Key], tables: Any, pa
                         _take(sections[name], key_of_section, keys[full], item, True, f"{where}: {full}", problems)
                     else:
                         problems.append(f"{where}: unknown key {full}{nearest(full, list(keys))}.")
-        entries.append(entry(**mine, sections=sections))
+        entries.append(entry(**checked, sections=sections))
     values[key] = entries
 
 
@@ -174,7 +174,7 @@ class _Parser(argparse.ArgumentParser):
                 self.add_argument(f"--{section}.no_{name}", dest=key, action="store_const", const="false")
             else:
                 self.add_argument(f"--{key}", dest=key)
-        for key in FORMER_KEYS.keys() - keys.keys():
+        for key in LEGACY_KEYS.keys() - keys.keys():
             section, name = key.rsplit(".", 1)
             self.add_argument(f"--{key}", dest=key, nargs="?", const="true")
             self.add_argument(f"--{section}.no_{name}", dest=key, action="store_const", const="false")

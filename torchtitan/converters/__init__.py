@@ -2,23 +2,23 @@
 
 from torchtitan.converters.conversion_report import conversion_report
 from torchtitan.converters.filter import Decision
-from torchtitan.converters.gemm_check import checked_products
+from torchtitan.converters.gemm_check import checked_gemms
 from torchtitan.converters.linear import LinearConverter
 from torchtitan.converters.registry import CONVERTERS, ConverterEntry, ModelConverter, apply_converters
-from torchtitan.converters.switch import Faces, faces_of, switch
+from torchtitan.converters.switch import LayerVariants, apply_variants, layer_variants
 from torchtitan.converters.target import Target
 
 __all__ = [
     "CONVERTERS",
     "ConverterEntry",
     "Decision",
-    "Faces",
+    "LayerVariants",
     "LinearConverter",
     "ModelConverter",
     "Target",
     "apply_converters",
-    "checked_products",
+    "apply_variants",
+    "checked_gemms",
     "conversion_report",
-    "faces_of",
-    "switch",
+    "layer_variants",
 ]

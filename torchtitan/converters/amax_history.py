@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.compat.torchao_float8 import amax_to_scale
-from torchtitan.converters.amax import max_over
+from torchtitan.converters.amax import all_reduce_max
 from torchtitan.converters.float8_delayed import DelayedLinear
 from torchtitan.logging import logger
 
@@ -38,7 +38,7 @@ class Histories:
             return
         amaxes = [amax for layer in layers for amax in layer.amaxes]
         if learning_rate is not None:
-            amax = max_over(torch.stack(amaxes), group).view(len(layers), 3, 1)
+            amax = all_reduce_max(torch.stack(amaxes), group).view(len(layers), 3, 1)
             history = torch.stack([layer.history for layer in layers])
             amax = torch.where((amax > 0) & amax.isfinite(), amax, history[..., :1])
             history = torch.cat([amax, history[..., :-1]], -1)

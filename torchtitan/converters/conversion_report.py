@@ -89,6 +89,6 @@ def summary(report: Sequence[Decision]) -> str:
     taken = [decision for decision in report if decision.converted]
     kinds = Counter(f"{decision.converter} {decision.recipe}" for decision in taken)
     weights = sum(decision.k * decision.n for decision in report)
-    share = sum(decision.k * decision.n for decision in taken) / weights if weights else 0
+    fraction = sum(decision.k * decision.n for decision in taken) / weights if weights else 0
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
-    return f"{len(taken)} of {len(report)} linear layers converted ({counts}), {share:.0%} of their weights"
+    return f"{len(taken)} of {len(report)} linear layers converted ({counts}), {fraction:.0%} of their weights"

@@ -19,7 +19,7 @@ INPUT, WEIGHT, OUT_GRAD = range(3)
 
 
 class Casts(NamedTuple):
-    """How the three operands of a layer's products (input, weight, gradient of the output) are rounded.
+    """How the three operands of a layer's GEMMs (input, weight, gradient of the output) are rounded.
 
     delayed: by a delayed scale, else by a dynamic one.
     """

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchtitan.kernels import rounding
 from torchtitan.kernels.matmul_8bit import float8_matmul
-from torchtitan.kernels.quantize import float8_scale, once_for, powers_of_two, round_to_float8
+from torchtitan.kernels.quantize import float8_scale, powers_of_two, quantize_once, round_to_float8
 from torchtitan.kernels.quantized import Quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -141,6 +141,6 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         key = (self.recipe, torch.is_grad_enabled())
-        low = once_for(x, key, lambda x: round_input(x, *key))
+        low = quantize_once(x, key, lambda x: round_input(x, *key))
         out = Float8Matmul.apply(x, self.weight, low, self.recipe)
         return out if self.bias is None else out + self.bias

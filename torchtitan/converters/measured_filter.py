@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.cache import keep_compiled_code_private, keep_result, kept_results
+from torchtitan.cache import cache_result, cached_results, keep_compiled_code_private
 from torchtitan.logging import logger
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int) -> flo
             f"{m} {k} {n}",
         ]
     )
-    known: float | None = kept_results(RESULTS).get(key)
+    known: float | None = cached_results(RESULTS).get(key)
     if known is None:
         known = speedup(converter, m, k, n)
         logger.info(f"measured: {converter.description} at ({m}, {k}, {n}) is {known:.2f} x the speed of bf16")
-        keep_result(RESULTS, key, known)
+        cache_result(RESULTS, key, known)
     return known
 
 

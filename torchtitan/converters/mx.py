@@ -1,4 +1,4 @@
-"""Matrix products in microscaling formats: blocks of 32 numbers share a power-of-two scale (OCP MX specification 1.0).
+"""GEMMs in microscaling formats: blocks of 32 numbers share a power-of-two scale (OCP MX specification 1.0).
 
 The layer is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it drops the bias, and stops quantizing
 under tensor parallelism without a word.)
@@ -11,7 +11,7 @@ from torch import nn
 
 from torchtitan.config.low_precision import MX
 from torchtitan.converters.filter import FilterRules
-from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Role, Scaled, Trace
+from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
@@ -34,13 +34,13 @@ class MXConverter(LinearConverter):
     """Swaps linear layers for torchao's `MXFP8Linear`.
 
     Raises:
-        ConfigError: the device has no MX products and `emulate` is not set.
+        ConfigError: the device has no MX GEMMs and `emulate` is not set.
     """
 
     name = "mx"
 
     def __init__(self, config: MX, target: Target) -> None:
-        super().__init__(config.filter_fqns, target, given=config.filter_fqns != type(config)().filter_fqns)
+        super().__init__(config.filter_fqns, target, explicit=config.filter_fqns != type(config)().filter_fqns)
         if config.recipe_name == "nvfp4":
             raise ConfigError(
                 "mx.recipe_name = nvfp4 cannot be used: torchao's layer for it runs on Blackwell GPUs through Triton "
@@ -51,9 +51,7 @@ class MXConverter(LinearConverter):
             logger.warning("mx.use_fp8_dim1_cast_triton_kernel has no effect: torchao chooses the kernel now")
         capability = target.compute_capability
         if not config.emulate and target.device_type == "cpu":
-            raise ConfigError(
-                "model.converters: a CPU has no mx products; remove mx, or set mx.emulate for its numerics."
-            )
+            raise ConfigError("model.converters: a CPU has no mx GEMMs; remove mx, or set mx.emulate for its numerics.")
         if not config.emulate and capability is not None and capability < FIRST_CAPABILITY:
             raise ConfigError(
                 f"model.converters: mx needs a GPU of compute capability 10.0 or above, and this one has "
@@ -62,8 +60,8 @@ class MXConverter(LinearConverter):
         self.config = config
         self.recipe = config.recipe_name
         output, grad_input, grad_weight = KNOWN_ERRORS[config.scale_calculation_mode]
-        self.products = Products(
-            EMULATED_FLOAT8 if config.emulate else Trace("aten::_scaled_mm"),
+        self.gemms = LayerGemms(
+            EMULATED_FLOAT8 if config.emulate else ProfilerOp("aten::_scaled_mm"),
             output,
             grad_input,
             None if config.wgrad_with_hp else grad_weight,

@@ -13,13 +13,13 @@ from torch import nn
 from torchtitan.converters.linear import LinearConverter
 from torchtitan.converters.registry import ModelConverter
 from torchtitan.errors import ConfigError
-from torchtitan.parallel.tensor import choose_gathers, set_class
+from torchtitan.parallel.tensor import choose_all_gathers, set_class
 
 Converted = tuple[nn.Module, list[ModelConverter]]
 """A whole model on the meta device, and the converters that it has been given to."""
 
 
-class Face(NamedTuple):
+class LayerVariant(NamedTuple):
     """A layer but for its parameters and hooks.
 
     Attributes:
@@ -32,11 +32,11 @@ class Face(NamedTuple):
     attributes: dict[str, Any]
 
 
-Faces = dict[str, Face]
+LayerVariants = dict[str, LayerVariant]
 """By path, of the layers that some phase converts."""
 
 
-def faces_of(phases: Sequence[Converted]) -> list[Faces]:
+def layer_variants(phases: Sequence[Converted]) -> list[LayerVariants]:
     """The faces of one model in each phase.
 
     Raises:
@@ -57,7 +57,7 @@ def faces_of(phases: Sequence[Converted]) -> list[Faces]:
                 f"[[precision.phase]]: {fqn} does not have the same parameters, buffers and children in all phases, "
                 "and a built model cannot change them; leave out the converter that adds some."
             )
-    return [{fqn: _face_of(model.get_submodule(fqn)) for fqn in converted} for model, _ in phases]
+    return [{fqn: _variant_of(model.get_submodule(fqn)) for fqn in converted} for model, _ in phases]
 
 
 def _registered(module: nn.Module) -> tuple[Any, ...]:
@@ -69,21 +69,21 @@ def _registered(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _face_of(module: nn.Module) -> Face:
+def _variant_of(module: nn.Module) -> LayerVariant:
     of_every_module = vars(nn.Module())
     attributes = {name: value for name, value in vars(module).items() if name not in of_every_module}
-    return Face(type(module), attributes)
+    return LayerVariant(type(module), attributes)
 
 
-def switch(model: nn.Module, old: Faces, new: Faces) -> None:
+def apply_variants(model: nn.Module, old: LayerVariants, new: LayerVariants) -> None:
     """Changes the layers of a built model, or those that this rank has, from their old to their new faces."""
     for fqn, module in model.named_modules():
         if fqn in new:
-            _put_on(module, old[fqn], new[fqn])
-    choose_gathers(model)
+            _apply_variant(module, old[fqn], new[fqn])
+    choose_all_gathers(model)
 
 
-def _put_on(module: nn.Module, old: Face, new: Face) -> None:
+def _apply_variant(module: nn.Module, old: LayerVariant, new: LayerVariant) -> None:
     set_class(module, new.kind)
     for name in old.attributes:
         vars(module).pop(name, None)

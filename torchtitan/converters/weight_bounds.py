@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.training import Optimizer
-from torchtitan.converters.amax import amaxes_of, max_over
+from torchtitan.converters.amax import all_reduce_max, local_amaxes
 from torchtitan.errors import TrainingError
 from torchtitan.logging import logger
 
@@ -35,7 +35,7 @@ def largest_ratio(beta1: float, beta2: float) -> float:
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
 
 
-def moved(bound: Any, learning_rate: float, ratio: float, decay: float) -> Any:
+def bound_after_update(bound: Any, learning_rate: float, ratio: float, decay: float) -> Any:
     """The bound of magnitudes after an update, from that before it.
 
     Args:
@@ -74,14 +74,14 @@ class WeightBounds:
         Raises:
             TrainingError: a weight has moved beyond its bound.
         """
-        weights = gathered_weights(models)
+        weights = float8_all_gather_weights(models)
         if not weights or learning_rate is None:
             return
         if self.bounds is not None:
-            self.bounds = moved(self.bounds, learning_rate, self.ratio, self.decay)
+            self.bounds = bound_after_update(self.bounds, learning_rate, self.ratio, self.decay)
         self.age += 1
         if self.bounds is None or self.age >= self.every:
-            measured = measure(weights, group).double()
+            measured = measure_amaxes(weights, group).double()
             # A look at the device, too dear for every step.
             if self.bounds is not None and self.every > 1 and not bool((measured <= self.bounds).all()):
                 raise TrainingError(
@@ -101,7 +101,7 @@ class WeightBounds:
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
         """Without all the bounds, the next step measures each weight before it is gathered, and then begins."""
-        weights = gathered_weights(models)
+        weights = float8_all_gather_weights(models)
         if not weights:
             return
         if not weights.keys() <= state.keys():
@@ -120,7 +120,7 @@ class WeightBounds:
         set_scales(weights, self.bounds)
 
 
-def gathered_weights(models: Sequence[nn.Module]) -> dict[str, Any]:
+def float8_all_gather_weights(models: Sequence[nn.Module]) -> dict[str, Any]:
     """By path of the layer, this rank's shard of each weight that is gathered in float8."""
     return {
         fqn: module.weight._local_tensor
@@ -132,9 +132,9 @@ def gathered_weights(models: Sequence[nn.Module]) -> dict[str, Any]:
     }
 
 
-def measure(weights: dict[str, Any], group: dist.ProcessGroup | None) -> torch.Tensor:
+def measure_amaxes(weights: dict[str, Any], group: dist.ProcessGroup | None) -> torch.Tensor:
     """(number of weights,): the amax of each whole weight, in one all-reduce over the ranks that hold shards."""
-    return max_over(amaxes_of([weight._tensor for weight in weights.values()]), group)
+    return all_reduce_max(local_amaxes([weight._tensor for weight in weights.values()]), group)
 
 
 def set_scales(weights: dict[str, Any], amaxes: torch.Tensor) -> None:

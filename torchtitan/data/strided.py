@@ -8,13 +8,13 @@ from typing import Any
 from torchtitan.data.sources import Document, Drawn, Source, StreamedSource, TextFiles, digest
 from torchtitan.errors import DataError
 
-__all__ = ["Dealt", "Part", "StreamedPart", "permuted", "split"]
+__all__ = ["SplitSource", "StreamedSplit", "StridedSource", "permute_index", "split"]
 
-HELD_OUT_SHARE = 100  # one document in so many is held out
+HELD_OUT_EVERY = 100  # one document in so many is held out
 MASK64 = (1 << 64) - 1
 
 
-def mixed(value: int) -> int:
+def mix64(value: int) -> int:
     """64 well-mixed bits of an integer: the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
@@ -22,7 +22,7 @@ def mixed(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def permuted(index: int, length: int, key: int) -> int:
+def permute_index(index: int, length: int, key: int) -> int:
     """Where a permutation of 0 to `length`, chosen by `key`, takes `index`.
 
     A Feistel network of four rounds over the next power of four, walked until it lands inside (Black and Rogaway,
@@ -34,13 +34,13 @@ def permuted(index: int, length: int, key: int) -> int:
     while True:
         left, right = index >> half, index & mask
         for turn in range(4):
-            left, right = right, left ^ (mixed(key ^ mixed(right << 2 | turn)) & mask)
+            left, right = right, left ^ (mix64(key ^ mix64(right << 2 | turn)) & mask)
         index = left << half | right
         if index < length:
             return index
 
 
-class Dealt:
+class StridedSource:
     """A source with random access as a streamed one: row j of B reads documents j, j + B, ... of a permutation.
 
     Args:
@@ -69,15 +69,15 @@ class Dealt:
         length = len(self.source)
         epoch, place = position or (0, row)
         while True:
-            key = None if seed is None else mixed(mixed(seed) + epoch)
+            key = None if seed is None else mix64(mix64(seed) + epoch)
             while place < length:
-                index = place if key is None else permuted(place, length, key)
+                index = place if key is None else permute_index(place, length, key)
                 place += rows
                 yield Drawn(self.source[index], epoch, [epoch, place])
             epoch, place = epoch + 1, row
 
 
-class Part:
+class SplitSource:
     """The documents of a source but for every hundredth, or those alone."""
 
     def __init__(self, source: Source, held_out: bool) -> None:
@@ -89,16 +89,16 @@ class Part:
         return digest([self.source.fingerprint, self.held_out])
 
     def __len__(self) -> int:
-        held_out = len(self.source) // HELD_OUT_SHARE
+        held_out = len(self.source) // HELD_OUT_EVERY
         return held_out if self.held_out else len(self.source) - held_out
 
     def __getitem__(self, index: int) -> Document:
         if self.held_out:
-            return self.source[index * HELD_OUT_SHARE + HELD_OUT_SHARE - 1]
-        return self.source[index + index // (HELD_OUT_SHARE - 1)]
+            return self.source[index * HELD_OUT_EVERY + HELD_OUT_EVERY - 1]
+        return self.source[index + index // (HELD_OUT_EVERY - 1)]
 
 
-class StreamedPart:
+class StreamedSplit:
     """A streamed source in which the documents of the other part are empty. The id decides, whoever reads it."""
 
     def __init__(self, source: StreamedSource, held_out: bool) -> None:
@@ -112,7 +112,7 @@ class StreamedPart:
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         for drawn in self.source.documents(row, rows, seed, position):
             document = drawn.document
-            if (zlib.crc32(document.id.encode()) % HELD_OUT_SHARE == 0) != self.held_out:
+            if (zlib.crc32(document.id.encode()) % HELD_OUT_EVERY == 0) != self.held_out:
                 document = replace(document, text="")
             yield drawn._replace(document=document)
 
@@ -124,17 +124,17 @@ def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source 
         DataError: there are fewer than a hundred documents.
     """
     if not hasattr(source, "__getitem__"):
-        return StreamedPart(source, held_out)  # type: ignore[arg-type]
+        return StreamedSplit(source, held_out)  # type: ignore[arg-type]
     if isinstance(source, TextFiles):
         # Cut the same way for every batch size, so that what is held out depends on the data alone.
-        source = source.cut(4 * HELD_OUT_SHARE)
-    if len(source) < HELD_OUT_SHARE:  # type: ignore[arg-type]
+        source = source.cut(4 * HELD_OUT_EVERY)
+    if len(source) < HELD_OUT_EVERY:  # type: ignore[arg-type]
         raise DataError(
-            f"{name} has {len(source)} documents, too few to hold one in {HELD_OUT_SHARE} out; "  # type: ignore[arg-type]
+            f"{name} has {len(source)} documents, too few to hold one in {HELD_OUT_EVERY} out; "  # type: ignore[arg-type]
             "name other text in validation.dataset_path, or set validation.enabled = false."
         )
     if not isinstance(source, TextFiles):
-        return Part(source, held_out)  # type: ignore[arg-type]
+        return SplitSource(source, held_out)  # type: ignore[arg-type]
     spans = enumerate(source.spans)
-    last = HELD_OUT_SHARE - 1
-    return source.with_spans(span for number, span in spans if (number % HELD_OUT_SHARE == last) == held_out)
+    last = HELD_OUT_EVERY - 1
+    return source.with_spans(span for number, span in spans if (number % HELD_OUT_EVERY == last) == held_out)

@@ -16,7 +16,7 @@ from torchtitan.engine.unused_keys import unused_keys
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
-from torchtitan.optim.optimizer import IN_CODES, OPTIMIZERS, WITHOUT_DECAY
+from torchtitan.optim.optimizer import OPTIMIZERS, QUANTIZED_OPTIMIZERS, WITHOUT_DECAY
 from torchtitan.parallel.dims import ParallelDims, find_dims
 from torchtitan.parallel.layout_checks import check_model, check_pipeline, check_schedule
 from torchtitan.precision import phases_of
@@ -115,7 +115,7 @@ def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, pro
         if (config.model.converters or any(phase.converters for phase in phases)) and splits_backward(parallelism):
             logger.warning(
                 f"parallelism.pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule} computes the "
-                "backward products of low-precision layers twice; 1F1B or Interleaved1F1B are faster with converters"
+                "backward GEMMs of low-precision layers twice; 1F1B or Interleaved1F1B are faster with converters"
             )
         check_pipeline(args.n_layers, dims, parallelism, config.training, config.validation, problems)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dims.tp))
@@ -144,7 +144,7 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
                 f"optimizer.no_weight_decay: there is no {name!r}{nearest(name, list(WITHOUT_DECAY))}; known: "
                 f"{', '.join(WITHOUT_DECAY)}."
             )
-    in_codes = optimizer.name in IN_CODES
+    is_quantized = optimizer.name in QUANTIZED_OPTIMIZERS
     smaller = optimizer.state_dtype != "float32" or training.weight_dtype != "float32"
     if smaller and config.float8.weight_scale == "bound":
         problems.append(
@@ -157,12 +157,12 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
         problems.append(
             f"optimizer.second_moment is for AdamWFp8; unset it, or change optimizer.name = {optimizer.name}."
         )
-    if training.weight_dtype != "float32" and not in_codes and optimizer.name != "AdamW":
+    if training.weight_dtype != "float32" and not is_quantized and optimizer.name != "AdamW":
         problems.append(
             f"training.weight_dtype = {training.weight_dtype} needs an update that rounds stochastically, for most are "
             f"smaller than half a step of bfloat16: take AdamW, AdamW8bit, AdamWFp8 or AdamW4bit, not {optimizer.name}."
         )
-    if optimizer.implementation != "fused" and (in_codes or (smaller and optimizer.name == "AdamW")):
+    if optimizer.implementation != "fused" and (is_quantized or (smaller and optimizer.name == "AdamW")):
         problems.append(
             f"optimizer.implementation = {optimizer.implementation} is of torch's optimizers in float32; unset it."
         )

@@ -18,7 +18,7 @@ BUSY, QUIET = 0.2, 0.05  # cores' worth of threads that were ready to run and ha
 
 
 @contextlib.contextmanager
-def spin_on_quiet_machines_only() -> Iterator[None]:
+def limit_spinning() -> Iterator[None]:
     """Around a run on CPU.
 
     A thread of libgomp that waits for others spins 300,000 times, 16 ms on an Intel CPU, before it sleeps. That is

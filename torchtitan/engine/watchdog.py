@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from torchtitan.compat.distributed import default_store
-from torchtitan.launcher.progress import COLLECTIVE, Progress, place
+from torchtitan.launcher.progress import COLLECTIVE, Progress, main_thread_location
 from torchtitan.logging import logger
-from torchtitan.parallel.heartbeat import PATIENCE, Heartbeat, within
+from torchtitan.parallel.heartbeat import PATIENCE, Heartbeat, with_timeout
 
 FIRST = 60.0  # seconds without the end of a step until the first line; each further one takes twice as long
 MOST = 4  # places that a line names
 
 
 @contextlib.contextmanager
-def watched(progress: Progress, rank: int) -> Iterator[None]:
+def watch_progress(progress: Progress, rank: int) -> Iterator[None]:
     """Around a run. Rank 0 speaks for all ranks, whose places it reads in the store; a step is unexpectedly long also
     where it takes more than twice as long as any before, saves and validation included."""
     stop = threading.Event()
@@ -45,9 +45,10 @@ def _places() -> str:
     """Where the ranks are, and how to see more of them."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         # Another connection, and not for long: the store may be what does not answer.
-        return within(PATIENCE, _places_of_all) or f"The store of the run does not answer; rank 0 is at {place()}."
-    pid = os.getpid()
-    return f"The main thread is at {place()}. Its whole stack: kill -USR2 {pid}, or py-spy dump --pid {pid}."
+        all_ranks = with_timeout(PATIENCE, _places_of_all)
+        return all_ranks or f"The store of the run does not answer; rank 0 is at {main_thread_location()}."
+    location, pid = main_thread_location(), os.getpid()
+    return f"The main thread is at {location}. Its whole stack: kill -USR2 {pid}, or py-spy dump --pid {pid}."
 
 
 def _places_of_all() -> str:
@@ -57,7 +58,7 @@ def _places_of_all() -> str:
         ranks_at.setdefault(where, []).append(rank)
     # First those that the others wait for.
     groups = sorted(ranks_at.items(), key=lambda group: (COLLECTIVE in group[0], len(group[1])))
-    named = [f"{_ranks(ranks)}: at {where or 'an unknown place'}" for where, ranks in groups[:MOST]]
+    named = [f"{_ranks(ranks)}: at {where or 'an unknown main_thread_location'}" for where, ranks in groups[:MOST]]
     if others := sum(len(ranks) for _, ranks in groups[MOST:]):
         named.append(f"{others} others: elsewhere")
     first = groups[0][1][0]

@@ -1,7 +1,7 @@
 """Causal attention on CPU in bfloat16.
 
 Where the CPU has a matrix unit (AMX) and there is a C++ compiler, it is `attention_cpu.cpp`. Elsewhere it is torch's
-kernel, but for the backward pass of narrow heads, which is made of products over tiles that fit the cache, in float32.
+kernel, but for the backward pass of narrow heads, which is made of GEMMs over tiles that fit the cache, in float32.
 `benchmarks/attention_cpu.py` compares them. All keep output and log-sum-exp.
 """
 
@@ -22,7 +22,7 @@ QUERIES, HEADS = 128, 8  # of a tile: 8 x 128 x 512 scores in float32 are 2 MiB
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Kept(NamedTuple):
+class SavedTensors(NamedTuple):
     """For the backward pass; shapes as in `causal_attention_and_logsumexp`."""
 
     q: torch.Tensor
@@ -85,9 +85,9 @@ def causal_attention_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v, in their shapes and dtype, from what `causal_attention_and_logsumexp` returned."""
     if library := _matrix_unit_for(q):
-        return gradients_by_matrix_unit(library, Kept(q, k, v, out, logsumexp), out_grad)
+        return gradients_by_matrix_unit(library, SavedTensors(q, k, v, out, logsumexp), out_grad)
     by = gradients_by_tiles if q.shape[-1] < WIDE_HEADS else gradients_by_torch
-    dq, dk, dv = by(Kept(q, _for_each_head(k, q), _for_each_head(v, q), out, logsumexp), out_grad)
+    dq, dk, dv = by(SavedTensors(q, _for_each_head(k, q), _for_each_head(v, q), out, logsumexp), out_grad)
     groups = (k.shape[1], q.shape[1] // k.shape[1])
     dk, dv = (grad.unflatten(1, groups).sum(2, dtype=torch.float32) for grad in (dk, dv))
     return _rows_of_heads(q).copy_(dq), _rows_of_heads(k).copy_(dk), _rows_of_heads(v).copy_(dv)
@@ -144,9 +144,9 @@ def attention_by_matrix_unit(
     return out, logsumexp
 
 
-def gradients_by_matrix_unit(library: ctypes.CDLL, kept: Kept, out_grad: torch.Tensor) -> Gradients:
+def gradients_by_matrix_unit(library: ctypes.CDLL, saved: SavedTensors, out_grad: torch.Tensor) -> Gradients:
     """As `causal_attention_gradients`; seq and head_dim are even."""
-    q, k, v, out, logsumexp = kept
+    q, k, v, out, logsumexp = saved
     grads = (_rows_of_heads(q), _rows_of_heads(k), _rows_of_heads(v))
     tensors = [*map(_in_pairs, (q, k, v, out, out_grad)), *grads]
     _call(library.attention_backward, tensors, logsumexp, k.shape[1])
@@ -174,19 +174,19 @@ def attention_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
 
 
-def gradients_by_torch(kept: Kept, out_grad: torch.Tensor) -> Gradients:
+def gradients_by_torch(saved: SavedTensors, out_grad: torch.Tensor) -> Gradients:
     """As `causal_attention_gradients`, for what `attention_by_torch` takes."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return kernel(out_grad, *kept, 0.0, True)
+    return kernel(out_grad, *saved, 0.0, True)
 
 
-def gradients_by_tiles(kept: Kept, out_grad: torch.Tensor) -> Gradients:
+def gradients_by_tiles(saved: SavedTensors, out_grad: torch.Tensor) -> Gradients:
     """As `gradients_by_torch`: FlashAttention (arXiv 2205.14135, algorithm 4), a tile of queries and heads at a time.
 
     With P = exp(scale q kᵀ - logsumexp): dv = Pᵀ do, ds = P * (do vᵀ - rowsum(do * o)), dq = scale ds k,
-    dk = scale dsᵀ q, all in float32. What is subtracted goes through the products as one more column against ones.
+    dk = scale dsᵀ q, all in float32. What is subtracted goes through the GEMMs as one more column against ones.
     """
-    q, k, v, out, logsumexp = kept
+    q, k, v, out, logsumexp = saved
     shape = q.shape
     seq, head_dim = shape[-2:]
     scale = head_dim**-0.5
@@ -230,6 +230,6 @@ def _with_column(x: torch.Tensor, column: torch.Tensor | float) -> torch.Tensor:
 
 
 def _bmm(a: torch.Tensor, b: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
-    """The batched product a b, in memory that is there already."""
+    """The batched GEMM a b, in memory that is there already."""
     shape = (*a.shape[:2], b.shape[2])
     return torch.bmm(a, b, out=space[: shape[0] * shape[1] * shape[2]].view(shape))

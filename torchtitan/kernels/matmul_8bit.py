@@ -27,7 +27,7 @@ def float8_matmul(
         return (a.dequantize() @ b.dequantize()).to(dtype)
     if rounding.has_own_kernel(a.data):
         return float8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
-    left, right = _in_rows(a.data), _in_rows(b.data.t()).t()  # the layouts that cuBLASLt takes
+    left, right = _row_major(a.data), _row_major(b.data.t()).t()  # the layouts that cuBLASLt takes
     if a.scale_inverse.numel() == b.scale_inverse.numel() == 1:
         scales = (a.scale_inverse.reshape(()), b.scale_inverse.reshape(()))
         return torch._scaled_mm(left, right, *scales, out_dtype=dtype, use_fast_accum=fast)
@@ -51,7 +51,7 @@ def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = 
         return sums.mul_(a.scale_inverse).mul_(b.scale_inverse).to(dtype)
     if rounding.has_own_kernel(a.data):
         return int8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
-    sums = torch._int_mm(_in_rows(a.data), _in_rows(b.data.t()).t())
+    sums = torch._int_mm(_row_major(a.data), _row_major(b.data.t()).t())
     return scale_sums(sums, a.scale_inverse, b.scale_inverse, dtype)
 
 
@@ -63,7 +63,7 @@ def scale_sums(
     return (sums.float() * row_scale * column_scale).to(dtype)
 
 
-def _in_rows(matrix: torch.Tensor) -> torch.Tensor:
+def _row_major(matrix: torch.Tensor) -> torch.Tensor:
     """The same matrix, row after row in memory. The compiler would drop `contiguous` and choose the strides itself."""
     if torch.compiler.is_compiling():
         return torch.ops.prims.inductor_force_stride_order.default(matrix, (matrix.shape[1], 1))

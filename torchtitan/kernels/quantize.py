@@ -45,7 +45,7 @@ def fused(function: Callable[..., R]) -> Callable[..., R]:
 _last: tuple[Any, ...] = (lambda: None,)
 
 
-def once_for(x: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) -> R:
+def quantize_once(x: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) -> R:
     """make(x), or what it gave for this very x and key the last time: wq, wk and wv round the same input, as w1 and w3.
 
     Gradients do not flow through it. The compiler removes repetitions itself.

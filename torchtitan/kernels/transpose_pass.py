@@ -1,4 +1,4 @@
-"""What the compiler is told about bfloat16 products on CPU."""
+"""What the compiler is told about bfloat16 GEMMs on CPU."""
 
 from typing import Any
 
@@ -12,28 +12,28 @@ aten = torch.ops.aten
 LEAST = 2**20  # numbers in a gradient; below, it is as often slower as faster
 
 
-class TransposeFirst(CustomGraphPass):
-    """Writes the transposed operand of a weight's gradient out before the product.
+class TransposeWeightGradients(CustomGraphPass):
+    """Writes the transposed operand of a weight's gradient out before the GEMM.
 
     oneDNN multiplies bfloat16 matrices at a lower rate where the left one is transposed, as in gᵀ x. The compiler's own
     transposition is fast, and part of what computes g. The smaller operand is taken: gᵀ x, or (xᵀ g)ᵀ.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        turned: dict[fx.Node, fx.Node] = {}  # one x may serve several weights
+        transposed_of: dict[fx.Node, fx.Node] = {}  # one x may serve several weights
         for node in graph.find_nodes(op="call_function", target=aten.mm.default):
             left, right = node.args
             if not _is_weight_gradient(left.meta["val"], right.meta["val"]):
                 continue
             with graph.inserting_before(node):
                 if left.meta["val"].shape[0] <= right.meta["val"].shape[1]:
-                    node.replace_input_with(left, _in_rows(graph, left))
+                    node.replace_input_with(left, _row_major(graph, left))
                     continue
-                if right not in turned:
-                    turned[right] = _in_rows(graph, _call(graph, aten.permute.default, right, [1, 0]))
+                if right not in transposed_of:
+                    transposed_of[right] = _row_major(graph, _call(graph, aten.permute.default, right, [1, 0]))
                 g = _call(graph, aten.permute.default, left, [1, 0])
-                product = _call(graph, aten.mm.default, turned[right], g)
-                node.replace_all_uses_with(_call(graph, aten.permute.default, product, [1, 0]))
+                gemm = _call(graph, aten.mm.default, transposed_of[right], g)
+                node.replace_all_uses_with(_call(graph, aten.permute.default, gemm, [1, 0]))
             graph.erase_node(node)
 
     def uuid(self) -> Any:
@@ -48,7 +48,7 @@ def _is_weight_gradient(left: torch.Tensor, right: torch.Tensor) -> bool:
     return transposed and left.shape[0] * right.shape[1] >= LEAST
 
 
-def _in_rows(graph: fx.Graph, matrix: fx.Node) -> fx.Node:
+def _row_major(graph: fx.Graph, matrix: fx.Node) -> fx.Node:
     """The same matrix, row after row in memory; of a clone the compiler would choose the strides, and keep them."""
     strides = (matrix.meta["val"].shape[1], 1)
     return _call(graph, torch.ops.prims.inductor_force_stride_order.default, matrix, strides)

@@ -13,7 +13,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from torchtitan.compat.elastic import LocalElasticAgent
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED
-from torchtitan.launcher.signals import LAUNCHER, STARTED_AGAIN, STOP_SIGNALS, end_unbegun, handle, ignore_stop_signals
+from torchtitan.launcher.signals import (
+    LAUNCHER,
+    STARTED_AGAIN,
+    STOP_SIGNALS,
+    exit_before_start,
+    ignore_stop_signals,
+    set_signal_handlers,
+)
 
 LAST_WORDS = 6.0  # seconds; above what a rank takes to find out which other rank is gone
 
@@ -30,7 +37,7 @@ class Agent(LocalElasticAgent):
         self._asked = 0  # the signal that the run ends for
         self._starting = False
         os.environ[LAUNCHER] = str(os.getpid())
-        handle(STOP_SIGNALS, self._forward)
+        set_signal_handlers(STOP_SIGNALS, self._forward)
 
     def run(self, *arguments: Any) -> RunResult:
         try:
@@ -46,12 +53,12 @@ class Agent(LocalElasticAgent):
             for handler in cast(SubprocessContext, self._pcontext).subprocess_handlers.values():
                 handler.proc.send_signal(number)  # to none that has ended
         elif state in (WorkerState.INIT, WorkerState.STOPPED) and not self._starting:
-            end_unbegun(number)  # there are no processes
+            exit_before_start(number)  # there are no processes
         # Else they are being started, and get it then; or they have ended, and are not started again.
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         if self._asked:
-            end_unbegun(self._asked)
+            exit_before_start(self._asked)
         super()._initialize_workers(worker_group)
         self._starting = False
         if self._asked:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from torchtitan.errors import EXIT_STATUS, ConfigError
-from torchtitan.launcher.signals import end
+from torchtitan.launcher.signals import exit_now
 from torchtitan.logging import logger
 
 INTERVAL = 5.0  # seconds between two touches
@@ -95,8 +95,8 @@ class FolderLock:
                     return
                 refused = waited > PATIENCE
             else:
-                mine = self._me["launcher"]
-                if not holder or (mine is not None and mine == holder.get("launcher")):
+                own_launcher = self._me["launcher"]
+                if not holder or (own_launcher is not None and own_launcher == holder.get("launcher")):
                     return
                 refused = self._touched() != touched
                 if waited > SILENCE and not refused:
@@ -131,7 +131,7 @@ class FolderLock:
                     self._write()
                 elif holder.get("id") != self._me["id"]:
                     print(f"Error: {self._sentence(holder)}", file=sys.stderr)
-                    end(EXIT_STATUS)
+                    exit_now(EXIT_STATUS)
                 os.utime(self._file)
             except OSError:  # the disk is full, or away for a while
                 continue

@@ -50,7 +50,7 @@ class Progress:
         self.steps += 1
 
 
-def place() -> str:
+def main_thread_location() -> str:
     """Where the main thread is: the innermost frame of this project or of a user's module, the statement that it is at,
     and what that has called: 'llama/model.py:88, in forward (`self.wq(x)`), now in nn/linear.py:12, in forward'."""
     innermost = sys._current_frames()[threading.main_thread().ident or 0]

@@ -60,14 +60,14 @@ class Stop:
 
         threading.Thread(target=wait, daemon=True).start()
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # written to by the signal itself, not by Python
-        handle((signal.SIGINT, *STOP_SIGNALS), lambda *_: None)
+        set_signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda *_: None)
 
     def _take(self, number: int) -> None:
         if number == signal.SIGINT or self.failed:
             # Every file is written in one piece or flushed line by line, so there is nothing to bring to an end.
             name = signal.Signals(number).name
             self._say(f"\nStopped by {name}. The same command goes on from the last checkpoint, if there is one.")
-            end(INTERRUPTED)
+            exit_now(INTERRUPTED)
         if number in STOP_SIGNALS:
             self.request(number)
 
@@ -96,16 +96,16 @@ class Stop:
             self._say(f"Stopped by {self.name} before a step was done. The same command starts it again.")
             if self._group is None and os.environ.get(LAUNCHER) == str(os.getppid()):
                 os.kill(os.getppid(), self.requested)  # the other ranks do not know, and would wait for this one
-            end(0)
+            exit_now(0)
         self._say(
             f"Stopped by {self.name} inside a step, which does not end, so nothing is saved. The same command goes on "
             "from the last checkpoint, if there is one."
         )
-        end(128 + self.requested)
+        exit_now(128 + self.requested)
 
     def _say(self, message: str) -> None:
         if self.rank == 0:
-            within(OUTPUT, lambda: print(message, file=sys.stderr, flush=True))
+            with_timeout(OUTPUT, lambda: print(message, file=sys.stderr, flush=True))
 
     @property
     def has_trained(self) -> bool:
@@ -140,17 +140,19 @@ class Stop:
         return self.agreed_on > 0
 
 
-def handle(numbers: tuple[int, ...], handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
+def set_signal_handlers(
+    numbers: tuple[int, ...], handler: Callable[[int, FrameType | None], Any] | signal.Handlers
+) -> None:
     for number in numbers:
         signal.signal(number, handler)
 
 
 def ignore_stop_signals() -> None:
     """For a process that is about to end well: Python gives signals their defaults back while it ends."""
-    handle(STOP_SIGNALS, signal.SIG_IGN)
+    set_signal_handlers(STOP_SIGNALS, signal.SIG_IGN)
 
 
-def end_with_launcher() -> None:
+def exit_with_launcher() -> None:
     """A process that torchrun started does not outlive it: a new start of the command would meet it in its folder."""
     parent = os.getppid()  # another than the launcher where that has ended already
     launcher = int(os.environ.get(LAUNCHER, parent))
@@ -160,26 +162,26 @@ def end_with_launcher() -> None:
             while os.getppid() == parent:
                 os.kill(launcher, 0)
                 time.sleep(1)
-        end(1)
+        exit_now(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def end_unbegun(number: int) -> None:
+def exit_before_start(number: int) -> None:
     """Ends a launcher whose processes have not begun, so that there is nothing to save."""
     with contextlib.suppress(OSError):  # in a signal handler, so perhaps inside a print
         os.write(2, f"Stopped by {signal.Signals(number).name} before the run has begun.\n".encode())
     os._exit(0)
 
 
-def end(status: int) -> None:
+def exit_now(status: int) -> None:
     """Ends the process at once: threads and groups of a run that has failed are not waited for."""
-    within(OUTPUT, sys.stdout.flush)
-    within(OUTPUT, sys.stderr.flush)
+    with_timeout(OUTPUT, sys.stdout.flush)
+    with_timeout(OUTPUT, sys.stderr.flush)
     os._exit(status)
 
 
-def within(seconds: float, action: Callable[[], Any]) -> None:
+def with_timeout(seconds: float, action: Callable[[], Any]) -> None:
     """Does it in a thread, and goes on after so long. What cannot be written is lost."""
 
     def run() -> None:

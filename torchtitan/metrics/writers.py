@@ -95,10 +95,10 @@ def keep_old(path: Path) -> None:
     if not path.exists() or path.stat().st_size == 0:
         return
     number = 1
-    while (kept := path.with_suffix(f".{number}{path.suffix}")).exists():
+    while (moved := path.with_suffix(f".{number}{path.suffix}")).exists():
         number += 1
-    path.rename(kept)
-    logger.info(f"this run starts at step 0: the {path.name} of an earlier one is now {kept.name}")
+    path.rename(moved)
+    logger.info(f"this run starts at step 0: the {path.name} of an earlier one is now {moved.name}")
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -106,17 +106,17 @@ def drop_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and 0 <= step_of(line) <= step]
-    if kept == lines:
+    moved = [line for line in lines if line.endswith(b"\n") and 0 <= step_of(line) <= step]
+    if moved == lines:
         return
     temporary = rewritten(path)
     with temporary.open("wb") as file:
-        file.writelines(kept)
+        file.writelines(moved)
         file.flush()
         os.fsync(file.fileno())
     temporary.chmod(path.stat().st_mode)
     temporary.replace(path)
-    logger.info(f"{path.name}: dropped {len(lines) - len(kept)} lines after step {step}, where this run resumes")
+    logger.info(f"{path.name}: dropped {len(lines) - len(moved)} lines after step {step}, where this run resumes")
 
 
 def rewritten(path: Path) -> Path:

@@ -6,7 +6,7 @@ import torch
 
 from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 
-# Logits are computed for so many tokens at once that they hold about this many numbers: 64 MiB in float32. A product
+# Logits are computed for so many tokens at once that they hold about this many numbers: 64 MiB in float32. A GEMM
 # of fewer than 512 rows uses a GPU badly, and low-precision kernels want multiples of 32: so multiples of 512.
 CHUNK_ELEMENTS = 2**24
 CHUNK_MULTIPLE = 512
@@ -87,12 +87,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 logits = output(part)
-            # data: no product needs its own result again, so that it is written over is nothing to autograd
+            # data: no GEMM needs its own result again, so that it is written over is nothing to autograd
             loss, logits_grad = cross_entropy(logits.data, label)
             hidden_grad, grad = torch.autograd.grad(logits, [part, weight], logits_grad)
             total += loss
             hidden_grads.append(hidden_grad)
-            # The chunks' sum is kept in float32, as one product over all tokens would keep it.
+            # The chunks' sum is kept in float32, as one GEMM over all tokens would keep it.
             if weight_grad is None:
                 weight_grad = grad if len(parts) == 1 else grad.float()
             else:

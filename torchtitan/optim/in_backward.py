@@ -29,12 +29,12 @@ class StepInBackward:
     def _update(self, parameter: torch.Tensor) -> None:
         self._squares.append(squared_norm([parameter]))
         groups, group = self.optimizer.param_groups, self._group_of[parameter]
-        everyone, group["params"] = group["params"], [parameter]
+        all_parameters, group["params"] = group["params"], [parameter]
         self.optimizer.param_groups = [group]
         try:
             self.optimizer.step()
         finally:
-            group["params"], self.optimizer.param_groups = everyone, groups
+            group["params"], self.optimizer.param_groups = all_parameters, groups
         parameter.grad = None
 
     def grad_norm(self) -> torch.Tensor:

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.cache import keep_compiled_code_private
 from torchtitan.compat.optimizers import recompile_limit
-from torchtitan.optim.state_formats import Blocks, Format, Plain, State, block_size, store
+from torchtitan.optim.state_formats import BlockQuantized, State, StateFormat, Unquantized, block_size, store
 
 
-class CompactAdamW(torch.optim.Optimizer):
+class LowBitAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) whose moments are held in a smaller format than float32.
 
     Parameters in bfloat16 are rounded stochastically after the update, which is computed in float32. The noise depends
@@ -33,10 +33,10 @@ class CompactAdamW(torch.optim.Optimizer):
         seed: of stochastic rounding.
 
     Attributes:
-        codes: "8bit", "4bit" or "fp8"; "" for none.
+        quantization: "8bit", "4bit" or "fp8"; "" for none.
     """
 
-    codes = ""
+    quantization = ""
 
     def __init__(
         self,
@@ -53,15 +53,15 @@ class CompactAdamW(torch.optim.Optimizer):
         self.state_dtype = state_dtype
         self.root = root
         self.seed = seed
-        everyone = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._numbers = {parameter: number for number, parameter in enumerate(everyone)}
+        all_parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._numbers = {parameter: number for number, parameter in enumerate(all_parameters)}
         make = functools.cache(self._make_formats)  # one for all alike, so that the compiler sees the same one
         self._formats = {
-            parameter: make(local_row(parameter) if parameter.ndim > 1 else 0, parameter.device)
-            for parameter in everyone
+            parameter: make(local_row_length(parameter) if parameter.ndim > 1 else 0, parameter.device)
+            for parameter in all_parameters
         }
         self._update: Callable[..., None] = update
-        if everyone and everyone[0].device.type == "cuda":
+        if all_parameters and all_parameters[0].device.type == "cuda":
             keep_compiled_code_private()
             self._update = torch.compile(update, fullgraph=True, dynamic=False)
 
@@ -78,13 +78,13 @@ class CompactAdamW(torch.optim.Optimizer):
         state, formats = self.state_of(parameter), self._formats[parameter]
         state["step"] += 1
         moments = self._parts(parameter)
-        weight = local_part(parameter)
+        weight = local_tensor(parameter)
         dtypes = [weight.dtype, *(moment[""].dtype if "" in moment else None for moment in moments)]
         noise = self._noise(parameter, weight, [dtype == torch.bfloat16 for dtype in dtypes], state["step"])
         with recompile_limit(64):  # one for each shape
             self._update(
                 weight,
-                local_part(grad),
+                local_tensor(grad),
                 state["step"],
                 lr,
                 formats,
@@ -107,7 +107,7 @@ class CompactAdamW(torch.optim.Optimizer):
         """Of the first and the second moment; in their own memory."""
         state = self.state_of(parameter)
         return [
-            {part: local_part(state[_join(key, part)]) for part in form.parts}
+            {part: local_tensor(state[_join(key, part)]) for part in form.parts}
             for key, form in zip(self._moment_names, self._formats[parameter], strict=True)
         ]
 
@@ -115,11 +115,13 @@ class CompactAdamW(torch.optim.Optimizer):
     def _moment_names(self) -> tuple[str, str]:
         return "exp_avg", "exp_avg_sq_root" if self.root else "exp_avg_sq"
 
-    def _make_formats(self, row: int, device: torch.device) -> tuple[Format, Format]:
+    def _make_formats(self, row: int, device: torch.device) -> tuple[StateFormat, StateFormat]:
         """Of the first and the second moment of a parameter with rows of this length."""
-        if not self.codes or not block_size(row):
-            return Plain(self.state_dtype), Plain(self.state_dtype)
-        return Blocks(self.codes, True, row, device), Blocks(self.codes, False, row, device)
+        if not self.quantization or not block_size(row):
+            return Unquantized(self.state_dtype), Unquantized(self.state_dtype)
+        return BlockQuantized(self.quantization, True, row, device), BlockQuantized(
+            self.quantization, False, row, device
+        )
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The state by name, made of zeros where there is none yet. Parts are divided over ranks as the parameter."""
@@ -127,41 +129,41 @@ class CompactAdamW(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             for key, form in zip(self._moment_names, self._formats[parameter], strict=True):
-                whole = form.layout(tuple(parameter.shape))
-                for part, (shape, dtype) in form.layout(tuple(local_part(parameter).shape)).items():
+                full = form.layout(tuple(parameter.shape))
+                for part, (shape, dtype) in form.layout(tuple(local_tensor(parameter).shape)).items():
                     zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
-                    state[_join(key, part)] = _divided_as(parameter, zeros, whole[part][0])
+                    state[_join(key, part)] = _sharded_like(parameter, zeros, full[part][0])
         return state
 
     def _noise(
-        self, parameter: nn.Parameter, like: torch.Tensor, wanted: list[bool], step: torch.Tensor
+        self, parameter: nn.Parameter, like: torch.Tensor, needs_noise: list[bool], step: torch.Tensor
     ) -> list[torch.Tensor | None]:
         """For the weight and its two moments: 16 random bits for each number that is to be rounded."""
-        if not any(wanted):
-            return [None] * len(wanted)
+        if not any(needs_noise):
+            return [None] * len(needs_noise)
         key = f"{self.seed}:{int(step)}:{self._numbers[parameter]}:{shard_number(parameter)}"
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
         generator = torch.Generator(like.device).manual_seed(seed)
         draw = functools.partial(torch.randint, 1 << 16, like.shape, generator=generator, device=like.device)
-        return [draw(dtype=torch.int32) if one else None for one in wanted]
+        return [draw(dtype=torch.int32) if one else None for one in needs_noise]
 
 
-class AdamW8bit(CompactAdamW):
+class AdamW8bit(LowBitAdamW):
     """Moments in 8 bits."""
 
-    codes = "8bit"
+    quantization = "8bit"
 
 
-class AdamW4bit(CompactAdamW):
+class AdamW4bit(LowBitAdamW):
     """Moments in 4 bits."""
 
-    codes = "4bit"
+    quantization = "4bit"
 
 
-class AdamWFp8(CompactAdamW):
+class AdamWFp8(LowBitAdamW):
     """Moments in float8 e4m3."""
 
-    codes = "fp8"
+    quantization = "fp8"
 
 
 def update(
@@ -169,7 +171,7 @@ def update(
     grad: torch.Tensor,
     step: torch.Tensor,
     lr: torch.Tensor,
-    formats: tuple[Format, Format],
+    formats: tuple[StateFormat, StateFormat],
     moments: list[State],
     noise: list[torch.Tensor | None],
     root: bool,
@@ -203,7 +205,7 @@ def _join(key: str, part: str) -> str:
     return f"{key}.{part}" if part else key
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds, plain."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     if hasattr(local, "__tensor_flatten__"):  # a weight that tells FSDP how to gather it; its numbers are inside
@@ -212,7 +214,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def local_row(parameter: torch.Tensor) -> int:
+def local_row_length(parameter: torch.Tensor) -> int:
     """Numbers in a row of what a rank holds, be it no row at all."""
     row = parameter.shape[-1]
     if isinstance(parameter, DTensor):
@@ -232,7 +234,7 @@ def shard_number(parameter: torch.Tensor) -> tuple[int, ...]:
     )
 
 
-def _divided_as(parameter: nn.Parameter, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _sharded_like(parameter: nn.Parameter, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """This rank's share as the whole of this shape."""
     if not isinstance(parameter, DTensor):
         return local

@@ -103,9 +103,9 @@ class UpdateGuard:
             return
         self.skipped += 1
         self.in_a_row += 1
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, sample_ids)
-        ids = list(dict.fromkeys(sample for part in everyones for sample in part))
+        all_sample_ids: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_sample_ids, sample_ids)
+        ids = list(dict.fromkeys(sample for part in all_sample_ids for sample in part))
         if dist.get_rank() == 0:
             logger.warning(f"step {step}: update skipped, {reason}; {self.skipped} so far")
             self.record(step, {"reason": reason, "grad_norm": norm if math.isfinite(norm) else None, "ids": ids})

@@ -19,7 +19,7 @@ State = Mapping[str, torch.Tensor]
 """What is held of one moment, by name; this rank's shares."""
 
 
-class Format(Protocol):
+class StateFormat(Protocol):
     """How the numbers of one moment are held."""
 
     parts: tuple[str, ...]
@@ -35,7 +35,7 @@ class Format(Protocol):
         """Holds the float32 numbers of `value` from now on, as well as the format can."""
 
 
-class Plain:
+class Unquantized:
     """As they are; bfloat16 is rounded stochastically.
 
     A number that moves by less than half of bfloat16's step (1/512 of itself) would stay where it is for ever if it
@@ -56,7 +56,7 @@ class Plain:
         store(state[""], value, noise)
 
 
-class Blocks:
+class BlockQuantized:
     """Codes of numbers between -1 and 1, and for each block of a row the float32 scale they are to be multiplied by.
 
     Args:
@@ -85,25 +85,25 @@ class Blocks:
         }
 
     def read(self, state: State) -> torch.Tensor:
-        codes, scale = state[self.name], state["scale"]
+        quantized, scale = state[self.name], state["scale"]
         if self.name == "fp8":
-            numbers = codes.float() / torch.finfo(codes.dtype).max
+            numbers = quantized.float() / torch.finfo(quantized.dtype).max
         else:
             if self.per_byte == 2:
-                codes = torch.stack([codes >> 4, codes & 15], dim=-1)
-            numbers = self.table[codes.int()]
+                quantized = torch.stack([quantized >> 4, quantized & 15], dim=-1)
+            numbers = self.table[quantized.int()]
         return (numbers.view(*scale.shape, self.block) * scale.unsqueeze(-1)).flatten(-2)
 
     def write(self, state: State, value: torch.Tensor, noise: torch.Tensor | None) -> None:
-        codes, blocks = state[self.name], value.unflatten(-1, (-1, self.block))
+        quantized, blocks = state[self.name], value.unflatten(-1, (-1, self.block))
         scale = blocks.abs().amax(-1).clamp_min(SMALLEST_SCALE)
         numbers = (blocks / scale.unsqueeze(-1)).flatten(-2)
         state["scale"].copy_(scale)
         if self.name == "fp8":
-            codes.copy_(numbers * torch.finfo(codes.dtype).max)
+            quantized.copy_(numbers * torch.finfo(quantized.dtype).max)
             return
         nearest = torch.bucketize(numbers, self.between, out_int32=True, right=True).to(torch.uint8)
-        codes.copy_((nearest[..., ::2] << 4) | nearest[..., 1::2] if self.per_byte == 2 else nearest)
+        quantized.copy_((nearest[..., ::2] << 4) | nearest[..., 1::2] if self.per_byte == 2 else nearest)
 
 
 def block_size(row: int) -> int:

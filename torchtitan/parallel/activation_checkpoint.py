@@ -13,7 +13,7 @@ from torchtitan.kernels import cpu_gemm  # noqa: F401  registers its operators
 
 
 def _expensive_operations() -> set[Any]:
-    """Operations whose results selective-by-operation checkpointing keeps: products and attention."""
+    """Operations whose results selective-by-operation checkpointing keeps: GEMMs and attention."""
     aten = torch.ops.aten
     return {
         aten.mm.default,

@@ -1,4 +1,4 @@
-"""Asynchronous tensor parallelism: the compiler cuts a collective and the product beside it into pieces, and one piece
+"""Asynchronous tensor parallelism: the compiler cuts a collective and the GEMM beside it into pieces, and one piece
 travels while another is computed (arXiv 2105.05720). Pieces travel through symmetric memory, which needs CUDA."""
 
 import torch
@@ -17,8 +17,8 @@ FUSED = (
 )
 
 
-class FusedProducts(CustomGraphPass):
-    """Counts the products that the compiler has fused with a collective.
+class FusedGemms(CustomGraphPass):
+    """Counts the GEMMs that the compiler has fused with a collective.
 
     It stands behind the compiler's own passes and sees each graph as it will run. The compiler silently leaves a
     collective as it is where it knows no pattern for it.
@@ -41,19 +41,19 @@ class FusedProducts(CustomGraphPass):
         """
         if self.count == 0:
             raise ConfigError(
-                "parallelism.enable_async_tensor_parallel: the compiler fused no collective into a product, so nothing "
+                "parallelism.enable_async_tensor_parallel: the compiler fused no collective into a GEMM, so nothing "
                 "would overlap; unset it, or set TORCH_LOGS=+inductor to see why."
             )
-        logger.info(f"asynchronous tensor parallelism: {self.count} products fused with a collective")
+        logger.info(f"asynchronous tensor parallelism: {self.count} GEMMs fused with a collective")
 
 
-def enable_async_tensor_parallel(mesh: DeviceMesh) -> FusedProducts:
+def enable_async_tensor_parallel(mesh: DeviceMesh) -> FusedGemms:
     """Sets up symmetric memory for the tensor-parallel ranks and turns the compiler's pass on. Before compilation.
 
     Args:
         mesh: the tensor-parallel ranks, one dimension, on CUDA.
     """
     enable_symmetric_memory(mesh.get_group().group_name)
-    fused = FusedProducts()
+    fused = FusedGemms()
     fuse_collectives_with_gemms(fused)
     return fused

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
-from torchtitan.parallel.collectives import exchange, gather
+from torchtitan.parallel.collectives import all_gather, all_to_all
 from torchtitan.protocols import AttentionFunction
 
 Method = Literal["allgather", "alltoall"]
@@ -53,10 +53,10 @@ def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, meth
     """
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
 
-    def with_all_keys(
+    def all_gather_attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        k, v = gather(torch.stack([k, v]), SEQUENCE + 1, group).unbind()
+        k, v = all_gather(torch.stack([k, v]), SEQUENCE + 1, group).unbind()
         # Gathered are the ranks' parts (first, mirrored); in order they are all the first, then back the mirrored.
         parts = 2 * size
         order = [*range(0, parts, 2), *range(parts - 1, 0, -2)]
@@ -77,10 +77,10 @@ def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, meth
             )
         return torch.cat(outs, SEQUENCE)
 
-    def with_own_heads(
+    def all_to_all_attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        q, k, v = (exchange(t, HEADS, SEQUENCE, group, size) for t in (q, k, v))
-        return exchange(attend(q, k, v, document_ids), SEQUENCE, HEADS, group, size)
+        q, k, v = (all_to_all(t, HEADS, SEQUENCE, group, size) for t in (q, k, v))
+        return all_to_all(attend(q, k, v, document_ids), SEQUENCE, HEADS, group, size)
 
-    return with_all_keys if method == "allgather" else with_own_heads
+    return all_gather_attention if method == "allgather" else all_to_all_attention

@@ -23,7 +23,7 @@ class ParallelDims:
         dp_replicate: copies of the (sharded) model, each with rows of its own.
         dp_shard: ranks that one copy is sharded over, each with rows of its own.
         cp: ranks that share each sequence. Weights are sharded over them too.
-        tp: ranks that share each matrix product.
+        tp: ranks that share each GEMM.
     """
 
     pp: int = 1

@@ -14,39 +14,39 @@ from torch import nn
 from torchtitan.compat.distributed import functional_collectives as funcol
 from torchtitan.kernels import rounding
 from torchtitan.kernels.quantize import float8_scale
-from torchtitan.parallel.collectives import awaited, gather, gather_parts, sum_scatter_parts
-from torchtitan.parallel.tensor import Gather
+from torchtitan.parallel.collectives import all_gather, all_gather_no_grad, reduce_scatter_no_grad, wait_tensor
+from torchtitan.parallel.tensor import AllGather
 
 
-def all_gather_for(linears: Sequence[nn.Module]) -> Gather:
+def all_gather_for(linears: Sequence[nn.Module]) -> AllGather:
     """How the input of these layers is all-gathered: in the dtype that each of them names as its `all_gather_dtype`, or
     else as it is."""
     dtypes = {getattr(linear, "all_gather_dtype", None) for linear in linears}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    return gather if dtype is None else _gather_in_float8(dtype)
+    return all_gather if dtype is None else _float8_all_gather(dtype)
 
 
 @functools.cache  # one for all layers: what is compiled for one block then serves all
-def _gather_in_float8(dtype: torch.dtype) -> Gather:
+def _float8_all_gather(dtype: torch.dtype) -> AllGather:
     from torchtitan.compat.torchao_float8 import Float8TrainingTensor, GemmInputRole, LinearMMConfig
 
     @torch.compiler.allow_in_graph
-    class GatherInFloat8(torch.autograd.Function):
+    class Float8AllGather(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:  # type: ignore[override]
             ctx.dim, ctx.group = dim, group
             flat = x.flatten(0, -2)
-            amax = awaited(funcol.all_reduce(rounding.amax(flat).amax(), "max", group))  # type: ignore[arg-type]
+            amax = wait_tensor(funcol.all_reduce(rounding.amax(flat).amax(), "max", group))  # type: ignore[arg-type]
             scale = float8_scale(amax, dtype)
             data = rounding.round_to(flat, scale, dtype).view(x.shape)
             if data.device.type == "cpu":  # gloo knows no float8
-                data = gather_parts(data.view(torch.uint8), dim, group).view(dtype)
+                data = all_gather_no_grad(data.view(torch.uint8), dim, group).view(dtype)
             else:
-                data = gather_parts(data, dim, group)
+                data = all_gather_no_grad(data, dim, group)
             return Float8TrainingTensor(data, scale, x.dtype, LinearMMConfig(), GemmInputRole.INPUT)
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-            return sum_scatter_parts(grad, ctx.dim, ctx.group), None, None
+            return reduce_scatter_no_grad(grad, ctx.dim, ctx.group), None, None
 
-    return GatherInFloat8.apply
+    return Float8AllGather.apply

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.parallel.collectives import gather
+from torchtitan.parallel.collectives import all_gather
 from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 
 
@@ -19,16 +19,16 @@ def vocab_parallel_cross_entropy(mesh: DeviceMesh) -> CrossEntropyFunction:
         shifted = logits.float().sub_(largest)
         counted = (labels != IGNORE_INDEX).unsqueeze(-1)
         label = labels.unsqueeze(-1) - rank * logits.shape[1]
-        mine = (label >= 0) & (label < logits.shape[1])
-        label = label.where(mine, 0)
-        of_label = shifted.gather(-1, label) * mine
+        is_local = (label >= 0) & (label < logits.shape[1])
+        label = label.where(is_local, 0)
+        of_label = shifted.gather(-1, label) * is_local
         probabilities = shifted.exp_()
         sums = torch.stack([probabilities.sum(-1, keepdim=True), of_label])
         dist.all_reduce(sums, group=group)
         total, of_label = sums
         loss = ((total.log() - of_label) * counted).sum()
         probabilities /= total
-        probabilities.scatter_add_(-1, label, -mine.float())
+        probabilities.scatter_add_(-1, label, -is_local.float())
         return loss, probabilities.mul_(counted).to(logits.dtype)
 
     return vocab_parallel
@@ -39,7 +39,7 @@ def all_gather_cross_entropy(cross_entropy: CrossEntropyFunction, mesh: DeviceMe
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
 
     def gathered(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, grad = cross_entropy(gather(logits, 1, group), labels)
+        loss, grad = cross_entropy(all_gather(logits, 1, group), labels)
         return loss, grad.chunk(size, 1)[rank]
 
     return gathered

@@ -10,21 +10,21 @@ from torchtitan.errors import UserError
 T = TypeVar("T")
 
 
-def of_all_ranks(mine: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """What each rank has, on every rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def from_rank_0(read: Callable[[], T]) -> T:
+def broadcast_from_rank_0(read: Callable[[], T]) -> T:
     """What rank 0 reads, on every rank: a folder may look different from another machine."""
-    found = [read() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0]  # type: ignore[return-value]
+    values = [read() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(values)
+    return values[0]  # type: ignore[return-value]
 
 
-def everywhere(read: Callable[[], T]) -> T:
+def raise_on_all_ranks(read: Callable[[], T]) -> T:
     """What `read` gives on this rank.
 
     Raises:
@@ -35,7 +35,7 @@ def everywhere(read: Callable[[], T]) -> T:
         result = read()
     except UserError as failure:
         error = failure
-    for failed in of_all_ranks(error):
+    for failed in all_gather_object(error):
         if failed is not None:
             raise failed from None
     return result  # type: ignore[return-value]

@@ -125,7 +125,7 @@ def named_failures(comm: Comm, dump_folder: Path) -> Iterator[None]:
     except Exception as error:
         if _heartbeat is None:
             raise
-        failure = communication_failure(error)
+        failure = failed_collective(error)
         _heartbeat.end(LOST if failure else type(error).__name__)
         if not failure:
             raise
@@ -133,7 +133,7 @@ def named_failures(comm: Comm, dump_folder: Path) -> Iterator[None]:
         raise LostRankError(f"{_what_failed(failure, comm)} {_heartbeat.account()}{where}") from error
 
 
-def communication_failure(error: BaseException | None) -> str:
+def failed_collective(error: BaseException | None) -> str:
     """The message of the collective that has failed, wherever in the chain of causes it is; '' for another error."""
     while error is not None:
         if isinstance(error, dist.DistError) or "gloo/transport" in str(error) or GLOO_CLOSED in str(error):

@@ -15,17 +15,17 @@ from torchtitan.config import JobConfig
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.pipeline import stages_of
 from torchtitan.plan.devices import PlannedDevice
-from torchtitan.plan.simulation import Measures, Simulation, pretended_world
+from torchtitan.plan.simulation import Measures, Simulation, fake_process_group
 
 
-def along(first: Measures, second: Measures, steps: float) -> Measures:
+def extrapolate(first: Measures, second: Measures, steps: float) -> Measures:
     """The affine function through `first` (at 0) and `second` (at 1), at `steps`. Moments of one alone are left out."""
     keys = [key for key in {**first, **second} if key[0] != "peak" or (key in first and key in second)]
     return {key: first.get(key, 0) + steps * (second.get(key, 0) - first.get(key, 0)) for key in keys}
 
 
-def plus(total: Measures, part: Measures, times: float, prefix: str) -> Measures:
-    """`total`, and so many times what `part` says of `prefix` ("each round", "each microbatch")."""
+def add_repeated(total: Measures, part: Measures, times: float, prefix: str) -> Measures:
+    """`total`, and so many times what `part` says of `prefix` ("each accumulation step", "each microbatch")."""
     added = dict(total)
     for key, value in part.items():
         if key[0] == prefix:
@@ -34,7 +34,7 @@ def plus(total: Measures, part: Measures, times: float, prefix: str) -> Measures
 
 
 @dataclass(frozen=True)
-class Part:
+class SimulatedRank:
     """What is simulated: a rank of a pipeline of so many ranks.
 
     Attributes:
@@ -57,7 +57,7 @@ class Job:
         args: sizes of the model.
         layers: how many each stage has.
         alike: whether all layers are.
-        whole: simulate everything, however long it takes.
+        full: simulate everything, however long it takes.
     """
 
     config: JobConfig
@@ -67,10 +67,10 @@ class Job:
     layers: Sequence[int]
     alike: bool
     device: PlannedDevice
-    whole: bool = False
+    full: bool = False
 
     @property
-    def rounds(self) -> int:
+    def grad_accumulation_steps(self) -> int:
         """Forward and backward passes in a step."""
         return self.rows // (self.config.training.local_batch_size * self.dims.dp)
 
@@ -88,14 +88,14 @@ class Job:
         return int(option) if selective and option.isdecimal() else 1
 
     @property
-    def fills_and_drains(self) -> bool:
+    def is_single_stage_schedule(self) -> bool:
         """Whether a rank has one stage, and differs from its neighbours in how many microbatches it keeps at most."""
         return not self.config.parallelism.pipeline_parallel_schedule_csv and self._schedule in ("1f1b", "gpipe")
 
     @property
-    def simulated_rounds(self) -> int:
+    def simulated_accumulation_steps(self) -> int:
         """All but the first find gradients there, all but the last keep copies apart: two show the rest."""
-        return self.rounds if self.whole else min(self.rounds, 2)
+        return self.grad_accumulation_steps if self.full else min(self.grad_accumulation_steps, 2)
 
     @property
     def _schedule(self) -> str:
@@ -105,45 +105,50 @@ class Job:
         """Numbers of the stages on a rank of the pipeline."""
         return stages_of(rank, self.dims.pp, len(self.layers), self._schedule) if self.dims.pp > 1 else [0]
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int) -> SimulatedRank:
         """What a rank is like. Of the ranks before, it knows only whether there is one; and with 1F1B it keeps no more
         microbatches than ranks follow, and one more shows what others add."""
         ranks, layers = self.dims.pp, tuple(self.layers[stage] for stage in self.own_stages(rank))
-        if self.whole or not self.fills_and_drains:
-            return Part(ranks, rank, layers, self.microbatches)
+        if self.full or not self.is_single_stage_schedule:
+            return SimulatedRank(ranks, rank, layers, self.microbatches)
         ranks, rank = ranks - max(0, rank - 1), min(rank, 1)
-        return Part(ranks, rank, layers, min(self.microbatches, ranks + 1) if self._keeps_few else self.microbatches)
+        return SimulatedRank(
+            ranks,
+            rank,
+            layers,
+            min(self.microbatches, ranks + 1) if self._keeps_few_microbatches else self.microbatches,
+        )
 
     @property
-    def _keeps_few(self) -> bool:
+    def _keeps_few_microbatches(self) -> bool:
         return self._schedule == "1f1b" and self.dims.pp > 1
 
-    def with_fewer_ranks(self, part: Part) -> list[Part]:
+    def with_fewer_ranks(self, part: SimulatedRank) -> list[SimulatedRank]:
         """The part itself, or two in shorter pipelines."""
         least = 3 if 0 < part.rank < part.ranks - 1 else 2
-        if self.whole or not self.fills_and_drains or part.ranks <= least + 1:
+        if self.full or not self.is_single_stage_schedule or part.ranks <= least + 1:
             return [part]
         return [
-            Part(
+            SimulatedRank(
                 ranks,
                 part.rank,
                 part.layers,
-                part.microbatches - (part.ranks - ranks if self._keeps_few else 0),
+                part.microbatches - (part.ranks - ranks if self._keeps_few_microbatches else 0),
             )
             for ranks in (least, least + 1)
         ]
 
-    def with_fewer_layers(self, part: Part) -> list[Part]:
+    def with_fewer_layers(self, part: SimulatedRank) -> list[SimulatedRank]:
         """The part itself, or two with fewer layers. Blocks at either end may differ from those between, and one must
         lie between in both."""
         count = part.layers[0]
         least = 2 * self.period + 1
         base = least + (count - least) % self.period
-        if self.whole or len(part.layers) > 1 or not self.alike or count <= base + self.period:
+        if self.full or len(part.layers) > 1 or not self.alike or count <= base + self.period:
             return [part]
         return [dataclasses.replace(part, layers=(layers,)) for layers in (base, base + self.period)]
 
-    def simulated_parts(self) -> list[Part]:
+    def simulated_ranks(self) -> list[SimulatedRank]:
         """All that `measure` simulates."""
         shorter = [part for rank in range(self.dims.pp) for part in self.with_fewer_ranks(self.part(rank))]
         return list(dict.fromkeys(smaller for part in shorter for smaller in self.with_fewer_layers(part)))
@@ -151,34 +156,38 @@ class Job:
 
 def measure(job: Job) -> list[Measures]:
     """What the ranks of each place in the pipeline hold and send, with the one key ("peak",) for memory."""
-    simulate = functools.cache(lambda part: _simulation(job, part, lambda it: it.simulate(job.simulated_rounds)))
-    with_all_layers = functools.cache(functools.partial(_with_all_layers, job, simulate))
+    simulate = functools.cache(
+        lambda part: _simulation(job, part, lambda it: it.simulate(job.simulated_accumulation_steps))
+    )
+    with_all_layers = functools.cache(functools.partial(_extrapolate_layers, job, simulate))
     found = []
     for rank in range(job.dims.pp):
         part = job.part(rank)
         shorter = job.with_fewer_ranks(part)
         measures = with_all_layers(shorter[0])
         if len(shorter) > 1:
-            measures = along(measures, with_all_layers(shorter[1]), part.ranks - shorter[0].ranks)
-        found.append(_with_all_microbatches(job, part, measures))
+            measures = extrapolate(measures, with_all_layers(shorter[1]), part.ranks - shorter[0].ranks)
+        found.append(_extrapolate_microbatches(job, part, measures))
     return found
 
 
-def _with_all_layers(job: Job, simulate: Callable[[Part], Measures], part: Part) -> Measures:
+def _extrapolate_layers(job: Job, simulate: Callable[[SimulatedRank], Measures], part: SimulatedRank) -> Measures:
     """Of a part, with the one key ("peak",) for memory."""
     fewer = job.with_fewer_layers(part)
     measures = simulate(fewer[0])
     if len(fewer) > 1:
-        measures = along(measures, simulate(fewer[1]), (part.layers[0] - fewer[0].layers[0]) / job.period)
+        measures = extrapolate(measures, simulate(fewer[1]), (part.layers[0] - fewer[0].layers[0]) / job.period)
     peaks = [value for key, value in measures.items() if key[0] == "peak"]
     return {**{key: value for key, value in measures.items() if key[0] != "peak"}, ("peak",): max(peaks)}
 
 
-def _with_all_microbatches(job: Job, part: Part, measures: Measures) -> Measures:
-    """Of all rounds and microbatches of a step, from those of a part."""
+def _extrapolate_microbatches(job: Job, part: SimulatedRank, measures: Measures) -> Measures:
+    """Of all accumulation steps and microbatches of a step, from those of a part."""
     more = job.microbatches - part.microbatches
-    total = plus(measures, measures, job.rounds - job.simulated_rounds, "each round")
-    total = plus(total, measures, job.rounds * more, "each microbatch")
+    total = add_repeated(
+        measures, measures, job.grad_accumulation_steps - job.simulated_accumulation_steps, "each accumulation step"
+    )
+    total = add_repeated(total, measures, job.grad_accumulation_steps * more, "each microbatch")
     total = {key: value for key, value in total.items() if not key[0].startswith("each")}
     if more:
         # Torch's stages take memory for all that they will receive from the beginning on; since 2.15 a microbatch at a
@@ -195,7 +204,7 @@ def _with_all_microbatches(job: Job, part: Part, measures: Measures) -> Measures
 T = TypeVar("T")
 
 
-def _simulation(job: Job, part: Part, look: Callable[[Simulation], T]) -> T:
+def _simulation(job: Job, part: SimulatedRank, look: Callable[[Simulation], T]) -> T:
     """What `look` makes of a part."""
     config, dims = job.config, dataclasses.replace(job.dims, pp=part.ranks)
     local = config.training.local_batch_size
@@ -211,6 +220,6 @@ def _simulation(job: Job, part: Part, look: Callable[[Simulation], T]) -> T:
     for stage, count in zip(own, part.layers, strict=True):
         layers[stage] = count
     world_size = dims.pp * dims.dp * dims.cp * dims.tp
-    with pretended_world(part.rank * world_size // dims.pp, world_size):
-        rows = local * dims.dp * job.simulated_rounds
+    with fake_process_group(part.rank * world_size // dims.pp, world_size):
+        rows = local * dims.dp * job.simulated_accumulation_steps
         return look(Simulation(config, dims, rows, job.args, layers, job.period + 1, job.device))

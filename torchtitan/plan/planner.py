@@ -24,7 +24,7 @@ from torchtitan.parallel.fsdp import require_parts
 from torchtitan.parallel.pipeline import find_first_layers, layer_costs
 from torchtitan.plan.devices import DEFAULT, PlannedDevice, named_device, this_device
 from torchtitan.plan.extrapolation import Job, measure
-from torchtitan.plan.links import NODE, extent, least_seconds
+from torchtitan.plan.links import NODE, extent, min_seconds
 from torchtitan.plan.render import draw, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
@@ -133,7 +133,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         flops_per_token=per_token,
         tokens_per_step=tokens,
         batch=f"{rows} x {training.seq_len} = {tokens:,} tokens a step "
-        f"({training.local_batch_size} x {dims.dp} ranks x {job.rounds} passes"
+        f"({training.local_batch_size} x {dims.dp} ranks x {job.grad_accumulation_steps} passes"
         + (f" of {job.microbatches} microbatches)" if dims.pp > 1 else ")"),
         mode=mode,
         ranks=ranks,
@@ -177,7 +177,7 @@ def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
             dimension, kind = collective
             size = round(measures["bytes", dimension, kind])
             ranks, stride = extent(dimension, job.dims)
-            seconds = least_seconds(kind, size, ranks, stride, job.device)
+            seconds = min_seconds(kind, size, ranks, stride, job.device)
             traffic.append(Traffic(dimension, kind, ranks, round(count), size, seconds))
     return RankPlan(
         rank,
@@ -207,7 +207,7 @@ def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
         if rank.compute_seconds is None:
             return None
         waited = rank.compute_seconds + sum(by_dimension.get(name, 0) for name in ("tp", "cp"))
-        if job.fills_and_drains and job.dims.pp > 1:
+        if job.is_single_stage_schedule and job.dims.pp > 1:
             waited *= (job.microbatches + job.dims.pp - 1) / job.microbatches
         beside = by_dimension.get("fsdp", 0) + by_dimension.get("dp_replicate", 0)
         totals.append(max(waited, beside, by_dimension.get("pp", 0)))
@@ -230,7 +230,7 @@ def _notes(job: Job, why: str) -> list[str]:
         "counted are its tensors and collectives in a step that is reported (so with the sum of the loss)",
         _what_is_simulated(job),
         "not counted: what a kernel takes and gives back, CUDA's context, NCCL's buffers (1 to 3 GiB), fragmentation",
-        "lower bound: products at the device's peak, causal attention at half, tensor and context parallel collectives "
+        "lower bound: GEMMs at the device's peak, causal attention at half, tensor and context parallel collectives "
         "waited for, FSDP's hidden behind them, a pipeline's filling and draining",
     ]
     if job.device.type == "cuda":
@@ -246,7 +246,7 @@ def _notes(job: Job, why: str) -> list[str]:
 
 
 def _what_is_simulated(job: Job) -> str:
-    parts = job.simulated_parts()
+    parts = job.simulated_ranks()
     layers = sorted({count for part in parts for count in part.layers})
     what = [f"{' and '.join(map(str, layers))} layers of {'+'.join(map(str, sorted(set(job.layers))))} in a stage"]
     if job.dims.pp > 1:
@@ -254,5 +254,5 @@ def _what_is_simulated(job: Job) -> str:
         microbatches = sorted({part.microbatches for part in parts})
         what.append(f"ranks {', '.join(ranks)} of a pipeline")
         what.append(f"{' and '.join(map(str, microbatches))} microbatches of {job.microbatches}")
-    what.append(f"{job.simulated_rounds} of {job.rounds} passes in a step")
+    what.append(f"{job.simulated_accumulation_steps} of {job.grad_accumulation_steps} passes in a step")
     return f"simulated: {'; '.join(what)}. What is more of the same is computed from these, exactly"

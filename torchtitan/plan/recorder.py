@@ -65,8 +65,8 @@ class Recorder(TorchDispatchMode):
     Attributes:
         count: collectives so far.
         bytes: of their whole tensors: what an all-gather makes, what a reduce-scatter is given.
-        flops: of products and attention so far, a multiply-add being two; attention counts half, being causal.
-        flops_8bit: of products in 8 bits, which count there alone.
+        flops: of GEMMs and attention so far, a multiply-add being two; attention counts half, being causal.
+        flops_8bit: of GEMMs in 8 bits, which count there alone.
         current: bytes that are live.
         peaks: the most so far, by the labels given to `enter`.
     """
@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> "Recorder":
         recorder, resize, propagate = self, torch.UntypedStorage.resize_, ShardingPropagator.__dict__[PROPAGATE]
 
-        def resize_and_tell(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        def resize_and_record(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             before = storage.nbytes()
             result = resize(storage, size)
             recorder._resized(storage, before, size)
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
 
         self._replaced = ExitStack()
         # FSDP frees and takes memory so.
-        self._replaced.enter_context(_replaced(torch.UntypedStorage, "resize_", resize_and_tell))
+        self._replaced.enter_context(_replaced(torch.UntypedStorage, "resize_", resize_and_record))
         # DTensor finds out shapes by fake tensors of the whole size.
         self._replaced.enter_context(_replaced(ShardingPropagator, PROPAGATE, propagate_unseen))
         super().__enter__()

@@ -79,7 +79,7 @@ def _time(plan: Plan) -> str:
     tokens = plan.tokens_per_step / plan.step_seconds / plan.world_size
     return (
         f"A step takes {plan.step_seconds:.3g} s or more ({tokens:,.0f} tokens/s a device or less, "
-        f"MFU {plan.mfu or 0:.0%}, which counts all of causal attention, the bound half): products alone "
+        f"MFU {plan.mfu or 0:.0%}, which counts all of causal attention, the bound half): GEMMs alone "
         f"{slowest.compute_seconds or 0:.3g} s ({(slowest.flops + slowest.flops_8bit) / 1e12:,.4g} TFLOP at "
         f"{(device.peak_flops or 0) / 1e12:,.4g} TFLOP/s, 8-bit ones at twice that), links of "
         f"{(device.within_node or 0) / 1e9:,.0f} GB/s within a machine and {(device.between_nodes or 0) / 1e9:,.0f} "
@@ -129,7 +129,7 @@ def draw(plan: Plan, path: Path) -> None:
     left.axhline(plan.device.memory_bytes / GIB, color="red", linestyle="--", label=plan.device.name)
     left.set_ylabel("GiB")
     left.set_title(f"Memory of one rank (checkpointing: {plan.mode})")
-    seconds: dict[str, list[float]] = {"products": [rank.compute_seconds or 0 for rank in plan.ranks]}
+    seconds: dict[str, list[float]] = {"GEMMs": [rank.compute_seconds or 0 for rank in plan.ranks]}
     for name in dict.fromkeys(line.dimension for rank in plan.ranks for line in rank.traffic):
         seconds[name] = [sum(line.seconds or 0 for line in r.traffic if line.dimension == name) for r in plan.ranks]
     width = 0.8 / len(seconds)

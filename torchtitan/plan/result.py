@@ -34,8 +34,8 @@ class RankPlan:
         layers: of each of its stages.
         parameters, gradients, optimizer: bytes.
         peaks: bytes of everything, by mode of activation checkpointing.
-        flops: of products and attention, with what is computed again; causal attention counts half.
-        flops_8bit: of products in 8 bits, apart.
+        flops: of GEMMs and attention, with what is computed again; causal attention counts half.
+        flops_8bit: of GEMMs in 8 bits, apart.
     """
 
     rank: int

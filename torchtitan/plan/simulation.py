@@ -26,19 +26,20 @@ from torchtitan.engine.explain import conversion_target
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import PlannedDevice
+from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
-from torchtitan.plan.stand_ins import stand_ins
 from torchtitan.step import TrainingStep
 
 Measures = dict[tuple[Any, ...], float]
 """What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",), ("flops_8bit",);
 ("count", group, kind) and ("bytes", group, kind) of collectives; ("peak", label): bytes, of everything, at moments with
 this label.
-Numbers of a step; with ("each round", ...) or ("each microbatch", ...) in front: of one of several alike."""
+Numbers of a step; with ("each accumulation step", ...) or ("each microbatch", ...) in front: of one of several that
+are alike."""
 
 
 @contextlib.contextmanager
-def pretended_world(rank: int, world_size: int) -> Iterator[None]:
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """A process group in which this process is that rank, and in which collectives do nothing."""
     clear_sharding_cache()  # it remembers meshes, and so groups, of the world before
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
@@ -72,7 +73,7 @@ class Simulation(TrainingStep):
         rows: sequences in an optimizer step.
         args: sizes of the model.
         layers: how many each stage of the pipeline has; they sum to the model's.
-        reach: blocks that are told from others by their place, at each end of a stage.
+        edge_blocks: blocks that are told from others by their place, at each end of a stage.
         planned: the device to simulate. Tensors pretend to lie on CPU; what GPU's kernels keep is imitated.
     """
 
@@ -83,18 +84,18 @@ class Simulation(TrainingStep):
         rows: int,
         args: Any,
         layers: Sequence[int],
-        reach: int,
+        edge_blocks: int,
         planned: PlannedDevice,
     ) -> None:
         device = Device("cpu", planned.name, torch.device("cpu"))
         super().__init__(config, dims, rows, device, dataclasses.replace(args, n_layers=sum(layers)))
         self.layers = layers
-        self.reach = reach
+        self.edge_blocks = edge_blocks
         self.planned = planned
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Recorder(name_of_group(self), self.fake_mode)
         self.gradient_bytes = 0
-        self._rounds: list[Measures] = []
+        self._accumulation_steps: list[Measures] = []
         self._microbatches: list[Measures] = []
         self.build()
         self._label_blocks()
@@ -110,15 +111,18 @@ class Simulation(TrainingStep):
             for stage in self.stages.values():
                 stage.to_empty(device="cpu")
 
-    def simulate(self, rounds: int) -> Measures:
+    def simulate(self, accumulation_steps: int) -> Measures:
         """A training step of so many forward and backward passes (each of a pipeline's microbatches)."""
         with self._step_around():
-            self._step(rounds)
+            self._step(accumulation_steps)
             measures: Measures = {(key,): size for key, size in state_bytes(self.model, self.optimizer).items()}
         measures[("gradients",)] = self.gradient_bytes
         measures |= self._traffic()
         measures |= {("peak", label): peak for label, peak in self.recorder.peaks.items()}
-        for what, marks in (("each round", self._rounds), ("each microbatch", self._microbatches)):
+        for what, marks in (
+            ("each accumulation step", self._accumulation_steps),
+            ("each microbatch", self._microbatches),
+        ):
             if len(marks) > 1:
                 before, after = marks[-2:]
                 measures |= {(what, *key): after[key] - before.get(key, 0) for key in after}
@@ -134,20 +138,20 @@ class Simulation(TrainingStep):
             visits += 1
             if visits == last:
                 found = self.recorder.current
-                raise _Enough
+                raise _SimulationDone
 
         next(iter(next(iter(self.stages.values())).layers.values())).register_forward_pre_hook(look, prepend=True)
         with self._step_around():
             try:
                 self._step(1)
             except Exception as error:  # the schedule puts its own around it
-                if not isinstance(error.__cause__ or error, _Enough):
+                if not isinstance(error.__cause__ or error, _SimulationDone):
                     raise
         return found
 
-    def _step(self, rounds: int) -> None:
+    def _step(self, accumulation_steps: int) -> None:
         """A step that is reported."""
-        loss, _ = self.run([self._batch()] * rounds, 0.0, self._agree_on_update)
+        loss, _ = self.run([self._batch()] * accumulation_steps, 0.0, self._agree_on_update)
         self.over_ranks(loss)
 
     def _agree_on_update(self, loss: torch.Tensor, grad_norm: torch.Tensor, hidden: torch.Tensor | None) -> None:
@@ -161,7 +165,7 @@ class Simulation(TrainingStep):
         gc.collect()
         gc.disable()  # as in training: what is held does not depend on when it runs
         try:
-            with self.fake_mode, self.recorder, stand_ins(self.planned.type):
+            with self.fake_mode, self.recorder, kernel_substitutes(self.planned.type):
                 self._make_optimizer_state()
                 self.recorder.clear()
                 yield
@@ -182,8 +186,8 @@ class Simulation(TrainingStep):
         self._tell_converters(0.0)
 
     def _forward_backward(self, tokens: Any, labels: Any, others: Any) -> torch.Tensor:
-        self.recorder.enter(("start", len(self._rounds)))
-        self._rounds.append(self._traffic())
+        self.recorder.enter(("start", len(self._accumulation_steps)))
+        self._accumulation_steps.append(self._traffic())
         loss = super()._forward_backward(tokens, labels, others)
         self.gradient_bytes = state_bytes(self.model, self.optimizer)["gradients"]
         self.recorder.enter(("update",))
@@ -202,8 +206,8 @@ class Simulation(TrainingStep):
         for number, stage in self.stages.items():
             blocks = list(getattr(stage, "layers", nn.ModuleDict()).values())
             for index, block in enumerate(blocks):
-                places = [index] if index < self.reach else []
-                places += [index - len(blocks)] if index >= len(blocks) - self.reach else []
+                places = [index] if index < self.edge_blocks else []
+                places += [index - len(blocks)] if index >= len(blocks) - self.edge_blocks else []
                 _label(block, self.recorder, [(number, place) for place in places] or [(number, "between")])
             if blocks:
                 blocks[0].register_forward_pre_hook(lambda *_: self._microbatches.append(self._traffic()))
@@ -230,7 +234,7 @@ def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Any, ...]]) 
     block.register_forward_hook(after)
 
 
-class _Enough(Exception):
+class _SimulationDone(Exception):
     """Ends a step that has shown what it should."""
 
 

@@ -19,7 +19,7 @@ class _CausalMask:
 
 
 @contextlib.contextmanager
-def stand_ins(device_type: str) -> Iterator[None]:
+def kernel_substitutes(device_type: str) -> Iterator[None]:
     """Within it attention and RMSNorm are the operations that they are on "cuda" or "cpu". For fake tensors only.
 
     On a GPU flash attention keeps queries, keys, values, output and log-sum-exp; the fused norm its input and a number

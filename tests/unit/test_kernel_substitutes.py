@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.norm import RMSNorm
+from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
-from torchtitan.plan.stand_ins import stand_ins
 
 
 def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
@@ -17,7 +17,7 @@ def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
     heads, kv_heads, seq, head_dim = 8, 2, 512, 32
     kept = {}
     for device in ("cuda", "cpu"):
-        with FakeTensorMode() as mode, Recorder(str, mode) as recorder, stand_ins(device):
+        with FakeTensorMode() as mode, Recorder(str, mode) as recorder, kernel_substitutes(device):
             shapes = [(1, count, seq, head_dim) for count in (heads, kv_heads, kv_heads)]
             q, k, v = (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
             out = causal_attention(q, k, v)
@@ -33,7 +33,7 @@ def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
 
 @pytest.mark.parametrize("kind", [nn.RMSNorm, RMSNorm], ids=["torch's", "ours"])
 def test_a_norm_keeps_its_input_and_a_number_a_row(kind: type[nn.RMSNorm]) -> None:
-    with FakeTensorMode() as mode, Recorder(str, mode) as recorder, stand_ins("cuda"):
+    with FakeTensorMode() as mode, Recorder(str, mode) as recorder, kernel_substitutes("cuda"):
         x = torch.empty(16, 256, dtype=torch.bfloat16, requires_grad=True)
         norm = kind(256, dtype=torch.bfloat16)
         weight = norm.weight
@@ -43,6 +43,6 @@ def test_a_norm_keeps_its_input_and_a_number_a_row(kind: type[nn.RMSNorm]) -> No
 
 def test_kernels_are_torchs_again_afterwards() -> None:
     before = F.scaled_dot_product_attention, F.rms_norm
-    with stand_ins("cuda"):
+    with kernel_substitutes("cuda"):
         assert F.rms_norm is not before[1]
     assert (F.scaled_dot_product_attention, F.rms_norm) == before
