@@ -1,6 +1,6 @@
 """Causal attention on CPU: torch's kernels, our tiles and our C++, in time and in error.
 
-python benchmarks/attention_cpu.py [--shape 4,16,512,16]   (batch, heads, sequence, head dimension)
+python -m benchmarks attention_cpu [--shape 4,16,512,16]   (batch, heads, sequence, head dimension)
 """
 
 import argparse

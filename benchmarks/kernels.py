@@ -1,6 +1,6 @@
 """Speed of single linear layers in each recipe, for the (M, K, N) of real models: TFLOP/s, and ratios to bf16.
 
-python benchmarks/kernels.py [--models 1B,3B,8B] [--tokens 8192] [--no-compile] [--json FILE] [--minutes 5]
+python -m benchmarks kernels [--models 1B,3B,8B] [--tokens 8192] [--no-compile] [--json FILE] [--minutes 5]
 
 A layer's forward pass is one GEMM, its backward pass two (input gradient, weight gradient); each is timed with all
 that a recipe does around them: finding scales, rounding, transposing. (torchao computes both gradients in one go, so

@@ -1,6 +1,6 @@
 """The machine that a table was made on: its name, versions, and how fast it multiplies matrices.
 
-python benchmarks/machine.py [--threads N] [--sizes 1024,2048]      prints one JSON object
+python -m benchmarks machine [--threads N] [--sizes 1024,2048]      prints one JSON object
 
 The scripts that start training runs ask for it in a process of its own: they stay small, since a process that starts
 another lends it its memory in the operating system's books.

@@ -1,6 +1,6 @@
 """What smaller optimizer states cost and save: four tables, and a plot of losses and of the error of updates.
 
-python benchmarks/optimizers.py --output docs/figures/optimizers.png [--steps 1000] [--only losses,errors,bytes,peaks]
+python -m benchmarks optimizers --output docs/figures/optimizers.png [--steps 1000] [--only losses,errors,bytes,peaks]
 
 losses: the debug model with each optimizer, on the same data (as `low_precision.py`; runs in --folder are not run
     again).
@@ -11,8 +11,6 @@ peaks: the most bytes of live tensors on 1 and 2 processes, with updates after a
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.low_precision import ROOT, losses, losses_table, run
+from benchmarks.loss_runs import losses, losses_table, run
+from benchmarks.runs import DEBUG_MODEL, ROOT, finish
 from benchmarks.tables import markdown
 
 CHANGES: dict[str, dict[str, str]] = {
@@ -52,7 +51,7 @@ PLANNED = {
     "AdamW, updates during backward": EARLY,
     "AdamW8bit, bfloat16 weights, updates during backward": [*FLAGS["AdamW8bit"], BFLOAT16, *EARLY],
 }
-DEBUG = [f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}", "--training.seq_len=128"]
+DEBUG = [f"--job.config_file={DEBUG_MODEL}", "--training.seq_len=128"]
 GIB = 2**30
 
 
@@ -69,8 +68,9 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
     from torchtitan.config.training import Optimizer
     from torchtitan.device import find_device
     from torchtitan.engine.config_checks import check, global_batch_size
-    from torchtitan.optim.low_bit_adamw import LowBitAdamW, local_tensor
+    from torchtitan.optim.low_bit_adamw import LowBitAdamW
     from torchtitan.optim.optimizer import build_optimizer
+    from torchtitan.parallel.sharded_tensors import local_tensor
     from torchtitan.trainer import Trainer
 
     errors: dict[str, list[float]] = {name: [] for name in CHANGES if name != "AdamW"}
@@ -190,11 +190,7 @@ def peaks_table() -> str:
 
 def _peak(processes: int, flags: list[str]) -> dict[str, int]:
     command = [sys.executable, "-m", "torchtitan.launch", str(ROOT / "benchmarks" / "peak_memory.py"), *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NGPU": str(processes)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        sys.exit(done.stderr)
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return json.loads(next(line for line in finish(command, processes).splitlines() if line.startswith("{")))
 
 
 def plot(runs: dict[str, Path], errors: dict[str, list[float]], output: Path, smooth: int) -> None:

@@ -12,11 +12,10 @@ import sys
 import tempfile
 from typing import Any
 
-from torchtitan.plan.kernel_substitutes import kernel_substitutes
-
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
 from torchtitan.plan.simulation import local_bytes, state_bytes
 from torchtitan.trainer import Trainer

@@ -1,6 +1,6 @@
 """Where the time of a step goes, from the traces that `[profiling]` writes.
 
-python benchmarks/step_split.py TRACE.json ...      prints the split of each
+python -m benchmarks step_split TRACE.json ...      prints the split of each
 
 - `data`, `forward`, `backward`, `optimizer`: the spans of these names (`TrainingStep.run`), on a GPU from the first to
   the last of their kernels. The chunked loss takes the gradient of the output layer in the forward pass, so `forward`

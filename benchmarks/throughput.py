@@ -1,8 +1,8 @@
 """Tokens/s, MFU, memory, time to the first step and the split of a step, of variants of a run beside each other.
 
-python benchmarks/throughput.py --variant "bf16:" --variant "int8: --model.converters=int8" -- --training.seq_len=512
-python benchmarks/throughput.py --variant "one:" --variant "FSDP 2: NGPU=2 --training.local_batch_size=2"
-python benchmarks/throughput.py --against "COMMAND OF ANOTHER TRAINER"
+python -m benchmarks throughput --variant "bf16:" --variant "int8: --model.converters=int8" -- --training.seq_len=512
+python -m benchmarks throughput --variant "one:" --variant "FSDP 2: NGPU=2 --training.local_batch_size=2"
+python -m benchmarks throughput --against "COMMAND OF ANOTHER TRAINER"
 
 A variant is a name, then variables and flags of its own; flags after -- are for all. Runs go in turn, A B A B, and
 ratios are taken within a round, since the speed of a machine drifts. What the columns mean:
@@ -33,11 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import machine, model_size
 from benchmarks.machine import Machine
-from benchmarks.runs import ROOT, Result, Variant, split_of, timed, timed_other, variables_first
+from benchmarks.runs import DEBUG_MODEL, Result, Variant, split_of, timed, timed_other, variables_first
 from benchmarks.step_split import KINDS, PHASES
 from benchmarks.tables import markdown, median_of, spread, write_json
 
-DEBUG_MODEL = ROOT / "train_configs" / "debug_model.toml"
 OTHER = "the other"
 GIB = 2**30
 

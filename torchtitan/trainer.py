@@ -327,7 +327,7 @@ class Trainer:
         to save and end, as a signal does. True, always: whether to end is for all to agree on."""
         try:
             with reporter.waiting_for_data():
-                self.loader.wait(given_up=lambda: self.stop.requested)
+                self.loader.wait(cancelled=lambda: self.stop.requested)
         except DataError as error:
             self.data_error = str(error)
         return True

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "train.py", *sorted((ROOT / "torchtitan").rglob("*.py"))]
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 PRIVATE_OPERATORS = ("_scaled_mm", "_int_mm", "_foreach_")  # of `torch`, which has no public name for them
 
 
@@ -54,7 +55,7 @@ def own_imports_of(path: Path) -> dict[Path, int]:
     """The files of this project that a file imports, and in which line."""
     found: dict[Path, int] = {}
     for module, names, line in imports_of(path):
-        if module.split(".")[0] == "torchtitan":
+        if module.split(".")[0] in ("torchtitan", "benchmarks"):
             submodules = [file for name in names if (file := file_of(f"{module}.{name}"))]
             package = file_of(module)
             for file in submodules or ([package] if package else []):
@@ -83,7 +84,7 @@ def test_no_imports_go_in_a_circle():
                 visit(target, [*way, path])
             done.add(path)
 
-    for path in FILES:
+    for path in [*FILES, *BENCHMARKS]:
         visit(path, [])
 
 

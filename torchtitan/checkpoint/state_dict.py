@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from torchtitan.optim.low_bit_adamw import LowBitAdamW
+from torchtitan.parallel.sharded_tensors import sharded_like, unwrapped
 
 # By parameter name and not by number: so that another layout, and another order, can load it.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -28,18 +29,9 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded weight without the subclass that tells FSDP to gather it in low precision. Shares memory with it."""
-    if not isinstance(tensor, DTensor) or not hasattr(tensor._local_tensor, "__tensor_flatten__"):
+    if not isinstance(tensor, DTensor) or (local := unwrapped(tensor._local_tensor)) is tensor._local_tensor:
         return tensor
-    local = tensor._local_tensor
-    (name, *_), _ = local.__tensor_flatten__()
-    return DTensor.from_local(
-        getattr(local, name),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    return sharded_like(tensor, local, tensor.shape)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@
 import torch.utils._pytree as pytree
 from torch import _C
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import Store
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,7 +38,7 @@ def clear_sharding_cache() -> None:
     _clear_sharding_prop_cache()
 
 
-def fake_store() -> object:
+def fake_store() -> Store:
     """The store of a process group of backend "fake", in which collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -66,4 +66,4 @@ def flight_recorder_trace() -> bytes:
 def enable_symmetric_memory(group_name: str) -> None:
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    enable_symm_mem_for_group(group_name)
+    enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]

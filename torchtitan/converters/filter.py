@@ -7,6 +7,7 @@ An entry of `filter_fqns` names whole components of a module's path, so `layers.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -57,6 +58,11 @@ class FilterRules:
     multiple_of: int
     small_kn: SizeRule | None
     measured: SizeRule
+
+
+def names_own_layers(section: Any) -> bool:
+    """Whether `filter_fqns` of a section is the user's rather than the section's default."""
+    return section.filter_fqns != type(section)().filter_fqns
 
 
 def decide(

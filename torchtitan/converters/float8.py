@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.low_precision import Float8
 from torchtitan.converters.amax import stage_group
-from torchtitan.converters.filter import FilterRules, too_small_for_rowwise, too_small_for_tensorwise
+from torchtitan.converters.filter import FilterRules, names_own_layers, too_small_for_rowwise, too_small_for_tensorwise
 from torchtitan.converters.float8_keys import casts, find_problems
 from torchtitan.converters.float8_linear import RECIPES, Float8Linear, Float8Recipe
 from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
@@ -54,7 +54,7 @@ class Float8Converter(LinearConverter):
     name = "float8"
 
     def __init__(self, config: Float8, target: Target) -> None:
-        super().__init__(config.filter_fqns, target, explicit=config.filter_fqns != type(config)().filter_fqns)
+        super().__init__(config.filter_fqns, target, explicit=names_own_layers(config))
         self.recipe = config.recipe_name or "tensorwise"
         self.all_gather = config.enable_fsdp_float8_all_gather
         self.precompute = config.precompute_float8_dynamic_scale_for_fsdp

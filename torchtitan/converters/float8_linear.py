@@ -8,7 +8,7 @@ from torch import nn
 from torchtitan.kernels import rounding
 from torchtitan.kernels.matmul_8bit import float8_matmul
 from torchtitan.kernels.quantize import float8_scale, powers_of_two, quantize_once, round_to_float8
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantized import Quantized, QuantizedInput
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -29,24 +29,17 @@ class Float8Recipe(NamedTuple):
 RECIPES = {"tensorwise": (False, False), "rowwise": (True, False), "rowwise_with_gw_hp": (True, True)}
 
 
-class Input(NamedTuple):
-    """An input x, (..., k), as the output takes it, (tokens, k), and as the weight gradient does: None for x itself."""
-
-    left: Quantized
-    right: Quantized | None
-
-
-def round_input(x: Any, recipe: Float8Recipe, trains: bool) -> Input:
+def round_input(x: Any, recipe: Float8Recipe, trains: bool) -> QuantizedInput:
     """
     Args:
         trains: a backward pass follows.
     """
     if not recipe.rowwise:
         low = _tensorwise(x, E4M3)
-        return Input(low, low)
+        return QuantizedInput(low, low)
     if trains and not recipe.hp_weight_grad:
-        return Input(*_rowwise_both(x.flatten(0, -2)))
-    return Input(_rowwise(x.flatten(0, -2)), None)
+        return QuantizedInput(*_rowwise_both(x.flatten(0, -2)))
+    return QuantizedInput(_rowwise(x.flatten(0, -2)), None)
 
 
 # The compiler would look into subclasses (what FSDP or tensor parallelism gathered in float8) otherwise.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchtitan.config.low_precision import Int8
-from torchtitan.converters.filter import FilterRules
+from torchtitan.converters.filter import FilterRules, names_own_layers
 from torchtitan.converters.int8_fsdp import GatheredWeight, ShardedWeight, set_tensorwise_scales
 from torchtitan.converters.linear import LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
 from torchtitan.converters.measured_filter import measured_reason
@@ -20,7 +20,7 @@ from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.matmul_8bit import int8_matmul
 from torchtitan.kernels.quantize import LARGEST, ScaleRecipe, quantize, quantize_both, quantize_columns, quantize_once
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantized import Quantized, QuantizedInput
 
 # int8 tensor cores that torch._int_mm uses begin with Turing (7.5), NVIDIA's CUDA programming guide.
 FIRST_CAPABILITY = (7, 5)
@@ -41,14 +41,7 @@ class Int8Gemms(NamedTuple):
     emulate: bool
 
 
-class Input(NamedTuple):
-    """An input as the output takes it and as the weight gradient does; None for itself."""
-
-    left: Quantized | None
-    right: Quantized | None
-
-
-def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> Input:
+def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> QuantizedInput:
     """
     Args:
         x: (tokens, k), or with more dimensions of tokens.
@@ -56,8 +49,10 @@ def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> Input:
     """
     x, recipe, by_column = x.flatten(0, -2), gemms.recipe, gemms.grad_weight and trains
     if gemms.output and by_column:
-        return Input(*quantize_both(x, recipe))
-    return Input(quantize(x, recipe) if gemms.output else None, quantize_columns(x, recipe) if by_column else None)
+        return QuantizedInput(*quantize_both(x, recipe))
+    return QuantizedInput(
+        quantize(x, recipe) if gemms.output else None, quantize_columns(x, recipe) if by_column else None
+    )
 
 
 class Int8Matmul(torch.autograd.Function):
@@ -131,7 +126,7 @@ class Int8Converter(LinearConverter):
     name = "int8"
 
     def __init__(self, config: Int8, target: Target) -> None:
-        super().__init__(config.filter_fqns, target, explicit=config.filter_fqns != type(config)().filter_fqns)
+        super().__init__(config.filter_fqns, target, explicit=names_own_layers(config))
         capability = target.compute_capability
         if capability is not None and capability < FIRST_CAPABILITY and not config.emulate:
             raise ConfigError(

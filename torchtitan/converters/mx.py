@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan.config.low_precision import MX
-from torchtitan.converters.filter import FilterRules
+from torchtitan.converters.filter import FilterRules, names_own_layers
 from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
@@ -40,7 +40,7 @@ class MXConverter(LinearConverter):
     name = "mx"
 
     def __init__(self, config: MX, target: Target) -> None:
-        super().__init__(config.filter_fqns, target, explicit=config.filter_fqns != type(config)().filter_fqns)
+        super().__init__(config.filter_fqns, target, explicit=names_own_layers(config))
         if config.recipe_name == "nvfp4":
             raise ConfigError(
                 "mx.recipe_name = nvfp4 cannot be used: torchao's layer for it runs on Blackwell GPUs through Triton "

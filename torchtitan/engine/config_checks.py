@@ -11,7 +11,7 @@ from torchtitan.config.manager import read_toml
 from torchtitan.config.system import Parallelism
 from torchtitan.converters import CONVERTERS
 from torchtitan.data.datasets import DATASETS
-from torchtitan.data.tokenizer import load_tokenizer
+from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.unused_keys import unused_keys
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
@@ -102,9 +102,7 @@ def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, pro
     if dims.tp == dims.cp == dims.pp == 1:
         return
     try:
-        args = MODELS.get(config.model.name).flavor(config.model.flavor)
-        if args.vocab_size is None:
-            args = args.with_vocab_size(load_tokenizer(config.model.tokenizer_path).vocab_size)
+        args = find_model_args(config.model)
     except UserError:
         return
     check_model(args, dims, parallelism, config.training.seq_len, problems)

@@ -4,8 +4,8 @@ import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.converters import Decision, LinearConverter, Target, apply_converters, conversion_report
-from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.device import Device
+from torchtitan.engine.model_args import find_model_args
 from torchtitan.models import MODELS, ModelSpec
 
 
@@ -34,11 +34,8 @@ def explain_conversion(config: JobConfig) -> list[Decision]:
         ConfigError: as the training run would, zero converted layers included.
     """
     spec = MODELS.get(config.model.name)
-    args = spec.flavor(config.model.flavor)
-    if args.vocab_size is None:
-        args = args.with_vocab_size(load_tokenizer(config.model.tokenizer_path).vocab_size)
     with torch.device("meta"):
-        model = spec.build(args)
+        model = spec.build(find_model_args(config.model))
     converters = apply_converters(
         model,
         config.model.converters,

@@ -1,4 +1,4 @@
-"""The one type of numbers rounded to 8 bits: they and what brings them back travel together."""
+"""The types of numbers rounded to 8 bits: they and what brings them back travel together."""
 
 from typing import NamedTuple
 
@@ -23,3 +23,14 @@ class Quantized(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return (self.data.float() * self.scale_inverse).to(dtype)
+
+
+class QuantizedInput(NamedTuple):
+    """A layer's input x, (tokens, k), as two of its GEMMs take it; None for x itself.
+
+    left: the left operand of the output's GEMM.
+    right: the right operand of the weight gradient's GEMM.
+    """
+
+    left: Quantized | None
+    right: Quantized | None

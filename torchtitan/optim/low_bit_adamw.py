@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.cache import keep_compiled_code_private
 from torchtitan.compat.optimizers import recompile_limit
 from torchtitan.optim.state_formats import BlockQuantized, State, StateFormat, Unquantized, block_size, store
+from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
 
 
 class LowBitAdamW(torch.optim.Optimizer):
@@ -132,7 +133,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                 full = form.layout(tuple(parameter.shape))
                 for part, (shape, dtype) in form.layout(tuple(local_tensor(parameter).shape)).items():
                     zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
-                    state[_join(key, part)] = _sharded_like(parameter, zeros, full[part][0])
+                    state[_join(key, part)] = sharded_like(parameter, zeros, full[part][0])
         return state
 
     def _noise(
@@ -205,15 +206,6 @@ def _join(key: str, part: str) -> str:
     return f"{key}.{part}" if part else key
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds, plain."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    if hasattr(local, "__tensor_flatten__"):  # a weight that tells FSDP how to gather it; its numbers are inside
-        (name, *_), _ = local.__tensor_flatten__()
-        local = getattr(local, name)
-    return local
-
-
 def local_row_length(parameter: torch.Tensor) -> int:
     """Numbers in a row of what a rank holds, be it no row at all."""
     row = parameter.shape[-1]
@@ -231,18 +223,4 @@ def shard_number(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(
         0 if placement.is_replicate() else place
         for place, placement in zip(coordinate, parameter.placements, strict=True)
-    )
-
-
-def _sharded_like(parameter: nn.Parameter, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """This rank's share as the whole of this shape."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
     )

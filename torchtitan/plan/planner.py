@@ -10,11 +10,11 @@ import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.converters import LinearConverter, apply_converters, conversion_report
-from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.device import Device
 from torchtitan.engine.compute_dtype import decide_compute_dtype
 from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.engine.explain import explain_conversion
+from torchtitan.engine.model_args import find_model_args
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.metrics.flops import flops_per_token
@@ -93,9 +93,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     config = phases[0].config
     training, name = config.training, config.model.name
     spec = MODELS.get(name)
-    args = spec.flavor(config.model.flavor)
-    if args.vocab_size is None:
-        args = args.with_vocab_size(load_tokenizer(config.model.tokenizer_path).vocab_size)
+    args = find_model_args(config.model)
     with torch.device("meta"):
         model: Any = spec.build(args)
     require_parts(model)
