@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import ask
-from benchmarks.runs import Result, Variant, timed
+from benchmarks.runs import DEBUG_MODEL, Result, Variant, timed
 from benchmarks.tables import markdown, spread
 
 KINDS = {
