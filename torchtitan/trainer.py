@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchtitan.checkpoint import CheckpointManager
-from torchtitan.checkpoint.train_state import check_kind, wrong_values_refused
+from torchtitan.checkpoint.train_state import check_kind, refuse_wrong_values
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.converters import LinearConverter
 from torchtitan.converters.conversion_report import (
@@ -196,7 +196,7 @@ class Trainer:
             return
         self.step = state.get("step", 0)
         self.tokens_seen = state.get("tokens_seen", 0)
-        with wrong_values_refused():
+        with refuse_wrong_values():
             if "guard" in state:
                 self.guard.load_state_dict(state["guard"])
             if "dataloader" in state:
@@ -208,7 +208,7 @@ class Trainer:
         """Before the tensors of a checkpoint are loaded: what is saved was in the phase of its last step."""
         if state["step"] > 0:
             self.work.enter_phase_of(state["step"])
-        with wrong_values_refused():
+        with refuse_wrong_values():
             saved = [(last, str(name)) for last, name in state.get("precision_schedule", [])]
         if saved and saved != self.schedule:
             now = schedule_line(self.schedule) if self.schedule else "none"

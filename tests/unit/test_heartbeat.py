@@ -19,7 +19,7 @@ from torchtitan.errors import LostRankError
 from torchtitan.logging import logger
 from torchtitan.parallel import heartbeat, process_group
 from torchtitan.parallel.heartbeat import Heartbeat
-from torchtitan.parallel.process_group import _meet, set_timeout
+from torchtitan.parallel.process_group import _rendezvous, set_timeout
 
 
 @pytest.fixture
@@ -49,14 +49,14 @@ def test_each_start_of_a_run_has_a_name_of_its_own(store: dist.TCPStore) -> None
     store.set("hello/1", "of a start that ended before it had met")
     names = []
     for order in ([0, 1, 2], [2, 1, 0]):
-        results = in_threads(order, lambda rank: _meet(store.clone(), rank, 3, seconds=20))
+        results = in_threads(order, lambda rank: _rendezvous(store.clone(), rank, 3, seconds=20))
         assert len(set(results.values())) == 1
         names.append(results[0])
     assert names[0] != names[1]
 
 
 def test_who_does_not_come_is_named_to_all(store: dist.TCPStore) -> None:
-    results = in_threads([0, 2], lambda rank: _meet(store.clone(), rank, 4, seconds=1))
+    results = in_threads([0, 2], lambda rank: _rendezvous(store.clone(), rank, 4, seconds=1))
     for error in results.values():
         assert str(error) == "of 4 ranks these did not come within comm.init_timeout_seconds = 1: 1, 3."
     assert len(results) == 2

@@ -76,7 +76,7 @@ def test_ranks_in_the_same_place_share_a_line(hearts: list[Heartbeat], monkeypat
     monkeypatch.setattr(watchdog, "default_store", lambda: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 6)
-    assert watchdog._places_of_all() == (
+    assert watchdog._locations_of_all() == (
         "Rank 4: at data.py:3, in next; Ranks 0 to 3, 5: at clip.py:9, in clip. The whole stack of a rank: kill -USR2 "
         "PID on its machine, or py-spy dump --pid PID (rank 4: 4244 on node7)."
     )
@@ -84,6 +84,6 @@ def test_ranks_in_the_same_place_share_a_line(hearts: list[Heartbeat], monkeypat
 
 def test_a_signal_to_one_rank_reaches_all_though_they_do_not_meet(hearts: list[Heartbeat]) -> None:
     hearts[3].stop.request(signal.SIGUSR1)
-    hearts[3]._pass_on_stop()
-    hearts[5]._pass_on_stop()
+    hearts[3]._forward_stop_request()
+    hearts[5]._forward_stop_request()
     assert [heart.stop.requested for heart in hearts] == [0, 0, 0, signal.SIGUSR1, 0, signal.SIGUSR1]

@@ -75,7 +75,7 @@ def newest_of_same_command(folder: Path, steps: list[int], configuration: Any) -
     `load_step` and `exclude_from_loading` are for the first start of a command: a restart would throw away what they
     began.
     """
-    step, _ = newest_intact(folder, broadcast_from_rank_0(lambda: _saved_by(folder, steps, configuration)))
+    step, _ = newest_intact(folder, broadcast_from_rank_0(lambda: _steps_of_same_command(folder, steps, configuration)))
     if step is not None:
         logger.info(
             f"step {step} was saved by this same command, so it goes on from there; checkpoint.load_step and "
@@ -84,7 +84,7 @@ def newest_of_same_command(folder: Path, steps: list[int], configuration: Any) -
     return step
 
 
-def _saved_by(folder: Path, steps: list[int], configuration: Any) -> list[int]:
+def _steps_of_same_command(folder: Path, steps: list[int], configuration: Any) -> list[int]:
     """Those of `steps` that were saved under the same configuration, but for the job's folder and description, and for
     how many steps it was to go."""
 

@@ -23,7 +23,7 @@ from torchtitan.checkpoint.choose import (
     choose_step,
     newest_of_same_command,
 )
-from torchtitan.checkpoint.files import Reader, TensorsOnly, Writer, first_line, read_metadata
+from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
 from torchtitan.checkpoint.folder import (
     keep_latest,
     publish,
@@ -174,7 +174,7 @@ class CheckpointManager:
         check_tensors(path, metadata, model, optimizer)
         try:
             if any(all_gather_object(bool(tensors))):
-                dcp.load(tensors, storage_reader=Reader(path, metadata), planner=TensorsOnly())
+                dcp.load(tensors, storage_reader=Reader(path, metadata), planner=TensorsOnlyPlanner())
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{path} could not be loaded: {first_line(error)}. Choose another with --checkpoint.load_step, "

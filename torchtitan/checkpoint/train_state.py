@@ -46,7 +46,7 @@ def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def wrong_values_refused() -> Iterator[None]:
+def refuse_wrong_values() -> Iterator[None]:
     """Around taking up the parts of `train_state.json`: an error in it is one of what is written there.
 
     Raises:

@@ -28,9 +28,9 @@ def renamed(new: str) -> LegacyKey:
     return LegacyKey(f"is {new} now", lambda value: {new: value})
 
 
-def opposite(new: str) -> LegacyKey:
+def negated(new: str) -> LegacyKey:
     def translate(value: Any) -> Values:
-        given = parsed(value)
+        given = parse_text(value)
         return {new: not given if isinstance(given, bool) else value}
 
     return LegacyKey(f"is the opposite of {new}", translate)
@@ -40,18 +40,18 @@ def without_effect(why: str) -> LegacyKey:
     return LegacyKey(f"has no effect here: {why}", lambda _: {})
 
 
-def only(harmless: list[Any], why: str) -> LegacyKey:
+def accept_only(harmless: list[Any], why: str) -> LegacyKey:
     """For a key of something that is not here: these values ask for nothing."""
 
     def translate(value: Any) -> Values:
-        if parsed(value) not in harmless:
+        if parse_text(value) not in harmless:
             raise ValueError(why)
         return {}
 
     return LegacyKey(f"has no effect here: {why}", translate)
 
 
-def parsed(value: Any) -> Any:
+def parse_text(value: Any) -> Any:
     """The value that a flag's text stands for."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -59,23 +59,23 @@ def parsed(value: Any) -> Any:
         return {"True": True, "False": False, "none": None, "None": None}.get(value, value)
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
 
 
 def if_true(values: Values) -> Callable[[Any], Values]:
-    return lambda value: values if parsed(value) is True else {}
+    return lambda value: values if parse_text(value) is True else {}
 
 
 def from_components(value: Any) -> Values:
-    if "model" not in listed(value):
+    if "model" not in as_list(value):
         raise ValueError("the blocks of the model are what is compiled here; set training.compile = false")
     return {}
 
 
 def from_modules_per_part(value: Any) -> Values:
     """Each part begins at its first module, which has to be a layer (or what comes after them) here too."""
-    parts = parsed(value)
+    parts = parse_text(value)
     if parts in (None, []):
         return {}
     if not (isinstance(parts, list) and all(isinstance(part, list) and part for part in parts)):
@@ -91,8 +91,8 @@ NO_EXPERTS = "there are no experts (MoE) here"
 NO_TORCHFT = "torchrun or ./run_train.sh restarts a run, and there is no TorchFT"
 NO_HUGGING_FACE = "checkpoints are in DCP's format"
 RECOMPUTATION = "activation recomputation has no such choice"
-IN_STEPS = only(["steps", "step"], "checkpoints are saved every so many steps: set checkpoint.interval in steps")
-NORM = only(
+IN_STEPS = accept_only(["steps", "step"], "checkpoints are saved every so many steps: set checkpoint.interval in steps")
+NORM = accept_only(
     ["rmsnorm", "compiled_rmsnorm", "fused_rmsnorm", ""], "the norm of a Llama is RMSNorm; others need a custom_import"
 )
 FLOAT8_ON = LegacyKey("is model.converters = [float8] now", if_true({"model.converters": ["float8"]}))
@@ -106,8 +106,8 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "profiling.profile_every_x_iter": renamed("profiling.profile_freq"),
     "profiling.profiler_active": without_effect("a trace is of one step"),
     "profiling.profiler_warmup": without_effect("a trace is of one step"),
-    "metrics.enable_color_printing": opposite("metrics.disable_color_printing"),
-    "metrics.rank_0_only": opposite("metrics.save_for_all_ranks"),
+    "metrics.enable_color_printing": negated("metrics.disable_color_printing"),
+    "metrics.rank_0_only": negated("metrics.save_for_all_ranks"),
     "model.hf_assets_path": renamed("model.tokenizer_path"),
     "model.norm_type": NORM,
     "model.use_flex_attn": without_effect("the attention kernel is chosen by what it must mask"),
@@ -117,14 +117,14 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     ),
     "optimizer.fused": LegacyKey(
         "is optimizer.implementation now (fused or foreach)",
-        lambda value: {"optimizer.implementation": "fused" if parsed(value) is True else "foreach"},
+        lambda value: {"optimizer.implementation": "fused" if parse_text(value) is True else "foreach"},
     ),
     "lr_scheduler.min_lr_factor": renamed("lr_scheduler.lr_min"),
     "training.batch_size": renamed("training.local_batch_size"),
     "training.warmup_steps": renamed("lr_scheduler.warmup_steps"),
     "training.dtype": renamed("training.weight_dtype"),
     "training.data_parallel_degree": renamed("parallelism.data_parallel_shard_degree"),
-    "training.data_parallel_type": only(["fsdp"], "for DDP set parallelism.data_parallel_replicate_degree"),
+    "training.data_parallel_type": accept_only(["fsdp"], "for DDP set parallelism.data_parallel_replicate_degree"),
     "training.data_parallel_shard_degree": renamed("parallelism.data_parallel_shard_degree"),
     "training.data_parallel_replicate_degree": renamed("parallelism.data_parallel_replicate_degree"),
     "training.fsdp_reshard_after_forward": renamed("parallelism.fsdp_reshard_after_forward"),
@@ -132,14 +132,14 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "training.tensor_parallel_degree": renamed("parallelism.tensor_parallel_degree"),
     "training.pipeline_parallel_degree": renamed("parallelism.pipeline_parallel_degree"),
     "training.disable_loss_parallel": renamed("parallelism.disable_loss_parallel"),
-    "training.enable_loss_parallel": opposite("parallelism.disable_loss_parallel"),
+    "training.enable_loss_parallel": negated("parallelism.disable_loss_parallel"),
     "training.enable_fp8_linear": FLOAT8_ON,
     "training.checkpoint_folder": LegacyKey(
         "is checkpoint.enable_checkpoint and checkpoint.folder now", from_checkpoint_folder
     ),
     "training.checkpoint_interval": renamed("checkpoint.interval"),
     "training.checkpoint_interval_type": IN_STEPS,
-    "training.debug_moe_force_load_balance": only([False], NO_EXPERTS),
+    "training.debug_moe_force_load_balance": accept_only([False], NO_EXPERTS),
     "experimental.enable_async_tensor_parallel": renamed("parallelism.enable_async_tensor_parallel"),
     "experimental.enable_compiled_autograd": renamed("parallelism.enable_compiled_autograd"),
     "experimental.context_parallel_degree": renamed("parallelism.context_parallel_degree"),
@@ -148,7 +148,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "experimental.pipeline_parallel_split_points": renamed("parallelism.pipeline_parallel_split_points"),
     "experimental.pipeline_parallel_schedule": renamed("parallelism.pipeline_parallel_schedule"),
     "experimental.pipeline_parallel_schedule_csv": renamed("parallelism.pipeline_parallel_schedule_csv"),
-    "experimental.pipeline_parallel_microbatches": only(
+    "experimental.pipeline_parallel_microbatches": accept_only(
         [None],
         "set parallelism.pipeline_parallel_microbatch_size to training.local_batch_size divided by this number",
     ),
@@ -160,18 +160,18 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "parallelism.pipeline_parallel_first_stage_less_layers": without_effect("stages are cut by what layers cost"),
     "parallelism.pipeline_parallel_last_stage_less_layers": without_effect("stages are cut by what layers cost"),
     "parallelism.pipeline_parallel_expert_parallel_overlap": without_effect(NO_EXPERTS),
-    "parallelism.expert_parallel_degree": only([1], NO_EXPERTS),
-    "parallelism.expert_tensor_parallel_degree": only([1], NO_EXPERTS),
+    "parallelism.expert_parallel_degree": accept_only([1], NO_EXPERTS),
+    "parallelism.expert_tensor_parallel_degree": accept_only([1], NO_EXPERTS),
     "parallelism.expert_parallel_comm_backend": without_effect(NO_EXPERTS),
     "checkpoint.enable": renamed("checkpoint.enable_checkpoint"),
     "checkpoint.interval_type": IN_STEPS,
     "checkpoint.model_weights_only": renamed("checkpoint.last_save_model_weights_only"),
     "checkpoint.last_save_model_only": renamed("checkpoint.last_save_model_weights_only"),
     "checkpoint.initial_load_model_only": renamed("checkpoint.initial_load_model_weights_only"),
-    "checkpoint.initial_load_in_hf": only([False], NO_HUGGING_FACE),
-    "checkpoint.initial_load_in_hf_quantized": only([False], NO_HUGGING_FACE),
-    "checkpoint.last_save_in_hf": only([False], NO_HUGGING_FACE),
-    "checkpoint.load_only": only([False], "a run that loads saves too; copy the folder to keep it as it is"),
+    "checkpoint.initial_load_in_hf": accept_only([False], NO_HUGGING_FACE),
+    "checkpoint.initial_load_in_hf_quantized": accept_only([False], NO_HUGGING_FACE),
+    "checkpoint.last_save_in_hf": accept_only([False], NO_HUGGING_FACE),
+    "checkpoint.load_only": accept_only([False], "a run that loads saves too; copy the folder to keep it as it is"),
     "checkpoint.enable_ft_dataloader_checkpoints": without_effect(NO_TORCHFT),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": without_effect(RECOMPUTATION),
     "activation_checkpoint.early_stop": without_effect(RECOMPUTATION),
@@ -182,12 +182,12 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "activation_checkpoint.debug": without_effect(RECOMPUTATION),
     "compile.enable": renamed("training.compile"),
     "compile.components": LegacyKey("has no effect here: the blocks of the model are compiled", from_components),
-    "compile.backend": only(["inductor"], "the compiler is inductor"),
+    "compile.backend": accept_only(["inductor"], "the compiler is inductor"),
     "float8.enable_float8_linear": FLOAT8_ON,
     "float8.scaling_type_input": renamed("float8.cast_input"),
     "float8.scaling_type_weight": renamed("float8.cast_weight"),
     "float8.scaling_type_grad_output": renamed("float8.cast_grad_output"),
-    "float8.moe_fqns_prototype": only([[], ""], NO_EXPERTS),
+    "float8.moe_fqns_prototype": accept_only([[], ""], NO_EXPERTS),
     **{
         f"quantize.linear.float8.{name}": renamed(f"float8.{name}")
         for name in (
@@ -202,16 +202,16 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "quantize.linear.mx.filter_fqns": renamed("mx.filter_fqns"),
     "quantize.linear.mx.mxfp8_dim0_cast_kernel_choice": without_effect("torchao chooses the kernel"),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": without_effect("torchao chooses the kernel"),
-    "quantize.grouped_mm.float8.fqns": only([[], ""], NO_EXPERTS),
-    "quantize.grouped_mm.mx.fqns": only([[], ""], NO_EXPERTS),
+    "quantize.grouped_mm.float8.fqns": accept_only([[], ""], NO_EXPERTS),
+    "quantize.grouped_mm.mx.fqns": accept_only([[], ""], NO_EXPERTS),
     "quantize.grouped_mm.mx.recipe_name": without_effect(NO_EXPERTS),
     "mx.mxfp8_dim1_cast_kernel_choice": without_effect("torchao chooses the kernel"),
-    "mx.moe_fqns_prototype": only([[], ""], NO_EXPERTS),
+    "mx.moe_fqns_prototype": accept_only([[], ""], NO_EXPERTS),
     "comm.save_traces_folder": without_effect("the flight recorder writes to comm_traces in job.dump_folder"),
     "comm.save_traces_file_prefix": without_effect("the flight recorder writes to comm_traces in job.dump_folder"),
-    "comm.mode": only(["default"], "to see what a large run would do, use job.plan"),
+    "comm.mode": accept_only(["default"], "to see what a large run would do, use job.plan"),
     "memory_estimation.enable": renamed("memory_estimation.enabled"),
-    "fault_tolerance.enable": only([False], NO_TORCHFT),
+    "fault_tolerance.enable": accept_only([False], NO_TORCHFT),
     **{
         f"fault_tolerance.{name}": without_effect(NO_TORCHFT)
         for name in (
@@ -239,7 +239,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "debug.seed": renamed("training.seed"),
     "debug.deterministic": renamed("training.deterministic"),
     "debug.deterministic_warn_only": without_effect("training.deterministic refuses, always"),
-    "debug.moe_force_load_balance": only([False], NO_EXPERTS),
+    "debug.moe_force_load_balance": accept_only([False], NO_EXPERTS),
 }
 
 SECTIONS = {key.split(".", 1)[0] for key in LEGACY_KEYS}

@@ -129,7 +129,9 @@ class LinearConverter:
         self.decisions = self.decide(model)
         chosen = [decision.fqn for decision in self.decisions if decision.converted]
         if not chosen:
-            raise ConfigError(f"model.converters: {self.name} would convert no layer. {why_none(self.decisions)}")
+            raise ConfigError(
+                f"model.converters: {self.name} would convert no layer. {rules_against_all(self.decisions)}"
+            )
         if self.target.device_type != "meta":
             self.check_swap()
         for fqn in chosen:
@@ -224,7 +226,7 @@ def relative_errors(converter: LinearConverter, device_type: str) -> dict[str, f
     return {name: float((low - high).norm() / high.norm()) for name, high, low in zip(names, *results, strict=True)}
 
 
-def why_none(decisions: Sequence[Decision]) -> str:
+def rules_against_all(decisions: Sequence[Decision]) -> str:
     """The rules that took every layer, with how many each."""
     reasons: dict[str, list[str]] = {}
     for decision in decisions:

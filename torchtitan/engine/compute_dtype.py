@@ -26,11 +26,11 @@ def decide_compute_dtype(config: JobConfig, device_type: str) -> JobConfig:
         return config
     dtype: Any = "bfloat16"
     if device_type == "cpu":
-        dtype = _of_all_ranks(_began_with(config), bfloat16_is_fast())
+        dtype = _agree_over_ranks(_dtype_of_checkpoint(config), bfloat16_is_fast())
     return dataclasses.replace(config, training=dataclasses.replace(config.training, mixed_precision_param=dtype))
 
 
-def _began_with(config: JobConfig) -> str | None:
+def _dtype_of_checkpoint(config: JobConfig) -> str | None:
     """What the run in this dump folder computes in, if there is one to go on with."""
     folder = Path(config.job.dump_folder)
     if not config.checkpoint.enable_checkpoint or not saved_steps(folder / config.checkpoint.folder):
@@ -42,11 +42,11 @@ def _began_with(config: JobConfig) -> str | None:
     return dtype if dtype in ("bfloat16", "float32") else None
 
 
-def _of_all_ranks(began_with: str | None, bfloat16: bool) -> str:
+def _agree_over_ranks(of_checkpoint: str | None, bfloat16: bool) -> str:
     if dist.is_initialized() and dist.get_world_size() > 1:
         fast = torch.tensor(int(bfloat16))
         dist.all_reduce(fast, op=dist.ReduceOp.MIN)
-        said = [began_with]
+        said = [of_checkpoint]
         dist.broadcast_object_list(said)
-        began_with, bfloat16 = said[0], bool(fast)
-    return began_with or ("bfloat16" if bfloat16 else "float32")
+        of_checkpoint, bfloat16 = said[0], bool(fast)
+    return of_checkpoint or ("bfloat16" if bfloat16 else "float32")

@@ -45,13 +45,13 @@ def _places() -> str:
     """Where the ranks are, and how to see more of them."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         # Another connection, and not for long: the store may be what does not answer.
-        all_ranks = with_timeout(PATIENCE, _places_of_all)
+        all_ranks = with_timeout(PATIENCE, _locations_of_all)
         return all_ranks or f"The store of the run does not answer; rank 0 is at {main_thread_location()}."
     location, pid = main_thread_location(), os.getpid()
     return f"The main thread is at {location}. Its whole stack: kill -USR2 {pid}, or py-spy dump --pid {pid}."
 
 
-def _places_of_all() -> str:
+def _locations_of_all() -> str:
     heart = Heartbeat(default_store(), dist.get_rank(), dist.get_world_size())
     ranks_at: dict[str, list[int]] = {}
     for rank, where in heart.places().items():

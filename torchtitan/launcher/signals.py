@@ -76,10 +76,10 @@ class Stop:
         if self.requested:
             return
         self.requested = number
-        threading.Thread(target=self._lose_patience, daemon=True).start()
+        threading.Thread(target=self._watch_grace_period, daemon=True).start()
         self._say(f"\n{self.name}: the run ends after this step, and saves it if checkpoints are on.")
 
-    def _lose_patience(self) -> None:
+    def _watch_grace_period(self) -> None:
         asked = time.monotonic()
         while not self.agreed_on:
             time.sleep(0.1)

@@ -36,7 +36,7 @@ class JSONLWriter:
     def __init__(self, path: Path, start_step: int) -> None:
         rewritten(path).unlink(missing_ok=True)  # of a start that was killed
         if start_step == 0:
-            keep_old(path)
+            keep_earlier_file(path)
         else:
             drop_after(path, start_step)
         self.path = path
@@ -90,7 +90,7 @@ def _append(file: FileIO, line: bytes) -> None:
         raise
 
 
-def keep_old(path: Path) -> None:
+def keep_earlier_file(path: Path) -> None:
     """Move a file that holds anything to the first free numbered name."""
     if not path.exists() or path.stat().st_size == 0:
         return

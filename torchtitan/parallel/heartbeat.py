@@ -101,7 +101,7 @@ class Heartbeat:
             while not stop.wait(INTERVAL):
                 count += 1
                 self.store.set(f"beat/{self.rank}", f"{count} {main_thread_location()}")
-                self._pass_on_stop()
+                self._forward_stop_request()
                 beat = self._read("beat", [neighbour])[neighbour]
                 if beat != heard or self._read("end", [neighbour])[neighbour]:
                     heard, since, warned = beat, time.monotonic(), False
@@ -112,7 +112,7 @@ class Heartbeat:
         except dist.DistError:  # the store is gone, and the run will notice soon
             return
 
-    def _pass_on_stop(self) -> None:
+    def _forward_stop_request(self) -> None:
         if self.store.check(["stop"]):
             self.stop.request(int(self.store.get("stop")))
         elif self.stop.requested:

@@ -54,7 +54,7 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
     try:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
-        start = _meet(store, rank, world_size, comm.init_timeout_seconds)
+        start = _rendezvous(store, rank, world_size, comm.init_timeout_seconds)
     except dist.DistError:
         raise LostRankError(
             f"rank 0, or the store that torchrun keeps on its machine, did not answer within "
@@ -71,7 +71,7 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
         _heartbeat.start()
 
 
-def _meet(store: dist.Store, rank: int, world_size: int, seconds: int) -> str:
+def _rendezvous(store: dist.Store, rank: int, world_size: int, seconds: int) -> str:
     """A name for this start of the run, the same on all ranks, once all are there.
 
     torchrun hands the same store to every restart, with the addresses of processes that are gone, and machines may
@@ -130,7 +130,7 @@ def named_failures(comm: Comm, dump_folder: Path) -> Iterator[None]:
         if not failure:
             raise
         where = _dump_flight_recorder(comm, dump_folder)
-        raise LostRankError(f"{_what_failed(failure, comm)} {_heartbeat.account()}{where}") from error
+        raise LostRankError(f"{_describe_failure(failure, comm)} {_heartbeat.account()}{where}") from error
 
 
 def failed_collective(error: BaseException | None) -> str:
@@ -142,7 +142,7 @@ def failed_collective(error: BaseException | None) -> str:
     return ""
 
 
-def _what_failed(message: str, comm: Comm) -> str:
+def _describe_failure(message: str, comm: Comm) -> str:
     milliseconds = re.search(r"[Tt]imed out waiting (\d+) ?ms", message)
     if milliseconds is None:
         return "lost the connection to another rank."

@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
     def enter(self, *labels: Hashable) -> None:
         """From here on peaks are those of these labels."""
         self._labels = labels
-        self._grown(0)
+        self._grow(0)
 
     def __enter__(self) -> "Recorder":
         recorder, resize, propagate = self, torch.UntypedStorage.resize_, ShardingPropagator.__dict__[PROPAGATE]
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
         def resize_and_record(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             before = storage.nbytes()
             result = resize(storage, size)
-            recorder._resized(storage, before, size)
+            recorder._on_resize(storage, before, size)
             return result
 
         def propagate_unseen(*args: Any) -> Any:
@@ -148,18 +148,18 @@ class Recorder(TorchDispatchMode):
             self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[2].shape[1]
         elif func._overloadpacket in flop_registry:
             attention = "attention" in func._overloadpacket.__name__
-            shown = _with_as_many_heads(args) if attention else args
+            shown = _repeat_kv_heads(args) if attention else args
             flops = flop_registry[func._overloadpacket](*shown, **kwargs, out_val=out)
             if func is aten._scaled_mm.default:
                 self.flops_8bit += flops
             else:
                 self.flops += flops / 2 if attention else flops
         if isinstance(out, torch.Tensor):
-            self._made(out)
+            self._on_allocate(out)
         elif isinstance(out, (tuple, list)):
             for tensor in pytree.tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):
-                    self._made(tensor)
+                    self._on_allocate(tensor)
         return out
 
     def _record(self, func: Any, args: Any, out: Any) -> None:
@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):
         self.count[key] += 1
         self.bytes[key] += max(sizes)
 
-    def _made(self, tensor: torch.Tensor) -> None:
+    def _on_allocate(self, tensor: torch.Tensor) -> None:
         if getattr(tensor, "fake_mode", None) is not self.fake_mode:
             return
         storage = tensor.untyped_storage()
@@ -185,20 +185,20 @@ class Recorder(TorchDispatchMode):
         if key in self._live:
             return
         size = storage.nbytes()
-        self._live[key] = (size, weakref.ref(storage, lambda _: self._freed(key)))
-        self._grown(size)
+        self._live[key] = (size, weakref.ref(storage, lambda _: self._on_free(key)))
+        self._grow(size)
 
-    def _freed(self, key: int) -> None:
+    def _on_free(self, key: int) -> None:
         size, _ = self._live.pop(key)
         self.current -= size
 
-    def _resized(self, storage: torch.UntypedStorage, before: int, size: int) -> None:
+    def _on_resize(self, storage: torch.UntypedStorage, before: int, size: int) -> None:
         key = storage._cdata
         if key in self._live:
             self._live[key] = (size, self._live[key][1])
-            self._grown(size - before)
+            self._grow(size - before)
 
-    def _grown(self, size: int) -> None:
+    def _grow(self, size: int) -> None:
         self.current += size
         for label in self._labels:
             if self.current > self.peaks.get(label, -1):
@@ -215,7 +215,7 @@ def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _with_as_many_heads(args: Any) -> list[Any]:
+def _repeat_kv_heads(args: Any) -> list[Any]:
     """Shapes of attention's operands, keys and values of grouped queries repeated: torch 2.11 counts no others."""
     heads = args[0].shape[1]
     shapes = (arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args)
