@@ -11,7 +11,20 @@ from runs import ROOT, TINY, failure, train
 
 
 def bench(script: str, *flags: str, **options: Any) -> str:
-    return train(*flags, command=[sys.executable, str(ROOT / "benchmarks" / f"{script}.py")], **options)
+    return train(*flags, command=[sys.executable, "-m", "benchmarks", script], **options)
+
+
+def test_without_a_name_all_are_listed() -> None:
+    lines = train(command=[sys.executable, "-m", "benchmarks"]).splitlines()
+    listed = {line.split()[0] for line in lines[1:]}
+    scripts = (ROOT / "benchmarks").glob("*.py")
+    assert listed == {script.stem for script in scripts if script.stem[0] != "_" and "__main__" in script.read_text()}
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_a_typo_in_a_name() -> None:
+    status, output = failure(command=[sys.executable, "-m", "benchmarks", "thruput"])
+    assert status == 2 and "there is no benchmark 'thruput' (did you mean throughput?)" in output
 
 
 def test_throughput_beside_another_trainer(tmp_path: Path) -> None:
