@@ -1,4 +1,7 @@
-"""Types of functions that one layer of the architecture hands to another."""
+"""Types of functions that one layer of the architecture hands to another.
+
+Shapes: T tokens, V vocabulary.
+"""
 
 from collections.abc import Callable
 
@@ -8,7 +11,7 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Causal attention of (q, k, v, document_ids): `models.attention.causal_attention`, or its context-parallel form."""
 
 CrossEntropyFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From (tokens, vocab) logits and (tokens,) labels to the sum over tokens of the cross-entropy, in float32, and its
+"""From (T, V) logits and (T,) labels to the sum over tokens of the cross-entropy, in float32, and its
 gradient by the logits, in their dtype. It may overwrite the logits."""
 
 IGNORE_INDEX = -100

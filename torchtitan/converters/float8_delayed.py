@@ -3,6 +3,8 @@
 A dynamic scale needs the largest magnitude (amax) of a tensor before its first number can be rounded. A delayed one
 comes from the amaxes of the steps before (NVIDIA's Transformer Engine), so rounding and looking for this step's amax
 are one pass over the data. `amax_history.py` makes scales of amaxes after each step.
+
+Shapes: M tokens, K inputs, N outputs of a layer.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ class Casts(NamedTuple):
 
 
 class DelayedMatmul(torch.autograd.Function):
-    """x @ weight.T in float8. x: (tokens, k), weight: (n, k), out: (tokens, n).
+    """x @ weight.T in float8. x: (M, K), weight: (N, K), out: (M, N).
 
     For the backward pass it keeps x in float8 with its scale inverse, and the scales that this pass has begun with, so
     that its gradient is theirs, whatever becomes of the layer's. The weight is rounded again: in float8 it would lie

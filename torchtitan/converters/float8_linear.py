@@ -1,4 +1,7 @@
-"""Linear layers in float8 whose scales come from the very numbers that are rounded: dynamic scaling."""
+"""Linear layers in float8 whose scales come from the very numbers that are rounded: dynamic scaling.
+
+Shapes: M tokens, K inputs, N outputs of a layer.
+"""
 
 from typing import Any, NamedTuple
 
@@ -45,7 +48,7 @@ def round_input(x: Any, recipe: Float8Recipe, trains: bool) -> QuantizedInput:
 # The compiler would look into subclasses (what FSDP or tensor parallelism gathered in float8) otherwise.
 @torch.compiler.allow_in_graph
 class Float8Matmul(torch.autograd.Function):
-    """x @ weight.T in float8. x: (..., k), weight: (n, k), out: (..., n).
+    """x @ weight.T in float8. x: (..., K), weight: (N, K), out: (..., N).
 
     Of x it keeps what the weight gradient takes, in float8. The weight is rounded again in the backward pass: in float8
     it would lie beside the one that FSDP frees.

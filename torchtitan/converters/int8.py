@@ -3,6 +3,8 @@
 Operands are rounded to int8 with one float32 scale for each row of the left and each column of the right operand
 ("rowwise") or for each tensor ("tensorwise"), multiplied with int32 sums (`kernels/matmul_8bit.py`), and scaled back.
 Weights stay in high precision. The idea: SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.12422).
+
+Shapes: M tokens, K inputs, N outputs of a layer.
 """
 
 from collections.abc import Sequence
@@ -44,7 +46,7 @@ class Int8Gemms(NamedTuple):
 def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> QuantizedInput:
     """
     Args:
-        x: (tokens, k), or with more dimensions of tokens.
+        x: (M, K), or with more dimensions of tokens.
         trains: a backward pass follows.
     """
     x, recipe, by_column = x.flatten(0, -2), gemms.recipe, gemms.grad_weight and trains
@@ -56,7 +58,7 @@ def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> QuantizedInp
 
 
 class Int8Matmul(torch.autograd.Function):
-    """x @ weight.T with the chosen GEMMs in int8. x: (tokens, k), weight: (n, k), out: (tokens, n).
+    """x @ weight.T with the chosen GEMMs in int8. x: (M, K), weight: (N, K), out: (M, N).
 
     Of x it keeps what the weight gradient takes. The weight is rounded again in the backward pass: in int8 it would lie
     beside the one that FSDP frees.

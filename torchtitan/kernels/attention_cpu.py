@@ -3,6 +3,8 @@
 Where the CPU has a matrix unit (AMX) and there is a C++ compiler, it is `attention_cpu.cpp`. Elsewhere it is torch's
 kernel, but for the backward pass of narrow heads, which is made of GEMMs over tiles that fit the cache, in float32.
 `benchmarks/attention_cpu.py` compares them. All keep output and log-sum-exp.
+
+Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a head.
 """
 
 import ctypes
@@ -36,8 +38,8 @@ def causal_attention_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     """softmax(q kᵀ / sqrt(head_dim)) v with a causal mask.
 
     Args:
-        q: (batch, heads, seq, head_dim), bfloat16.
-        k, v: (batch, kv_heads, seq, head_dim), bfloat16; heads is a multiple of kv_heads.
+        q: (B, H, S, D), bfloat16.
+        k, v: (B, G, S, D), bfloat16; H is a multiple of G.
 
     Returns:
         The shape and dtype of q.
@@ -62,7 +64,7 @@ class _CausalAttention(torch.autograd.Function):
 def causal_attention_and_logsumexp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`causal_attention_cpu`, and the log-sum-exp of q kᵀ / sqrt(head_dim), (batch, heads, seq), float32."""
+    """`causal_attention_cpu`, and the log-sum-exp of q kᵀ / sqrt(head_dim), (B, H, S), float32."""
     if library := _matrix_unit_for(q):
         return attention_by_matrix_unit(library, q, k, v)
     out, logsumexp = attention_by_torch(q, _for_each_head(k, q), _for_each_head(v, q))
@@ -222,7 +224,7 @@ def gradients_by_tiles(saved: SavedTensors, out_grad: torch.Tensor) -> Gradients
 
 
 def _with_column(x: torch.Tensor, column: torch.Tensor | float) -> torch.Tensor:
-    """(batch, heads, seq, n) and (batch, heads, seq) to (batch * heads, seq, n + 1), float32."""
+    """(B, H, S, n) and (B, H, S) to (B * H, S, n + 1), float32."""
     wide = x.new_empty(*x.shape[:-1], x.shape[-1] + 1, dtype=torch.float32)
     wide[..., :-1] = x
     wide[..., -1] = column

@@ -5,6 +5,8 @@ thousand times slower than bfloat16. But float8 numbers are bfloat16 numbers, an
 float8 data are multiplied in bfloat16, or in float32 where the CPU has no bfloat16 GEMM, with the same result at the
 wider GEMM's speed. int8 data are multiplied by oneDNN where the CPU has int8 instructions, else in float32 over slices
 of the sums that are too short to be rounded.
+
+Shapes of a GEMM: (M, K) x (K, N).
 """
 
 import ctypes
@@ -29,7 +31,7 @@ EXACT_SUMS = 2**24 // 127**2  # products of int8 numbers that float32 adds witho
 def float8_mm(
     a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """a @ b: (m, k) and (k, n) to (m, n), in any strides, bfloat16 or float32.
+    """a @ b: (M, K) and (K, N) to (M, N), in any strides, bfloat16 or float32.
 
     Scale inverses are one for each tensor, or powers of two for each row of a and each column of b: multiplying the
     operands by those rounds nothing.

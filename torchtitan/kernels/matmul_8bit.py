@@ -1,6 +1,8 @@
 """GEMMs of 8-bit matrices: a @ b with float32 or int32 sums, then the scales.
 
 On a GPU they are `torch._scaled_mm` and `torch._int_mm`, on CPU the operators of `kernels.cpu_gemm`.
+
+Shapes of a GEMM: (M, K) x (K, N).
 """
 
 import torch
@@ -14,7 +16,7 @@ from torchtitan.kernels.quantized import Quantized
 def float8_matmul(
     a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = False, fast: bool = False
 ) -> torch.Tensor:
-    """a @ b: (m, k) and (k, n) to (m, n), in any strides.
+    """a @ b: (M, K) and (K, N) to (M, N), in any strides.
 
     Scales are one for each tensor, or one for each row of a and each column of b. Those must be powers of two
     (`powers_of_two`): on CPU they multiply the operands, which rounds nothing then.
@@ -42,7 +44,7 @@ def float8_matmul(
 
 
 def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = False) -> torch.Tensor:
-    """a @ b: (m, k) and (k, n) to (m, n), in any strides; scales of rows of a and columns of b, or of tensors.
+    """a @ b: (M, K) and (K, N) to (M, N), in any strides; scales of rows of a and columns of b, or of tensors.
 
     Emulated, the sums are float64, which holds every sum of int8 products exactly as int32 does.
     """
@@ -59,7 +61,7 @@ def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = 
 def scale_sums(
     sums: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(m, n) int32 sums times the scales of rows and columns."""
+    """(M, N) int32 sums times the scales of rows and columns."""
     return (sums.float() * row_scale * column_scale).to(dtype)
 
 

@@ -1,4 +1,7 @@
-"""The types of numbers rounded to 8 bits: they and what brings them back travel together."""
+"""The types of numbers rounded to 8 bits: they and what brings them back travel together.
+
+Shapes: M tokens, K inputs of a layer.
+"""
 
 from typing import NamedTuple
 
@@ -26,7 +29,7 @@ class Quantized(NamedTuple):
 
 
 class QuantizedInput(NamedTuple):
-    """A layer's input x, (tokens, k), as two of its GEMMs take it; None for x itself.
+    """A layer's input x, (M, K), as two of its GEMMs take it; None for x itself.
 
     left: the left operand of the output's GEMM.
     right: the right operand of the weight gradient's GEMM.

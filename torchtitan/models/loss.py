@@ -1,4 +1,7 @@
-"""Next-token cross-entropy without ever holding all the logits."""
+"""Next-token cross-entropy without ever holding all the logits.
+
+Shapes: B batch, S sequence, D channels, V vocabulary, T tokens (B x S or a part of them).
+"""
 
 from collections.abc import Callable
 
@@ -56,13 +59,13 @@ def chunked_cross_entropy(
     """The cross-entropy of `output(hidden)`, a chunk of tokens at a time.
 
     Gradients are taken chunk by chunk during the forward pass, while the chunk's logits are there, so nothing of the
-    size (tokens, vocab) outlives its chunk and nothing is computed twice.
+    size (T, V) outlives its chunk and nothing is computed twice.
 
     Args:
-        output: the output layer, from (tokens, dim) to (tokens, vocab).
-        weight: its parameter, (vocab, dim).
-        hidden: (batch, seq, dim).
-        labels: (batch, seq), IGNORE_INDEX where there is no loss.
+        output: the output layer, from (T, D) to (T, V).
+        weight: its parameter, (V, D).
+        hidden: (B, S, D).
+        labels: (B, S), IGNORE_INDEX where there is no loss.
         cross_entropy: of a chunk's logits.
 
     Returns:

@@ -3,6 +3,8 @@
 Everything else in the model works token by token and needs to know nothing but its positions. Gathering keys and values
 is what Llama 3 was trained with (arXiv 2407.21783, section 3.3.2); exchanging heads is DeepSpeed-Ulysses (arXiv
 2309.14509). Both run on any device, through torch's own attention.
+
+Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a head.
 """
 
 from typing import Literal
@@ -17,7 +19,7 @@ from torchtitan.protocols import AttentionFunction
 
 Method = Literal["allgather", "alltoall"]
 
-HEADS, SEQUENCE = 1, 2  # dimensions of queries, keys and values, (batch, heads, seq, head_dim)
+HEADS, SEQUENCE = 1, 2  # dimensions of queries, keys and values, (B, H, S, D)
 
 
 def own_positions(seq_len: int, rank: int, ranks: int, method: Method) -> torch.Tensor:

@@ -3,6 +3,8 @@
 Weights become DTensors, so that FSDP, checkpoints and initialization know what a rank holds. A module's forward sees
 its rank's share as a plain tensor, and the collectives stand in hooks at the borders of blocks: so the arithmetic in
 between, be it torch's, a converter's or the compiler's, is that of a smaller model on one device.
+
+Shapes: B batch, S sequence, D channels.
 """
 
 import functools
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torchtitan.parallel.collectives import all_gather, all_reduce_no_grad, reduce_scatter
 from torchtitan.parallel.dims import Style
 
-SEQUENCE = 1  # dimension of activations, (batch, seq, dim)
+SEQUENCE = 1  # dimension of activations, (B, S, D)
 
 
 AllGather = Callable[[torch.Tensor, int, str], torch.Tensor]

@@ -1,4 +1,7 @@
-"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783) as plain math. It knows nothing of parallelism or precision."""
+"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783) as plain math. It knows nothing of parallelism or precision.
+
+Shapes: B batch, S sequence, D channels, V vocabulary.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +30,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
-        """(batch, seq, dim) to the same. Heads are counted from the projections, which may hold a share of them."""
+        """(B, S, D) to the same. Heads are counted from the projections, which may hold a share of them."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_ids)
@@ -116,13 +119,13 @@ class Llama(nn.Module):
         """Logits, or with `labels` the summed cross-entropy.
 
         Args:
-            tokens: (batch, seq) int64; without an embedding (batch, seq, dim), what the layers before gave.
-            labels: (batch, seq) int64, the token that follows each one; `IGNORE_INDEX` has no loss.
-            document_ids: (batch, seq); where given, attention stays within a document.
+            tokens: (B, S) int64; without an embedding (B, S, D), what the layers before gave.
+            labels: (B, S) int64, the token that follows each one; `IGNORE_INDEX` has no loss.
+            document_ids: (B, S); where given, attention stays within a document.
 
         Returns:
-            (batch, seq, vocab) logits, or the float32 sum of the loss over all tokens; without an output layer
-            (batch, seq, dim) for the layers that follow.
+            (B, S, V) logits, or the float32 sum of the loss over all tokens; without an output layer
+            (B, S, D) for the layers that follow.
         """
         rope = self.rope(tokens.shape[1], tokens.device)
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
