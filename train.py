@@ -18,9 +18,9 @@ if __name__ == "__main__":
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError
-from torchtitan.imports import check_versions, quick_imports
+from torchtitan.launcher.imports import check_versions, quick_imports
+from torchtitan.launcher.signals import STARTED_AGAIN, Stop, exit_now, exit_with_launcher, ignore_stop_signals
 from torchtitan.logging import outlive_readers
-from torchtitan.signals import STARTED_AGAIN, Stop, end, end_with_launcher, ignore_stop_signals
 
 PATIENCE = 5  # seconds
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -37,12 +37,12 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
     check_versions()
     with quick_imports():  # imports torch: only now, so that --help and typos need not wait for it
         from torchtitan.build_trainer import build_trainer
-        from torchtitan.checks import check, global_batch_size, is_plan
         from torchtitan.device import find_device
-        from torchtitan.lock import FolderLock
+        from torchtitan.engine.config_checks import check, global_batch_size, is_plan
+        from torchtitan.engine.watchdog import watch_progress
+        from torchtitan.launcher.folder_lock import FolderLock
         from torchtitan.logging import init_logging, logger
-        from torchtitan.parallel.comm import named_failures
-        from torchtitan.parallel.watch import watched
+        from torchtitan.parallel.process_group import named_failures
 
     init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
     for notice in notices:
@@ -51,7 +51,7 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
         import_user_module(config.experimental.custom_import, "experimental.custom_import")
     device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
     if is_plan(config):
-        from torchtitan.plan.plan import plan
+        from torchtitan.plan.planner import plan
 
         return plan(config, device)
     dims = check(config, WORLD_SIZE, device.type)
@@ -59,7 +59,7 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
         logger.info(f"configuration:\n{to_toml(config)}")
     stop = stop or Stop(RANK)
     with (
-        watched(stop.progress, RANK),
+        watch_progress(stop.progress, RANK),
         named_failures(config.comm, Path(config.job.dump_folder)),
         FolderLock(Path(config.job.dump_folder)) as lock,
         build_trainer(config, dims, global_batch_size(config, dims), device, stop, lock) as trainer,
@@ -85,7 +85,7 @@ if __name__ == "__main__":
     stop = Stop(RANK)
     stop.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_launcher()
+        exit_with_launcher()
     prefix = f"[rank {RANK}] " if WORLD_SIZE > 1 else ""
     try:
         manager = ConfigManager()
@@ -95,23 +95,23 @@ if __name__ == "__main__":
         stop.failed = True
         if RANK > 0:  # mostly the same error on every rank: leave it to rank 0 to report it and to end the others
             if stop.requested:
-                end(EXIT_STATUS)
+                exit_now(EXIT_STATUS)
             time.sleep(PATIENCE)
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         print("\n".join(f"{prefix if RANK else ''}Error: {problem}" for problem in problems), file=sys.stderr)
-        end(status_of(error, stop))
+        exit_now(status_of(error, stop))
     except LostRankError as error:
         stop.failed = True
         if stop.requested:  # the lost rank got the signal too, and ended first
             stop.give_up()
         print(f"{prefix}Error: {error}", file=sys.stderr)
-        end(1)
+        exit_now(1)
     except Exception as error:
         stop.failed = True
         if stop.requested and not stop.has_trained:  # for example from a compiler process that got the signal too
             stop.give_up()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             print(f"{prefix}Error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)
-            end(status_of(error, stop))
+            exit_now(status_of(error, stop))
         print("".join(f"{prefix}{line}\n" for line in traceback.format_exc().splitlines()), file=sys.stderr, end="")
-        end(1)
+        exit_now(1)

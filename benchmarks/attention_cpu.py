@@ -1,6 +1,6 @@
 """Causal attention on CPU: torch's kernels, our tiles and our C++, in time and in error.
 
-python benchmarks/attention_cpu.py [--shape 4,16,512,16]   (batch, heads, sequence, head dimension)
+python -m benchmarks attention_cpu [--shape 4,16,512,16]   (batch, heads, sequence, head dimension)
 """
 
 import argparse
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from benchmarks.tables import markdown, spread
 from torchtitan.device import find_device
-from torchtitan.models.attention_cpu import (
-    Kept,
+from torchtitan.kernels.attention_cpu import (
+    SavedTensors,
     attention_by_matrix_unit,
     attention_by_torch,
     gradients_by_matrix_unit,
@@ -38,25 +38,25 @@ def main() -> None:
     find_device(0)
     torch.manual_seed(0)
     q, k, v, out_grad = (torch.randn(batch, seq, heads, head_dim).bfloat16().transpose(1, 2) for _ in range(4))
-    kept = Kept(q, k, v, *attention_by_torch(q, k, v))
+    saved = SavedTensors(q, k, v, *attention_by_torch(q, k, v))
     library = matrix_unit_library()
     forward: Ways = {"torch": lambda: attention_by_torch(q, k, v)[:1]}
     backward: Ways = {
-        "torch": lambda: gradients_by_torch(kept, out_grad),
-        "tiles, float32": lambda: gradients_by_tiles(kept, out_grad),
+        "torch": lambda: gradients_by_torch(saved, out_grad),
+        "tiles, float32": lambda: gradients_by_tiles(saved, out_grad),
     }
     if library is not None:
         forward["matrix unit"] = lambda: attention_by_matrix_unit(library, q, k, v)[:1]
-        backward["matrix unit"] = lambda: gradients_by_matrix_unit(library, kept, out_grad)
+        backward["matrix unit"] = lambda: gradients_by_matrix_unit(library, saved, out_grad)
     leaves = q64, k64, v64 = tuple(tensor.double().requires_grad_() for tensor in (q, k, v))
     out64 = F.scaled_dot_product_attention(q64, k64, v64, is_causal=True)
     gradients64 = torch.autograd.grad(out64, leaves, out_grad.double())
     rows = []
-    for name, ways, right, products in (
+    for name, ways, right, gemms in (
         ("forward", forward, [out64.detach()], 2),
         ("backward", backward, gradients64, 5),
     ):
-        operations = products * batch * heads * seq**2 * head_dim  # of which causality leaves half
+        operations = gemms * batch * heads * seq**2 * head_dim  # of which causality leaves half
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(ROUNDS):
             for way, compute in ways.items():

@@ -1,6 +1,6 @@
 """Waiting threads on a quiet CPU and beside another busy process: tokens/s of the debug model by OpenMP's settings.
 
-python benchmarks/busy.py --variant "NAME: VARIABLE=value ..." ... --rounds 3 -- flags of train.py
+python -m benchmarks busy --variant "NAME: VARIABLE=value ..." ... --rounds 3 -- flags of train.py
 
 Each run trains on a quiet machine first, then beside one process that never waits. Times in which anything else took
 more than a tenth of a core are left out.

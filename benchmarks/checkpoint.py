@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long a checkpoint holds training up, and how long it takes in all, against the disk's own speed.
 
-python benchmarks/checkpoint.py [--gigabytes 1] [--folder FOLDER] [--repeats 3]
+python -m benchmarks checkpoint [--gigabytes 1] [--folder FOLDER] [--repeats 3]
 
 A model of one process, of the given size with its AdamW state, is saved with each `async_mode`, as a run would. The
 raw speed is that of writing as many bytes with `write` and `fsync`. The best of several; a first save of each mode,

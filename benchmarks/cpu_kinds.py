@@ -1,7 +1,7 @@
 """Each recipe on CPUs of several kinds, as far as this one has their instructions: tokens/s, and the time to the first
 step. oneDNN and torch are told to use no more.
 
-python benchmarks/cpu_kinds.py [--steps 4] [--rounds 2] [--kinds laptop,...] [-- FLAGS]
+python -m benchmarks cpu_kinds [--steps 4] [--rounds 2] [--kinds laptop,...] [-- FLAGS]
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import ask
-from benchmarks.runs import ROOT, Result, Variant, timed
+from benchmarks.runs import DEBUG_MODEL, Result, Variant, timed
 from benchmarks.tables import markdown, spread
 
 KINDS = {
@@ -40,14 +40,13 @@ def main() -> None:
     parser.add_argument("--recipes", help="likewise")
     parser.add_argument("flags", nargs="*", help="after --: of every run")
     arguments = parser.parse_args()
-    config = ROOT / "train_configs" / "debug_model.toml"
     rows = []
     for kind, environment in _named(KINDS, arguments.kinds).items():
         variants = [Variant(name, environment, flags) for name, flags in _named(RECIPES, arguments.recipes).items()]
         results: dict[str, list[Result]] = {variant.name: [] for variant in variants}
         for _ in range(arguments.rounds):
             for variant in variants:
-                results[variant.name].append(timed(variant, config, arguments.flags, 2, arguments.steps))
+                results[variant.name].append(timed(variant, DEBUG_MODEL, arguments.flags, 2, arguments.steps))
         reference = results[variants[0].name]
         for name, found in results.items():
             ratios = [one.rate / other.rate for one, other in zip(found, reference, strict=True)]

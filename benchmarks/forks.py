@@ -125,6 +125,6 @@ def import_ahead() -> None:
     import torch.distributed.launcher.api
     import torch.distributed.run  # noqa: F401
 
-    import torchtitan.agent
-    import torchtitan.plan.plan
+    import torchtitan.launcher.agent
+    import torchtitan.plan.planner
     import torchtitan.trainer  # noqa: F401

@@ -1,6 +1,6 @@
 """Training speed of Llama shapes on one GPU of the H100 class: bf16, float8 and int8, in under nine minutes.
 
-python benchmarks/gpu.py [--minutes 9] [--models 8B,3B,1B] [--rows "bf16 compiled,float8 tensorwise"] [--name h200]
+python -m benchmarks gpu [--minutes 9] [--models 8B,3B,1B] [--rows "bf16 compiled,float8 tensorwise"] [--name h200]
 
 It runs from a bare checkout and needs torch 2.11 or later and torchao, nothing else. Rows come in order of importance;
 those for which no time is left are dropped, and the table says so. It is written after each row, to
@@ -9,7 +9,7 @@ benchmarks/results/NAME.md and NAME.json. `--smoke` runs tiny shapes uncompiled,
 A row is `torchtitan.engine.train_step` (model, converter, per-block compile, FSDP2 on a group of one, clipping, fused
 AdamW with float32 weights and states) on random tokens, without activation checkpointing. A model of which not all
 layers fit in memory has fewer; the row says how many. Times are between CUDA events after each step, with no
-synchronization between; the first step (compilation), a step in which low-precision products are counted, and one more
+synchronization between; the first step (compilation), a step in which low-precision GEMMs are counted, and one more
 do not count. The compiler's cache starts empty, except for the rows called "cached". One process runs row after row; a
 row that fails ends it, is written down with the reason, and the next row has a process of its own.
 """
@@ -28,70 +28,21 @@ import threading
 import time
 import types
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_report import report
+from benchmarks.gpu_rows import BASE, CACHED, MODELS, RECIPES, Recipe, Row
 from benchmarks.runs import ROOT
 from benchmarks.tables import write_json
 
-MODELS = {"8B": ("llama3", "8B"), "3B": ("llama3.2", "3B"), "1B": ("llama3.2", "1B")}
 SEQ_LEN = 8192
 MARK = "@gpu "  # begins the lines that a worker sends to its parent
 RESERVE = 8.0  # seconds before the deadline in which no row is at work any more
 OUT_OF_MEMORY = "out of memory"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a row is, apart from the model.
-
-    Attributes:
-        converter: name, or "".
-        keys: of its section. `output` stays in bf16 (docs/performance.md).
-    """
-
-    name: str
-    compile: bool = True
-    converter: str = ""
-    keys: dict[str, Any] = field(default_factory=dict)
-
-
-def float8(recipe_name: str, *filters: str) -> dict[str, Any]:
-    return {"recipe_name": recipe_name, "filter_fqns": ["output", *filters]}
-
-
-BASE = Recipe("bf16 compiled")
-RECIPES = (
-    BASE,
-    Recipe("float8 tensorwise", converter="float8", keys=float8("tensorwise")),
-    Recipe("float8 rowwise, auto_filter_small_kn", converter="float8", keys=float8("rowwise", "auto_filter_small_kn")),
-    Recipe("float8 rowwise", converter="float8", keys=float8("rowwise")),
-    Recipe("int8 rowwise", converter="int8"),
-    Recipe("bf16 eager", compile=False),
-)
-CACHED = Recipe("bf16 compiled, cached")  # of the first model, in a process of its own, last
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table to be.
-
-    Attributes:
-        traced: whether one more step shows where the time goes, which takes some seconds.
-        layers: None: as many as fit.
-    """
-
-    model: str
-    recipe: Recipe
-    traced: bool = True
-    layers: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.model}, {self.recipe.name}"
 
 
 # The parent: it imports no torch, hands rows to workers, and writes what they send.

@@ -24,7 +24,7 @@ def report(about: dict[str, Any], results: Sequence[Result], base: str) -> str:
         *([f"```\n{about['machine']['driver']}\n```"] if about["machine"]["driver"] else []),
         ", ".join(f"{key} {value}" for key, value in about["settings"].items()) + ".",
         rates(done, about["machine"], base),
-        "MFU: model FLOPs at this rate over the bf16 product rate, measured or of the data sheet; `full` counts "
+        "MFU: model FLOPs at this rate over the bf16 GEMM rate, measured or of the data sheet; `full` counts "
         "attention as if each token saw the whole sequence (torchtitan), `causal` half of that (Megatron). The range "
         "is that of single steps.",
     ]

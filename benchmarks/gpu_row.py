@@ -10,12 +10,13 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.gpu_rows import Recipe
 from benchmarks.machine import measure_machine
 from benchmarks.model_size import causal
 from benchmarks.step_split import PHASES, step_split, time_by_class
@@ -30,11 +31,8 @@ from torchtitan.engine.train_step import train_step
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
-from torchtitan.parallel.comm import init_process_group
 from torchtitan.parallel.dims import ParallelDims
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Recipe
+from torchtitan.parallel.process_group import init_process_group
 
 WARMUP = 3
 LEARNING_RATE = 1e-4
@@ -74,7 +72,7 @@ class Bench:
         }
 
     def describe_machine(self) -> dict[str, Any]:
-        """Device, versions, product rates, and what the driver says of its limits."""
+        """Device, versions, GEMM rates, and what the driver says of its limits."""
         machine = measure_machine(sizes=(256,) if self.smoke else ())
         query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm,memory.total", "--format=csv"]
         limits = ""
@@ -101,7 +99,7 @@ class Bench:
         room = SHARE_OF_MEMORY * self.device.memory_capacity_bytes() - fixed
         return max(1, min(args.n_layers, int(room / (14 * weights + max(4 * weights, kept * self.seq_len)))))
 
-    def run(self, family: str, flavor: str, layers: int, recipe: "Recipe", traced: bool) -> dict[str, Any]:
+    def run(self, family: str, flavor: str, layers: int, recipe: Recipe, traced: bool) -> dict[str, Any]:
         """What the table says of a row."""
         device, config = self.device, self.config(family, flavor, recipe)
         args = replace(MODELS.get(family).flavor(flavor), n_layers=layers, **(SMOKE_SIZES if self.smoke else {}))
@@ -149,7 +147,7 @@ class Bench:
             result["note"] = f"{note} no trace: {error}".strip()
         return result
 
-    def config(self, family: str, flavor: str, recipe: "Recipe") -> JobConfig:
+    def config(self, family: str, flavor: str, recipe: Recipe) -> JobConfig:
         converters = [recipe.converter] if recipe.converter else []
         config = JobConfig(
             model=Model(name=family, flavor=flavor, converters=converters),

@@ -1,8 +1,8 @@
 """Speed of single linear layers in each recipe, for the (M, K, N) of real models: TFLOP/s, and ratios to bf16.
 
-python benchmarks/kernels.py [--models 1B,3B,8B] [--tokens 8192] [--no-compile] [--json FILE] [--minutes 5]
+python -m benchmarks kernels [--models 1B,3B,8B] [--tokens 8192] [--no-compile] [--json FILE] [--minutes 5]
 
-A layer's forward pass is one product, its backward pass two (input gradient, weight gradient); each is timed with all
+A layer's forward pass is one GEMM, its backward pass two (input gradient, weight gradient); each is timed with all
 that a recipe does around them: finding scales, rounding, transposing. (torchao computes both gradients in one go, so
 they have no times of their own.) Times are medians of interleaved rounds, by the code of `auto_filter_measured`.
 A ratio is taken to the bf16 layer timed in the same rounds: above 1 the recipe wins. Shapes for which no time is left
@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.machine import measure_machine
 from benchmarks.tables import markdown, write_json
-from torchtitan.config.precision import MX, Float8, Int8
+from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import CONVERTERS, LinearConverter, Target
-from torchtitan.converters.measure import layer_seconds
+from torchtitan.converters.measured_filter import layer_seconds
 from torchtitan.device import Device, find_device
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
@@ -46,7 +46,7 @@ RECIPES: dict[str, tuple[str, Any]] = {
     "int8 tensorwise": ("int8", Int8(recipe_name="tensorwise")),
     "mx mxfp8": ("mx", MX()),
 }
-PASSES = {"forward": 1, "backward": 2, "both": 3}  # products in each
+PASSES = {"forward": 1, "backward": 2, "both": 3}  # GEMMs in each
 
 
 def layers(names: list[str], output: bool) -> Iterator[tuple[str, int, int]]:
@@ -70,7 +70,7 @@ def layers(names: list[str], output: bool) -> Iterator[tuple[str, int, int]]:
 
 
 def build(recipe: str, target: Target) -> LinearConverter | None:
-    """The converter of a recipe; emulated where the device has no such products and MX is meant; None where it cannot
+    """The converter of a recipe; emulated where the device has no such GEMMs and MX is meant; None where it cannot
     be."""
     name, section = RECIPES[recipe]
     for keys in (section, MX(emulate=True) if name == "mx" else None):
@@ -109,7 +109,7 @@ def rows_of(users: str, m: int, k: int, n: int, found: dict[str, Any], names: li
     """A line for bf16 and one for each recipe: TFLOP/s of each pass, then their ratios to bf16."""
 
     def rates(seconds: dict[str, float]) -> list[str]:
-        return [f"{2 * m * k * n * products / seconds[part] / 1e12:.3g}" for part, products in PASSES.items()]
+        return [f"{2 * m * k * n * gemms / seconds[part] / 1e12:.3g}" for part, gemms in PASSES.items()]
 
     shape = [users, f"{m}", f"{k}", f"{n}"]
     bases = {name: found[f"bf16 beside {name}"] for name in names if f"bf16 beside {name}" in found}

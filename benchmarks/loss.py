@@ -1,6 +1,6 @@
 """The loss in chunks against the plain one: time and extra memory of forward and backward, at a large vocabulary.
 
-python benchmarks/loss.py [--tokens 8192] [--vocabulary 128256] [--dim 256]
+python -m benchmarks loss [--tokens 8192] [--vocabulary 128256] [--dim 256]
 
 Each runs in a process of its own. Extra memory is the most that a process holds beyond hidden states, weights and the
 gradients of both; on CPU of the whole process, on a GPU of torch's allocator. The plain loss holds all logits: 16 GiB.

@@ -1,15 +1,12 @@
-"""Loss of each recipe against bf16, on the debug model and the same data, and the errors of its products: two tables
+"""Loss of each recipe against bf16, on the debug model and the same data, and the errors of its GEMMs: two tables
 and a plot.
 
-python benchmarks/low_precision.py --output docs/figures/low_precision.png [--steps 300]
+python -m benchmarks low_precision --output docs/figures/low_precision.png [--steps 300]
 
 A recipe's loss is the mean over the last 20 steps. Runs that are there already (in --folder) are not run again.
 """
 
 import argparse
-import json
-import os
-import statistics
 import subprocess
 import sys
 from importlib.metadata import version
@@ -18,10 +15,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.loss_runs import losses_table, run
+from benchmarks.runs import ROOT
 from benchmarks.tables import markdown
 
-ROOT = Path(__file__).resolve().parent.parent
-LAST = 20
 FLOAT8: tuple[Any, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 DELAYED = ["--model.converters=float8", "--float8.recipe_name=delayed"]
 INT8 = ["--model.converters=int8"]
@@ -48,48 +45,9 @@ RECIPES: dict[str, list[str]] = {
 }
 
 
-def run(name: str, flags: list[str], steps: int, folder: Path, processes: int = 1) -> Path:
-    """The dump folder of a finished run."""
-    dump = folder / name.replace(" ", "_").replace(",", "")
-    metrics = dump / "metrics.jsonl"
-    if metrics.exists() and json.loads(metrics.read_text().splitlines()[-1])["step"] == steps:
-        return dump
-    command = [
-        sys.executable,
-        *(["-m", "torchtitan.launch"] if processes > 1 else []),
-        str(ROOT / "train.py"),
-        f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}",
-        f"--job.dump_folder={dump}",
-        f"--training.steps={steps}",
-        "--training.seq_len=128",
-        "--training.local_batch_size=8",
-        "--metrics.log_freq=1",
-        *flags,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NGPU": str(processes)}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    if done.returncode != 0:
-        sys.exit(done.stdout)
-    print(f"{name}: loss {statistics.mean(losses(dump)[-LAST:]):.4f}", file=sys.stderr, flush=True)
-    return dump
-
-
-def losses(dump: Path) -> list[float]:
-    """Of every step of a finished run."""
-    return [json.loads(line)["loss"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses_table(what: str, runs: dict[str, Path]) -> str:
-    """Each against the first."""
-    means = {name: statistics.mean(losses(dump)[-LAST:]) for name, dump in runs.items()}
-    base = next(iter(means))
-    rows = [[name, f"{loss:.4f}", f"{loss / means[base] - 1:+.2%}"] for name, loss in means.items()]
-    return markdown([what, "loss", f"against {base}"], rows)
-
-
-def products_table() -> str:
-    """Relative errors of one layer's products against bf16, on normal data."""
-    from torchtitan.config.precision import MX, Float8, Int8
+def gemms_table() -> str:
+    """Relative errors of one layer's GEMMs against bf16, on normal data."""
+    from torchtitan.config.low_precision import MX, Float8, Int8
     from torchtitan.converters import CONVERTERS, LinearConverter, Target
     from torchtitan.converters.linear import relative_errors
 
@@ -121,7 +79,7 @@ def main() -> None:
     results = {name: run(name, flags, arguments.steps, arguments.folder) for name, flags in RECIPES.items()}
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
     print(losses_table("recipe", results))
-    print(f"\n{products_table()}")
+    print(f"\n{gemms_table()}")
     plot = [sys.executable, str(ROOT / "scripts" / "plot_run.py"), *map(str, results.values())]
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([*plot, "--smooth", "20", "--output", arguments.output], check=True)

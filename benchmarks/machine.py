@@ -1,6 +1,6 @@
 """The machine that a table was made on: its name, versions, and how fast it multiplies matrices.
 
-python benchmarks/machine.py [--threads N] [--sizes 1024,2048]      prints one JSON object
+python -m benchmarks machine [--threads N] [--sizes 1024,2048]      prints one JSON object
 
 The scripts that start training runs ask for it in a process of its own: they stay small, since a process that starts
 another lends it its memory in the operating system's books.
@@ -35,9 +35,9 @@ class Machine:
         device: name of the GPU or CPU.
         kind: "cuda" or "cpu".
         cores: this process may run on.
-        threads: with which the products of a CPU ran.
+        threads: with which the GEMMs of a CPU ran.
         versions: of Python, torch, torchao and CUDA.
-        bf16_rate: FLOP/s of the best of several large square bf16 products, of one GPU or of all those threads.
+        bf16_rate: FLOP/s of the best of several large square bf16 GEMMs, of one GPU or of all those threads.
         bf16_rates: the same by size.
         datasheet_rate: of a known GPU, dense.
     """
@@ -56,7 +56,7 @@ class Machine:
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         sizes = ", ".join(f"{size}: {tera(rate)}" for size, rate in self.bf16_rates.items())
         sheet = f"; data sheet {tera(self.datasheet_rate)}" if self.datasheet_rate else ""
-        rate = f"bf16 products, measured: {tera(self.bf16_rate)} TFLOP/s ({sizes}){sheet}"
+        rate = f"bf16 GEMMs, measured: {tera(self.bf16_rate)} TFLOP/s ({sizes}){sheet}"
         return f"{self.device}, {threads}{versions}; {rate}"
 
 
@@ -65,7 +65,7 @@ def tera(rate: float) -> str:
 
 
 def measure_machine(threads: int | None = None, sizes: tuple[int, ...] = ()) -> Machine:
-    """In this process. `threads`: of torch on a CPU; None leaves them. `sizes`: of the products, if not the usual."""
+    """In this process. `threads`: of torch on a CPU; None leaves them. `sizes`: of the GEMMs, if not the usual."""
     import torch
 
     from torchtitan.device import find_device
@@ -93,7 +93,7 @@ def measure_machine(threads: int | None = None, sizes: tuple[int, ...] = ()) -> 
 
 
 def bf16_rates(device: Any, sizes: tuple[int, ...] = ()) -> dict[str, float]:
-    """FLOP/s of square bf16 products by size: the best of some on CPU, the mean of many on a GPU.
+    """FLOP/s of square bf16 GEMMs by size: the best of some on CPU, the mean of many on a GPU.
 
     The numbers are normal: a GPU is faster with zeros, which take less power.
     """
@@ -136,7 +136,7 @@ def ask(threads: int | None = None, sizes: str = "") -> Machine:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--sizes", default="", help="of the products, comma-separated")
+    parser.add_argument("--sizes", default="", help="of the GEMMs, comma-separated")
     arguments = parser.parse_args()
     sizes = tuple(int(size) for size in arguments.sizes.split(",") if size)
     print(json.dumps(asdict(measure_machine(arguments.threads, sizes))))

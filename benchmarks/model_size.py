@@ -1,4 +1,6 @@
-"""Parameters and FLOPs per token of a configuration: `python benchmarks/model_size.py --job.config_file=... flags`.
+"""Parameters and FLOPs per token of a configuration.
+
+python -m benchmarks model_size --job.config_file=FILE.toml --section.key=value ...
 
 Prints one JSON object: `parameters`, `full` (FLOPs of forward and backward for one token, attention counted as if each
 token saw the whole sequence, as torchtitan and PaLM count) and `causal` (half of the attention, as Megatron counts).
@@ -20,7 +22,7 @@ def model_size(argv: Sequence[str]) -> dict[str, float]:
 
     from torchtitan.config import ConfigManager
     from torchtitan.config.extension import import_user_module
-    from torchtitan.data import load_tokenizer
+    from torchtitan.engine.model_args import find_model_args
     from torchtitan.metrics.flops import flops_per_token
     from torchtitan.models import MODELS
 
@@ -28,9 +30,7 @@ def model_size(argv: Sequence[str]) -> dict[str, float]:
     if config.experimental.custom_import:
         import_user_module(config.experimental.custom_import, "experimental.custom_import")
     spec = MODELS.get(config.model.name)
-    args = spec.flavor(config.model.flavor)
-    if args.vocab_size is None:
-        args = args.with_vocab_size(load_tokenizer(config.model.tokenizer_path).vocab_size)
+    args = find_model_args(config.model)
     with torch.device("meta"):
         model: Any = spec.build(args)
     seq_len = config.training.seq_len

@@ -1,6 +1,6 @@
 """What smaller optimizer states cost and save: four tables, and a plot of losses and of the error of updates.
 
-python benchmarks/optimizers.py --output docs/figures/optimizers.png [--steps 1000] [--only losses,errors,bytes,peaks]
+python -m benchmarks optimizers --output docs/figures/optimizers.png [--steps 1000] [--only losses,errors,bytes,peaks]
 
 losses: the debug model with each optimizer, on the same data (as `low_precision.py`; runs in --folder are not run
     again).
@@ -11,8 +11,6 @@ peaks: the most bytes of live tensors on 1 and 2 processes, with updates after a
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.low_precision import ROOT, losses, losses_table, run
+from benchmarks.loss_runs import losses, losses_table, run
+from benchmarks.runs import DEBUG_MODEL, ROOT, finish
 from benchmarks.tables import markdown
 
 CHANGES: dict[str, dict[str, str]] = {
@@ -52,7 +51,7 @@ PLANNED = {
     "AdamW, updates during backward": EARLY,
     "AdamW8bit, bfloat16 weights, updates during backward": [*FLAGS["AdamW8bit"], BFLOAT16, *EARLY],
 }
-DEBUG = [f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}", "--training.seq_len=128"]
+DEBUG = [f"--job.config_file={DEBUG_MODEL}", "--training.seq_len=128"]
 GIB = 2**30
 
 
@@ -66,12 +65,13 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
 
     from benchmarks.peak_memory import NoReport
     from torchtitan.build_trainer import build_trainer
-    from torchtitan.checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.config.training import Optimizer
     from torchtitan.device import find_device
-    from torchtitan.optim.compact import CompactAdamW, local_part
+    from torchtitan.engine.config_checks import check, global_batch_size
+    from torchtitan.optim.low_bit_adamw import LowBitAdamW
     from torchtitan.optim.optimizer import build_optimizer
+    from torchtitan.parallel.sharded_tensors import local_tensor
 
     errors: dict[str, list[float]] = {name: [] for name in CHANGES if name != "AdamW"}
     flushed: dict[str, float] = {}
@@ -82,7 +82,7 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
         with build_trainer(config, dims, global_batch_size(config, dims), find_device(0)) as trainer:
             exact = trainer.engine.optimizer
             parameters = list(trainer.engine.model.parameters())
-            others = {name: [torch.nn.Parameter(local_part(it).clone()) for it in parameters] for name in errors}
+            others = {name: [torch.nn.Parameter(local_tensor(it).clone()) for it in parameters] for name in errors}
             optimizers: dict[str, Any] = {}
             for name, them in others.items():
                 section = Optimizer(**{**vars(config.optimizer), **CHANGES[name]})  # type: ignore[arg-type]
@@ -91,18 +91,18 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
 
             @torch.no_grad()
             def step_others(*_: Any) -> None:
-                before[:] = [local_part(parameter).clone() for parameter in parameters]
+                before[:] = [local_tensor(parameter).clone() for parameter in parameters]
                 for name, them in others.items():
                     for mine, start, parameter in zip(them, before, parameters, strict=True):
                         mine.copy_(start)
-                        mine.grad = local_part(parameter.grad)  # type: ignore[arg-type]
+                        mine.grad = local_tensor(parameter.grad)  # type: ignore[arg-type]
                     optimizers[name].param_groups[0]["lr"] = exact.param_groups[0]["lr"]
                     optimizers[name].step()
 
             @torch.no_grad()
             def compare(*_: Any) -> None:
                 for name, them in others.items():
-                    triples = list(zip(them, before, map(local_part, parameters), strict=True))
+                    triples = list(zip(them, before, map(local_tensor, parameters), strict=True))
                     off = sum(float((mine - right).square().sum()) for mine, _, right in triples)
                     whole = sum(float((right - start).square().sum()) for _, start, right in triples)
                     errors[name].append((off / whole) ** 0.5 if whole else 0.0)
@@ -113,10 +113,10 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
                 trainer.step += 1
                 trainer.train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
             for name, optimizer in optimizers.items():
-                assert isinstance(optimizer, CompactAdamW)
+                assert isinstance(optimizer, LowBitAdamW)
                 lost = total = 0
                 for mine, parameter in zip(others[name], parameters, strict=True):
-                    there = local_part(exact.state[parameter]["exp_avg_sq"]) > 0
+                    there = local_tensor(exact.state[parameter]["exp_avg_sq"]) > 0
                     lost += int(((optimizer.moments(mine)[1] == 0) & there).sum())
                     total += int(there.sum())
                 flushed[name] = lost / total
@@ -135,12 +135,12 @@ def bytes_table() -> str:
     """Of Llama 3 8B, bytes a parameter, and GiB on each of 8 GPUs and of 2."""
     import torch
 
-    from torchtitan.checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.device import find_device
+    from torchtitan.engine.config_checks import check, global_batch_size
     from torchtitan.models import MODELS
-    from torchtitan.plan.plan import planned_device
-    from torchtitan.plan.scaling import Job, measure
+    from torchtitan.plan.extrapolation import Job, measure
+    from torchtitan.plan.planner import planned_device
 
     rows = []
     device, _ = planned_device("H100", True, find_device(0), torch.bfloat16)
@@ -190,11 +190,7 @@ def peaks_table() -> str:
 
 def _peak(processes: int, flags: list[str]) -> dict[str, int]:
     command = [sys.executable, "-m", "torchtitan.launch", str(ROOT / "benchmarks" / "peak_memory.py"), *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NGPU": str(processes)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        sys.exit(done.stderr)
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return json.loads(next(line for line in finish(command, processes).splitlines() if line.startswith("{")))
 
 
 def plot(runs: dict[str, Path], errors: dict[str, list[float]], output: Path, smooth: int) -> None:

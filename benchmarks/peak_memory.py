@@ -13,12 +13,12 @@ import tempfile
 from typing import Any
 
 from torchtitan.build_trainer import build_trainer
-from torchtitan.checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
-from torchtitan.plan.record import Recorder
+from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.plan.kernel_substitutes import kernel_substitutes
+from torchtitan.plan.recorder import Recorder
 from torchtitan.plan.simulation import local_bytes, state_bytes
-from torchtitan.plan.stand_ins import stand_ins
 
 
 class NoReport:
@@ -37,7 +37,7 @@ def main() -> None:
         with recorder, build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
             for _ in range(2):  # in the second all states are there
                 recorder.clear()
-                with stand_ins(device.type):
+                with kernel_substitutes(device.type):
                     trainer.train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
             states = state_bytes(trainer.engine.model, trainer.engine.optimizer)
             gradients = local_bytes(parameter for parameter in trainer.engine.model.parameters())  # of the same dtype

@@ -1,7 +1,7 @@
 """Low precision throughout, bf16 throughout, and from one to the other on the way: loss and time on the debug model,
 as a table and a plot.
 
-python benchmarks/precision_schedule.py --output docs/figures/precision_schedule.png [--steps 300]
+python -m benchmarks precision_schedule --output docs/figures/precision_schedule.png [--steps 300]
 
 A run's loss is the mean over its last 20 steps; its time is the median of a phase's steps times their number, summed
 over the phases. Runs that are there already (in --folder) are not run again.
@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.low_precision import LAST, ROOT, run
+from benchmarks.loss_runs import LAST, run
+from benchmarks.runs import DEBUG_MODEL
 from benchmarks.tables import markdown
 
 RECIPES = {
@@ -54,7 +55,7 @@ class Result:
 
 def schedule(recipe: str, share: float) -> str:
     """A configuration: the debug model's, with this recipe for a share of the steps."""
-    text = (ROOT / "train_configs" / "debug_model.toml").read_text()
+    text = DEBUG_MODEL.read_text()
     if share:
         text += f"\n[[precision.phase]]\nuntil = {share}\n{RECIPES[recipe]}"
     return text + ("[[precision.phase]]\n" if share < 1 else "")

@@ -14,10 +14,20 @@ from time import perf_counter
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+DEBUG_MODEL = ROOT / "train_configs" / "debug_model.toml"
 FIRST_STEP = r"\bstep +1/"
 RECOMPILED = re.compile(r"\[__recompiles\] Recompiling function (.*)")
 PROFILE_FREQ = 4  # at least the three steps that the profiler warms up for
 PROFILED = 3  # traces; the first, of steps that may not be steady yet, is left out
+
+
+def finish(command: Sequence[str], processes: int = 1) -> str:
+    """What a command prints on its standard output. Where it fails, this process ends with all that it has printed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NGPU": str(processes)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        sys.exit(done.stdout + done.stderr)
+    return done.stdout
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Cost as the work grows: tokens/s and memory over sequence length, model size, accumulation, vocabulary and number of
 processes; start-up and checkpoint time over model size. A table, a figure and JSON.
 
-python benchmarks/scaling.py [--quick] [--axes sequence,size] --output docs/figures/scaling.png --json scaling.json
+python -m benchmarks scaling [--quick] [--axes sequence,size] --output docs/figures/scaling.png --json scaling.json
 
 One thing grows at a time; the others stay at a Llama of 6 million parameters (`benchmarks/sizes.py`), bf16, sequences
 of 512 tokens. Tokens in a step stay the same along an axis, unless they are what grows. Each point is a run of its own;
@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import machine
-from benchmarks.runs import FIRST_STEP, ROOT, Variant, on_gpu, train
+from benchmarks.runs import DEBUG_MODEL, FIRST_STEP, Variant, on_gpu, train
 from benchmarks.tables import markdown, write_json
 
 WARMUP = 2
@@ -106,7 +106,7 @@ def run(axis: Axis, point: Point, steps: int, flags: Sequence[str]) -> dict[str,
     saving = {"checkpoint__enable_checkpoint": "true", "checkpoint__interval": last} if axis.saves else {}
     with tempfile.TemporaryDirectory() as folder:
         seen = train(
-            variant, ROOT / "train_configs" / "debug_model.toml", flags, Path(folder),
+            variant, DEBUG_MODEL, flags, Path(folder),
             training__steps=last, metrics__log_freq=1, **saving,
         )  # fmt: skip
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--axes", default="sequence,size,accumulation,vocabulary,processes", help="(%(default)s)")
     parser.add_argument("--processes", default="1,2,4", help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a point (%(default)s)")
-    parser.add_argument("--product-sizes", default="", help="of the bf16 products that the machine is measured by")
+    parser.add_argument("--gemm-sizes", default="", help="of the bf16 GEMMs that the machine is measured by")
     parser.add_argument("--output", type=Path, help="figure, as PNG")
     parser.add_argument("--json", type=Path, help="every figure; axes already there are kept")
     parser.add_argument("flags", nargs="*", help="flags for all runs, after --")
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = arguments.axes.split(",")
     if set(wanted) - set(known):
         sys.exit(f"unknown axis {', '.join(sorted(set(wanted) - set(known)))}; known: {', '.join(known)}")
-    here = machine.ask(sizes=arguments.product_sizes)
+    here = machine.ask(sizes=arguments.gemm_sizes)
     results = earlier(arguments.json, here.device, here.versions)
     for name in wanted:
         if name in results:

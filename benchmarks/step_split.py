@@ -1,6 +1,6 @@
 """Where the time of a step goes, from the traces that `[profiling]` writes.
 
-python benchmarks/step_split.py TRACE.json ...      prints the split of each
+python -m benchmarks step_split TRACE.json ...      prints the split of each
 
 - `data`, `forward`, `backward`, `optimizer`: the spans of these names (`engine.train_step`), on a GPU from the first to
   the last of their kernels. The chunked loss takes the gradient of the output layer in the forward pass, so `forward`
@@ -115,7 +115,7 @@ def is_compiled(operation: Event) -> bool:
 CLASSES = (
     ("communication", r"nccl|c10d"),
     ("attention", r"flash|fmha|sdpa|attention"),
-    ("products", r"gemm|nvjet|cutlass|cublas|mm\b|matmul|linear"),
+    ("GEMMs", r"gemm|nvjet|cutlass|cublas|mm\b|matmul|linear"),
     ("optimizer", r"adam|multi_tensor|foreach"),
     ("compiled loops", r"^triton_|CompiledFunction"),
     ("copies", r"memcpy|memset|copy|split_with_sizes|aten::(to|contiguous|clone|cat|zero_)$"),

@@ -1,22 +1,22 @@
 """Tokens/s, MFU, memory, time to the first step and the split of a step, of variants of a run beside each other.
 
-python benchmarks/throughput.py --variant "bf16:" --variant "int8: --model.converters=int8" -- --training.seq_len=512
-python benchmarks/throughput.py --variant "one:" --variant "FSDP 2: NGPU=2 --training.local_batch_size=2"
-python benchmarks/throughput.py --against "COMMAND OF ANOTHER TRAINER"
+python -m benchmarks throughput --variant "bf16:" --variant "int8: --model.converters=int8" -- --training.seq_len=512
+python -m benchmarks throughput --variant "one:" --variant "FSDP 2: NGPU=2 --training.local_batch_size=2"
+python -m benchmarks throughput --against "COMMAND OF ANOTHER TRAINER"
 
 A variant is a name, then variables and flags of its own; flags after -- are for all. Runs go in turn, A B A B, and
 ratios are taken within a round, since the speed of a machine drifts. What the columns mean:
 
 - tokens/s: of all processes together; of a run the median over the steps after warm-up, of these the median over
   rounds; `range` is that of the rounds.
-- MFU: model FLOPs at that rate over the machine's bf16 product rate, which is measured in this call (benchmarks/
+- MFU: model FLOPs at that rate over the machine's bf16 GEMM rate, which is measured in this call (benchmarks/
   machine.py; on a CPU with the threads of all processes; before each round and after the last one, the median).
   `full` counts attention as if each token saw the whole sequence (torchtitan, PaLM), `causal` half of that (Megatron).
 - memory: on a GPU the most that torch's allocator held in the measured steps, else the peak resident set of the largest
   process; for another trainer always the latter.
 - first step: seconds from the command to the end of the first step, imports, data and compilation included.
 - the split of a step comes from traces of one more run (benchmarks/step_split.py); `data`, though, from the timed runs.
-  So does the split by kind of operation, with the rates of products and attention (FLOPs of the model; recomputation
+  So does the split by kind of operation, with the rates of GEMMs and attention (FLOPs of the model; recomputation
   does not count). Operations within compiled blocks count by their kind, the rest of a block as compiled loops.
 
 A run that compiles anything after its warm-up ends the benchmark with status 1.
@@ -33,11 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import machine, model_size
 from benchmarks.machine import Machine
-from benchmarks.runs import ROOT, Result, Variant, split_of, timed, timed_other, variables_first
+from benchmarks.runs import DEBUG_MODEL, Result, Variant, split_of, timed, timed_other, variables_first
 from benchmarks.step_split import KINDS, PHASES
 from benchmarks.tables import markdown, median_of, spread, write_json
 
-DEBUG_MODEL = ROOT / "train_configs" / "debug_model.toml"
 OTHER = "the other"
 GIB = 2**30
 
@@ -106,16 +105,16 @@ def kinds_table(
     results: dict[str, list[Result]],
     flops: dict[str, dict[str, float]],
 ) -> str:
-    """Shares of a step by kind of operation, and what products and attention reach of it, in TFLOP/s of the model."""
+    """Shares of a step by kind of operation, and what GEMMs and attention reach of it, in TFLOP/s of the model."""
     rows = []
     for name, seconds in kinds.items():
         record = results[name][0].records[0]
         tokens = record["tokens_per_second"] * record["step_seconds"]  # of one process, as its trace
         attention = 2 * (flops[name]["full"] - flops[name]["causal"])
-        done = {"products": flops[name]["full"] - attention, "attention": attention / 2}
+        done = {"GEMMs": flops[name]["full"] - attention, "attention": attention / 2}
         rates = [f"{tokens * done[kind] / seconds[kind] / 1e12:.2f}" if seconds[kind] else "" for kind in done]
         rows.append([name, *(f"{seconds[kind] / splits[name]['step']:.1%}" for kind in KINDS), *rates])
-    return markdown(["share of a step", *KINDS, "products, TFLOP/s", "attention, causal"], rows)
+    return markdown(["share of a step", *KINDS, "GEMMs, TFLOP/s", "attention, causal"], rows)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -129,7 +128,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=4, help="steps that do not count; of the other trainer, reports")
     parser.add_argument("--steps", type=int, default=12, help="steps that do")
-    parser.add_argument("--product-sizes", default="", help="of the bf16 products that the machine is measured by")
+    parser.add_argument("--gemm-sizes", default="", help="of the bf16 GEMMs that the machine is measured by")
     parser.add_argument("--no-split", action="store_true", help="leave out the run that is traced")
     parser.add_argument("--json", type=Path, help="write every figure there")
     parser.add_argument("flags", nargs="*", help="flags for all variants, after --")
@@ -159,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def measure_machines() -> None:
         for threads, found in machines.items():
-            found.append(machine.ask(threads, arguments.product_sizes))
+            found.append(machine.ask(threads, arguments.gemm_sizes))
 
     results: dict[str, list[Result]] = {name.name: [] for name in ([other] if other else []) + variants}
     for number in range(1, arguments.rounds + 1):

@@ -1,6 +1,6 @@
 """What scales from bounds of the weights (float8.weight_scale = bound) cost and save, on the debug model: a table.
 
-python benchmarks/weight_bound.py [--steps 300] [--processes 2]
+python -m benchmarks weight_bound [--steps 300] [--processes 2]
 
 For each way to find the scales of the float8 all-gather: all-reduces in a step (with the two of every run: gradient
 norm and skipped updates), bits of headroom lost, log2(bound / amax), over all weights and steps, weights that
@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,10 +18,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.loss_runs import LAST
+from benchmarks.runs import DEBUG_MODEL, finish
 from benchmarks.tables import markdown
 
-ROOT = Path(__file__).resolve().parent.parent
-LAST = 20
 GATHER = ["--model.converters=float8", "--float8.enable_fsdp_float8_all_gather"]
 BOUND = [*GATHER, "--float8.weight_scale=bound"]
 VARIANTS: dict[str, list[str]] = {
@@ -44,10 +43,10 @@ def train(flags: list[str], output: Path) -> None:
 
     import torchtitan.trainer as loop
     from torchtitan.build_trainer import build_trainer
-    from torchtitan.checks import check, global_batch_size
     from torchtitan.config import ConfigManager
-    from torchtitan.converters.bound import gathered_weights
+    from torchtitan.converters.weight_bounds import float8_all_gather_weights
     from torchtitan.device import find_device
+    from torchtitan.engine.config_checks import check, global_batch_size
 
     class AllReduces(TorchDispatchMode):
         count = 0
@@ -70,7 +69,7 @@ def train(flags: list[str], output: Path) -> None:
             with AllReduces() as counted:
                 result = train_step(*arguments, **options)
             all_reduces.append(counted.count)
-            weights = [w for w in gathered_weights([model]).values() if w._precomputed_scale is not None]
+            weights = [w for w in float8_all_gather_weights([model]).values() if w._precomputed_scale is not None]
             if weights:
                 amax = torch.stack([weight._tensor.abs().amax() for weight in weights])
                 dist.all_reduce(amax, op=dist.ReduceOp.MAX)
@@ -114,7 +113,7 @@ def main() -> None:
             output = Path(folder) / "seen.json"
             command = [sys.executable, "-m", "torchtitan.launch", __file__, "--write", str(output)]
             command += [
-                f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}",
+                f"--job.config_file={DEBUG_MODEL}",
                 f"--job.dump_folder={folder}/run",
                 f"--training.steps={arguments.steps}",
                 "--training.seq_len=128",
@@ -123,10 +122,7 @@ def main() -> None:
                 "--metrics.log_freq=1",
                 *flags,
             ]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "NGPU": str(arguments.processes)}
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-            if done.returncode != 0:
-                sys.exit(done.stdout)
+            finish(command, arguments.processes)
             lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
             rows.append(row(name, json.loads(output.read_text()), [json.loads(line)["loss"] for line in lines]))
             print(*rows[-1], sep=", ", file=sys.stderr, flush=True)

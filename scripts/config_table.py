@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import JobConfig
-from torchtitan.config.former import FORMER_KEYS, FORMER_VALUES
 from torchtitan.config.keys import Key, fields_by_key, keys_of_entry, section_class
+from torchtitan.config.legacy_keys import LEGACY_KEYS, LEGACY_VALUES
 
 TABLE = Path(__file__).parent.parent / "docs" / "config_keys.md"
 HEAD = """\
@@ -49,8 +49,8 @@ def render(config_class: type[JobConfig] = JobConfig) -> str:
 
 
 def former_names() -> str:
-    rows = [f"| `{key}` | {former.now} |\n" for key, former in FORMER_KEYS.items()]
-    for key, values in FORMER_VALUES.items():
+    rows = [f"| `{key}` | {former.now} |\n" for key, former in LEGACY_KEYS.items()]
+    for key, values in LEGACY_VALUES.items():
         for old, (new, others) in values.items():
             now = [f"`{key} = {new}`"] if new is not None else []
             now += [f"`{other} = {str(value).lower()}`" for other, value in others.items()]

@@ -20,9 +20,9 @@ def main() -> None:
         config = ConfigManager().parse_args(flags)
         if config.experimental.custom_import:
             import_user_module(config.experimental.custom_import, "experimental.custom_import")
-        from torchtitan.converters.report import phases_to_json, summary, to_json, to_table
+        from torchtitan.converters.conversion_report import phases_to_json, summary, to_json, to_table
+        from torchtitan.engine.explain import explain_conversion
         from torchtitan.engine.precision_phases import parse_phases
-        from torchtitan.explain import explain_conversion
 
         reports = []
         for phase in parse_phases(config) if config.precision.phase else []:

@@ -1,9 +1,9 @@
-"""How exact a recipe is on a model in training, layer by layer and product by product.
+"""How exact a recipe is on a model in training, layer by layer and GEMM by GEMM.
 
 python scripts/numerics_report.py --output numerics --steps 20 --job.config_file=FILE.toml --model.converters=float8 ...
 
 Trains that many steps in bf16 and in the recipe, on the same data. In the last step in bf16 it takes the operands of
-each linear layer, and computes its three products in the recipe and in float32. OUTPUT.json and OUTPUT.png hold, for
+each linear layer, and computes its three GEMMs in the recipe and in float32. OUTPUT.json and OUTPUT.png hold, for
 each: the signal-to-quantization-noise ratio in dB, and of its operands the share that saturated and the share that
 was flushed to zero (the larger of the two operands').
 """
@@ -20,8 +20,8 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
 
-PRODUCTS = {"output": ("input", "weight"), "grad_input": ("out_grad", "weight"), "grad_weight": ("out_grad", "input")}
-WORST_DB = 6.0  # below the median of its product: a layer that the recipe fits badly
+GEMMS = {"output": ("input", "weight"), "grad_input": ("out_grad", "weight"), "grad_weight": ("out_grad", "input")}
+WORST_DB = 6.0  # below the median of its GEMM: a layer that the recipe fits badly
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def judge(config: JobConfig) -> dict[str, Any]:
     """The report as one object: recipe, losses of both runs, layers, proposed filter_fqns."""
     from torchtitan.converters import CONVERTERS, LinearConverter
     from torchtitan.device import find_device
-    from torchtitan.explain import conversion_target
+    from torchtitan.engine.explain import conversion_target
     from torchtitan.models import MODELS
 
     (name,) = config.model.converters
@@ -77,8 +77,8 @@ def train(config: JobConfig) -> tuple[float, dict[str, Any]]:
     from torch import nn
 
     from torchtitan.build_trainer import build_trainer
-    from torchtitan.checks import check, global_batch_size
     from torchtitan.device import find_device
+    from torchtitan.engine.config_checks import check, global_batch_size
 
     operands: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,7 @@ def train(config: JobConfig) -> tuple[float, dict[str, Any]]:
 
 
 def judge_layer(converter: Any, x: Any, weight: Any, out_grad: Any) -> dict[str, dict[str, float]]:
-    """By product: sqnr_db, saturated, flushed."""
+    """By GEMM: sqnr_db, saturated, flushed."""
     import torch
     from torch import nn
 
@@ -124,33 +124,33 @@ def judge_layer(converter: Any, x: Any, weight: Any, out_grad: Any) -> dict[str,
     found = [out.detach(), *torch.autograd.grad(out, [leaf, layer.weight], out_grad)]
     x, weight, out_grad = x.float(), weight.float(), out_grad.float()
     exact = [x @ weight.T, out_grad @ weight, out_grad.T @ x]
-    # Each product sums over other columns of its operands.
+    # Each GEMM sums over other columns of its operands.
     columns = {
         "output": (x, weight),
         "grad_input": (out_grad, weight.T),
         "grad_weight": (out_grad.T, x.T),
     }
     result = {}
-    for (product, roles), low, high in zip(PRODUCTS.items(), found, exact, strict=True):
+    for (gemm, roles), low, high in zip(GEMMS.items(), found, exact, strict=True):
         noise = (low.float() - high).norm()
         ratio = 20 * torch.log10(high.norm() / noise) if noise > 0 else torch.tensor(float("inf"))
         saturated, flushed = [], []
-        for role, operand in zip(roles, columns[product], strict=True):
+        for role, operand in zip(roles, columns[gemm], strict=True):
             scaled = converter.scaled(operand, role)
             saturated.append((scaled.exact.abs() > 1.0001 * scaled.largest).float().mean().item())
             flushed.append(((scaled.exact != 0) & (scaled.rounded == 0)).float().mean().item())
-        result[product] = {"sqnr_db": ratio.item(), "saturated": max(saturated), "flushed": max(flushed)}
+        result[gemm] = {"sqnr_db": ratio.item(), "saturated": max(saturated), "flushed": max(flushed)}
     return result
 
 
 def worst(layers: dict[str, Any]) -> list[str]:
-    """Layers with a product more than WORST_DB below the median of its kind."""
+    """Layers with a GEMM more than WORST_DB below the median of its kind."""
     from statistics import median
 
     proposed = []
-    for fqn, products in layers.items():
-        for product, values in products.items():
-            middle = median(other[product]["sqnr_db"] for other in layers.values())
+    for fqn, gemms in layers.items():
+        for gemm, values in gemms.items():
+            middle = median(other[gemm]["sqnr_db"] for other in layers.values())
             if values["sqnr_db"] < middle - WORST_DB and fqn not in proposed:
                 proposed.append(fqn)
     return proposed
@@ -159,26 +159,26 @@ def worst(layers: dict[str, Any]) -> list[str]:
 def print_table(report: dict[str, Any]) -> None:
     losses = report["loss"]
     print(f"{report['recipe']}, step {report['steps']}: loss {losses['recipe']:.4f}, bf16 {losses['bf16']:.4f}")
-    header = "  ".join(f"{product:>26}" for product in PRODUCTS)
-    print(f"{'layer':32}{header}\n{'':32}" + "  ".join(f"{'dB  saturated  flushed':>26}" for _ in PRODUCTS))
-    for fqn, products in report["layers"].items():
-        cells = (f"{v['sqnr_db']:.1f}  {v['saturated']:9.2%}  {v['flushed']:7.2%}" for v in products.values())
+    header = "  ".join(f"{gemm:>26}" for gemm in GEMMS)
+    print(f"{'layer':32}{header}\n{'':32}" + "  ".join(f"{'dB  saturated  flushed':>26}" for _ in GEMMS))
+    for fqn, gemms in report["layers"].items():
+        cells = (f"{v['sqnr_db']:.1f}  {v['saturated']:9.2%}  {v['flushed']:7.2%}" for v in gemms.values())
         print(f"{fqn:32}" + "  ".join(f"{cell:>26}" for cell in cells))
     proposed = ",".join(report["proposed_filter_fqns"])
     print(f"proposed filter_fqns: {proposed or 'none; no layer stands out'}")
 
 
 def draw(layers: dict[str, Any], title: str, path: Path) -> None:
-    """A heat map: a row for each layer, a column for each product, the colour its dB."""
+    """A heat map: a row for each layer, a column for each GEMM, the colour its dB."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    values = [[products[product]["sqnr_db"] for product in PRODUCTS] for products in layers.values()]
+    values = [[gemms[gemm]["sqnr_db"] for gemm in GEMMS] for gemms in layers.values()]
     figure, axes = plt.subplots(figsize=(6, 1.5 + 0.2 * len(layers)))
     image = axes.imshow(values, aspect="auto", cmap="viridis")
-    axes.set_xticks(range(len(PRODUCTS)), list(PRODUCTS))
+    axes.set_xticks(range(len(GEMMS)), list(GEMMS))
     axes.set_yticks(range(len(layers)), list(layers), fontsize="x-small")
     axes.set_title(f"{title}: signal to quantization noise")
     figure.colorbar(image, label="dB")

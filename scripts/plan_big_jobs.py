@@ -44,16 +44,16 @@ is the same as `job.plan`; `disable_fake_mode` is refused, for a plan has no rea
   on 2, 4 and 8 gloo processes (the three states and collectives exactly, the rest within 10%; most layouts are within
   1%).
 - Layers are alike. So few layers, microbatches, ranks of a pipeline and accumulated passes are simulated, and what more
-  of them add is computed from the difference; the plan says how many. `tests/unit/test_plan_scaling.py` holds this to
-  simulations of everything. Where it does not hold (layers that differ, schedules with several stages on a rank)
-  everything is simulated, which may take minutes.
+  of them add is computed from the difference; the plan says how many. `tests/unit/test_plan_extrapolation.py` holds
+  this to simulations of everything. Where it does not hold (layers that differ, schedules with several stages on a
+  rank) everything is simulated, which may take minutes.
 - Bytes are those of the whole tensor: what an all-gather makes, what a reduce-scatter is given, a message.
 - The device is this machine's GPU. Where there is none and a world is simulated, it is an H100 SXM;
   `job.simulate_device` takes A100, H100, H200, B200, MI300X, or cpu. For a GPU, attention keeps what flash attention
   keeps (queries, keys, values, output, log-sum-exp) and norms keep their input; kernels of torch for CPU keep more.
 - Not counted: what a kernel takes and gives back, CUDA's context, NCCL's buffers, fragmentation of the allocator, and
   what `torch.compile` saves. Leave 10% of the memory free.
-- The lower bound takes products at the device's peak (attention at half, being causal; 8-bit products at twice the
+- The lower bound takes GEMMs at the device's peak (attention at half, being causal; 8-bit GEMMs at twice the
   rate) with tensor and context parallel collectives, which are waited for, or FSDP's, if these take longer; and lets a
   1F1B or GPipe pipeline fill and drain. Each link carries a byte no oftener than it must, in machines of 8. A real step
   is slower.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 PATIENCE = 240  # seconds; for machines that do much else
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torchtitan.build_trainer", "torchtitan.plan.plan", "torchao.prototype.mx_formats"])
+_context.set_forkserver_preload(["torchtitan.build_trainer", "torchtitan.plan.planner", "torchao.prototype.mx_formats"])
 
 
 def in_processes(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:

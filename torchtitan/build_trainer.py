@@ -9,21 +9,21 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.checkpoint import CheckpointManager
-from torchtitan.checkpoint.agree import everywhere
-from torchtitan.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
 from torchtitan.config import JobConfig
 from torchtitan.data import Tokenizer, build_loader, build_validation_loader, load_tokenizer
 from torchtitan.device import Device
+from torchtitan.engine.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.run_folder import RunFolder
 from torchtitan.engine.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.errors import ConfigError
-from torchtitan.lock import FolderLock
+from torchtitan.launcher.folder_lock import FolderLock
+from torchtitan.launcher.signals import Stop
 from torchtitan.models import MODELS
-from torchtitan.optim.guard import UpdateGuard
-from torchtitan.parallel.comm import init_process_group, set_timeout
+from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.signals import Stop
+from torchtitan.parallel.object_collectives import raise_on_all_ranks
+from torchtitan.parallel.process_group import init_process_group, set_timeout
 from torchtitan.trainer import Trainer
 
 
@@ -65,7 +65,7 @@ def build_trainer(
     closing.callback(dist.destroy_process_group)
     stop.connect()
     if lock is not None:
-        everywhere(lock.take if dist.get_rank() == 0 else lambda: None)
+        raise_on_all_ranks(lock.take if dist.get_rank() == 0 else lambda: None)
     config = decide_compute_dtype(config, device.type)
     meshes = build_meshes(dims, device.type)
     set_timeout(config.comm.init_timeout_seconds)

@@ -19,7 +19,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan"
 
 
-def kept_results(name: str) -> dict[str, Any]:
+def cached_results(name: str) -> dict[str, Any]:
     """What earlier runs measured, by what was measured; nothing where there is no such file that can be read."""
     try:
         found = json.loads((cache_folder() / name).read_text())
@@ -28,13 +28,13 @@ def kept_results(name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def keep_result(name: str, key: str, value: float) -> None:
+def cache_result(name: str, key: str, value: float) -> None:
     """For later runs; where it cannot be written, they measure again."""
     try:
         file = cache_folder() / name
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({**kept_results(name), key: value}, indent=1))
+        temporary.write_text(json.dumps({**cached_results(name), key: value}, indent=1))
         temporary.replace(file)
     except (OSError, RuntimeError):
         pass
@@ -76,13 +76,13 @@ def check_owned(folder: Path) -> None:
 def keep_compiled_code_private() -> None:
     """Before the first compilation by inductor. Its own choice is a folder of a well-known name in /tmp, from which it
     would load what somebody else has put there."""
-    given = os.environ.get(INDUCTOR)
+    preset = os.environ.get(INDUCTOR)
     try:
-        if given is None:
+        if preset is None:
             os.environ[INDUCTOR] = str(private_folder("inductor"))
             return
-        Path(given).mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_owned(Path(given))
+        Path(preset).mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_owned(Path(preset))
     except (OSError, RuntimeError) as error:
         logger.warning(f"What is compiled is for this run alone, since it cannot be kept safely: {error}")
         os.environ[INDUCTOR] = tempfile.mkdtemp(prefix="torchtitan-inductor-")

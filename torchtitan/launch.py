@@ -15,9 +15,9 @@ import sys
 from typing import NoReturn
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
-from torchtitan.imports import check_versions, quick_imports
+from torchtitan.launcher.imports import check_versions, quick_imports
+from torchtitan.launcher.signals import STOP_SIGNALS, exit_before_start, set_signal_handlers
 from torchtitan.logging import outlive_readers
-from torchtitan.signals import STOP_SIGNALS, end_unbegun, handle
 
 PLANS = ("--job.plan", "--memory_estimation.enabled")
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, either on Windows: there where a GPU is
@@ -27,7 +27,7 @@ def launch(arguments: list[str]) -> int:
     """Runs `arguments` in NGPU processes and returns the exit status."""
     # Until the agent takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    handle(STOP_SIGNALS, lambda number, _: end_unbegun(number))
+    set_signal_handlers(STOP_SIGNALS, lambda number, _: exit_before_start(number))
     outlive_readers()
     if any(argument.split("=")[0] in PLANS and not argument.endswith("=false") for argument in arguments):
         _plan(arguments)
@@ -49,8 +49,8 @@ def launch(arguments: list[str]) -> int:
         from torch.distributed.launcher import api as launcher
         from torch.distributed.run import main as torchrun
 
-        from torchtitan.agent import Agent, root_cause
-        from torchtitan.rendezvous import find_rendezvous
+        from torchtitan.launcher.agent import Agent, root_cause
+        from torchtitan.launcher.rendezvous import find_rendezvous
 
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the processes
@@ -76,7 +76,7 @@ def launch(arguments: list[str]) -> int:
     except ChildFailedError as error:
         exitcode = root_cause(error.failures)[1].exitcode
         if -exitcode in STOP_SIGNALS:  # before the process could take it
-            end_unbegun(-exitcode)
+            exit_before_start(-exitcode)
         return exitcode if exitcode >= 0 else 128 - exitcode
     except RendezvousError as error:
         print(f"Error: the machines of this run did not find each other, or lost each other: {error}", file=sys.stderr)
@@ -90,8 +90,8 @@ def _is_single(arguments: list[str]) -> bool:
     """Whether one process is all that torchrun would start, and nothing was asked of torchrun itself."""
     processes = os.environ.get("NGPU") or ("all" if any(map(os.path.exists, GPU_DRIVERS)) else "1")
     # What a cluster says of ranks (or torchrun's options in the environment) is torchrun's to read.
-    told = any(name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith("PET_") for name in os.environ)
-    return processes == "1" and bool(arguments) and arguments[0].endswith(".py") and not told
+    is_managed = any(name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith("PET_") for name in os.environ)
+    return processes == "1" and bool(arguments) and arguments[0].endswith(".py") and not is_managed
 
 
 def _run_alone(arguments: list[str]) -> NoReturn:

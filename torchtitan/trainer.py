@@ -11,25 +11,25 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchtitan.checkpoint import CheckpointManager
-from torchtitan.checkpoint.train_state import check_kind, wrong_values_refused
+from torchtitan.checkpoint.train_state import check_kind, refuse_wrong_values
 from torchtitan.config import JobConfig
-from torchtitan.converters.report import schedule_line
+from torchtitan.converters.conversion_report import schedule_line
 from torchtitan.data import Batch, Loader, ValidationLoader
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.garbage_collection import garbage_collection
+from torchtitan.engine.openmp_threads import limit_spinning
 from torchtitan.engine.precision_phases import PrecisionPhases
 from torchtitan.engine.run_folder import RunFolder
 from torchtitan.engine.startup_log import log_settings
 from torchtitan.engine.train_step import evaluate, sum_over_ranks, train_step
 from torchtitan.errors import CheckpointError, DataError
+from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak
-from torchtitan.optim.guard import UpdateGuard
 from torchtitan.optim.schedule import lr_factor
-from torchtitan.parallel.comm import set_timeout
-from torchtitan.signals import Stop
-from torchtitan.threads import spin_on_quiet_machines_only
+from torchtitan.optim.skip_step import UpdateGuard
+from torchtitan.parallel.process_group import set_timeout
 
 DATA_ENDED = 64  # given to `Stop` in place of a signal's number; larger than any of those
 
@@ -89,7 +89,7 @@ class Trainer:
             self._profiler(checked_steps) as profiler,
             self._reporter() as reporter,
             garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
-            spin_on_quiet_machines_only() if self.engine.device.type == "cpu" else contextlib.nullcontext(),
+            limit_spinning() if self.engine.device.type == "cpu" else contextlib.nullcontext(),
         ):
             while self.step < steps and not self._should_stop(reporter):
                 self.stop.progress.begins()
@@ -209,7 +209,7 @@ class Trainer:
             return
         self.step = state.get("step", 0)
         self.tokens_seen = state.get("tokens_seen", 0)
-        with wrong_values_refused():
+        with refuse_wrong_values():
             if "guard" in state:
                 self.guard.load_state_dict(state["guard"])
             if "dataloader" in state:
@@ -222,7 +222,7 @@ class Trainer:
         phases = self.engine.phases
         if phases is not None and state["step"] > 0:
             self._enter_phase(phases, state["step"])
-        with wrong_values_refused():
+        with refuse_wrong_values():
             saved = [(last, str(name)) for last, name in state.get("precision_schedule", [])]
         schedule = phases.schedule if phases is not None else []
         if saved and saved != schedule:
@@ -237,7 +237,7 @@ class Trainer:
         of them, or because data cannot be read. Collective."""
         try:
             with reporter.waiting_for_data():
-                self.loader.wait(given_up=lambda: self.stop.requested)
+                self.loader.wait(cancelled=lambda: self.stop.requested)
         except DataError as error:
             self.data_error = str(error)
         return self._agreed_to_stop()

@@ -1,4 +1,4 @@
-"""The compiler's fusion of collectives into products, on the graph of a tensor-parallel block."""
+"""The compiler's fusion of collectives into GEMMs, on the graph of a tensor-parallel block."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN
-from torchtitan.parallel.async_tensor import FusedProducts
+from torchtitan.parallel.async_tensor import FusedGemms
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
@@ -35,7 +35,7 @@ def test_collectives_of_a_block_are_fused_into_its_products(mesh: DeviceMesh) ->
     apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh)
     block = model.layers["0"]
     apply_compile([block], "cpu")
-    fused = FusedProducts()
+    fused = FusedGemms()
     settings = torch._inductor.config.patch(_micro_pipeline_tp=True, post_grad_custom_post_pass=fused)
     x = torch.randn(2, 16, ARGS.dim, requires_grad=True)
     # The forward graph is compiled; to run, its fused operations would need a GPU.
@@ -48,4 +48,4 @@ def test_collectives_of_a_block_are_fused_into_its_products(mesh: DeviceMesh) ->
 
 def test_a_run_in_which_nothing_was_fused_stops() -> None:
     with pytest.raises(ConfigError, match="fused no collective"):
-        FusedProducts().check()
+        FusedGemms().check()

@@ -70,7 +70,7 @@ def test_converter_with_feature(converter: str, feature: str, alone: dict[str, l
     flags = (*CONVERTERS[converter], *FEATURES[feature])
     output = train(*BASE, into(tmp_path), *flags, processes=PROCESSES.get(feature, 2))
     assert list(losses(tmp_path).values()) == pytest.approx(alone[converter], abs=5e-3)
-    counted = "low-precision products ran in this step" in output
+    counted = "low-precision GEMMs ran in this step" in output
     assert counted != (converter == "mx" and "compile" in feature)  # emulated casts are fused by the compiler
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from workers import in_processes
 
-from torchtitan.config.precision import Float8
+from torchtitan.config.low_precision import Float8
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.converters import LinearConverter, Target, apply_converters
@@ -71,13 +71,13 @@ def test_all_ranks_have_the_scales_of_the_whole_tensors(fsdp: int, tp: int, alon
 
 def maximum_of_stages() -> tuple[float, float]:
     """The largest of the ranks' numbers, once in the group of a stage and once of all."""
-    from torchtitan.converters.amax import max_over, stage_group
+    from torchtitan.converters.amax import all_reduce_max, stage_group
 
     mesh = init_device_mesh("cpu", (2, 1, 1, 2), mesh_dim_names=NAMES)
     rank = torch.distributed.get_rank()
     amax = torch.tensor([10.0 + rank, float("nan") if rank == 2 else 1.0])
     everyone = stage_group(init_device_mesh("cpu", (1, 2, 1, 2), mesh_dim_names=NAMES))
-    return max_over(amax, stage_group(mesh)).tolist(), max_over(amax, everyone).tolist()
+    return all_reduce_max(amax, stage_group(mesh)).tolist(), all_reduce_max(amax, everyone).tolist()
 
 
 def test_stages_of_a_pipeline_share_nothing() -> None:
@@ -126,8 +126,8 @@ def test_int8_scales_of_a_step_ahead_do_not_reach_the_backward_pass() -> None:
 
 def gradients_of_gathered_int8() -> list[torch.Tensor]:
     """With scales changed between forward and backward: weights gathered again for it, and not; then unchanged."""
-    from torchtitan.config.precision import Int8
-    from torchtitan.converters.gather import ShardedWeight
+    from torchtitan.config.low_precision import Int8
+    from torchtitan.converters.int8_fsdp import ShardedWeight
     from torchtitan.parallel.fsdp import apply_fsdp
 
     found = []

@@ -15,13 +15,13 @@ import torch
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from torchtitan.checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
-from torchtitan.plan.plan import RankPlan, make_plan, planned_device
-from torchtitan.plan.record import Recorder
+from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.plan.kernel_substitutes import kernel_substitutes
+from torchtitan.plan.planner import RankPlan, make_plan, planned_device
+from torchtitan.plan.recorder import Recorder
 from torchtitan.plan.simulation import name_of_group, state_bytes
-from torchtitan.plan.stand_ins import stand_ins
 
 FLAGS = (
     "--training.seq_len=512",
@@ -87,7 +87,7 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
             with record_function("measured"):
                 trainer.train_step(batches, Reporter())  # type: ignore[arg-type]
     recorder = Recorder(name_of_group(trainer.engine.meshes))
-    with recorder, stand_ins("cpu"):  # torch's mask cannot be made while a recorder looks on
+    with recorder, kernel_substitutes("cpu"):  # torch's mask cannot be made while a recorder looks on
         trainer.train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
     sizes = state_bytes(trainer.engine.model, trainer.engine.optimizer)  # without gradients: they are gone
     place = trainer.engine.meshes.mesh.get_local_rank("pp")

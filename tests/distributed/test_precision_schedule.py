@@ -85,7 +85,7 @@ def test_two_processes_go_on_as_from_a_checkpoint_in_the_other_precision(
 ) -> None:
     base = (*BASE, *LAYOUTS[layout], "--training.steps=4")
     said = train(*base, into(tmp_path / "whole"), schedule(tmp_path, *names), processes=2)
-    assert f"step 3: {names[1]} from here on" in said and "low-precision products ran in this step" in said
+    assert f"step 3: {names[1]} from here on" in said and "low-precision GEMMs ran in this step" in said
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     train(*base, into(tmp_path / "resumed"), "--checkpoint.load_step=2", *flags_of(names[1]), processes=2)
     assert_same_training(tmp_path / "whole", tmp_path / "resumed", steps=4)
@@ -167,5 +167,5 @@ def test_blocks_are_compiled_once_for_each_phase(tmp_path: Path, capfd: pytest.C
     train_here(*BASE, into(tmp_path), *flags, schedule(tmp_path, "int8 rowwise", "bf16"))
     compiled = Counter((metrics.co_name, metrics.is_forward) for metrics in get_compilation_metrics())
     assert compiled["forward", True] == 2
-    # 24 layers, 3 products, 2 microbatches; counted in the second step of a phase.
-    assert "int8 rowwise: 144 low-precision products ran in this step, 144 promised" in capfd.readouterr().out
+    # 24 layers, 3 GEMMs, 2 microbatches; counted in the second step of a phase.
+    assert "int8 rowwise: 144 low-precision GEMMs ran in this step, 144 promised" in capfd.readouterr().out

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from workers import in_processes
 
-from torchtitan.checkpoint.state import load_optimizer_tensors, model_tensors, optimizer_tensors
+from torchtitan.checkpoint.state_dict import load_optimizer_tensors, model_tensors, optimizer_tensors
 from torchtitan.config.training import Optimizer
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.fsdp import apply_fsdp

@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers import in_processes
 
-from torchtitan.config.precision import Float8
+from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target, apply_converters
-from torchtitan.converters.float8_gather import gather_for
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN
 from torchtitan.models.norm import RMSNorm
+from torchtitan.parallel.float8_tensor_parallel import all_gather_for
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
 ARGS = LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64)
@@ -42,7 +42,7 @@ def block_with_its_gathers(recipe: str, filtered: str, in_float8: bool) -> tuple
     section = Float8(recipe_name=recipe, filter_fqns=[filtered])
     apply_converters(model, ["float8"], lambda _: section, Target("cpu", tokens=64))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    options = {"gather_for": gather_for} if in_float8 else {}
+    options = {"all_gather_for": all_gather_for} if in_float8 else {}
     apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh, **options)
     part = torch.randn(2, 32, 64, dtype=torch.bfloat16).chunk(2, 1)[mesh.get_local_rank()].clone().requires_grad_()
     with Gathers() as gathers:
@@ -57,7 +57,7 @@ def blocks_look_alike() -> bool:
         model: Any = Llama(dataclasses.replace(ARGS, n_layers=2))
     apply_converters(model, ["float8"], lambda _: Float8(), Target("cpu", tokens=64))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh, gather_for)
+    apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh, all_gather_for)
     looks = [
         [
             (type(module), [vars(hook).get("gather") for hook in module._forward_pre_hooks.values()])

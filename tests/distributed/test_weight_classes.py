@@ -1,5 +1,5 @@
 """Under every layout: the classes that a converted layer's forward pass sees, losses as of one process, and as many
-low-precision products as promised."""
+low-precision GEMMs as promised."""
 
 import contextlib
 import functools
@@ -14,10 +14,10 @@ from runs import TINY
 from torch import nn
 from workers import in_processes
 
-from torchtitan.checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.data import Batch
 from torchtitan.device import Device
+from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.engine.converter_hooks import checked_step
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.train_step import sum_over_ranks, train_step
@@ -65,7 +65,7 @@ CASES = [(layout, recipe) for i, layout in enumerate(LAYOUTS) for j, recipe in e
 
 
 def train(*flags: str) -> dict[str, Any]:
-    """Two steps on this rank, with the products of the second counted. Returns the losses; by layer, the classes of it,
+    """Two steps on this rank, with the GEMMs of the second counted. Returns the losses; by layer, the classes of it,
     its weight in the forward pass, and its shard; and, of shards with a scale for the next gather, that and the scale
     of what is gathered."""
     config = ConfigManager().parse_args(

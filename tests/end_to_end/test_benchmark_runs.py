@@ -11,13 +11,26 @@ from runs import ROOT, TINY, failure, train
 
 
 def bench(script: str, *flags: str, **options: Any) -> str:
-    return train(*flags, command=[sys.executable, str(ROOT / "benchmarks" / f"{script}.py")], **options)
+    return train(*flags, command=[sys.executable, "-m", "benchmarks", script], **options)
+
+
+def test_without_a_name_all_are_listed() -> None:
+    lines = train(command=[sys.executable, "-m", "benchmarks"]).splitlines()
+    listed = {line.split()[0] for line in lines[1:]}
+    scripts = (ROOT / "benchmarks").glob("*.py")
+    assert listed == {script.stem for script in scripts if script.stem[0] != "_" and "__main__" in script.read_text()}
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_a_typo_in_a_name() -> None:
+    status, output = failure(command=[sys.executable, "-m", "benchmarks", "thruput"])
+    assert status == 2 and "there is no benchmark 'thruput' (did you mean throughput?)" in output
 
 
 def test_throughput_beside_another_trainer(tmp_path: Path) -> None:
     other = "for n in range(1, 4): print(f'step: {n:2} tps: {1000 * n:,}')"
     output = bench(
-        "throughput", "--rounds=1", "--warmup=1", "--steps=2", "--product-sizes=64,99", f"--json={tmp_path / 'x.json'}",
+        "throughput", "--rounds=1", "--warmup=1", "--steps=2", "--gemm-sizes=64,99", f"--json={tmp_path / 'x.json'}",
         f'--against=NAME=1 {sys.executable} -c "{other}"',
         "--variant=plain:", "--", *TINY, "--training.global_batch_size=2",
     )  # fmt: skip
@@ -72,7 +85,7 @@ def test_throughput_fails_where_a_steady_run_compiles_again(tmp_path: Path) -> N
     (tmp_path / "recompiling.py").write_text(RECOMPILING)
     path = f"{ROOT}:{ROOT / 'tests'}:{tmp_path}"
     status, output = failure(
-        *("--rounds=1", "--warmup=1", "--steps=2", "--product-sizes=64", "--no-split", "--", *TINY),
+        *("--rounds=1", "--warmup=1", "--steps=2", "--gemm-sizes=64", "--no-split", "--", *TINY),
         *("--training.compile", "--training.global_batch_size=2", "--experimental.custom_import=recompiling"),
         *("--model.name=changing", "--model.flavor=one"),
         command=[sys.executable, str(ROOT / "benchmarks" / "throughput.py")],
@@ -83,7 +96,7 @@ def test_throughput_fails_where_a_steady_run_compiles_again(tmp_path: Path) -> N
 
 
 def test_scaling_draws_what_it_measures(tmp_path: Path) -> None:
-    flags = ["--axes=processes", "--processes=1", "--steps=1", "--product-sizes=64", f"--json={tmp_path / 'x.json'}"]
+    flags = ["--axes=processes", "--processes=1", "--steps=1", "--gemm-sizes=64", f"--json={tmp_path / 'x.json'}"]
     output = bench("scaling", *flags, f"--output={tmp_path / 'x.png'}", "--", "--training.seq_len=64")
     (point,) = json.loads((tmp_path / "x.json").read_text())["axes"]["processes"]
     assert point["x"] == 1 and point["rate"] > 0 and point["memory"] > 1e8 and point["first_step"] > 0

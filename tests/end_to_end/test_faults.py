@@ -34,7 +34,7 @@ from runs import (
 )
 
 from torchtitan.checkpoint.manifest import damage
-from torchtitan.optim.guard import UpdateGuard
+from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.trainer import Trainer
 
 

@@ -1,4 +1,4 @@
-"""scripts/numerics_report.py: what a recipe does to each product of a model in training."""
+"""scripts/numerics_report.py: what a recipe does to each GEMM of a model in training."""
 
 import json
 import os
@@ -21,9 +21,9 @@ def report(folder: Path, *flags: str) -> tuple[dict, str]:
 def test_products_in_high_precision_stand_out_and_layers_are_all_there(tmp_path: Path) -> None:
     found, table = report(tmp_path, "--model.converters=float8", "--float8.recipe_name=rowwise_with_gw_hp")
     assert len(found["layers"]) == 15
-    for products in found["layers"].values():
-        assert 20 < products["output"]["sqnr_db"] < 35  # 3 bits after the point: .037 is 28.6 dB
-        assert products["grad_weight"]["sqnr_db"] > 45  # bfloat16: .003 is 50 dB
+    for gemms in found["layers"].values():
+        assert 20 < gemms["output"]["sqnr_db"] < 35  # 3 bits after the point: .037 is 28.6 dB
+        assert gemms["grad_weight"]["sqnr_db"] > 45  # bfloat16: .003 is 50 dB
     assert found["loss"]["bf16"] != found["loss"]["recipe"]
     assert "layers.1.feed_forward.w2" in table
     assert (tmp_path / "numerics.png").read_bytes().startswith(b"\x89PNG")
@@ -34,4 +34,4 @@ def test_small_gradients_beside_large_ones_are_flushed_to_zero_in_int8(tmp_path:
     # The gradient of the logits: one large number in each row, and vocabulary - 1 small ones.
     assert found["layers"]["output"]["grad_input"]["flushed"] > 0.5
     assert found["layers"]["layers.0.attention.wq"]["output"]["flushed"] < 0.1
-    assert all(products["output"]["saturated"] == 0 for products in found["layers"].values())
+    assert all(gemms["output"]["saturated"] == 0 for gemms in found["layers"].values())

@@ -23,9 +23,9 @@ from runs import (
     train_here,
 )
 
-from torchtitan import lock
 from torchtitan.checkpoint.manifest import damage
 from torchtitan.errors import ConfigError
+from torchtitan.launcher import folder_lock
 
 ENDLESS = (*TINY, "--training.steps=100000", "--checkpoint.enable_checkpoint", "--checkpoint.interval=1000000")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
@@ -57,7 +57,7 @@ def test_sigterm_during_training(processes: int | None, tmp_path: Path, monkeypa
         run.signal_group(signal.SIGHUP)
         step = last_step(tmp_path)
         run.wait_until(lambda: last_step(tmp_path) > step + 2)
-        monkeypatch.setattr(lock, "PATIENCE", 0)
+        monkeypatch.setattr(folder_lock, "PATIENCE", 0)
         with pytest.raises(ConfigError, match=r"job\.dump_folder: another run"):  # and the first goes on undisturbed
             train_here(*ENDLESS, into(tmp_path), "--training.steps=3")
         run.signal_group(signal.SIGTERM)
@@ -170,10 +170,10 @@ def test_during_compilation(to_all: bool, tmp_path: Path) -> None:
 
 STUCK = """
 import os, tiny, torch
-from torchtitan import signals
+from torchtitan.launcher import signals
 from torchtitan.converters import CONVERTERS, ConverterEntry
-from torchtitan.parallel import watch
-signals.GRACE, watch.FIRST = 2, 1
+from torchtitan.engine import watchdog
+signals.GRACE, watchdog.FIRST = 2, 1
 class Stuck:
     steps = 0
     def convert(self, model): pass

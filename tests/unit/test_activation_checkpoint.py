@@ -15,7 +15,7 @@ from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 
 LAYERS = 4
-PRODUCTS = 6  # of a block's seven: nothing needs the output of its last one, so the second pass ends before it
+GEMMS = 6  # of a block's seven: nothing needs the output of its last one, so the second pass ends before it
 
 
 class CountedOperations(TorchDispatchMode):
@@ -49,9 +49,9 @@ def step(model: Llama) -> tuple[list[torch.Tensor], Counter[str]]:
 @pytest.mark.parametrize(
     ("mode", "option", "products_again", "activations_again"),
     [
-        ("full", "2", PRODUCTS * LAYERS, LAYERS),
-        ("selective", "1", PRODUCTS * LAYERS, LAYERS),
-        ("selective", "2", PRODUCTS * LAYERS // 2, LAYERS // 2),
+        ("full", "2", GEMMS * LAYERS, LAYERS),
+        ("selective", "1", GEMMS * LAYERS, LAYERS),
+        ("selective", "2", GEMMS * LAYERS // 2, LAYERS // 2),
         ("selective", "op", 0, LAYERS),
     ],
 )
@@ -65,7 +65,7 @@ def test_what_is_computed_again(mode: str, option: str, products_again: int, act
     assert operations["mm"] - once["mm"] == products_again
     assert operations["silu"] - once["silu"] == activations_again
     attention = "causal_attention"
-    assert operations[attention] - once[attention] == products_again // PRODUCTS
+    assert operations[attention] - once[attention] == products_again // GEMMS
     assert all_equal(gradients, expected)
     assert list(model.state_dict()) == names
 

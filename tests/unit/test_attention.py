@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from runs import all_equal
 
-from torchtitan.models import attention_cpu
+from torchtitan.kernels import attention_cpu
+from torchtitan.kernels.attention_cpu import matrix_unit_library
 from torchtitan.models.attention import causal_attention
-from torchtitan.models.attention_cpu import matrix_unit_library
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 WAYS = ["matrix unit", "without"]

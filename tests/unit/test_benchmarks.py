@@ -48,7 +48,7 @@ def test_a_trace_is_split_into_its_phases(tmp_path: Path) -> None:
     assert split["forward"] + split["optimizer"] + split["rest"] == pytest.approx(split["step"])
     classes, longest = time_by_class(tmp_path / "trace.json")
     assert longest[0][0].startswith("aten::m") and longest[0][2] == 8
-    assert 0 < classes["products"] < split["forward"]
+    assert 0 < classes["GEMMs"] < split["forward"]
 
 
 def trace(folder: Path, *events: tuple[str, str, float, float, int]) -> Path:
@@ -73,7 +73,7 @@ def test_communication_counts_where_nothing_else_runs(tmp_path: Path) -> None:
     )
     assert step_split(on_cpu)["communication_wait"] == pytest.approx(30e-6)
     kinds = time_by_class(on_cpu)[0]  # of the compiled region's 40, 30 are its own loops
-    expected = {"products": 30e-6, "compiled loops": 30e-6}
+    expected = {"GEMMs": 30e-6, "compiled loops": 30e-6}
     assert {kind: seconds for kind, seconds in kinds.items() if seconds} == pytest.approx(expected)
     on_gpu = trace(
         tmp_path,
@@ -208,6 +208,4 @@ def test_a_table_never_mixes_machines(tmp_path: Path) -> None:
 
 def test_a_machine_says_what_it_is() -> None:
     machine = Machine("NVIDIA H200", "cuda", 16, 8, {"torch": "2.11.0"}, 7.9e14, {"8192": 7.9e14}, 9.89e14)
-    assert str(machine) == (
-        "NVIDIA H200, torch 2.11.0; bf16 products, measured: 790 TFLOP/s (8192: 790); data sheet 989"
-    )
+    assert str(machine) == ("NVIDIA H200, torch 2.11.0; bf16 GEMMs, measured: 790 TFLOP/s (8192: 790); data sheet 989")

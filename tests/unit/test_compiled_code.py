@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan import cache
-from torchtitan.kernels.build import load
+from torchtitan.kernels.cpp_extension import load
 
 
 @pytest.fixture(autouse=True)

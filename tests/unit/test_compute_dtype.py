@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan import compute_dtype
-from torchtitan.compute_dtype import decide_compute_dtype
 from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.engine import compute_dtype
+from torchtitan.engine.compute_dtype import decide_compute_dtype
 
 
 def config(folder: Path, *flags: str) -> JobConfig:

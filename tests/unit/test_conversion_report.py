@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from torchtitan.config import ConfigManager
-from torchtitan.config.precision import MX, Float8, Int8
+from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.config.system import ActivationCheckpoint
-from torchtitan.converters import Target, apply_converters, checked_products, conversion_report
+from torchtitan.converters import Target, apply_converters, checked_gemms, conversion_report
+from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.converters.float8 import Float8Converter
 from torchtitan.converters.linear import LinearConverter, relative_errors
 from torchtitan.converters.mx import MXConverter
-from torchtitan.converters.report import summary, to_table
+from torchtitan.engine.explain import explain_conversion
 from torchtitan.errors import ConfigError
-from torchtitan.explain import explain_conversion
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -204,20 +204,20 @@ def test_products_of_a_step_are_counted_and_missing_ones_found(name: str, recomp
 
     def counted(microbatches: int) -> Any:
         passes = {f"{i}.0": Passes(microbatches, microbatches) for i in range(4)}
-        return checked_products(model, converters, passes, compiled=False, recomputed=recomputation != "none")
+        return checked_gemms(model, converters, passes, compiled=False, recomputed=recomputation != "none")
 
     with counted(2):
         step()
         step()
     model[1][0] = nn.Linear(64, 64, bias=False).bfloat16()  # taken out of low precision behind the report's back
-    missing = r"promised 12 low-precision products in this step, and 9 ran \(forward pass of 1.0: 0 of 1\)"
+    missing = r"promised 12 low-precision GEMMs in this step, and 9 ran \(forward pass of 1.0: 0 of 1\)"
     with pytest.raises(ConfigError, match=missing), counted(1):
         step()
 
 
 def test_measured_filter_converts_only_what_wins_and_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    from torchtitan.converters import measure
+    from torchtitan.converters import measured_filter
 
     ratios = {(64, 64, 128): 2.0}
     asked = []
@@ -226,7 +226,7 @@ def test_measured_filter_converts_only_what_wins_and_remembers(tmp_path: Path, m
         asked.append((m, k, n))
         return ratios.get((m, k, n), 0.5)
 
-    monkeypatch.setattr(measure, "speedup", speedup)
+    monkeypatch.setattr(measured_filter, "speedup", speedup)
     section = Int8(filter_fqns=["auto_filter_measured"])
     for _ in range(2):  # the second time from the file
         (converter,) = apply_converters(tiny_llama(), ["int8"], lambda _: section, CPU)
@@ -238,6 +238,6 @@ def test_measured_filter_converts_only_what_wins_and_remembers(tmp_path: Path, m
 
 
 def test_speedup_is_measured_for_real() -> None:
-    from torchtitan.converters.measure import speedup
+    from torchtitan.converters.measured_filter import speedup
 
     assert 0.01 < speedup(Float8Converter(Float8(), CPU), 64, 64, 64) < 100

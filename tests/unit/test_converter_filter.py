@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.config.precision import Float8
+from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target
 from torchtitan.converters.filter import Decision, decide, matches
 from torchtitan.converters.float8 import Float8Converter

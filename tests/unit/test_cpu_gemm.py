@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from torchtitan.converters.gemm import float8_matmul, int8_matmul
-from torchtitan.converters.quantize import powers_of_two
-from torchtitan.converters.quantized import Quantized
-from torchtitan.kernels import gemm, rounding
+from torchtitan.kernels import cpu_gemm, rounding
+from torchtitan.kernels.matmul_8bit import float8_matmul, int8_matmul
+from torchtitan.kernels.quantize import powers_of_two
+from torchtitan.kernels.quantized import Quantized
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -61,7 +61,7 @@ def test_amax_shows_nan_and_infinity_where_they_are() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_float8_gemm_is_exact(dtype: torch.dtype, rowwise: bool, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As good as sums in float64 that are rounded once: to float32's last bits, or to the nearest bfloat16."""
-    monkeypatch.setattr(gemm, "fast_dtype", lambda: torch.bfloat16 if low else torch.float32)
+    monkeypatch.setattr(cpu_gemm, "fast_dtype", lambda: torch.bfloat16 if low else torch.float32)
     torch.manual_seed(0)
     a, b = torch.randn(48, 200).to(FLOAT8[1]), torch.randn(72, 200).to(FLOAT8[0]).T  # as gᵀ x has them
     scales = (torch.rand(48, 1) + 0.1, torch.rand(1, 72) + 0.1) if rowwise else (torch.tensor(0.3), torch.tensor(1.7))
@@ -79,8 +79,8 @@ def test_float8_gemm_is_exact(dtype: torch.dtype, rowwise: bool, low: bool, monk
 @pytest.mark.parametrize("fast", [True, False], ids=["int8 instructions", "multiplied in float32"])
 def test_int8_gemm_is_exact(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fast:
-        monkeypatch.setattr(gemm, "int8_is_fast", lambda: False)
-        monkeypatch.setattr(gemm, "int8_library", lambda: None)
+        monkeypatch.setattr(cpu_gemm, "int8_is_fast", lambda: False)
+        monkeypatch.setattr(cpu_gemm, "int8_library", lambda: None)
     a, b = (torch.full(shape, 127, dtype=torch.int8) for shape in ((17, 5000), (5000, 33)))  # beyond float32's 2^24
     a[:, ::2] = 126
     one, rows = torch.ones(1, 1), torch.arange(17).view(17, 1) + 1.0

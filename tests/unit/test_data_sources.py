@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from torchtitan.config.training import Training
 from torchtitan.data import DATASETS
-from torchtitan.data.dealing import permuted
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import TextFiles, python_stdlib
+from torchtitan.data.strided import permute_index
 from torchtitan.errors import ConfigError, DataError
 from torchtitan.logging import logger
 
@@ -290,11 +290,11 @@ def test_a_data_set_of_the_users(tmp_path: Path) -> None:
 @settings(deadline=None)  # a busy machine
 @given(length=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))
 def test_permuted_takes_each_index_to_another(length: int, key: int) -> None:
-    assert sorted(permuted(index, length, key) for index in range(length)) == list(range(length))
+    assert sorted(permute_index(index, length, key) for index in range(length)) == list(range(length))
 
 
 def test_permuted_mixes_well() -> None:
-    order = [permuted(index, 10_000, key=7) for index in range(10_000)]
+    order = [permute_index(index, 10_000, key=7) for index in range(10_000)]
     neighbours = sum(abs(a - b) < 100 for a, b in itertools.pairwise(order))
     assert neighbours < 2 * 10_000 * 200 / 10_000  # by chance about 200 of 10,000
-    assert permuted(10**11, 10**12, key=7) < 10**12
+    assert permute_index(10**11, 10**12, key=7) < 10**12

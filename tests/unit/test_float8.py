@@ -1,4 +1,4 @@
-"""float8 products: that they run, how exact they are, and which layers get them."""
+"""float8 GEMMs: that they run, how exact they are, and which layers get them."""
 
 import copy
 import dataclasses
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.config.precision import Float8
+from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.float8 import Float8Converter
 from torchtitan.converters.float8_linear import Float8Recipe
@@ -22,8 +22,8 @@ CPU = Target("cpu")
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
-class CountedProducts(TorchDispatchMode):
-    """Counts matrix products by operation, as they run: after tensor subclasses have had their say."""
+class CountedGemms(TorchDispatchMode):
+    """Counts GEMMs by operation, as they run: after tensor subclasses have had their say."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ def test_products_run_in_float8_with_its_errors(recipe: str) -> None:
         assert weight.grad is not None
         return [tensor.detach().float() for tensor in (out, inputs.grad, weight.grad)]
 
-    with CountedProducts() as products:
+    with CountedGemms() as gemms:
         ours = run(low, torch.bfloat16)
     in_high_precision = 1 if recipe == "rowwise_with_gw_hp" else 0
-    assert products.count["float8_mm"] == 3 - in_high_precision
-    assert products.count["mm"] == in_high_precision
+    assert gemms.count["float8_mm"] == 3 - in_high_precision
+    assert gemms.count["mm"] == in_high_precision
     for mine, theirs, expected in zip(ours, run(exact, torch.float32), ERRORS[recipe], strict=True):
         error = ((mine - theirs).norm() / theirs.norm()).item()
         assert 0.6 * expected < error < 1.5 * expected
@@ -94,9 +94,9 @@ def test_every_linear_layer_of_a_llama_is_converted_and_trains() -> None:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05)
     tokens = torch.randint(256, (2, 16))
-    with CountedProducts() as products:
+    with CountedGemms() as gemms:
         model(tokens, tokens).backward()
-    assert products.count == {"float8_mm": 3 * (2 * 7 + 1)}
+    assert gemms.count == {"float8_mm": 3 * (2 * 7 + 1)}
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
 
 

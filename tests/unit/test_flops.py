@@ -15,7 +15,7 @@ from torchtitan.models.llama.model import Llama
 
 
 def test_formula_counts_what_torch_counts() -> None:
-    """torch's counter sees a query-key and a value product over the whole sequence, as the formula does."""
+    """torch's counter sees a query-key and a value GEMM over the whole sequence, as the formula does."""
     args = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=50)
     seq_len = 32
     with torch.device("meta"):

@@ -17,9 +17,9 @@ from workers import in_processes
 from torchtitan.config.system import Comm
 from torchtitan.errors import LostRankError
 from torchtitan.logging import logger
-from torchtitan.parallel import comm, heartbeat
-from torchtitan.parallel.comm import _meet, set_timeout
+from torchtitan.parallel import heartbeat, process_group
 from torchtitan.parallel.heartbeat import Heartbeat
+from torchtitan.parallel.process_group import _rendezvous, set_timeout
 
 
 @pytest.fixture
@@ -49,14 +49,14 @@ def test_each_start_of_a_run_has_a_name_of_its_own(store: dist.TCPStore) -> None
     store.set("hello/1", "of a start that ended before it had met")
     names = []
     for order in ([0, 1, 2], [2, 1, 0]):
-        results = in_threads(order, lambda rank: _meet(store.clone(), rank, 3, seconds=20))
+        results = in_threads(order, lambda rank: _rendezvous(store.clone(), rank, 3, seconds=20))
         assert len(set(results.values())) == 1
         names.append(results[0])
     assert names[0] != names[1]
 
 
 def test_who_does_not_come_is_named_to_all(store: dist.TCPStore) -> None:
-    results = in_threads([0, 2], lambda rank: _meet(store.clone(), rank, 4, seconds=1))
+    results = in_threads([0, 2], lambda rank: _rendezvous(store.clone(), rank, 4, seconds=1))
     for error in results.values():
         assert str(error) == "of 4 ranks these did not come within comm.init_timeout_seconds = 1: 1, 3."
     assert len(results) == 2
@@ -98,11 +98,11 @@ def test_a_store_that_is_gone_does_not_keep_a_rank(
     assert "where the launchers have met, does not answer" in heart.account()
     assert time.monotonic() - started < 10
     # Nor is another connection to it tried.
-    monkeypatch.setattr(comm, "_heartbeat", heart)
+    monkeypatch.setattr(process_group, "_heartbeat", heart)
     timed_out = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv to complete")
     keys = Comm(train_timeout_seconds=2, trace_buf_size=0)
     with pytest.raises(LostRankError, match=r"comm\.train_timeout_seconds = 2\. The store of the run, where"):  # noqa: SIM117
-        with comm.named_failures(keys, tmp_path):
+        with process_group.named_failures(keys, tmp_path):
             raise timed_out
 
 

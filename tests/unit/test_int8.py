@@ -1,4 +1,4 @@
-"""int8 products: that they run, how exact they are, alone and in a compiled graph."""
+"""int8 GEMMs: that they run, how exact they are, alone and in a compiled graph."""
 
 import itertools
 
@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchtitan.config.precision import Int8
+from torchtitan.config.low_precision import Int8
 from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.int8 import Int8Converter, Int8Linear
 from torchtitan.converters.linear import relative_errors
-from torchtitan.converters.quantize import LARGEST, quantize, quantize_both, quantize_columns
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.quantize import LARGEST, quantize, quantize_both, quantize_columns
 
 CPU = Target("cpu", tokens=64)
 RECIPES = ("rowwise", "tensorwise")

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.models import loss
-from torchtitan.models.loss import IGNORE, chunked_cross_entropy
+from torchtitan.models.loss import chunked_cross_entropy
+from torchtitan.protocols import IGNORE_INDEX
 
 BATCH, SEQ, DIM, VOCAB = 3, 50, 16, 40
 
@@ -29,13 +30,13 @@ def make(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, torch.Tensor, t
     output = nn.Linear(DIM, VOCAB, bias=False, dtype=dtype)
     nn.init.normal_(output.weight)
     labels = torch.randint(VOCAB, (BATCH, SEQ))
-    labels[0, 3:9] = labels[2, 40:] = IGNORE
+    labels[0, 3:9] = labels[2, 40:] = IGNORE_INDEX
     return output, torch.randn(BATCH, SEQ, DIM, dtype=dtype, requires_grad=True), labels
 
 
 def plain(output: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     logits = output(hidden).float().flatten(0, 1)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def gradients(value: torch.Tensor, output: nn.Linear, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -91,7 +92,7 @@ def test_gradients_add_up_over_microbatches(chunks: int) -> None:
 
 def test_all_labels_ignored(chunks: int) -> None:
     output, hidden, labels = make()
-    total = chunked_cross_entropy(output, output.weight, hidden, torch.full_like(labels, IGNORE))
+    total = chunked_cross_entropy(output, output.weight, hidden, torch.full_like(labels, IGNORE_INDEX))
     assert total == 0
     assert all((gradient == 0).all() for gradient in gradients(total, output, hidden))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.checkpoint.folder import keep_latest, publish, saved_steps, temporary_folder
-from torchtitan.checkpoint.manifest import HashingFile, damage, is_whole, read_manifest, write_manifest
+from torchtitan.checkpoint.manifest import HashingFile, damage, is_complete, read_manifest, write_manifest
 
 FILES = ("__0_0.distcp", ".metadata", "train_state.json", "manifest.json")
 
@@ -86,7 +86,7 @@ def test_a_pipe_instead_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_copy_under_the_name_of_another_step_is_none(tmp_path: Path) -> None:
     shutil.copytree(save(tmp_path, 2), tmp_path / "step-50")
     assert damage(tmp_path / "step-50") == ["manifest.json is of step 2: the folder is a copy under another name"]
-    assert not is_whole(tmp_path / "step-50")
+    assert not is_complete(tmp_path / "step-50")
     shutil.copytree(tmp_path / "step-2", tmp_path / "step-02")
     assert saved_steps(tmp_path) == [2, 50]
 
@@ -120,7 +120,7 @@ def test_what_is_not_whole_counts_for_nothing_among_the_latest(tmp_path: Path) -
     assert saved_steps(tmp_path) == [1, 2, 3, 4]
     save(tmp_path, 5)
     keep_latest(tmp_path, 2, newest=5)
-    assert [step for step in saved_steps(tmp_path) if is_whole(tmp_path / f"step-{step}")] == [2, 5]
+    assert [step for step in saved_steps(tmp_path) if is_complete(tmp_path / f"step-{step}")] == [2, 5]
 
 
 def test_a_save_sets_a_course_that_was_given_up_aside(tmp_path: Path) -> None:

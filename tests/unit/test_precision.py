@@ -11,19 +11,19 @@ import torch
 from runs import all_equal
 from torch import nn
 
-from torchtitan.checks import check
 from torchtitan.config import ConfigManager, JobConfig, to_toml
-from torchtitan.config.precision import MX, Float8, Int8
+from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import (
     CONVERTERS,
     LinearConverter,
     Target,
     apply_converters,
     apply_variants,
-    checked_products,
+    checked_gemms,
     layer_variants,
 )
 from torchtitan.converters.int8 import Int8Converter, Int8Linear
+from torchtitan.engine.config_checks import check
 from torchtitan.engine.precision_phases import parse_phases, phase_of
 from torchtitan.errors import ConfigError
 from torchtitan.metrics.profiling import ProfilerAction, trace_schedule
@@ -279,7 +279,7 @@ def test_products_of_another_phase_are_found() -> None:
     others = [CONVERTERS.get("int8").build(Int8(), CPU)]
     with (
         pytest.raises(ConfigError, match=r"torchtitan::int8_mm ran 6 times in this step, though no converter"),
-        checked_products(model, [], {}, compiled=False, others=others),
+        checked_gemms(model, [], {}, compiled=False, others=others),
     ):
         model(x).float().sum().backward()
 

@@ -13,7 +13,7 @@ from runs import ROOT
 
 BEGINNING = """
 import ctypes, sys, time
-from torchtitan import signals
+from torchtitan.launcher import signals
 from torchtitan.logging import outlive_readers
 
 def native_call():  # as a GEMM that takes minutes: back in Python only when it is done, and no signal interrupts it

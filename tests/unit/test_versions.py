@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT, failure
 
-from torchtitan.imports import LEAST
+from torchtitan.launcher.imports import LEAST
 
 
 def test_what_is_promised_is_what_is_refused() -> None:

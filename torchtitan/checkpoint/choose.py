@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchtitan.checkpoint.agree import everywhere, from_rank_0, of_all_ranks
 from torchtitan.checkpoint.files import differences
 from torchtitan.checkpoint.folder import refuse_foreign, saved_steps, step_folder
 from torchtitan.checkpoint.manifest import damage, read_manifest
-from torchtitan.checkpoint.state import OPTIMIZER
+from torchtitan.checkpoint.state_dict import OPTIMIZER
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
+from torchtitan.parallel.object_collectives import all_gather_object, broadcast_from_rank_0, raise_on_all_ranks
 
 NAMED = 3  # damaged files or differences that a message names
 
@@ -38,7 +38,7 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
             f"checkpoint.load_step: no checkpoint of step {wanted} in {folder}; {there}. Use -1 for the newest."
         )
     if not steps:
-        everywhere(lambda: refuse_foreign(folder, dump_folder))
+        raise_on_all_ranks(lambda: refuse_foreign(folder, dump_folder))
         return None
     step, damaged = newest_intact(folder, steps if wanted == -1 else [wanted])
     if step is not None:
@@ -58,24 +58,24 @@ def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]
     damaged: list[str] = []
     for step in reversed(steps):
         path = step_folder(folder, step)
-        found = shared_damage(path)
+        found = damage_over_ranks(path)
         if not found:
             if damaged and dist.get_rank() == 0:
                 logger.warning(f"going on from step {step}, the newest checkpoint that is intact")
             return step, damaged
-        damaged.append(f"{path} is damaged: {some(found)}")
+        damaged.append(f"{path} is damaged: {abbreviated(found)}")
         if dist.get_rank() == 0:
             logger.error(damaged[-1])
     return None, damaged
 
 
-def own_newest(folder: Path, steps: list[int], configuration: Any) -> int | None:
+def newest_of_same_command(folder: Path, steps: list[int], configuration: Any) -> int | None:
     """The step of the newest intact checkpoint that this same command has saved; None where there is none.
 
     `load_step` and `exclude_from_loading` are for the first start of a command: a restart would throw away what they
     began.
     """
-    step, _ = newest_intact(folder, from_rank_0(lambda: _saved_by(folder, steps, configuration)))
+    step, _ = newest_intact(folder, broadcast_from_rank_0(lambda: _steps_of_same_command(folder, steps, configuration)))
     if step is not None:
         logger.info(
             f"step {step} was saved by this same command, so it goes on from there; checkpoint.load_step and "
@@ -84,7 +84,7 @@ def own_newest(folder: Path, steps: list[int], configuration: Any) -> int | None
     return step
 
 
-def _saved_by(folder: Path, steps: list[int], configuration: Any) -> list[int]:
+def _steps_of_same_command(folder: Path, steps: list[int], configuration: Any) -> list[int]:
     """Those of `steps` that were saved under the same configuration, but for the job's folder and description, and for
     how many steps it was to go."""
 
@@ -92,10 +92,10 @@ def _saved_by(folder: Path, steps: list[int], configuration: Any) -> list[int]:
         sections = {name: section for name, section in configuration.items() if name != "job"}
         return {**sections, "training": {**sections["training"], "steps": None}}
 
-    mine, own = command(json.loads(json.dumps(configuration, default=str))), []
+    this_run, own = command(json.loads(json.dumps(configuration, default=str))), []
     for step in steps:
         with contextlib.suppress(CheckpointError, AttributeError, KeyError, TypeError):  # damaged, or someone else's
-            if command(read_manifest(step_folder(folder, step)).configuration) == mine:
+            if command(read_manifest(step_folder(folder, step)).configuration) == this_run:
                 own.append(step)
     return own
 
@@ -106,32 +106,32 @@ def check_start(path: Path) -> None:
     Raises:
         CheckpointError: it is not.
     """
-    found = shared_damage(path)
+    found = damage_over_ranks(path)
     if found:
         there = saved_steps(path)
         hint = f" It holds checkpoints: use {step_folder(path, there[-1])}." if there else ""
         raise CheckpointError(
             f"checkpoint.initial_load_path: {path} is not a checkpoint of this program, or is damaged: "
-            f"{some(found)}.{hint}"
+            f"{abbreviated(found)}.{hint}"
         )
 
 
-def shared_damage(path: Path) -> list[str]:
+def damage_over_ranks(path: Path) -> list[str]:
     """What is wrong with a checkpoint. The ranks share the reading."""
-    found = of_all_ranks(damage(path, dist.get_rank(), dist.get_world_size()))
+    found = all_gather_object(damage(path, dist.get_rank(), dist.get_world_size()))
     return sorted({fault for part in found for fault in part})
 
 
-def check_identity(path: Path, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+def check_identity(path: Path, theirs: dict[str, Any], this_run: dict[str, Any]) -> None:
     """
     Raises:
         CheckpointError: another model made the checkpoint.
     """
-    different = [key for key in mine if theirs.get(key) != mine[key]]
+    different = [key for key in this_run if theirs.get(key) != this_run[key]]
     if different:
         key = different[0]
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: its {key} is {theirs.get(key)}, this run's is {mine[key]}. "
+            f"{path} is a checkpoint of another model: its {key} is {theirs.get(key)}, this run's is {this_run[key]}. "
             "Use another --job.dump_folder, or the other model."
         )
 
@@ -151,21 +151,21 @@ def check_tensors(
         ("the model", model, "Use the model that it is of, or another checkpoint."),
         ("the optimizer", optimizer, "--checkpoint.exclude_from_loading=optimizer begins it anew."),
     ):
-        found = [fault for part in of_all_ranks(differences(metadata, tensors)) for fault in part]
+        found = [fault for part in all_gather_object(differences(metadata, tensors)) for fault in part]
         if found:
             raise CheckpointError(
-                f"{path} does not fit {what} of this run: {some(list(dict.fromkeys(found)))}. {remedy}"
+                f"{path} does not fit {what} of this run: {abbreviated(list(dict.fromkeys(found)))}. {remedy}"
             )
     weights = {name for name in metadata.state_dict_metadata if not name.startswith(OPTIMIZER)}
-    unknown = set.intersection(*of_all_ranks(weights - model.keys()))
+    unknown = set.intersection(*all_gather_object(weights - model.keys()))
     if unknown and unknown != weights:  # all of them: the model is not loaded
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: it has {some(sorted(unknown))}, which this one has not. "
+            f"{path} is a checkpoint of another model: it has {abbreviated(sorted(unknown))}, which this one has not. "
             "Use the model that it is of, or another checkpoint."
         )
 
 
-def some(faults: list[str]) -> str:
+def abbreviated(faults: list[str]) -> str:
     """The first few of a list, and how many more there are."""
     more = len(faults) - NAMED
     return "; ".join(faults[:NAMED]) + (f"; and {more} more" if more > 0 else "")

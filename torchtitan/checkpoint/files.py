@@ -41,7 +41,7 @@ class HashingFileSystem(FileSystem):
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteResults:
     """What one rank has written: torch's own list, and the files."""
 
     results: Any
@@ -78,7 +78,7 @@ class Writer(dcp.FileSystemWriter):
         finally:
             torch.serialization.set_crc32_options(before)
         future: Any = torch.futures.Future()
-        future.set_result(Written(results, self.hashing.written))
+        future.set_result(WriteResults(results, self.hashing.written))
         return future
 
     def finish(self, metadata: Metadata, results: Any) -> None:
@@ -98,7 +98,7 @@ class Reader(dcp.FileSystemReader):
         return self.metadata
 
 
-class TensorsOnly(dcp.DefaultLoadPlanner):
+class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
     """torch's planner, which would unpickle whatever an entry that is no tensor holds."""
 
     def load_bytes(self, read_item: Any, value: BytesIO) -> None:
@@ -168,9 +168,9 @@ def _is_complete(tensor: TensorStorageMetadata) -> bool:
     """Whether the chunks make up the tensor: what none of them holds would stay as it is, without a word."""
     chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks if prod(chunk.sizes) > 0}
     return sum(prod(sizes) for sizes in chunks.values()) == prod(tensor.size) and all(
-        0 <= offset <= offset + size <= whole
+        0 <= offset <= offset + size <= full
         for offsets, sizes in chunks.items()
-        for offset, size, whole in zip(offsets, sizes, tensor.size, strict=True)
+        for offset, size, full in zip(offsets, sizes, tensor.size, strict=True)
     )
 
 

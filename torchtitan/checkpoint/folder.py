@@ -15,7 +15,7 @@ from torchtitan.checkpoint.manifest import (
     MANIFEST,
     TRAIN_STATE,
     FileRecord,
-    is_whole,
+    is_complete,
     write_json,
     write_manifest,
 )
@@ -98,8 +98,8 @@ def keep_latest(folder: Path, keep: int, newest: int) -> None:
     if keep == 0:
         return
     try:
-        whole = [step for step in saved_steps(folder) if step <= newest and is_whole(step_folder(folder, step))]
-        for step in whole[:-keep]:
+        complete = [step for step in saved_steps(folder) if step <= newest and is_complete(step_folder(folder, step))]
+        for step in complete[:-keep]:
             doomed = folder / f"step-{step}.removed.tmp"  # not even a kill leaves half a checkpoint with a good name
             step_folder(folder, step).rename(doomed)
             shutil.rmtree(doomed)

@@ -16,15 +16,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import torchtitan
-from torchtitan.checkpoint.agree import everywhere, from_rank_0, of_all_ranks
 from torchtitan.checkpoint.choose import (
     check_identity,
     check_start,
     check_tensors,
     choose_step,
-    own_newest,
+    newest_of_same_command,
 )
-from torchtitan.checkpoint.files import Reader, TensorsOnly, Writer, first_line, read_metadata
+from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
 from torchtitan.checkpoint.folder import (
     keep_latest,
     publish,
@@ -34,12 +33,13 @@ from torchtitan.checkpoint.folder import (
     temporary_folder,
 )
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.state import load_optimizer_tensors, model_tensors, optimizer_tensors
+from torchtitan.checkpoint.state_dict import load_optimizer_tensors, model_tensors, optimizer_tensors
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.output import Checkpoint
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
-from torchtitan.parallel.comm import communication_failure
+from torchtitan.parallel.object_collectives import all_gather_object, broadcast_from_rank_0, raise_on_all_ranks
+from torchtitan.parallel.process_group import failed_collective
 
 TrainState = dict[str, Any]
 
@@ -119,7 +119,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: the step asked for is not there, or the checkpoint does not fit, or none is intact.
         """
-        steps = from_rank_0(lambda: saved_steps(self.folder))
+        steps = broadcast_from_rank_0(lambda: saved_steps(self.folder))
         if not self.config.enable_checkpoint:
             if steps and dist.get_rank() == 0:
                 logger.warning(
@@ -127,7 +127,7 @@ class CheckpointManager:
                     "checkpoint.enable_checkpoint is off"
                 )
         elif (self.config.load_step != -1 or self.excluded) and (
-            step := own_newest(self.folder, steps, self.about.get("configuration"))
+            step := newest_of_same_command(self.folder, steps, self.about.get("configuration"))
         ) is not None:
             self.excluded = set()
             return self._resume(step, prepare)
@@ -155,7 +155,7 @@ class CheckpointManager:
             except CheckpointError as error:
                 raise CheckpointError(f"{path} cannot be loaded: {error}.") from None
 
-        state, metadata = everywhere(read)
+        state, metadata = raise_on_all_ranks(read)
         if not weights_only:
             check_identity(path, state["identity"], self.identity)
         if state["weights_only"] and not weights_only:
@@ -173,8 +173,8 @@ class CheckpointManager:
         tensors = {**model, **optimizer}
         check_tensors(path, metadata, model, optimizer)
         try:
-            if any(of_all_ranks(bool(tensors))):
-                dcp.load(tensors, storage_reader=Reader(path, metadata), planner=TensorsOnly())
+            if any(all_gather_object(bool(tensors))):
+                dcp.load(tensors, storage_reader=Reader(path, metadata), planner=TensorsOnlyPlanner())
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{path} could not be loaded: {first_line(error)}. Choose another with --checkpoint.load_step, "
@@ -227,7 +227,7 @@ class CheckpointManager:
                 return
             dcp.save(tensors, storage_writer=writer)
         except (CheckpointException, OSError, RuntimeError) as failure:
-            if communication_failure(failure):  # no save that failed but a rank that is lost
+            if failed_collective(failure):  # no save that failed but a rank that is lost
                 raise
             error = failure
         self._finish(step, error)

@@ -150,7 +150,7 @@ def inside(name: str) -> bool:
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
-def is_whole(checkpoint: Path) -> bool:
+def is_complete(checkpoint: Path) -> bool:
     """Whether every file is there in its size: a look that reads nothing but the manifest."""
     try:
         files = read_manifest(checkpoint).files

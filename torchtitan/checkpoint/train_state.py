@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan.checkpoint.manifest import TRAIN_STATE, read_file
 from torchtitan.errors import CheckpointError
-from torchtitan.parallel.comm import communication_failure
+from torchtitan.parallel.process_group import failed_collective
 
 # The types of the parts; the last are not in every checkpoint.
 NEEDED = {"identity": dict, "weights_only": bool, "step": int}
@@ -46,7 +46,7 @@ def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def wrong_values_refused() -> Iterator[None]:
+def refuse_wrong_values() -> Iterator[None]:
     """Around taking up the parts of `train_state.json`: an error in it is one of what is written there.
 
     Raises:
@@ -55,7 +55,7 @@ def wrong_values_refused() -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if communication_failure(error):
+        if failed_collective(error):
             raise
         raise CheckpointError(
             f"{TRAIN_STATE} of the checkpoint has a wrong value ({type(error).__name__}: {error}); choose another "

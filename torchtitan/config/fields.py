@@ -11,15 +11,15 @@ __all__ = [
     "Decay",
     "Doc",
     "Entries",
+    "Fraction",
     "LearningRate",
     "NonNegativeInt",
     "NotEmpty",
     "PositiveFloat",
+    "PositiveFraction",
     "PositiveInt",
-    "PositiveShare",
     "Seconds",
     "Seed",
-    "Share",
     "TimesMore",
     "WorldSize",
 ]
@@ -27,11 +27,11 @@ __all__ = [
 PositiveInt = Annotated[int, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
-Share = Annotated[float, Ge(0), Le(1)]
+Fraction = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 LearningRate = Annotated[float, Gt(0), Le(100)]  # AdamW moves a weight by about so much in a step
 Decay = Annotated[float, Ge(0), Le(100)]
-PositiveShare = Annotated[float, Gt(0), Le(1)]
+PositiveFraction = Annotated[float, Gt(0), Le(1)]
 Seed = Annotated[int, Ge(0), Lt(2**63)]  # a 64-bit integer, for torch and TOML
 Entries = Annotated[int, Ge(0), Le(10**7)]
 Seconds = Annotated[int, Gt(0), Le(365 * 24 * 3600)]

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from torchtitan.config.low_precision import MX, Float8, Int8, Precision
 from torchtitan.config.output import Checkpoint, Job, Metrics, Profiling
-from torchtitan.config.precision import MX, Float8, Int8, Precision
 from torchtitan.config.system import ActivationCheckpoint, Comm, Experimental, MemoryEstimation, Parallelism
 from torchtitan.config.training import LRScheduler, Model, Optimizer, Training, Validation
 

@@ -19,11 +19,11 @@ class Key:
 
     @property
     def is_bool(self) -> bool:
-        return any(_plain(arm) is bool for arm in _arms(self.annotation))
+        return any(_plain(arm) is bool for arm in _union_members(self.annotation))
 
     @property
     def is_list(self) -> bool:
-        return any(typing.get_origin(_plain(arm)) is list for arm in _arms(self.annotation))
+        return any(typing.get_origin(_plain(arm)) is list for arm in _union_members(self.annotation))
 
     @property
     def entry(self) -> Any:
@@ -34,12 +34,12 @@ class Key:
 
     @property
     def choices(self) -> list[Any]:
-        literals = [_plain(arm) for arm in _arms(self.annotation) if typing.get_origin(_plain(arm)) is Literal]
+        literals = [_plain(arm) for arm in _union_members(self.annotation) if typing.get_origin(_plain(arm)) is Literal]
         return [value for literal in literals for value in literal.__args__]
 
     @property
     def optional(self) -> bool:
-        return types.NoneType in _arms(self.annotation)
+        return types.NoneType in _union_members(self.annotation)
 
     @property
     def expected(self) -> str:
@@ -55,7 +55,7 @@ class Key:
             str: "a string",
             list[str]: "a list of strings",
         }
-        arms = [arm for arm in _arms(self.annotation) if arm is not types.NoneType]
+        arms = [arm for arm in _union_members(self.annotation) if arm is not types.NoneType]
         kinds = [names.get(_plain(arm), str(_plain(arm))) for arm in arms]
         limits = [_limit(item) for arm in [self.annotation, *arms] for item in _constraints(arm)]
         return " ".join([" or ".join(kinds), " and ".join(dict.fromkeys(filter(None, limits)))]).strip() + (
@@ -110,7 +110,7 @@ def _plain(annotation: Any) -> Any:
     return annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation
 
 
-def _arms(annotation: Any) -> list[Any]:
+def _union_members(annotation: Any) -> list[Any]:
     """The members of a union, or the one type."""
     plain = _plain(annotation)
     return list(plain.__args__) if typing.get_origin(plain) in (typing.Union, types.UnionType) else [annotation]

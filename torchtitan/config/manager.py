@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.extension import extend
-from torchtitan.config.former import Values
-from torchtitan.config.given import Given, values_of_file, values_of_flags
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.keys import fields_by_key, keys_of_entry, section_class
+from torchtitan.config.legacy_keys import Values
+from torchtitan.config.overrides import ValueChecks, values_of_file, values_of_flags
 from torchtitan.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -66,9 +66,9 @@ class ConfigManager:
 
         keys = fields_by_key(config_class)
         problems: list[str] = []
-        given = Given(keys, problems, self.notices)
-        values = values_of_file(str(path), table, given)
-        values.update(values_of_flags(argv, given))
+        checks = ValueChecks(keys, problems, self.notices)
+        values = values_of_file(str(path), table, checks)
+        values.update(values_of_flags(argv, checks))
         if problems:
             raise ConfigError(*problems)
         return build(config_class, values)

@@ -16,7 +16,7 @@ class Parallelism:
         Literal["default", "always", "never"],
         Doc("Free gathered weights after the forward pass; default: yes, except with pipeline parallelism."),
     ] = "default"
-    tensor_parallel_degree: Annotated[PositiveInt, Doc("Ranks that share each matrix product.")] = 1
+    tensor_parallel_degree: Annotated[PositiveInt, Doc("Ranks that share each GEMM.")] = 1
     disable_loss_parallel: Annotated[bool, Doc("Gather the logits under tensor parallelism.")] = False
     enable_async_tensor_parallel: Annotated[bool, Doc("Overlap tensor-parallel communication (needs compile).")] = False
     pipeline_parallel_degree: Annotated[PositiveInt, Doc("Stages of the pipeline, in ranks.")] = 1

@@ -8,14 +8,14 @@ from torchtitan.config.fields import (
     BelowOne,
     Decay,
     Doc,
+    Fraction,
     LearningRate,
     NonNegativeInt,
     NotEmpty,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
-    PositiveShare,
     Seed,
-    Share,
     TimesMore,
 )
 
@@ -48,7 +48,7 @@ class Optimizer:
     lr: Annotated[LearningRate, Doc("Peak learning rate.")] = 8e-4
     beta1: Annotated[BelowOne, Doc("Decay of the first moment.")] = 0.9
     beta2: Annotated[BelowOne, Doc("Decay of the second moment.")] = 0.95
-    eps: Annotated[PositiveShare, Doc("Added to the root of the second moment.")] = 1e-8
+    eps: Annotated[PositiveFraction, Doc("Added to the root of the second moment.")] = 1e-8
     weight_decay: Annotated[Decay, Doc("Decoupled for AdamW, added to the gradient for Adam.")] = 0.1
     no_weight_decay: Annotated[
         list[str], Doc("What weight decay leaves alone: norms (and biases), embeddings; empty: nothing.")
@@ -73,10 +73,10 @@ class LRScheduler:
 
     warmup_steps: Annotated[NonNegativeInt, Doc("Steps of linear warm-up.")] = 200
     decay_ratio: Annotated[
-        Share | None, Doc("Share of the steps spent decaying at the end; none decays right after warm-up.")
+        Fraction | None, Doc("Share of the steps spent decaying at the end; none decays right after warm-up.")
     ] = None
     decay_type: Annotated[Literal["linear", "sqrt", "cosine"], Doc("Shape of the decay.")] = "linear"
-    lr_min: Annotated[Share, Doc("Learning rate at the last step, as a ratio of optimizer.lr.")] = 0.0
+    lr_min: Annotated[Fraction, Doc("Learning rate at the last step, as a ratio of optimizer.lr.")] = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Training:
     ] = None
     max_skips_in_a_row: Annotated[
         PositiveInt,
-        PositiveShare,
+        PositiveFraction,
         Doc("Stop the run, at the next report, with the ids of the samples, after this many skipped steps in a row."),
     ] = 10
     steps: Annotated[PositiveInt, Doc("Optimizer steps.")] = 10000

@@ -1,10 +1,10 @@
 """Converters: changes to a model before it is divided over devices. `CONVERTERS` is their registry."""
 
+from torchtitan.converters.conversion_report import conversion_report
 from torchtitan.converters.filter import Decision
-from torchtitan.converters.guard import checked_products
+from torchtitan.converters.gemm_check import checked_gemms
 from torchtitan.converters.linear import LinearConverter
 from torchtitan.converters.registry import CONVERTERS, ConverterEntry, ModelConverter, apply_converters
-from torchtitan.converters.report import conversion_report
 from torchtitan.converters.switch import LayerVariants, apply_variants, layer_variants
 from torchtitan.converters.target import Target
 
@@ -18,7 +18,7 @@ __all__ = [
     "Target",
     "apply_converters",
     "apply_variants",
-    "checked_products",
+    "checked_gemms",
     "conversion_report",
     "layer_variants",
 ]

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The ranks that have the same layers as this one, whole or divided: their batches, parts of sequences and shares
-    of products are parts of the same tensors. None for all. Collective.
+    of GEMMs are parts of the same tensors. None for all. Collective.
 
     Args:
         mesh: (pp, dp_replicate, fsdp, tp).
@@ -21,14 +21,14 @@ def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 @torch.no_grad()
-def amaxes_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+def local_amaxes(tensors: list[torch.Tensor]) -> torch.Tensor:
     """(number of tensors,): of this rank's parts. NaN where there is one."""
     if tensors[0].device.type == "cpu":  # where torch's norm is slow
         return torch.stack([torch.stack(torch.aminmax(tensor)) for tensor in tensors]).abs().amax(1)
     return torch.stack(torch._foreach_norm(tensors, math.inf))
 
 
-def max_over(amaxes: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def all_reduce_max(amaxes: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The largest of each over the ranks, in one all-reduce. What is not finite is inf: NaN has no order."""
     amaxes = amaxes.nan_to_num(nan=torch.inf, posinf=torch.inf)
     if dist.is_initialized():

@@ -7,6 +7,7 @@ An entry of `filter_fqns` names whole components of a module's path, so `layers.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -24,7 +25,7 @@ class Decision:
 
     Attributes:
         fqn: its path in the model.
-        m, k, n: of the product on one device, (m, k) x (k, n).
+        m, k, n: of the GEMM on one device, (m, k) x (k, n).
         converter, recipe: that decided.
         converted: whether the converter takes it.
         reason: the rule that decided, for people.
@@ -59,6 +60,11 @@ class FilterRules:
     measured: SizeRule
 
 
+def names_own_layers(section: Any) -> bool:
+    """Whether `filter_fqns` of a section is the user's rather than the section's default."""
+    return section.filter_fqns != type(section)().filter_fqns
+
+
 def decide(
     model: nn.Module,
     entries: Sequence[str],
@@ -66,14 +72,14 @@ def decide(
     recipe: str,
     rules: FilterRules,
     target: Target,
-    given: bool = True,
+    explicit: bool = True,
 ) -> list[Decision]:
     """One decision for each linear layer of the model, in the model's order.
 
     Args:
         entries: `filter_fqns`; never changed.
         converter: its name, and that of its section.
-        given: whether entries are the user's; a default may match nothing.
+        explicit: whether entries are the user's; a default may match nothing.
 
     Raises:
         ConfigError: an entry matches no module, or asks for thresholds that the recipe does not have.
@@ -82,7 +88,7 @@ def decide(
     modules = [name for name, _ in model.named_modules() if name]
     patterns = [entry for entry in entries if entry not in FLAGS]
     unmatched = [entry for entry in patterns if not any(matches(entry, name) for name in modules)]
-    if unmatched and given:
+    if unmatched and explicit:
         known = [*FLAGS, *(name for name in suffixes(modules) if not name.isdecimal())]
         raise ConfigError(
             *(f"{key}: {entry!r} matches no module of this model{nearest(entry, known)}." for entry in unmatched)

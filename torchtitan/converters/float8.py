@@ -1,4 +1,4 @@
-"""GEMMs in float8, with scales computed anew each time (`float8_linear.py`) or with delayed ones (`delayed.py`)."""
+"""GEMMs in float8, with dynamic scales (`float8_linear.py`) or delayed ones (`float8_delayed.py`)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,21 +8,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.config.precision import Float8
+from torchtitan.config.low_precision import Float8
 from torchtitan.converters.amax import stage_group
-from torchtitan.converters.bound import WeightBounds, gathered_weights, measure, set_scales
-from torchtitan.converters.filter import FilterRules, too_small_for_rowwise, too_small_for_tensorwise
+from torchtitan.converters.filter import FilterRules, names_own_layers, too_small_for_rowwise, too_small_for_tensorwise
 from torchtitan.converters.float8_keys import casts, find_problems
 from torchtitan.converters.float8_linear import RECIPES, Float8Linear, Float8Recipe
-from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Role, Scaled, Trace
-from torchtitan.converters.measure import measured_reason
-from torchtitan.converters.quantize import float8_scale, powers_of_two
+from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
+from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
+from torchtitan.converters.weight_bounds import WeightBounds, float8_all_gather_weights, measure_amaxes, set_scales
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.quantize import float8_scale, powers_of_two
 from torchtitan.logging import logger
 
 if TYPE_CHECKING:
-    from torchtitan.converters.histories import Histories
+    from torchtitan.converters.amax_history import Histories
 
 # float8 tensor cores begin with Ada (8.9): NVIDIA's CUDA programming guide, table of capabilities.
 FIRST_CAPABILITY = (8, 9)
@@ -41,11 +41,11 @@ E4M3_ERRORS = (0.037, 0.037, 0.037)  # one scale for each tensor, gradients too 
 class Float8Converter(LinearConverter):
     """Swaps linear layers for `Float8Linear` or `DelayedLinear`, whose weights stay in high precision.
 
-    Forward, input gradient and weight gradient each are a GEMM of float8 data (`gemm.py`); rowwise_with_gw_hp leaves
-    the weight gradient in high precision.
+    Forward, input gradient and weight gradient each are a GEMM of float8 data (`kernels/matmul_8bit.py`);
+    rowwise_with_gw_hp leaves the weight gradient in high precision.
 
     Attributes:
-        kept: what makes the scales of the next step, where they are not computed anew.
+        scaling_state: what makes the scales of the next step, where they are not computed anew.
 
     Raises:
         ConfigError: the device has no float8 and `emulate` is not set, or keys contradict each other.
@@ -54,9 +54,9 @@ class Float8Converter(LinearConverter):
     name = "float8"
 
     def __init__(self, config: Float8, target: Target) -> None:
-        super().__init__(config.filter_fqns, target, given=config.filter_fqns != type(config)().filter_fqns)
+        super().__init__(config.filter_fqns, target, explicit=names_own_layers(config))
         self.recipe = config.recipe_name or "tensorwise"
-        self.gather = config.enable_fsdp_float8_all_gather
+        self.all_gather = config.enable_fsdp_float8_all_gather
         self.precompute = config.precompute_float8_dynamic_scale_for_fsdp
         self.emulate = config.emulate
         self.config = config
@@ -66,7 +66,7 @@ class Float8Converter(LinearConverter):
         self.delayed = tuple(cast == "delayed" for cast in casts(config))
         self.warms_up = self.recipe == "delayed"
         self.bound = config.weight_scale == "bound"
-        self.kept = self._kept()
+        self.scaling_state = self._build_scaling_state()
         self.group: dist.ProcessGroup | None = None
         if config.force_recompute_fp8_weight_in_bwd:
             logger.warning("float8.force_recompute_fp8_weight_in_bwd has no effect any more in torchao; remove the key")
@@ -79,14 +79,14 @@ class Float8Converter(LinearConverter):
         self.one_scale = self.recipe in ("tensorwise", "delayed")
         self.e5m2_gradients = self.one_scale and not (self.recipe == "delayed" and config.delayed_format == "e4m3")
         errors = E4M3_ERRORS if self.one_scale and not self.e5m2_gradients else KNOWN_ERRORS[self.recipe]
-        real = Trace("torchtitan::float8_mm" if target.on_cpu else "aten::_scaled_mm")
-        self.products = Products(EMULATED_FLOAT8 if config.emulate else real, *errors)
+        real = ProfilerOp("torchtitan::float8_mm" if target.on_cpu else "aten::_scaled_mm")
+        self.gemms = LayerGemms(EMULATED_FLOAT8 if config.emulate else real, *errors)
         too_small = too_small_for_tensorwise if self.one_scale else too_small_for_rowwise
         self.rules = FilterRules(MULTIPLE_OF, too_small, lambda m, k, n: measured_reason(self, m, k, n))
 
-    def _kept(self) -> "Histories | WeightBounds | None":
+    def _build_scaling_state(self) -> "Histories | WeightBounds | None":
         if self.recipe == "delayed":
-            from torchtitan.converters.histories import Histories  # a second of import
+            from torchtitan.converters.amax_history import Histories  # a second of import
 
             return Histories(self.config.delayed_amax, self.config.delayed_margin)
         return WeightBounds(self.target.optimizer, self.config.weight_scale_freq) if self.bound else None
@@ -96,20 +96,19 @@ class Float8Converter(LinearConverter):
         delayed = f" {self.delayed}" if self.recipe == "delayed" else ""
         return f"float8 {self.recipe}{delayed}{' emulated' if self.emulate else ''}"
 
-    def swap(self, linear: nn.Linear, gather: bool = False) -> nn.Linear:
+    def swap(self, linear: nn.Linear, all_gather: bool = False) -> nn.Linear:
         if self.recipe == "delayed":
             return self._swap_delayed(linear)
         new = Float8Linear.of(linear, Float8Recipe(*RECIPES[self.recipe], self.emulate))
-        if gather:
-            from torchao.float8.float8_training_tensor import LinearMMConfig  # a second of import
-            from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+        if all_gather:
+            from torchtitan.compat.torchao_float8 import LinearMMConfig, WeightWithDynamicFloat8CastTensor
 
             gathered = WeightWithDynamicFloat8CastTensor(new.weight, LinearMMConfig(), torch.float8_e4m3fn)
             new.weight = nn.Parameter(gathered)
         return new
 
     def _swap_delayed(self, linear: nn.Linear) -> nn.Linear:
-        from torchtitan.converters.delayed import Casts, DelayedLinear
+        from torchtitan.converters.float8_delayed import Casts, DelayedLinear
 
         gradients = torch.float8_e5m2 if self.e5m2_gradients else torch.float8_e4m3fn
         settings = Casts(self.delayed, (torch.float8_e4m3fn, torch.float8_e4m3fn, gradients), self.emulate)
@@ -131,30 +130,30 @@ class Float8Converter(LinearConverter):
         return Scaled(exact, exact.clamp(-largest, largest).to(dtype).float(), largest)
 
     def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
-        return self.swap(linear, self.gather and self.gathered_evenly(linear, fqn))
+        return self.swap(linear, self.all_gather and self.shards_evenly(linear, fqn))
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         """With precomputed scales: those of all weights, in one reduction."""
-        if self.precompute and (weights := gathered_weights(models)):
-            set_scales(weights, measure(weights, self.group))
+        if self.precompute and (weights := float8_all_gather_weights(models)):
+            set_scales(weights, measure_amaxes(weights, self.group))
 
     def connect(self, mesh: DeviceMesh) -> None:
-        if self.precompute or self.kept is not None:
+        if self.precompute or self.scaling_state is not None:
             self.group = stage_group(mesh)
 
     def after_step(self, models: Sequence[nn.Module], learning_rate: float | None) -> None:
         """Delayed scales or bounds of the next step."""
-        if self.kept is not None:
-            self.kept.after_step(models, learning_rate, self.group)
+        if self.scaling_state is not None:
+            self.scaling_state.after_step(models, learning_rate, self.group)
         super().after_step(models, learning_rate)
 
     def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
         """A known scale saturates infinities; a dynamic one would make them NaN."""
-        return self.kept.nonfinite(models) if self.recipe == "delayed" else None  # type: ignore[union-attr]
+        return self.scaling_state.nonfinite(models) if self.recipe == "delayed" else None  # type: ignore[union-attr]
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
-        return None if self.kept is None else self.kept.state_dict(models)
+        return None if self.scaling_state is None else self.scaling_state.state_dict(models)
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        if self.kept is not None:
-            self.kept.load_state_dict(models, state)
+        if self.scaling_state is not None:
+            self.scaling_state.load_state_dict(models, state)

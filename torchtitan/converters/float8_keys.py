@@ -2,9 +2,9 @@
 
 import math
 
-from torchtitan.config.precision import Cast, Float8
+from torchtitan.config.low_precision import Cast, Float8
 from torchtitan.config.training import Optimizer
-from torchtitan.converters.bound import largest_ratio
+from torchtitan.converters.weight_bounds import largest_ratio
 
 CAST_KEYS = ("cast_input", "cast_weight", "cast_grad_output")
 DELAYED_KEYS = ("delayed_history_len", "delayed_amax", "delayed_margin", "delayed_format")
@@ -18,11 +18,11 @@ def casts(config: Float8) -> tuple[Cast, Cast, Cast]:
 
 def find_problems(config: Float8, optimizer: Optimizer) -> list[str]:
     """A sentence for each."""
-    delayed = _problems_of_delayed if config.recipe_name == "delayed" else _keys_of_delayed
-    return [*_problems_of_gather(config), *delayed(config), *_problems_of_bound(config, optimizer)]
+    delayed = _delayed_problems if config.recipe_name == "delayed" else _keys_of_delayed
+    return [*_all_gather_problems(config), *delayed(config), *_weight_bound_problems(config, optimizer)]
 
 
-def _problems_of_gather(config: Float8) -> list[str]:
+def _all_gather_problems(config: Float8) -> list[str]:
     problems, recipe = [], config.recipe_name or "tensorwise"
     if config.enable_fsdp_float8_all_gather and recipe == "delayed":
         problems.append(
@@ -43,7 +43,7 @@ def _problems_of_gather(config: Float8) -> list[str]:
     return problems
 
 
-def _problems_of_delayed(config: Float8) -> list[str]:
+def _delayed_problems(config: Float8) -> list[str]:
     if "delayed" in casts(config):
         return []
     return [
@@ -59,7 +59,7 @@ def _keys_of_delayed(config: Float8) -> list[str]:
     return [f"float8.{key} belongs to delayed scaling: set float8.recipe_name = delayed, or unset it." for key in given]
 
 
-def _problems_of_bound(config: Float8, optimizer: Optimizer) -> list[str]:
+def _weight_bound_problems(config: Float8, optimizer: Optimizer) -> list[str]:
     if config.weight_scale != "bound":
         if config.weight_scale_freq == type(config)().weight_scale_freq:
             return []

@@ -1,14 +1,17 @@
-"""Linear layers in float8 whose scales come from the very numbers that are rounded: dynamic scaling."""
+"""Linear layers in float8 whose scales come from the very numbers that are rounded: dynamic scaling.
+
+Shapes: M tokens, K inputs, N outputs of a layer.
+"""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from torchtitan.converters.gemm import float8_matmul
-from torchtitan.converters.quantize import float8_scale, once_for, powers_of_two, round_to_float8
-from torchtitan.converters.quantized import Quantized
 from torchtitan.kernels import rounding
+from torchtitan.kernels.matmul_8bit import float8_matmul
+from torchtitan.kernels.quantize import float8_scale, powers_of_two, quantize_once, round_to_float8
+from torchtitan.kernels.quantized import Quantized, QuantizedInput
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -29,30 +32,23 @@ class Float8Recipe(NamedTuple):
 RECIPES = {"tensorwise": (False, False), "rowwise": (True, False), "rowwise_with_gw_hp": (True, True)}
 
 
-class Input(NamedTuple):
-    """An input x, (..., k), as the output takes it, (tokens, k), and as the weight gradient does: None for x itself."""
-
-    left: Quantized
-    right: Quantized | None
-
-
-def round_input(x: Any, recipe: Float8Recipe, trains: bool) -> Input:
+def round_input(x: Any, recipe: Float8Recipe, trains: bool) -> QuantizedInput:
     """
     Args:
         trains: a backward pass follows.
     """
     if not recipe.rowwise:
         low = _tensorwise(x, E4M3)
-        return Input(low, low)
+        return QuantizedInput(low, low)
     if trains and not recipe.hp_weight_grad:
-        return Input(*_rowwise_both(x.flatten(0, -2)))
-    return Input(_rowwise(x.flatten(0, -2)), None)
+        return QuantizedInput(*_rowwise_both(x.flatten(0, -2)))
+    return QuantizedInput(_rowwise(x.flatten(0, -2)), None)
 
 
 # The compiler would look into subclasses (what FSDP or tensor parallelism gathered in float8) otherwise.
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class Float8Matmul(torch.autograd.Function):
-    """x @ weight.T in float8. x: (..., k), weight: (n, k), out: (..., n).
+    """x @ weight.T in float8. x: (..., K), weight: (N, K), out: (..., N).
 
     Of x it keeps what the weight gradient takes, in float8. The weight is rounded again in the backward pass: in float8
     it would lie beside the one that FSDP frees.
@@ -125,6 +121,12 @@ class Float8Linear(nn.Linear):
 
     recipe: Float8Recipe
 
+    @property
+    def all_gather_dtype(self) -> torch.dtype | None:
+        """In which tensor parallelism may all-gather inputs (`parallel.float8_tensor_parallel`): a scale for a tensor
+        holds for all of its parts. None: in high precision."""
+        return None if self.recipe.rowwise else E4M3
+
     @classmethod
     def of(cls, linear: nn.Linear, recipe: Float8Recipe) -> "Float8Linear":
         """Takes the parameters of `linear`."""
@@ -135,6 +137,6 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         key = (self.recipe, torch.is_grad_enabled())
-        low = once_for(x, key, lambda x: round_input(x, *key))
+        low = quantize_once(x, key, lambda x: round_input(x, *key))
         out = Float8Matmul.apply(x, self.weight, low, self.recipe)
         return out if self.bias is None else out + self.bias

@@ -1,8 +1,10 @@
-"""Matrix products in INT8 during training: forward, input gradient and weight gradient.
+"""GEMMs in INT8 during training: forward, input gradient and weight gradient.
 
 Operands are rounded to int8 with one float32 scale for each row of the left and each column of the right operand
-("rowwise") or for each tensor ("tensorwise"), multiplied with int32 sums (`gemm.py`), and scaled back. Weights
-stay in high precision. The idea: SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.12422).
+("rowwise") or for each tensor ("tensorwise"), multiplied with int32 sums (`kernels/matmul_8bit.py`), and scaled back.
+Weights stay in high precision. The idea: SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.12422).
+
+Shapes: M tokens, K inputs, N outputs of a layer.
 """
 
 from collections.abc import Sequence
@@ -11,16 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchtitan.config.precision import Int8
-from torchtitan.converters.filter import FilterRules
-from torchtitan.converters.gather import GatheredWeight, ShardedWeight, set_tensorwise_scales
-from torchtitan.converters.gemm import int8_matmul
-from torchtitan.converters.linear import LinearConverter, Products, Role, Scaled, Trace
-from torchtitan.converters.measure import measured_reason
-from torchtitan.converters.quantize import LARGEST, ScaleRecipe, once_for, quantize, quantize_both, quantize_columns
-from torchtitan.converters.quantized import Quantized
+from torchtitan.config.low_precision import Int8
+from torchtitan.converters.filter import FilterRules, names_own_layers
+from torchtitan.converters.int8_fsdp import GatheredWeight, ShardedWeight, set_tensorwise_scales
+from torchtitan.converters.linear import LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
+from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.matmul_8bit import int8_matmul
+from torchtitan.kernels.quantize import LARGEST, ScaleRecipe, quantize, quantize_both, quantize_columns, quantize_once
+from torchtitan.kernels.quantized import Quantized, QuantizedInput
 
 # int8 tensor cores that torch._int_mm uses begin with Turing (7.5), NVIDIA's CUDA programming guide.
 FIRST_CAPABILITY = (7, 5)
@@ -31,8 +33,8 @@ MULTIPLE_OF = 16  # torch._int_mm on CUDA wants K and N in multiples of 8, cuBLA
 KNOWN_ERRORS = {"rowwise": (0.010, 0.010, 0.011), "tensorwise": (0.014, 0.014, 0.014)}
 
 
-class Int8Products(NamedTuple):
-    """Which of the three products are int8, and how their scales are laid out."""
+class Int8Gemms(NamedTuple):
+    """Which of the three GEMMs are int8, and how their scales are laid out."""
 
     recipe: ScaleRecipe
     output: bool
@@ -41,27 +43,22 @@ class Int8Products(NamedTuple):
     emulate: bool
 
 
-class Input(NamedTuple):
-    """An input as the output takes it and as the weight gradient does; None for itself."""
-
-    left: Quantized | None
-    right: Quantized | None
-
-
-def round_input(x: torch.Tensor, products: Int8Products, trains: bool) -> Input:
+def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> QuantizedInput:
     """
     Args:
-        x: (tokens, k), or with more dimensions of tokens.
+        x: (M, K), or with more dimensions of tokens.
         trains: a backward pass follows.
     """
-    x, recipe, by_column = x.flatten(0, -2), products.recipe, products.grad_weight and trains
-    if products.output and by_column:
-        return Input(*quantize_both(x, recipe))
-    return Input(quantize(x, recipe) if products.output else None, quantize_columns(x, recipe) if by_column else None)
+    x, recipe, by_column = x.flatten(0, -2), gemms.recipe, gemms.grad_weight and trains
+    if gemms.output and by_column:
+        return QuantizedInput(*quantize_both(x, recipe))
+    return QuantizedInput(
+        quantize(x, recipe) if gemms.output else None, quantize_columns(x, recipe) if by_column else None
+    )
 
 
 class Int8Matmul(torch.autograd.Function):
-    """x @ weight.T with the chosen GEMMs in int8. x: (tokens, k), weight: (n, k), out: (tokens, n).
+    """x @ weight.T with the chosen GEMMs in int8. x: (M, K), weight: (N, K), out: (M, N).
 
     Of x it keeps what the weight gradient takes. The weight is rounded again in the backward pass: in int8 it would lie
     beside the one that FSDP frees.
@@ -71,19 +68,19 @@ class Int8Matmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, low, products):  # type: ignore[no-untyped-def, override]
-        ctx.products, ctx.dtype = products, x.dtype
+    def forward(ctx, x, weight, low, gemms):  # type: ignore[no-untyped-def, override]
+        ctx.gemms, ctx.dtype = gemms, x.dtype
         ctx.save_for_backward(weight, *(low.right or (x, None)))
         if low.left is None:
             return x @ _high_precision(weight).T
         gathered = isinstance(weight, GatheredWeight)
-        weight_rows = weight.quantized() if gathered else quantize(weight, products.recipe)
-        return int8_matmul(low.left, weight_rows.transpose(), x.dtype, products.emulate)
+        weight_rows = weight.quantized() if gathered else quantize(weight, gemms.recipe)
+        return int8_matmul(low.left, weight_rows.transpose(), x.dtype, gemms.emulate)
 
     @staticmethod
     def backward(ctx, out_grad):  # type: ignore[no-untyped-def, override]
         weight, x, x_scale_inverse = ctx.saved_tensors
-        recipe, _, grad_input, grad_weight, emulate = ctx.products
+        recipe, _, grad_input, grad_weight, emulate = ctx.gemms
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         weight = _high_precision(weight)
         rows = columns = x_grad = weight_grad = None
@@ -109,14 +106,14 @@ def _high_precision(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Int8Linear(nn.Linear):
-    """A linear layer whose products are int8. Its weight is a plain parameter, in whatever precision it is given."""
+    """A linear layer whose GEMMs are int8. Its weight is a plain parameter, in whatever precision it is given."""
 
-    products: Int8Products
+    gemms: Int8Gemms
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        key = (self.products, torch.is_grad_enabled())
-        low = once_for(x, key, lambda x: round_input(x, *key))
-        out = Int8Matmul.apply(x.flatten(0, -2), self.weight, low, self.products)
+        key = (self.gemms, torch.is_grad_enabled())
+        low = quantize_once(x, key, lambda x: round_input(x, *key))
+        out = Int8Matmul.apply(x.flatten(0, -2), self.weight, low, self.gemms)
         out = out.unflatten(0, x.shape[:-1])
         return out if self.bias is None else out + self.bias
 
@@ -125,13 +122,13 @@ class Int8Converter(LinearConverter):
     """Swaps linear layers for `Int8Linear`.
 
     Raises:
-        ConfigError: the device has no int8 products and `emulate` is not set, or no product is left on.
+        ConfigError: the device has no int8 GEMMs and `emulate` is not set, or no GEMM is left on.
     """
 
     name = "int8"
 
     def __init__(self, config: Int8, target: Target) -> None:
-        super().__init__(config.filter_fqns, target, given=config.filter_fqns != type(config)().filter_fqns)
+        super().__init__(config.filter_fqns, target, explicit=names_own_layers(config))
         capability = target.compute_capability
         if capability is not None and capability < FIRST_CAPABILITY and not config.emulate:
             raise ConfigError(
@@ -141,15 +138,15 @@ class Int8Converter(LinearConverter):
         if not (config.output or config.grad_input or config.grad_weight):
             raise ConfigError("int8: output, grad_input and grad_weight are all off; turn one on, or remove int8.")
         self.recipe = config.recipe_name
-        self.settings = Int8Products(
+        self.settings = Int8Gemms(
             config.recipe_name, config.output, config.grad_input, config.grad_weight, config.emulate
         )
-        self.gather = config.enable_fsdp_int8_all_gather
+        self.all_gather = config.enable_fsdp_int8_all_gather
         known = KNOWN_ERRORS[config.recipe_name]
-        self.products = Products(
-            Trace("aten::mm", ("double",))
+        self.gemms = LayerGemms(
+            ProfilerOp("aten::mm", ("double",))
             if config.emulate
-            else Trace("torchtitan::int8_mm" if target.on_cpu else "aten::_int_mm"),
+            else ProfilerOp("torchtitan::int8_mm" if target.on_cpu else "aten::_int_mm"),
             *(error if on else None for error, on in zip(known, self.settings[1:4], strict=True)),
         )
         self.rules = FilterRules(MULTIPLE_OF, None, lambda m, k, n: measured_reason(self, m, k, n))
@@ -160,7 +157,7 @@ class Int8Converter(LinearConverter):
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
         new = Int8Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        new.products = self.settings
+        new.gemms = self.settings
         new.weight, new.bias = linear.weight, linear.bias
         return new
 
@@ -170,11 +167,11 @@ class Int8Converter(LinearConverter):
 
     def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
         new = self.swap(linear)
-        if self.gather and self.gathered_evenly(linear, fqn):
+        if self.all_gather and self.shards_evenly(linear, fqn):
             new.weight = nn.Parameter(ShardedWeight(new.weight.data, self.settings.recipe))
         return new
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         """The scales of weights that are gathered tensorwise, in one reduction."""
-        if self.gather and self.recipe == "tensorwise":
+        if self.all_gather and self.recipe == "tensorwise":
             set_tensorwise_scales(models)

@@ -15,43 +15,43 @@ from torchtitan.logging import logger
 
 
 @dataclass(frozen=True)
-class Trace:
-    """How the profiler sees low-precision products.
+class ProfilerOp:
+    """How the profiler sees low-precision GEMMs.
 
     Attributes:
         operation: its name.
         input_dtypes: where not empty, only those count whose first input has one of these dtypes, as the profiler
             spells them.
-        per_product: how many of them a product takes.
+        per_gemm: how many of them a GEMM takes.
     """
 
     operation: str
     input_dtypes: tuple[str, ...] = ()
-    per_product: int = 1
+    per_gemm: int = 1
 
 
-# An emulated product rounds both operands to float8 and back before a product in high precision.
-EMULATED_FLOAT8 = Trace("aten::_to_copy", ("c10::Float8_e4m3fn", "c10::Float8_e5m2"), 2)
+# An emulated GEMM rounds both operands to float8 and back before a GEMM in high precision.
+EMULATED_FLOAT8 = ProfilerOp("aten::_to_copy", ("c10::Float8_e4m3fn", "c10::Float8_e5m2"), 2)
 
 
 @dataclass(frozen=True)
-class Products:
-    """The products of one converted layer, and how exact they are.
+class LayerGemms:
+    """The GEMMs of one converted layer, and how exact they are.
 
     Attributes:
-        trace: how they are recognized.
+        op: how they are recognized.
         output, grad_input, grad_weight: relative error (2-norm) against float32 that the recipe is known to have on
-            normal data; None for a product that stays in high precision.
+            normal data; None for a GEMM that stays in high precision.
     """
 
-    trace: Trace
+    op: ProfilerOp
     output: float | None
     grad_input: float | None
     grad_weight: float | None
 
     @property
     def forward(self) -> int:
-        """Low-precision products in a forward pass."""
+        """Low-precision GEMMs in a forward pass."""
         return int(self.output is not None)
 
     @property
@@ -60,7 +60,7 @@ class Products:
 
 
 Role = Literal["input", "weight", "out_grad"]
-"""An operand of the three products: output takes input and weight, grad_input takes out_grad and weight, grad_weight
+"""An operand of the three GEMMs: output takes input and weight, grad_input takes out_grad and weight, grad_weight
 takes out_grad and input."""
 
 
@@ -86,21 +86,21 @@ class LinearConverter:
     Attributes:
         name: of the converter and its section.
         recipe: within the converter.
-        products: of one layer.
+        gemms: of one layer.
         decisions: one for each linear layer of the model, after `convert`.
         warms_up: whether layers compute otherwise after the first step: compiled code is made anew then.
     """
 
     name: str
     recipe: str
-    products: Products
+    gemms: LayerGemms
     rules: FilterRules
     warms_up: bool = False
 
-    def __init__(self, filter_fqns: Sequence[str], target: Target, given: bool = True) -> None:
-        """`given`: the user's own list, which must match; False for a section's default."""
+    def __init__(self, filter_fqns: Sequence[str], target: Target, explicit: bool = True) -> None:
+        """`explicit`: the user's own list, which must match; False for a section's default."""
         self.filter_fqns = tuple(filter_fqns)
-        self.given = given
+        self.explicit = explicit
         self.target = target
         self.decisions: list[Decision] = []
 
@@ -109,7 +109,7 @@ class LinearConverter:
         raise NotImplementedError
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
-        """How an operand in float32, (rows, columns) with products summing over columns, is rounded."""
+        """How an operand in float32, (rows, columns) with GEMMs summing over columns, is rounded."""
         raise NotImplementedError
 
     def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
@@ -123,20 +123,22 @@ class LinearConverter:
 
     def decide(self, model: nn.Module) -> list[Decision]:
         """What `convert` would do with each linear layer of the model; changes nothing."""
-        return decide(model, self.filter_fqns, self.name, self.recipe, self.rules, self.target, self.given)
+        return decide(model, self.filter_fqns, self.name, self.recipe, self.rules, self.target, self.explicit)
 
     def convert(self, model: nn.Module) -> None:
         self.decisions = self.decide(model)
         chosen = [decision.fqn for decision in self.decisions if decision.converted]
         if not chosen:
-            raise ConfigError(f"model.converters: {self.name} would convert no layer. {why_none(self.decisions)}")
+            raise ConfigError(
+                f"model.converters: {self.name} would convert no layer. {rules_against_all(self.decisions)}"
+            )
         if self.target.device_type != "meta":
             self.check_swap()
         for fqn in chosen:
             parent, _, child = fqn.rpartition(".")
             setattr(model.get_submodule(parent), child, self.swap_in_model(model.get_submodule(fqn), fqn))  # type: ignore[arg-type]
 
-    def gathered_evenly(self, linear: nn.Linear, fqn: str) -> bool:
+    def shards_evenly(self, linear: nn.Linear, fqn: str) -> bool:
         """Whether FSDP divides the rows of a weight without padding, as a gather in low precision needs it."""
         _, rows = self.target.per_device(fqn, linear.in_features, linear.out_features)
         if rows % self.target.shards == 0:
@@ -176,14 +178,14 @@ class LinearConverter:
         """Compares a converted layer with its bf16 copy, forward and backward.
 
         Raises:
-            ConfigError: a product is bit-identical (nothing was quantized) or far from the recipe's known error.
+            ConfigError: a GEMM is bit-identical (nothing was quantized) or far from the recipe's known error.
         """
         errors = relative_errors(self, self.target.device_type)
-        for product, error in errors.items():
-            expected = getattr(self.products, product)
+        for gemm, error in errors.items():
+            expected = getattr(self.gemms, gemm)
             if expected is None:
                 continue
-            what = f"model.converters: the {product} of a layer converted to {self.name} {self.recipe}"
+            what = f"model.converters: the {gemm} of a layer converted to {self.name} {self.recipe}"
             if error == 0:
                 raise ConfigError(f"{what} is bit-identical to bf16: nothing was quantized. Remove the converter.")
             if not error < FAR_OUTSIDE * expected:
@@ -198,7 +200,7 @@ SAMPLE_TOKENS, SAMPLE_INPUTS, SAMPLE_OUTPUTS = 256, 256, 512
 
 
 def relative_errors(converter: LinearConverter, device_type: str) -> dict[str, float]:
-    """Relative 2-norm distance of a converted layer's products from those of its bf16 copy, on normal data."""
+    """Relative 2-norm distance of a converted layer's GEMMs from those of its bf16 copy, on normal data."""
     generator = torch.Generator(device=device_type).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -224,7 +226,7 @@ def relative_errors(converter: LinearConverter, device_type: str) -> dict[str, f
     return {name: float((low - high).norm() / high.norm()) for name, high, low in zip(names, *results, strict=True)}
 
 
-def why_none(decisions: Sequence[Decision]) -> str:
+def rules_against_all(decisions: Sequence[Decision]) -> str:
     """The rules that took every layer, with how many each."""
     reasons: dict[str, list[str]] = {}
     for decision in decisions:

@@ -1,4 +1,4 @@
-"""Matrix products in microscaling formats: blocks of 32 numbers share a power-of-two scale (OCP MX specification 1.0).
+"""GEMMs in microscaling formats: blocks of 32 numbers share a power-of-two scale (OCP MX specification 1.0).
 
 The layer is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it drops the bias, and stops quantizing
 under tensor parallelism without a word.)
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.config.precision import MX
-from torchtitan.converters.filter import FilterRules
-from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Products, Role, Scaled, Trace
-from torchtitan.converters.measure import measured_reason
+from torchtitan.config.low_precision import MX
+from torchtitan.converters.filter import FilterRules, names_own_layers
+from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
+from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
@@ -34,13 +34,13 @@ class MXConverter(LinearConverter):
     """Swaps linear layers for torchao's `MXFP8Linear`.
 
     Raises:
-        ConfigError: the device has no MX products and `emulate` is not set.
+        ConfigError: the device has no MX GEMMs and `emulate` is not set.
     """
 
     name = "mx"
 
     def __init__(self, config: MX, target: Target) -> None:
-        super().__init__(config.filter_fqns, target, given=config.filter_fqns != type(config)().filter_fqns)
+        super().__init__(config.filter_fqns, target, explicit=names_own_layers(config))
         if config.recipe_name == "nvfp4":
             raise ConfigError(
                 "mx.recipe_name = nvfp4 cannot be used: torchao's layer for it runs on Blackwell GPUs through Triton "
@@ -51,9 +51,7 @@ class MXConverter(LinearConverter):
             logger.warning("mx.use_fp8_dim1_cast_triton_kernel has no effect: torchao chooses the kernel now")
         capability = target.compute_capability
         if not config.emulate and target.device_type == "cpu":
-            raise ConfigError(
-                "model.converters: a CPU has no mx products; remove mx, or set mx.emulate for its numerics."
-            )
+            raise ConfigError("model.converters: a CPU has no mx GEMMs; remove mx, or set mx.emulate for its numerics.")
         if not config.emulate and capability is not None and capability < FIRST_CAPABILITY:
             raise ConfigError(
                 f"model.converters: mx needs a GPU of compute capability 10.0 or above, and this one has "
@@ -62,8 +60,8 @@ class MXConverter(LinearConverter):
         self.config = config
         self.recipe = config.recipe_name
         output, grad_input, grad_weight = KNOWN_ERRORS[config.scale_calculation_mode]
-        self.products = Products(
-            EMULATED_FLOAT8 if config.emulate else Trace("aten::_scaled_mm"),
+        self.gemms = LayerGemms(
+            EMULATED_FLOAT8 if config.emulate else ProfilerOp("aten::_scaled_mm"),
             output,
             grad_input,
             None if config.wgrad_with_hp else grad_weight,
@@ -75,7 +73,7 @@ class MXConverter(LinearConverter):
         return f"mx {self.config.recipe_name} {self.config.scale_calculation_mode} {self.config.wgrad_with_hp}"
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
-        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+        from torchtitan.compat.torchao_mx import MXTensor
 
         mx = MXTensor.to_mx(tensor.contiguous(), torch.float8_e4m3fn, BLOCK, self._scale_mode())
         scale = torch.exp2(mx.scale.view(torch.uint8).float() - 127)  # e8m0: a biased exponent
@@ -83,13 +81,12 @@ class MXConverter(LinearConverter):
         return Scaled(exact, mx.qdata.float(), torch.finfo(torch.float8_e4m3fn).max)
 
     def _scale_mode(self) -> Any:
-        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchtitan.compat.torchao_mx import ScaleCalculationMode
 
         return ScaleCalculationMode[self.config.scale_calculation_mode.upper()]
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
-        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
-        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+        from torchtitan.compat.torchao_mx import KernelPreference, MXFP8Linear
 
         new = MXFP8Linear(
             linear.in_features,

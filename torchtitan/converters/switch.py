@@ -13,7 +13,7 @@ from torch import nn
 from torchtitan.converters.linear import LinearConverter
 from torchtitan.converters.registry import ModelConverter
 from torchtitan.errors import ConfigError
-from torchtitan.parallel.tensor import choose_gathers, set_class
+from torchtitan.parallel.tensor import choose_all_gathers, set_class
 
 ConvertedModel = tuple[nn.Module, list[ModelConverter]]
 """A full model on the meta device, and the converters that have changed it."""
@@ -80,7 +80,7 @@ def apply_variants(model: nn.Module, old: LayerVariants, new: LayerVariants) -> 
     for fqn, module in model.named_modules():
         if fqn in new:
             _apply(module, old[fqn], new[fqn])
-    choose_gathers(model)
+    choose_all_gathers(model)
 
 
 def _apply(module: nn.Module, old: LayerVariant, new: LayerVariant) -> None:

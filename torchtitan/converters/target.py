@@ -16,7 +16,7 @@ class Target:
         device_type: "cuda", "cpu", or "meta" where a conversion is only explained: then every device will do.
         device_name: of the hardware.
         compute_capability: of a CUDA device, such as (9, 0); None elsewhere.
-        tokens: M of the products: sequences in a microbatch times tokens of a sequence on one device.
+        tokens: M of the GEMMs: sequences in a microbatch times tokens of a sequence on one device.
         compile: whether transformer blocks are compiled.
         tensor_parallel: the degree.
         plan: by the end of a module's path, how tensor parallelism divides it.
@@ -40,7 +40,7 @@ class Target:
         return self.device_type != "cuda"
 
     def per_device(self, fqn: str, k: int, n: int) -> tuple[int, int]:
-        """(K, N) of the product that one device computes for a layer of `k` inputs and `n` outputs."""
+        """(K, N) of the GEMM that one device computes for a layer of `k` inputs and `n` outputs."""
         division = style_of(fqn, self.plan)
         if division == "colwise":
             n //= self.tensor_parallel

@@ -5,11 +5,11 @@ from itertools import takewhile
 from pathlib import Path
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data.dealing import Dealt, split
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, python_stdlib
 from torchtitan.data.streamed import open_hub
+from torchtitan.data.strided import StridedSource, split
 from torchtitan.errors import DataError
 from torchtitan.registry import Registry
 
@@ -109,7 +109,7 @@ def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]
     for name, source, weight in opened:
         if isinstance(source, TextFiles):
             source = source.for_rows(rows, seq_len)
-        streamed = Dealt(source, name) if hasattr(source, "__getitem__") else source  # type: ignore[arg-type]
+        streamed = StridedSource(source, name) if hasattr(source, "__getitem__") else source  # type: ignore[arg-type]
         weighted.append(Weighted(streamed, name, weight))  # type: ignore[arg-type]
     return weighted
 

@@ -37,43 +37,43 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchSpec:
     """What a rank makes of the rows: which are its own, how many in a batch, and what goes with the tokens."""
 
-    own_rows: range
+    local_rows: range
     local_batch_size: int
     document_ids: bool
     sample_ids: bool
 
 
-def shape_of(training: Training, rows: int, local_batch_size: int, dp_rank: int, dp_size: int) -> Shape:
+def build_batch_spec(training: Training, rows: int, local_batch_size: int, dp_rank: int, dp_size: int) -> BatchSpec:
     if rows % (dp_size * local_batch_size):
         raise ConfigError(
             f"training.global_batch_size: {rows} sequences cannot be cut into batches of training.local_batch_size = "
             f"{local_batch_size} on {dp_size} data-parallel ranks; make it a multiple of {dp_size * local_batch_size}."
         )
-    share = rows // dp_size
-    own_rows = range(dp_rank * share, (dp_rank + 1) * share)
+    rows_per_rank = rows // dp_size
+    local_rows = range(dp_rank * rows_per_rank, (dp_rank + 1) * rows_per_rank)
     named = training.record_sample_ids or training.skip_nonfinite or training.skip_grad_norm_outliers is not None
-    return Shape(own_rows, local_batch_size, training.document_mask, sample_ids=named)
+    return BatchSpec(local_rows, local_batch_size, training.document_mask, sample_ids=named)
 
 
-def batch_of(windows: Sequence[Window], shape: Shape) -> Batch:
+def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
     tokens = torch.tensor([window.tokens for window in windows], dtype=torch.int64)
     return Batch(
         tokens=tokens[:, :-1].contiguous(),
         labels=tokens[:, 1:].contiguous(),
-        document_ids=torch.tensor([window.document_ids[:-1] for window in windows]) if shape.document_ids else None,
+        document_ids=torch.tensor([window.document_ids[:-1] for window in windows]) if spec.document_ids else None,
         # The last token of a window is a label only; its document is none of the sample's unless it has others there.
-        sample_ids=[w.sample_ids[: w.document_ids[-2] + 1] for w in windows] if shape.sample_ids else None,
+        sample_ids=[w.sample_ids[: w.document_ids[-2] + 1] for w in windows] if spec.sample_ids else None,
     )
 
 
-def microbatches(rows: Sequence[Row], shape: Shape) -> list[Batch]:
+def microbatches(rows: Sequence[Row], spec: BatchSpec) -> list[Batch]:
     """The next optimizer step's batches of one rank."""
     windows = [row.next_window() for row in rows]
-    size = shape.local_batch_size
-    return [batch_of(windows[first : first + size], shape) for first in range(0, len(windows), size)]
+    size = spec.local_batch_size
+    return [build_batch(windows[first : first + size], spec) for first in range(0, len(windows), size)]
 
 
 Positions = dict[str, Any]  # by number of the row, as JSON wants it
@@ -86,17 +86,17 @@ class Loader:
         wait_seconds: how long `next` has waited for a batch, in all.
     """
 
-    def __init__(self, corpus: Corpus, shape: Shape, identity: Mapping[str, Any], prefetch: int) -> None:
+    def __init__(self, corpus: Corpus, spec: BatchSpec, identity: Mapping[str, Any], prefetch: int) -> None:
         self._corpus = corpus
-        self._shape = shape
+        self._spec = spec
         self._identity = dict(identity)
         self._prefetch = prefetch
         self._waited_before = 0.0
-        self._start([Row(corpus, number) for number in shape.own_rows])
+        self._start([Row(corpus, number) for number in spec.local_rows])
 
     def _start(self, rows: list[Row]) -> None:
         self._positions: Positions = {str(row.number): row.state() for row in rows}
-        self._steps = Prefetcher(steps(rows, self._shape), self._prefetch)
+        self._steps = Prefetcher(steps(rows, self._spec), self._prefetch)
 
     @property
     def wait_seconds(self) -> float:
@@ -106,22 +106,22 @@ class Loader:
     def description(self) -> str:
         """What is read, in a few words."""
         sources = self._corpus.sources
-        shares = [f"{one.name} {share:.0%}" for one, share in zip(sources, self._corpus.shares, strict=True)]
+        mixture = [f"{one.name} {part:.0%}" for one, part in zip(sources, self._corpus.proportions, strict=True)]
         tokenizer = self._corpus.tokenizer
         return (
-            f"{', '.join(shares) if len(sources) > 1 else sources[0].name}"
+            f"{', '.join(mixture) if len(sources) > 1 else sources[0].name}"
             f"{'' if self._identity['shuffle'] else ', not shuffled'}"
             f"{', one document in 100 held out' if self._identity['hold_out'] else ''}"
             f"; {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} tokens"
         )
 
-    def wait(self, given_up: Callable[[], object] = lambda: False) -> None:
-        """Returns when `next` need not wait, or when `given_up` says so. Nothing is handed out.
+    def wait(self, cancelled: Callable[[], object] = lambda: False) -> None:
+        """Returns when `next` need not wait, or when `cancelled` says so. Nothing is handed out.
 
         Raises:
             DataError: the data cannot be read, or are too small.
         """
-        self._steps.wait(given_up)
+        self._steps.wait(cancelled)
 
     def next(self) -> list[Batch]:
         """The microbatches of the next optimizer step, `local_batch_size` sequences each.
@@ -154,16 +154,16 @@ class Loader:
         self.close()
         self._waited_before = self.wait_seconds
         positions = state["positions"]
-        self._start([Row(self._corpus, number, positions[str(number)]) for number in self._shape.own_rows])
+        self._start([Row(self._corpus, number, positions[str(number)]) for number in self._spec.local_rows])
 
     def close(self) -> None:
         """Stops reading ahead. Without it, the end of the process does."""
         self._steps.close()
 
 
-def steps(rows: list[Row], shape: Shape) -> Iterator[tuple[list[Batch], Positions]]:
+def steps(rows: list[Row], spec: BatchSpec) -> Iterator[tuple[list[Batch], Positions]]:
     while True:
-        batches = microbatches(rows, shape)
+        batches = microbatches(rows, spec)
         yield batches, {str(row.number): row.state() for row in rows}
 
 
@@ -222,7 +222,7 @@ def build_loader(
         ConfigError: the rows do not divide into batches and ranks, or an unknown data set.
         DataError: the data cannot be used.
     """
-    shape = shape_of(training, global_batch_size, training.local_batch_size, dp_rank, dp_size)
+    spec = build_batch_spec(training, global_batch_size, training.local_batch_size, dp_rank, dp_size)
     sources, data = training_sources(training, global_batch_size, hold_out)
     seed = training.seed if training.shuffle else None
     corpus = Corpus(sources, tokenizer, global_batch_size, training.seq_len, seed)
@@ -235,15 +235,15 @@ def build_loader(
         "seq_len": training.seq_len,
         "global_batch_size": global_batch_size,
     }
-    return Loader(corpus, shape, identity, prefetch)
+    return Loader(corpus, spec, identity, prefetch)
 
 
 class ValidationLoader:
     """The same batches of one data-parallel rank each time that it is iterated over."""
 
-    def __init__(self, corpus: Corpus, shape: Shape, steps: int) -> None:
+    def __init__(self, corpus: Corpus, spec: BatchSpec, steps: int) -> None:
         self._corpus = corpus
-        self._shape = shape
+        self._spec = spec
         self._steps = steps
         self._rows: list[Row] = []
         self._batches: list[Batch] = []
@@ -254,10 +254,10 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         # They are few, and reading them anew may mean the network: keep them.
         if not self._rows:
-            self._rows = [Row(self._corpus, number) for number in self._shape.own_rows]
+            self._rows = [Row(self._corpus, number) for number in self._spec.local_rows]
         for step in range(self._steps):
             if step == len(self._batches):
-                self._batches += microbatches(self._rows, self._shape)
+                self._batches += microbatches(self._rows, self._spec)
             yield self._batches[step]
 
 
@@ -271,7 +271,7 @@ def build_validation_loader(
         DataError: the data cannot be used.
     """
     rows = dp_size * validation.local_batch_size
-    shape = shape_of(training, rows, validation.local_batch_size, dp_rank, dp_size)
+    spec = build_batch_spec(training, rows, validation.local_batch_size, dp_rank, dp_size)
     sources = validation_sources(validation, training, rows)
     corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
-    return ValidationLoader(corpus, shape, validation.steps)
+    return ValidationLoader(corpus, spec, validation.steps)

@@ -44,7 +44,7 @@ class Corpus:
     seed: int | None
 
     @property
-    def shares(self) -> list[float]:
+    def proportions(self) -> list[float]:
         """Of each source in the tokens."""
         weights = sum(weighted.weight for weighted in self.sources)
         return [weighted.weight / weights for weighted in self.sources]
@@ -64,7 +64,7 @@ class Window(NamedTuple):
     sample_ids: list[str]
 
 
-class Strand:
+class SourceStream:
     """The endless stream of windows that one source gives to one row, which can be taken up again at any window.
 
     Args:
@@ -160,31 +160,31 @@ class Row:
             offset = state["offset"] if len(sources) == 1 else 0
             sources = [[position, tokens, offset] for position, tokens in sources]
         self.windows = (state or {}).get("windows", sum(tokens for _, tokens, _ in sources) // corpus.seq_len)
-        self.strands = [Strand(corpus, number, place, *source) for place, source in enumerate(sources)]
+        self.streams = [SourceStream(corpus, number, place, *source) for place, source in enumerate(sources)]
         self.epoch = state["epoch"] if state is not None else 0
 
     def state(self) -> dict[str, Any]:
         """JSON."""
-        return {"sources": [strand.state() for strand in self.strands], "windows": self.windows, "epoch": self.epoch}
+        return {"sources": [stream.state() for stream in self.streams], "windows": self.windows, "epoch": self.epoch}
 
     def next_window(self) -> Window:
-        strand = self.strands[source_of(self.windows * self.corpus.rows + self.number, self.corpus.shares)]
-        window = strand.next_window()
-        self.windows, self.epoch = self.windows + 1, strand.epoch
+        stream = self.streams[source_of_window(self.windows * self.corpus.rows + self.number, self.corpus.proportions)]
+        window = stream.next_window()
+        self.windows, self.epoch = self.windows + 1, stream.epoch
         return window
 
 
-def source_of(window: int, shares: Sequence[float]) -> int:
+def source_of_window(window: int, proportions: Sequence[float]) -> int:
     """The source of a window, by its number among those of all rows.
 
     Args:
-        shares: of the sources; they sum to 1.
+        proportions: of the sources; they sum to 1.
     """
     fraction = (window * GOLDEN_RATIO & MASK64) / 2**64
-    for place, end in enumerate(itertools.accumulate(shares)):
+    for place, end in enumerate(itertools.accumulate(proportions)):
         if fraction < end:
             return place
-    return len(shares) - 1
+    return len(proportions) - 1
 
 
 def pieces_of(text: str) -> Iterator[str]:

@@ -37,12 +37,12 @@ class Prefetcher(Generic[T]):
         self.close = weakref.finalize(self, stop, self._closed, thread)
         thread.start()
 
-    def wait(self, given_up: Callable[[], object] = lambda: False) -> None:
-        """Returns when the next item is there, or when `given_up` says so; what the iterator raised is raised here."""
+    def wait(self, cancelled: Callable[[], object] = lambda: False) -> None:
+        """Returns when the next item is there, or when `cancelled` says so; what the iterator raised is raised here."""
         if self._failure is None and self._closed.is_set():
             raise RuntimeError("The loader is closed.")
         start = time.perf_counter()
-        while self._failure is None and not self._held and not given_up():
+        while self._failure is None and not self._held and not cancelled():
             try:
                 item = self._ready.get(timeout=SECONDS_BETWEEN_LOOKS)
             except queue.Empty:

@@ -138,8 +138,8 @@ class TextFiles:
         self.files = files
         self.stamps = [Stamp.of(root / name) for name in files] if stamps is None else stamps
         self.sizes = [stamp.size for stamp in self.stamps]
-        whole = (Span(number, 0, size) for number, size in enumerate(self.sizes) if size)
-        self.spans = list(whole) if spans is None else list(spans)
+        unsplit = (Span(number, 0, size) for number, size in enumerate(self.sizes) if size)
+        self.spans = list(unsplit) if spans is None else list(spans)
 
     @property
     def fingerprint(self) -> str:

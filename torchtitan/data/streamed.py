@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torchtitan.data.dealing import mixed, permuted
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
 from torchtitan.data.sources import Document, Drawn, digest
+from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
@@ -43,9 +43,9 @@ class ShardedStream:
         epoch, place, number, state = position or (0, row, 0, None)
         found = position is not None
         while True:
-            key = None if seed is None else mixed(mixed(seed) + epoch)
+            key = None if seed is None else mix64(mix64(seed) + epoch)
             while place < shards * parts:
-                part, shard = divmod(place if key is None else permuted(place, shards * parts, key), shards)
+                part, shard = divmod(place if key is None else permute_index(place, shards * parts, key), shards)
                 for record, state_after in self.records(shard, state):
                     number += 1
                     if number % parts == part:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.converters import LinearConverter, checked_products
+from torchtitan.converters import LinearConverter, checked_gemms
 from torchtitan.engine.conversion import steps_that_compile
 from torchtitan.engine.engine import Engine
 from torchtitan.parallel.pipeline import Passes
@@ -69,7 +69,7 @@ def checked_step(engine: Engine, microbatches: int) -> contextlib.AbstractContex
     Args:
         microbatches: in the step.
     """
-    return checked_products(
+    return checked_gemms(
         engine.model,
         engine.converters,
         _passes_of_layers(engine, microbatches),

@@ -15,15 +15,15 @@ from torchtitan.config import JobConfig
 from torchtitan.converters import ModelConverter, Target
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model
+from torchtitan.engine.explain import conversion_target
+from torchtitan.engine.memory_check import check_memory
 from torchtitan.engine.precision_phases import PrecisionPhases, build_precision_phases
-from torchtitan.explain import conversion_target
-from torchtitan.memory import check_memory
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
 from torchtitan.models.init import init_weights
 from torchtitan.optim.in_backward import StepInBackward
 from torchtitan.optim.optimizer import build_optimizer, decay_groups
-from torchtitan.parallel.async_tensor import FusedProducts, enable_async_tensor_parallel
+from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
@@ -97,7 +97,7 @@ class Engine:
     step_in_backward: StepInBackward | None
     pipeline: Pipeline | None
     validation_pipeline: Pipeline | None
-    fused_gemms: FusedProducts | None
+    fused_gemms: FusedGemms | None
     loss_scale: float
     parameters: int
     flops_per_token: float

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.config.precision import Precision, PrecisionPhase
+from torchtitan.config.low_precision import Precision, PrecisionPhase
 from torchtitan.converters import (
     CONVERTERS,
     Decision,
@@ -18,7 +18,7 @@ from torchtitan.converters import (
     apply_variants,
     layer_variants,
 )
-from torchtitan.converters.report import precision_of
+from torchtitan.converters.conversion_report import precision_of
 from torchtitan.engine.conversion import decisions_of, steps_that_compile
 from torchtitan.errors import ConfigError
 

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.converters import LinearConverter
-from torchtitan.converters.measure import slowness
-from torchtitan.converters.report import phases_to_json, schedule_line, summary, to_json, to_table
+from torchtitan.converters.conversion_report import phases_to_json, schedule_line, summary, to_json, to_table
+from torchtitan.converters.measured_filter import slowness
 from torchtitan.engine.conversion import decisions_of
 from torchtitan.engine.engine import Engine
-from torchtitan.kernels.gemm import cpu_kernel
+from torchtitan.kernels.cpu_gemm import cpu_kernel
 from torchtitan.logging import logger
 
 SLOW = 4  # times the time of a bf16 layer: beyond that a step takes too long even for an experiment
@@ -50,7 +50,7 @@ def log_cost_of_low_precision(engine: Engine) -> None:
         if max(ratios) > SLOW:
             logger.warning(f"{line}; leave {converter.name} to a GPU, or expect steps that much longer")
         else:
-            logger.info(f"{line}{cpu_kernel(converter.products.trace.operation)}")
+            logger.info(f"{line}{cpu_kernel(converter.gemms.op.operation)}")
 
 
 def log_settings(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.kernels.build import load
+from torchtitan.kernels.cpp_extension import load
 
 FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 INT8_LARGEST = 127.0  # -128 is left out: the range is symmetric

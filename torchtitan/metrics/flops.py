@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from torchtitan.cache import keep_result, kept_results
+from torchtitan.cache import cache_result, cached_results
 
 # Dense bf16 with float32 accumulation, FLOP/s, by the first pattern found in the device's name. Vendors' data sheets
 # often print the figure "with sparsity", twice these. Sources: NVIDIA data sheets of A100, A800, A10, A40, L4, L40,
@@ -78,8 +78,8 @@ class MeasuredPeak(Peak):
         self.dtype = dtype
         self.name = str(dtype).removeprefix("torch.")
         self.key = f"{device_name} | {torch.get_num_threads()} threads | {self.name}"
-        kept = kept_results(RESULTS).get(self.key)
-        self.earlier = kept if isinstance(kept, float) and 0 < kept < math.inf else 0.0
+        cached = cached_results(RESULTS).get(self.key)
+        self.earlier = cached if isinstance(cached, float) and 0 < cached < math.inf else 0.0
         self.now = self.reached = 0.0
         self.left = MEASUREMENTS
         self.measure()
@@ -96,7 +96,7 @@ class MeasuredPeak(Peak):
         if self.now < 0.7 * self.earlier:
             self.source += f" in an earlier run; {self.now / self.earlier:.0%} of it now, so the machine is busy"
         if self.now > self.earlier:
-            keep_result(RESULTS, self.key, self.now)
+            cache_result(RESULTS, self.key, self.now)
 
     def mfu(self, rate: float) -> float | None:
         """None from when the run was faster than all measurements until there is a better one: a share of a peak that
@@ -106,12 +106,12 @@ class MeasuredPeak(Peak):
 
 
 def find_peak(device_type: str, device_name: str, dtype: torch.dtype) -> Peak | None:
-    """The peak of one device for products in `dtype`; None where it is unknown, as for float32 on a GPU.
+    """The peak of one device for GEMMs in `dtype`; None where it is unknown, as for float32 on a GPU.
 
     Args:
         device_type: "cuda" (looked up by name) or "cpu" (measured for a moment, and again by `Peak.measure`).
         device_name: as `torch.cuda.get_device_name()` spells it.
-        dtype: of the matrix products in training. Float8 and int8 training are measured against bf16 too, as is usual,
+        dtype: of the GEMMs in training. Float8 and int8 training are measured against bf16 too, as is usual,
             so that their MFU can be compared with bf16's.
     """
     if device_type == "cpu":
@@ -128,9 +128,9 @@ def known_peak(device_name: str) -> float | None:
 
 
 def measure_peak(dtype: torch.dtype, budget_seconds: float = 0.1) -> float:
-    """FLOP/s of the best of several square products on this CPU with the threads that torch has now.
+    """FLOP/s of the best of several square GEMMs on this CPU with the threads that torch has now.
 
-    Sizes double while the next product is likely to fit in what is left of the budget; then the largest is repeated.
+    Sizes double while the next GEMM is likely to fit in what is left of the budget; then the largest is repeated.
     """
     best, size, repetitions = 0.0, 256, 0
     matrix = torch.ones(size, size, dtype=dtype)
@@ -144,7 +144,7 @@ def measure_peak(dtype: torch.dtype, budget_seconds: float = 0.1) -> float:
         seconds = now - start
         best = max(best, 2 * size**3 / seconds)
         repetitions += 1
-        # Larger products come closer to the peak, up to about 2048: eight times the work, with room to repeat it.
+        # Larger GEMMs come closer to the peak, up to about 2048: eight times the work, with room to repeat it.
         if size < 2048 and now + 3 * 8 * seconds < end:
             size *= 2
             matrix = torch.ones(size, size, dtype=dtype)

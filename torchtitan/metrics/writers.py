@@ -37,7 +37,7 @@ class JSONLWriter:
     def __init__(self, path: Path, start_step: int) -> None:
         remove_left_overs(path)
         if start_step == 0:
-            keep_old(path)
+            keep_earlier_file(path)
         else:
             drop_after(path, start_step)
         self.path = path
@@ -91,15 +91,15 @@ def _append(file: FileIO, line: bytes) -> None:
         raise
 
 
-def keep_old(path: Path) -> None:
+def keep_earlier_file(path: Path) -> None:
     """Move a file that holds anything to the first free numbered name."""
     if not path.exists() or path.stat().st_size == 0:
         return
     number = 1
-    while (kept := path.with_suffix(f".{number}{path.suffix}")).exists():
+    while (moved := path.with_suffix(f".{number}{path.suffix}")).exists():
         number += 1
-    path.rename(kept)
-    logger.info(f"this run starts at step 0: the {path.name} of an earlier one is now {kept.name}")
+    path.rename(moved)
+    logger.info(f"this run starts at step 0: the {path.name} of an earlier one is now {moved.name}")
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -107,17 +107,17 @@ def drop_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and 0 <= step_of(line) <= step]
-    if kept == lines:
+    moved = [line for line in lines if line.endswith(b"\n") and 0 <= step_of(line) <= step]
+    if moved == lines:
         return
     temporary = rewritten(path)
     with temporary.open("wb") as file:
-        file.writelines(kept)
+        file.writelines(moved)
         file.flush()
         os.fsync(file.fileno())
     temporary.chmod(path.stat().st_mode)
     temporary.replace(path)
-    logger.info(f"{path.name}: dropped {len(lines) - len(kept)} lines after step {step}, where this run resumes")
+    logger.info(f"{path.name}: dropped {len(lines) - len(moved)} lines after step {step}, where this run resumes")
 
 
 def remove_left_overs(path: Path) -> None:

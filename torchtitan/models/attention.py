@@ -1,14 +1,12 @@
-"""Causal attention over packed sequences."""
+"""Causal attention over packed sequences.
 
-from collections.abc import Callable
+Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a head.
+"""
 
 import torch
 import torch.nn.functional as F
 
-from torchtitan.models.attention_cpu import causal_attention_cpu
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Causal attention: `causal_attention`, or what does its work where a sequence is divided."""
+from torchtitan.kernels.attention_cpu import causal_attention_cpu
 
 
 def causal_attention(
@@ -17,12 +15,12 @@ def causal_attention(
     """softmax(q kᵀ / sqrt(head_dim)) v, each position seeing itself and those before it.
 
     Args:
-        q: (batch, n_heads, seq, head_dim).
-        k, v: (batch, n_kv_heads, seq, head_dim); n_heads is a multiple of n_kv_heads.
-        document_ids: (batch, seq), any integers; where given, a position sees its own document only.
+        q: (B, H, S, D).
+        k, v: (B, G, S, D); H is a multiple of G.
+        document_ids: (B, S), any integers; where given, a position sees its own document only.
 
     Returns:
-        (batch, n_heads, seq, head_dim) in the dtype of q.
+        (B, H, S, D) in the dtype of q.
     """
     grouped = q.shape[1] != k.shape[1]
     if document_ids is None:

@@ -29,24 +29,24 @@ def init_weights(model: nn.Module, std_of: Callable[[str], float | None], seed: 
             parameter.fill_(1.0)
             continue
         generator = torch.Generator(device=parameter.device).manual_seed(_seed(seed, name))
-        whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-        nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std, generator=generator)
+        full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
         if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(local_share(whole, parameter))
+            parameter.to_local().copy_(local_shard(full, parameter))
         else:
-            parameter.copy_(whole)
+            parameter.copy_(full)
 
 
-def local_share(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+def local_shard(full: torch.Tensor, like: DTensor) -> torch.Tensor:
     """What this rank holds of a tensor that is divided as `like` is."""
     mesh = like.device_mesh
     # The innermost dimension divided first: tensor parallelism before FSDP, which divides what it finds.
     for dim, placement in reversed(list(enumerate(like.placements))):
         if placement.is_shard() or hasattr(placement, "split_factor"):
-            parts = whole.chunk(mesh.size(dim), placement.dim)  # type: ignore[attr-defined]
+            parts = full.chunk(mesh.size(dim), placement.dim)  # type: ignore[attr-defined]
             number = mesh.get_local_rank(dim)
-            whole = parts[number] if number < len(parts) else whole.narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
-    return whole
+            full = parts[number] if number < len(parts) else full.narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
+    return full
 
 
 def _seed(seed: int, name: str) -> int:

@@ -1,12 +1,15 @@
-"""Next-token cross-entropy without ever holding all the logits."""
+"""Next-token cross-entropy without ever holding all the logits.
+
+Shapes: B batch, S sequence, D channels, V vocabulary, T tokens (B x S or a part of them).
+"""
 
 from collections.abc import Callable
 
 import torch
 
-IGNORE = -100  # label of a position that has no loss; the default of torch's cross_entropy
+from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 
-# Logits are computed for so many tokens at once that they hold about this many numbers: 64 MiB in float32. A product
+# Logits are computed for so many tokens at once that they hold about this many numbers: 64 MiB in float32. A GEMM
 # of fewer than 512 rows uses a GPU badly, and low-precision kernels want multiples of 32: so multiples of 512.
 CHUNK_ELEMENTS = 2**24
 CHUNK_MULTIPLE = 512
@@ -24,11 +27,6 @@ def chunks(tokens: int, vocab_size: int) -> int:
     return -(-tokens // chunk_tokens(vocab_size))
 
 
-CrossEntropy = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From (tokens, vocab) logits and (tokens,) labels to the sum over tokens of the cross-entropy, in float32, and its
-gradient by the logits, in their dtype; the logits may be gone afterwards."""
-
-
 def rows_at_once(logits: torch.Tensor) -> int:
     """How many rows of logits go through the softmax together."""
     return max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
@@ -40,8 +38,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Ten
     total = torch.zeros((), device=logits.device)
     for part, label in zip(logits.split(rows), labels.split(rows), strict=True):
         log_probabilities = torch.log_softmax(part, -1, dtype=torch.float32)
-        counted = (label != IGNORE).unsqueeze(-1)
-        label = label.where(label != IGNORE, 0).unsqueeze(-1)
+        counted = (label != IGNORE_INDEX).unsqueeze(-1)
+        label = label.where(label != IGNORE_INDEX, 0).unsqueeze(-1)
         total -= (log_probabilities.gather(-1, label) * counted).sum()
         probabilities = log_probabilities.exp_()
         probabilities.scatter_add_(-1, label, torch.full_like(label, -1.0, dtype=torch.float32))
@@ -56,18 +54,18 @@ def chunked_cross_entropy(
     weight: torch.Tensor,
     hidden: torch.Tensor,
     labels: torch.Tensor,
-    cross_entropy: CrossEntropy = cross_entropy,
+    cross_entropy: CrossEntropyFunction = cross_entropy,
 ) -> torch.Tensor:
     """The cross-entropy of `output(hidden)`, a chunk of tokens at a time.
 
     Gradients are taken chunk by chunk during the forward pass, while the chunk's logits are there, so nothing of the
-    size (tokens, vocab) outlives its chunk and nothing is computed twice.
+    size (T, V) outlives its chunk and nothing is computed twice.
 
     Args:
-        output: the output layer, from (tokens, dim) to (tokens, vocab).
-        weight: its parameter, (vocab, dim).
-        hidden: (batch, seq, dim).
-        labels: (batch, seq), IGNORE where there is no loss.
+        output: the output layer, from (T, D) to (T, V).
+        weight: its parameter, (V, D).
+        hidden: (B, S, D).
+        labels: (B, S), IGNORE_INDEX where there is no loss.
         cross_entropy: of a chunk's logits.
 
     Returns:
@@ -92,12 +90,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 logits = output(part)
-            # data: no product needs its own result again, so that it is written over is nothing to autograd
+            # data: no GEMM needs its own result again, so that it is written over is nothing to autograd
             loss, logits_grad = cross_entropy(logits.data, label)
             hidden_grad, grad = torch.autograd.grad(logits, [part, weight], logits_grad)
             total += loss
             hidden_grads.append(hidden_grad)
-            # The chunks' sum is kept in float32, as one product over all tokens would keep it.
+            # The chunks' sum is kept in float32, as one GEMM over all tokens would keep it.
             if weight_grad is None:
                 weight_grad = grad if len(parts) == 1 else grad.float()
             else:

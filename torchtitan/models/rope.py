@@ -1,4 +1,7 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864), with the frequency scaling of Llama 3.1."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), with the frequency scaling of Llama 3.1.
+
+Shapes: B batch, S sequence, H heads, D channels of a head.
+"""
 
 import math
 from dataclasses import dataclass
@@ -44,7 +47,7 @@ def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotates each pair of neighbouring channels (2i, 2i + 1), the layout of Meta's checkpoints.
 
     Args:
-        x: (batch, seq, heads, head_dim).
+        x: (B, S, H, D).
         table: (seq, head_dim / 2, 2) float32, of `rope_table`.
 
     Returns:

@@ -38,10 +38,10 @@ def squared_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         norms = [torch.linalg.vector_norm(norms, dtype=torch.float64) for norms in rows]
     else:
         norms = list(torch._foreach_norm(locals_, 2, dtype=torch.float32))
-    by_copies: dict[int, list[torch.Tensor]] = {}
+    by_replicas: dict[int, list[torch.Tensor]] = {}
     for grad, norm in zip(grads, norms, strict=True):
-        by_copies.setdefault(_copies(grad), []).append(norm)
-    squares = [torch.stack(norms).double().square().sum() / copies for copies, norms in by_copies.items()]
+        by_replicas.setdefault(_replicas(grad), []).append(norm)
+    squares = [torch.stack(norms).double().square().sum() / replicas for replicas, norms in by_replicas.items()]
     return torch.stack(squares).sum()
 
 
@@ -52,11 +52,11 @@ def norm_over_ranks(square: torch.Tensor) -> torch.Tensor:
     return square.sqrt().float()
 
 
-def _copies(grad: torch.Tensor) -> int:
+def _replicas(grad: torch.Tensor) -> int:
     """How many ranks hold the same as this one."""
     if not isinstance(grad, DTensor):
         return 1
-    copies = 1
+    replicas = 1
     for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
-        copies *= size if placement.is_replicate() else 1
-    return copies
+        replicas *= size if placement.is_replicate() else 1
+    return replicas

@@ -12,7 +12,7 @@ class StepInBackward:
     """Updates each parameter when FSDP has summed its gradient over the ranks, instead of all after the backward pass.
 
     So no more gradients are held at a time than a block has. What must know the whole gradient before anything is
-    updated cannot be had: clipping, leaving an update out, several backward passes in a step (`checks.check`).
+    updated cannot be had: clipping, leaving an update out, several backward passes in a step (`config_checks.check`).
 
     Args:
         parameters: of the optimizer; sharded, so that FSDP calls what waits for their gradients, once a backward pass.
@@ -29,12 +29,12 @@ class StepInBackward:
     def _update(self, parameter: torch.Tensor) -> None:
         self._squares.append(squared_norm([parameter]))
         groups, group = self.optimizer.param_groups, self._group_of[parameter]
-        everyone, group["params"] = group["params"], [parameter]
+        all_parameters, group["params"] = group["params"], [parameter]
         self.optimizer.param_groups = [group]
         try:
             self.optimizer.step()
         finally:
-            group["params"], self.optimizer.param_groups = everyone, groups
+            group["params"], self.optimizer.param_groups = all_parameters, groups
         parameter.grad = None
 
     def grad_norm(self) -> torch.Tensor:

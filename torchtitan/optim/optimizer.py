@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan.compat.optimizers import fused_step
 from torchtitan.config.training import Optimizer
-from torchtitan.optim.compact import AdamW4bit, AdamW8bit, AdamWFp8, CompactAdamW
+from torchtitan.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8, LowBitAdamW
 from torchtitan.registry import Registry
 
-IN_CODES = {"AdamW8bit": AdamW8bit, "AdamW4bit": AdamW4bit, "AdamWFp8": AdamWFp8}
+QUANTIZED_OPTIMIZERS = {"AdamW8bit": AdamW8bit, "AdamW4bit": AdamW4bit, "AdamWFp8": AdamWFp8}
 """Those that hold their moments in codes."""
 
 OPTIMIZERS: Registry[type[torch.optim.Optimizer]] = Registry(
-    "optimizer", "optimizer.name", {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, **IN_CODES}
+    "optimizer", "optimizer.name", {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, **QUANTIZED_OPTIMIZERS}
 )
 
 
@@ -48,13 +49,13 @@ def build_optimizer(
     """The optimizer over these parameters, this rank's, or groups of them (`decay_groups`).
 
     torch's AdamW and Adam where everything is float32 (`implementation` chooses the for-loop, foreach or fused
-    update); what is smaller goes to `CompactAdamW`.
+    update); what is smaller goes to `LowBitAdamW`.
 
     Args:
         seed: of stochastic rounding.
     """
     given: Any = list(parameters)
-    everyone = [one for group in given for one in (group["params"] if isinstance(group, dict) else [group])]
+    all_parameters = [one for group in given for one in (group["params"] if isinstance(group, dict) else [group])]
     kind: Any = OPTIMIZERS.get(config.name)
     options = {
         "lr": config.lr,
@@ -64,10 +65,10 @@ def build_optimizer(
     }
     state_dtype = getattr(torch, config.state_dtype)
     if kind is torch.optim.AdamW and any(
-        dtype != torch.float32 for dtype in (state_dtype, *(one.dtype for one in everyone))
+        dtype != torch.float32 for dtype in (state_dtype, *(one.dtype for one in all_parameters))
     ):
-        kind = CompactAdamW
-    if issubclass(kind, CompactAdamW):
+        kind = LowBitAdamW
+    if issubclass(kind, LowBitAdamW):
         root = config.second_moment == "sqrt_v"
         return kind(given, **options, state_dtype=state_dtype, root=root, seed=seed)
     implementation = config.implementation
@@ -76,7 +77,7 @@ def build_optimizer(
 
 def bytes_of_state(config: Optimizer) -> float:
     """Of both moments, for each parameter, at least; 0 for an optimizer of a user's own."""
-    if config.name in IN_CODES:
+    if config.name in QUANTIZED_OPTIMIZERS:
         return 1 if config.name == "AdamW4bit" else 2
     return {"Adam": 8, "AdamW": 2 * getattr(torch, config.state_dtype).itemsize}.get(config.name, 0)
 
@@ -102,8 +103,7 @@ def optimizer_step(optimizer: Any, skip: torch.Tensor | None) -> bool:
     if skip is None:
         optimizer.step()
     elif optimizer.defaults.get("fused"):
-        optimizer.grad_scale, optimizer.found_inf = None, skip
-        optimizer.step()
+        fused_step(optimizer, skip)
     elif skip.item() > 0:
         return False
     else:

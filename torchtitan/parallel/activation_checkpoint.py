@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan.config.system import ActivationCheckpoint
-from torchtitan.kernels import gemm  # noqa: F401  registers its operators
+from torchtitan.kernels import cpu_gemm  # noqa: F401  registers its operators
 
 
 def _expensive_operations() -> set[Any]:
-    """Operations whose results selective-by-operation checkpointing keeps: products and attention."""
+    """Operations whose results selective-by-operation checkpointing keeps: GEMMs and attention."""
     aten = torch.ops.aten
     return {
         aten.mm.default,
@@ -23,8 +23,8 @@ def _expensive_operations() -> set[Any]:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.torchtitan.causal_attention.default,  # of models/attention_cpu.py
-        torch.ops.torchtitan.float8_mm.default,  # of kernels/gemm.py
+        torch.ops.torchtitan.causal_attention.default,  # of kernels/attention_cpu.py
+        torch.ops.torchtitan.float8_mm.default,  # of kernels/cpu_gemm.py
         torch.ops.torchtitan.int8_mm.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }

@@ -1,10 +1,11 @@
-"""Asynchronous tensor parallelism: the compiler cuts a collective and the product beside it into pieces, and one piece
+"""Asynchronous tensor parallelism: the compiler cuts a collective and the GEMM beside it into pieces, and one piece
 travels while another is computed (arXiv 2105.05720). Pieces travel through symmetric memory, which needs CUDA."""
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.compat.distributed import enable_symmetric_memory
+from torchtitan.compat.inductor import CustomGraphPass, fuse_collectives_with_gemms
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 
@@ -16,8 +17,8 @@ FUSED = (
 )
 
 
-class FusedProducts(CustomGraphPass):
-    """Counts the products that the compiler has fused with a collective.
+class FusedGemms(CustomGraphPass):
+    """Counts the GEMMs that the compiler has fused with a collective.
 
     It stands behind the compiler's own passes and sees each graph as it will run. The compiler silently leaves a
     collective as it is where it knows no pattern for it.
@@ -40,22 +41,19 @@ class FusedProducts(CustomGraphPass):
         """
         if self.count == 0:
             raise ConfigError(
-                "parallelism.enable_async_tensor_parallel: the compiler fused no collective into a product, so nothing "
+                "parallelism.enable_async_tensor_parallel: the compiler fused no collective into a GEMM, so nothing "
                 "would overlap; unset it, or set TORCH_LOGS=+inductor to see why."
             )
-        logger.info(f"asynchronous tensor parallelism: {self.count} products fused with a collective")
+        logger.info(f"asynchronous tensor parallelism: {self.count} GEMMs fused with a collective")
 
 
-def enable_async_tensor_parallel(mesh: DeviceMesh) -> FusedProducts:
+def enable_async_tensor_parallel(mesh: DeviceMesh) -> FusedGemms:
     """Sets up symmetric memory for the tensor-parallel ranks and turns the compiler's pass on. Before compilation.
 
     Args:
         mesh: the tensor-parallel ranks, one dimension, on CUDA.
     """
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    enable_symm_mem_for_group(mesh.get_group().group_name)
-    torch._inductor.config._micro_pipeline_tp = True
-    fused = FusedProducts()
-    torch._inductor.config.post_grad_custom_post_pass = fused
+    enable_symmetric_memory(mesh.get_group().group_name)
+    fused = FusedGemms()
+    fuse_collectives_with_gemms(fused)
     return fused

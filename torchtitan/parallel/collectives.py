@@ -1,89 +1,90 @@
-"""Collectives that gradients flow through, in eager and in compiled code. Tensors come back complete: awaited."""
+"""Collectives that gradients flow through, in eager and in compiled code. They return when the result is there."""
 
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 
-# torch 2.13 has renamed them, and warns of the old names.
-_all_gather: Any = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_reduce_scatter: Any = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+from torchtitan.compat.distributed import all_gather_tensor, reduce_scatter_tensor
+from torchtitan.compat.distributed import functional_collectives as funcol
 
 
-def gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Joins the parts of all ranks along `dim`, in the order of ranks. Backward sums the ranks' gradients, and each
     rank gets its part of the sum.
 
     Args:
         group: name of the process group.
     """
-    return _Gather.apply(x, dim, group)
+    return _AllGather.apply(x, dim, group)
 
 
-def sum_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Sums over the ranks; each gets its part along `dim`. Backward joins the gradients of all parts."""
-    return _SumScatter.apply(x, dim, group)
+    return _ReduceScatter.apply(x, dim, group)
 
 
-def exchange(x: torch.Tensor, split: int, join: int, group: str, size: int) -> torch.Tensor:
-    """All-to-all: `size` ranks each send a part along `split` to every other, and join what they get along `join`."""
-    return _Exchange.apply(x, split, join, group, size)
+def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, group: str, world_size: int) -> torch.Tensor:
+    """Each of `world_size` ranks sends a part along `split_dim` to every other, and joins what it gets along
+    `concat_dim`."""
+    return _AllToAll.apply(x, split_dim, concat_dim, group, world_size)
 
 
-def awaited(tensor: torch.Tensor) -> torch.Tensor:
+def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What a functional collective gave, when it is there."""
     return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
 
 
-def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """`gather` without gradients."""
-    return awaited(_all_gather(x.contiguous(), dim, group))
+def all_gather_no_grad(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    """`all_gather` without gradients."""
+    return wait_tensor(all_gather_tensor(x.contiguous(), dim, group))
 
 
-def sum_scatter_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """`sum_scatter` without gradients."""
-    return awaited(_reduce_scatter(x.contiguous(), "sum", dim, group))
+def reduce_scatter_no_grad(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    """`reduce_scatter` without gradients."""
+    return wait_tensor(reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
 
 
-def sum_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
+def all_reduce_no_grad(x: torch.Tensor, group: str) -> torch.Tensor:
     """Without gradients."""
-    return awaited(funcol.all_reduce(x, "sum", group))  # type: ignore[arg-type]
+    return wait_tensor(funcol.all_reduce(x, "sum", group))  # type: ignore[arg-type]
 
 
-def exchange_parts(x: torch.Tensor, split: int, join: int, group: str, size: int) -> torch.Tensor:
-    parts = torch.stack(x.chunk(size, split))
-    received = awaited(funcol.all_to_all_single(parts, None, None, group))  # type: ignore[arg-type]
-    return torch.cat(received.unbind(), join)
+def all_to_all_no_grad(x: torch.Tensor, split_dim: int, concat_dim: int, group: str, world_size: int) -> torch.Tensor:
+    parts = torch.stack(x.chunk(world_size, split_dim))
+    received = wait_tensor(funcol.all_to_all_single(parts, None, None, group))  # type: ignore[arg-type]
+    return torch.cat(received.unbind(), concat_dim)
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:  # type: ignore[override]
         ctx.dim, ctx.group = dim, group
-        return gather_parts(x, dim, group)
+        return all_gather_no_grad(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return sum_scatter_parts(grad, ctx.dim, ctx.group), None, None
+        return reduce_scatter_no_grad(grad, ctx.dim, ctx.group), None, None
 
 
-class _SumScatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:  # type: ignore[override]
         ctx.dim, ctx.group = dim, group
-        return sum_scatter_parts(x, dim, group)
+        return reduce_scatter_no_grad(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return gather_parts(grad, ctx.dim, ctx.group), None, None
+        return all_gather_no_grad(grad, ctx.dim, ctx.group), None, None
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, split: int, join: int, group: str, size: int) -> torch.Tensor:  # type: ignore[override]
-        ctx.way = (join, split, group, size)
-        return exchange_parts(x, split, join, group, size)
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, split_dim: int, concat_dim: int, group: str, world_size: int
+    ) -> torch.Tensor:
+        ctx.reverse = (concat_dim, split_dim, group, world_size)
+        return all_to_all_no_grad(x, split_dim, concat_dim, group, world_size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return exchange_parts(grad, *ctx.way), None, None, None, None
+        return all_to_all_no_grad(grad, *ctx.reverse), None, None, None, None

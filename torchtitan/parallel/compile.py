@@ -21,9 +21,9 @@ def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
         raise ConfigError("training.compile needs a C++ compiler on CPU: install g++, or set training.compile = false.")
     options: dict[str, Any] | None = None
     if device_type == "cpu":
-        from torchtitan.parallel.cpu_products import TransposeFirst  # brings in the compiler
+        from torchtitan.kernels.transpose_pass import TransposeWeightGradients  # brings in the compiler
 
-        options = {"post_grad_custom_pre_pass": TransposeFirst()}
+        options = {"post_grad_custom_pre_pass": TransposeWeightGradients()}
     keep_compiled_code_private()
     for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, options=options)

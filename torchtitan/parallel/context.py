@@ -3,9 +3,10 @@
 Everything else in the model works token by token and needs to know nothing but its positions. Gathering keys and values
 is what Llama 3 was trained with (arXiv 2407.21783, section 3.3.2); exchanging heads is DeepSpeed-Ulysses (arXiv
 2309.14509). Both run on any device, through torch's own attention.
+
+Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a head.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -13,13 +14,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
-from torchtitan.parallel.collectives import exchange, gather
+from torchtitan.parallel.collectives import all_gather, all_to_all
+from torchtitan.protocols import AttentionFunction
 
 Method = Literal["allgather", "alltoall"]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Causal attention, as `models.attention.causal_attention`."""
 
-HEADS, SEQUENCE = 1, 2  # dimensions of queries, keys and values, (batch, heads, seq, head_dim)
+HEADS, SEQUENCE = 1, 2  # dimensions of queries, keys and values, (B, H, S, D)
 
 
 def own_positions(seq_len: int, rank: int, ranks: int, method: Method) -> torch.Tensor:
@@ -46,7 +46,7 @@ def _mask(queries: int, keys: int, device: torch.device, document_ids: torch.Ten
     return mask
 
 
-def context_parallel_attention(attend: Attend, mesh: DeviceMesh, method: Method) -> Attend:
+def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, method: Method) -> AttentionFunction:
     """Causal attention between queries, keys and values of `own_positions`. Document ids are those of whole sequences.
 
     Args:
@@ -55,10 +55,10 @@ def context_parallel_attention(attend: Attend, mesh: DeviceMesh, method: Method)
     """
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
 
-    def with_all_keys(
+    def all_gather_attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        k, v = gather(torch.stack([k, v]), SEQUENCE + 1, group).unbind()
+        k, v = all_gather(torch.stack([k, v]), SEQUENCE + 1, group).unbind()
         # Gathered are the ranks' parts (first, mirrored); in order they are all the first, then back the mirrored.
         parts = 2 * size
         order = [*range(0, parts, 2), *range(parts - 1, 0, -2)]
@@ -79,10 +79,10 @@ def context_parallel_attention(attend: Attend, mesh: DeviceMesh, method: Method)
             )
         return torch.cat(outs, SEQUENCE)
 
-    def with_own_heads(
+    def all_to_all_attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        q, k, v = (exchange(t, HEADS, SEQUENCE, group, size) for t in (q, k, v))
-        return exchange(attend(q, k, v, document_ids), SEQUENCE, HEADS, group, size)
+        q, k, v = (all_to_all(t, HEADS, SEQUENCE, group, size) for t in (q, k, v))
+        return all_to_all(attend(q, k, v, document_ids), SEQUENCE, HEADS, group, size)
 
-    return with_all_keys if method == "allgather" else with_own_heads
+    return all_gather_attention if method == "allgather" else all_to_all_attention

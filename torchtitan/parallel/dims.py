@@ -23,7 +23,7 @@ class ParallelDims:
         dp_replicate: copies of the (sharded) model, each with rows of its own.
         dp_shard: ranks that one copy is sharded over, each with rows of its own.
         cp: ranks that share each sequence. Weights are sharded over them too.
-        tp: ranks that share each matrix product.
+        tp: ranks that share each GEMM.
     """
 
     pp: int = 1
@@ -93,18 +93,18 @@ def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) ->
     if shard == -1:
         problems.append(
             f"parallelism: {world_size} processes cannot be divided by the product of the degrees, {others} ({named}); "
-            f"start a multiple of {others} processes{_that_would(degrees, world_size)}."
+            f"start a multiple of {others} processes{_valid_degrees(degrees, world_size)}."
         )
     else:
         problems.append(
             f"parallelism: the degrees multiply to {shard * others} ({named}), but there are {world_size} processes; "
             f"set data_parallel_shard_degree to -1 to take what is left, start {shard * others} processes"
-            f"{_that_would(degrees, world_size)}."
+            f"{_valid_degrees(degrees, world_size)}."
         )
     return None
 
 
-def _that_would(degrees: dict[str, int], world_size: int) -> str:
+def _valid_degrees(degrees: dict[str, int], world_size: int) -> str:
     """For each degree the values with which, the others as they are, all would fit."""
     fitting = []
     for key, degree in degrees.items():

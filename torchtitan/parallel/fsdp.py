@@ -12,6 +12,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from torchtitan.errors import ConfigError
+
+
+def require_parts(model: Any) -> None:
+    """A ConfigError where a model, such as a user's own, lacks the parts by which it is divided into groups of FSDP."""
+    if not isinstance(getattr(model, "layers", None), nn.ModuleDict) or not hasattr(model, "tok_embeddings"):
+        raise ConfigError(
+            f"model.name: {type(model).__name__} needs an embedding named tok_embeddings and its blocks in layers, an "
+            "nn.ModuleDict by number, for it to be sharded block by block; or register it with a `parallelize` of its "
+            "own (docs/extension.md)."
+        )
+
 
 def apply_fsdp(
     model: nn.Module,

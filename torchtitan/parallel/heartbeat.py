@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from torchtitan.launcher.progress import main_thread_location
+from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
-from torchtitan.progress import place
-from torchtitan.signals import Stop
 
 INTERVAL = 1.0  # seconds between two beats
 PATIENCE = 3.0  # seconds in which a living rank is heard, however busy
@@ -66,21 +66,21 @@ class Heartbeat:
 
     def end(self, how: str) -> None:
         """Leaves word of how this rank ends, so that it is not taken for dead."""
-        within(PATIENCE, lambda: self.store.set(f"end/{self.rank}", how))
+        with_timeout(PATIENCE, lambda: self.store.set(f"end/{self.rank}", how))
 
     def account(self) -> str:
         """A sentence on the ranks that are gone or late. Takes PATIENCE where some are gone, a second where none is."""
-        silent = within(2 * PATIENCE, self._silent)
+        silent = with_timeout(2 * PATIENCE, self._silent)
         if silent is None:
             return "The store of the run, where the launchers have met, does not answer: that machine is gone."
         if silent:
             return f"{_ranks(silent)} not answer: ended, stopped, or on a machine that is gone."
-        ends = within(PATIENCE, lambda: self._read("end", self.others)) or {}
+        ends = with_timeout(PATIENCE, lambda: self._read("end", self.others)) or {}
         failed = [f"Rank {other} ended with {how}" for other, how in ends.items() if how not in ("", LOST, FINISHED)]
         if failed:
             return f"{'; '.join(failed)}: see its own message."
         late = [other for other, how in ends.items() if not how][:MOST]
-        beats = within(PATIENCE, lambda: self._read("beat", late)) or {}
+        beats = with_timeout(PATIENCE, lambda: self._read("beat", late)) or {}
         if beats:
             return " ".join(f"Rank {other} is at {beat.partition(' ')[2]}." for other, beat in beats.items())
         return "All ranks answer, and all have failed: the network is broken, or the time too short."
@@ -96,23 +96,23 @@ class Heartbeat:
 
     def _run(self, stop: threading.Event, silence: float) -> None:
         neighbour = (self.rank + 1) % self.world_size
-        count, heard, since, told = 0, "", time.monotonic(), False
+        count, heard, since, warned = 0, "", time.monotonic(), False
         try:
             while not stop.wait(INTERVAL):
                 count += 1
-                self.store.set(f"beat/{self.rank}", f"{count} {place()}")
-                self._pass_on_stop()
+                self.store.set(f"beat/{self.rank}", f"{count} {main_thread_location()}")
+                self._forward_stop_request()
                 beat = self._read("beat", [neighbour])[neighbour]
                 if beat != heard or self._read("end", [neighbour])[neighbour]:
-                    heard, since, told = beat, time.monotonic(), False
-                elif time.monotonic() - since > silence and not told:
-                    told = True
+                    heard, since, warned = beat, time.monotonic(), False
+                elif time.monotonic() - since > silence and not warned:
+                    warned = True
                     for other in self._silent():
                         logger.warning(f"nothing has been heard from rank {other} for {silence:g} s")
         except dist.DistError:  # the store is gone, and the run will notice soon
             return
 
-    def _pass_on_stop(self) -> None:
+    def _forward_stop_request(self) -> None:
         if self.store.check(["stop"]):
             self.stop.request(int(self.store.get("stop")))
         elif self.stop.requested:
@@ -141,7 +141,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"Rank {ranks[0]} does" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} do"
 
 
-def within(seconds: float, call: Callable[[], Result]) -> Result | None:
+def with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
     """What `call` returns; None where it fails or takes longer, as a store may whose machine is gone."""
     results: list[Result] = []
 

@@ -7,7 +7,6 @@ interleaved form (arXiv 2104.04473), zero-bubble forms (arXiv 2401.10241).
 import contextlib
 import copy
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +18,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _ComputationType,
-    _PipelineScheduleRuntime,
     get_schedule_class,
 )
 
+from torchtitan.compat.pipelining import ComputationType, PipelineScheduleRuntime, computations, load_csv
 from torchtitan.config.system import Parallelism
 from torchtitan.errors import ConfigError
-from torchtitan.parallel.checks import require_parts
+from torchtitan.parallel.fsdp import require_parts
 
 SCHEDULES = (
     "1F1B",
@@ -239,11 +237,11 @@ class Pipeline:
             "scale_grads": False,
         }
         csv = parallelism.pipeline_parallel_schedule_csv
-        kind: Any = _PipelineScheduleRuntime if csv else get_schedule_class(parallelism.pipeline_parallel_schedule)
+        kind: Any = PipelineScheduleRuntime if csv else get_schedule_class(parallelism.pipeline_parallel_schedule)
         self.schedule = kind(own[0] if issubclass(kind, PipelineScheduleSingle) else own, **options)
         if csv:
             try:
-                self.schedule._load_csv(csv)
+                load_csv(self.schedule, csv)
             except (AssertionError, ValueError, KeyError, RuntimeError) as error:
                 raise ConfigError(
                     f"parallelism.pipeline_parallel_schedule_csv: {csv} is no schedule of {stages} stages on "
@@ -256,14 +254,9 @@ class Pipeline:
         after the other, torch runs the whole backward pass of a linear layer for each."""
         if isinstance(self.schedule, PipelineScheduleSingle):
             return Passes(self.microbatches, self.microbatches)
-        order = getattr(self.schedule, "pipeline_order_with_comms", None) or self.schedule.pipeline_order
-        kinds: Counter[Any] = Counter()
-        for action in order.get(self.group.rank(), []):
-            for part in (getattr(action, "sub_actions", None) or [action]) if action is not None else []:
-                if part.stage_index == number:
-                    kinds[part.computation_type] += 1
-        by_inputs = kinds[_ComputationType.BACKWARD_INPUT] if number > 0 else 0  # the first stage's are tokens
-        backward = kinds[_ComputationType.FULL_BACKWARD] + by_inputs + kinds[_ComputationType.BACKWARD_WEIGHT]
+        kinds = computations(self.schedule, self.group.rank(), number)
+        by_inputs = kinds[ComputationType.BACKWARD_INPUT] if number > 0 else 0  # the first stage's are tokens
+        backward = kinds[ComputationType.FULL_BACKWARD] + by_inputs + kinds[ComputationType.BACKWARD_WEIGHT]
         return Passes(self.microbatches, backward)
 
     def train(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 Weights become DTensors, so that FSDP, checkpoints and initialization know what a rank holds. A module's forward sees
 its rank's share as a plain tensor, and the collectives stand in hooks at the borders of blocks: so the arithmetic in
 between, be it torch's, a converter's or the compiler's, is that of a smaller model on one device.
+
+Shapes: B batch, S sequence, D channels.
 """
 
 import functools
@@ -16,21 +18,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtitan.parallel.collectives import gather, sum_over_ranks, sum_scatter
+from torchtitan.parallel.collectives import all_gather, all_reduce_no_grad, reduce_scatter
 from torchtitan.parallel.dims import Style
 
-SEQUENCE = 1  # dimension of activations, (batch, seq, dim)
+SEQUENCE = 1  # dimension of activations, (B, S, D)
 
 
-Gather = Callable[[torch.Tensor, int, str], torch.Tensor]
-"""(tensor, dimension, group), as `collectives.gather`."""
+AllGather = Callable[[torch.Tensor, int, str], torch.Tensor]
+"""(tensor, dimension, group), as `collectives.all_gather`."""
 
 
 def apply_tensor_parallel(
     model: nn.Module,
     plan: Mapping[str, Style],
     mesh: DeviceMesh,
-    gather_for: Callable[[Sequence[nn.Module]], Gather] = lambda linears: gather,
+    all_gather_for: Callable[[Sequence[nn.Module]], AllGather] = lambda linears: all_gather,
 ) -> None:
     """Divides the modules that the plan names, in place. The model is on the meta device.
 
@@ -43,50 +45,50 @@ def apply_tensor_parallel(
             "colwise": a linear layer's outputs over the ranks,
             "rowwise": its inputs over the ranks; gives divided sequences.
         mesh: the ranks, one dimension.
-        gather_for: how the input of these colwise layers is gathered.
+        all_gather_for: how the input of these colwise layers is gathered.
     """
     group = mesh.get_group().group_name
     for name, module in model.named_modules():
         match style_of(name, plan):
             case "embedding":
-                _divide(module, {"weight": Shard(0)}, mesh)
+                _shard_parameters(module, {"weight": Shard(0)}, mesh)
                 module.forward = functools.partial(_embed_own_tokens, module, rank=mesh.get_local_rank(), group=group)
             case "sequence":
-                _divide(module, {"weight": Replicate()}, mesh)
+                _shard_parameters(module, {"weight": Replicate()}, mesh)
             case "sequence_gather":
-                _divide(module, {"weight": Replicate()}, mesh)
-                module.register_forward_hook(lambda module, inputs, out: gather(out, SEQUENCE, group))
+                _shard_parameters(module, {"weight": Replicate()}, mesh)
+                module.register_forward_hook(lambda module, inputs, out: all_gather(out, SEQUENCE, group))
             case "gather":
                 linears = [
                     child for end, child in module.named_children() if style_of(f"{name}.{end}", plan) == "colwise"
                 ]
-                module.register_forward_pre_hook(_GatherInput(linears, gather_for, group))
+                module.register_forward_pre_hook(_AllGatherInput(linears, all_gather_for, group))
             case "colwise":
-                _divide(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
+                _shard_parameters(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
             case "rowwise":
-                _divide(module, {"weight": Shard(1)}, mesh)
-                module.register_forward_hook(lambda module, inputs, out: sum_scatter(out, SEQUENCE, group))
+                _shard_parameters(module, {"weight": Shard(1)}, mesh)
+                module.register_forward_hook(lambda module, inputs, out: reduce_scatter(out, SEQUENCE, group))
 
 
-class _GatherInput:
+class _AllGatherInput:
     """A hook before the forward of a module whose children `linears` take its input whole."""
 
     def __init__(
-        self, linears: Sequence[nn.Module], gather_for: Callable[[Sequence[nn.Module]], Gather], group: str
+        self, linears: Sequence[nn.Module], all_gather_for: Callable[[Sequence[nn.Module]], AllGather], group: str
     ) -> None:
-        self.linears, self.gather_for, self.group = linears, gather_for, group
-        self.gather = gather_for(linears)
+        self.linears, self.all_gather_for, self.group = linears, all_gather_for, group
+        self.all_gather = all_gather_for(linears)
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self.gather(inputs[0], SEQUENCE, self.group), *inputs[1:]
+        return self.all_gather(inputs[0], SEQUENCE, self.group), *inputs[1:]
 
 
-def choose_gathers(model: nn.Module) -> None:
+def choose_all_gathers(model: nn.Module) -> None:
     """Chooses anew how the inputs of layers are gathered, after layers have changed."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, _GatherInput):
-                hook.gather = hook.gather_for(hook.linears)
+            if isinstance(hook, _AllGatherInput):
+                hook.all_gather = hook.all_gather_for(hook.linears)
 
 
 def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
@@ -94,14 +96,14 @@ def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
     return next((style for end, style in plan.items() if f".{name}".endswith(f".{end}")), None)
 
 
-def _divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+def _shard_parameters(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
     """Makes DTensors of the module's parameters; its forward sees the local share of them.
 
     Raises:
         NotImplementedError: a parameter that the style does not provide for (the bias of a rowwise layer, of which
             every rank would add its own).
     """
-    shown: dict[str, Shown] = {}
+    views: dict[str, LocalView] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name not in placements:
             raise NotImplementedError(f"tensor parallelism has no place for the parameter {name} of {module}")
@@ -109,18 +111,18 @@ def _divide(module: nn.Module, placements: Mapping[str, Placement], mesh: Device
         local = parameter.data
         if isinstance(placement, Shard):
             local = local.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous()
-        whole = DTensor.from_local(
+        full = DTensor.from_local(
             local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
-        module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        module.register_parameter(name, nn.Parameter(full, requires_grad=parameter.requires_grad))
         # The gradient of a whole weight on a part of the sequence is a partial sum.
-        shown[name] = Shown(placement, mesh.get_group().group_name if isinstance(placement, Replicate) else None)
-    if shown:
+        views[name] = LocalView(placement, mesh.get_group().group_name if isinstance(placement, Replicate) else None)
+    if views:
         cls: Any = type(module)
-        module.__class__ = _showing(cls, tuple(shown.items()))
+        module.__class__ = _with_local_views(cls, tuple(views.items()))
 
 
-class Shown(NamedTuple):
+class LocalView(NamedTuple):
     """How a forward sees a parameter: as the local share of this placement. The gradients of the ranks in `group`, a
     name, are summed."""
 
@@ -138,10 +140,10 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return sum_over_ranks(grad.float(), ctx.group).to(grad.dtype), None
+        return all_reduce_no_grad(grad.float(), ctx.group).to(grad.dtype), None
 
 
-def _local_share(name: str, shown: Shown) -> property:
+def _local_shard(name: str, view: LocalView) -> property:
     """With it, `module.<name>` gives the local share; the parameter itself stays registered under its name."""
 
     def local(self: nn.Module) -> torch.Tensor:
@@ -149,20 +151,22 @@ def _local_share(name: str, shown: Shown) -> property:
         # For the forward pass FSDP puts what it has gathered in the parameter's place, divided over `mesh` alone.
         if parameter.device_mesh.ndim > 1:
             return parameter
-        share = parameter.to_local(grad_placements=[shown.placement])
-        return share if shown.group is None else _SumGradients.apply(share, shown.group)
+        shard = parameter.to_local(grad_placements=[view.placement])
+        return shard if view.group is None else _SumGradients.apply(shard, view.group)
 
     return property(local)
 
 
 @functools.cache  # modules alike have one class: what is compiled for one layer then serves all
-def _showing(cls: Any, shown: tuple[tuple[str, Shown], ...]) -> Any:
+def _with_local_views(cls: Any, views: tuple[tuple[str, LocalView], ...]) -> Any:
     """A subclass that shows the local shares of these parameters, as `torch.nn.utils.parametrize` does it.
 
     Args:
-        shown: by name.
+        views: by name.
     """
-    return type(cls.__name__, (cls,), {**{name: _local_share(name, how) for name, how in shown}, "_shown": shown})
+    return type(
+        cls.__name__, (cls,), {**{name: _local_shard(name, view) for name, view in views}, "_local_views": views}
+    )
 
 
 def set_class(module: nn.Module, cls: Any) -> None:
@@ -173,13 +177,13 @@ def set_class(module: nn.Module, cls: Any) -> None:
     """
     if isinstance(module, FSDPModule):
         raise NotImplementedError(f"{type(module).__name__} is an FSDP group by itself, so its class cannot change")
-    shown = vars(type(module)).get("_shown")
-    module.__class__ = _showing(cls, shown) if shown else cls
+    views = vars(type(module)).get("_local_views")
+    module.__class__ = _with_local_views(cls, views) if views else cls
 
 
 def _embed_own_tokens(module: nn.Module, tokens: torch.Tensor, rank: int, group: str) -> torch.Tensor:
     """The forward of an embedding that holds a part of the vocabulary."""
     weight: Any = module.weight
     rows = tokens - rank * weight.shape[0]
-    mine = (rows >= 0) & (rows < weight.shape[0])
-    return sum_scatter(F.embedding(rows.where(mine, 0), weight) * mine.unsqueeze(-1), SEQUENCE, group)
+    is_local = (rows >= 0) & (rows < weight.shape[0])
+    return reduce_scatter(F.embedding(rows.where(is_local, 0), weight) * is_local.unsqueeze(-1), SEQUENCE, group)

@@ -19,7 +19,7 @@ def extent(dimension: str, dims: ParallelDims) -> tuple[int, int]:
     }.get(dimension, (dims.pp * dims.dp * dims.cp * dims.tp, 1))
 
 
-def least_seconds(kind: str, size: float, ranks: int, stride: int, device: PlannedDevice) -> float | None:
+def min_seconds(kind: str, size: float, ranks: int, stride: int, device: PlannedDevice) -> float | None:
     """The least time for collectives of so many bytes in all: no byte crosses a link twice that need not.
 
     A rank gets from the others all but its own part of what is gathered, and a machine all but its ranks' parts, over

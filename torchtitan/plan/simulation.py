@@ -14,38 +14,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
+from torchtitan.compat.dispatch import FakeTensorMode, clear_sharding_cache, fake_store
+from torchtitan.compat.distributed import ranks_of_group
 from torchtitan.config import JobConfig
 from torchtitan.converters import Target
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.engine.converter_hooks import after_optimizer_step
 from torchtitan.engine.engine import Meshes, build_engine, build_meshes
+from torchtitan.engine.explain import conversion_target
 from torchtitan.engine.train_step import sum_over_ranks, train_step
-from torchtitan.explain import conversion_target
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import PlannedDevice
-from torchtitan.plan.record import Recorder
-from torchtitan.plan.stand_ins import stand_ins
+from torchtitan.plan.kernel_substitutes import kernel_substitutes
+from torchtitan.plan.recorder import Recorder
 
 Measures = dict[tuple[Any, ...], float]
 """What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",), ("flops_8bit",);
 ("count", group, kind) and ("bytes", group, kind) of collectives; ("peak", label): bytes, of everything, at moments with
 this label.
-Numbers of a step; with ("each round", ...) or ("each microbatch", ...) in front: of one of several alike."""
+Numbers of a step; with ("each accumulation step", ...) or ("each microbatch", ...) in front: of one of several that
+are alike."""
 
 
 @contextlib.contextmanager
-def pretended_world(rank: int, world_size: int) -> Iterator[None]:
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """A process group in which this process is that rank, and in which collectives do nothing."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    _clear_sharding_prop_cache()  # it remembers meshes, and so groups, of the world before
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    clear_sharding_cache()  # it remembers meshes, and so groups, of the world before
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -76,7 +75,7 @@ class Simulation:
         rows: sequences in an optimizer step.
         args: sizes of the model.
         layers: how many each stage of the pipeline has; they sum to the model's.
-        reach: blocks that are told from others by their place, at each end of a stage.
+        edge_blocks: blocks that are told from others by their place, at each end of a stage.
         planned: the device to simulate. Tensors pretend to lie on CPU; what GPU's kernels keep is imitated.
     """
 
@@ -87,18 +86,18 @@ class Simulation:
         rows: int,
         args: Any,
         layers: Sequence[int],
-        reach: int,
+        edge_blocks: int,
         planned: PlannedDevice,
     ) -> None:
         device = Device("cpu", planned.name, torch.device("cpu"))
         self.config = config
-        self.reach = reach
+        self.edge_blocks = edge_blocks
         self.planned = planned
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         meshes = build_meshes(dims, device.type)
         self.recorder = Recorder(name_of_group(meshes), self.fake_mode)
         self.gradient_bytes = 0
-        self._rounds: list[Measures] = []
+        self._accumulation_steps: list[Measures] = []
         self._microbatches: list[Measures] = []
         self.engine = build_engine(
             config,
@@ -117,17 +116,20 @@ class Simulation:
             for stage in stages:
                 stage.to_empty(device="cpu")
 
-    def simulate(self, rounds: int) -> Measures:
+    def simulate(self, accumulation_steps: int) -> Measures:
         """A training step of so many forward and backward passes (each of a pipeline's microbatches)."""
         with self._step_around():
-            self._step(rounds)
+            self._step(accumulation_steps)
             measures: Measures = {
                 (key,): size for key, size in state_bytes(self.engine.model, self.engine.optimizer).items()
             }
         measures[("gradients",)] = self.gradient_bytes
         measures |= self._traffic()
         measures |= {("peak", label): peak for label, peak in self.recorder.peaks.items()}
-        for what, marks in (("each round", self._rounds), ("each microbatch", self._microbatches)):
+        for what, marks in (
+            ("each accumulation step", self._accumulation_steps),
+            ("each microbatch", self._microbatches),
+        ):
             if len(marks) > 1:
                 before, after = marks[-2:]
                 measures |= {(what, *key): after[key] - before.get(key, 0) for key in after}
@@ -143,7 +145,7 @@ class Simulation:
             visits += 1
             if visits == last:
                 found = self.recorder.current
-                raise _Enough
+                raise _SimulationDone
 
         next(iter(next(iter(self.engine.stages.values())).layers.values())).register_forward_pre_hook(
             look, prepend=True
@@ -152,13 +154,13 @@ class Simulation:
             try:
                 self._step(1)
             except Exception as error:  # the schedule puts its own around it
-                if not isinstance(error.__cause__ or error, _Enough):
+                if not isinstance(error.__cause__ or error, _SimulationDone):
                     raise
         return found
 
-    def _step(self, rounds: int) -> None:
+    def _step(self, accumulation_steps: int) -> None:
         """A step that is reported."""
-        batches = _WatchedBatches(self._batch(), rounds, self._before_round, self._after_round)
+        batches = _WatchedBatches(self._batch(), accumulation_steps, self._before_pass, self._after_pass)
         loss, _ = train_step(self.engine, batches, 0.0, self)
         sum_over_ranks(self.engine, loss)
 
@@ -175,7 +177,7 @@ class Simulation:
         gc.collect()
         gc.disable()  # as in training: what is held does not depend on when it runs
         try:
-            with self.fake_mode, self.recorder, stand_ins(self.planned.type):
+            with self.fake_mode, self.recorder, kernel_substitutes(self.planned.type):
                 self._make_optimizer_state()
                 self.recorder.clear()
                 yield
@@ -195,11 +197,11 @@ class Simulation:
         self.engine.optimizer.zero_grad()
         after_optimizer_step(self.engine, 0.0)
 
-    def _before_round(self) -> None:
-        self.recorder.enter(("start", len(self._rounds)))
-        self._rounds.append(self._traffic())
+    def _before_pass(self) -> None:
+        self.recorder.enter(("start", len(self._accumulation_steps)))
+        self._accumulation_steps.append(self._traffic())
 
-    def _after_round(self) -> None:
+    def _after_pass(self) -> None:
         self.gradient_bytes = state_bytes(self.engine.model, self.engine.optimizer)["gradients"]
         self.recorder.enter(("update",))
 
@@ -216,8 +218,8 @@ class Simulation:
         for number, stage in self.engine.stages.items():
             blocks = list(getattr(stage, "layers", nn.ModuleDict()).values())
             for index, block in enumerate(blocks):
-                places = [index] if index < self.reach else []
-                places += [index - len(blocks)] if index >= len(blocks) - self.reach else []
+                places = [index] if index < self.edge_blocks else []
+                places += [index - len(blocks)] if index >= len(blocks) - self.edge_blocks else []
                 _label(block, self.recorder, [(number, place) for place in places] or [(number, "between")])
             if blocks:
                 blocks[0].register_forward_pre_hook(lambda *_: self._microbatches.append(self._traffic()))
@@ -271,7 +273,7 @@ class _WatchedBatches(Sequence[Batch]):
             self.after()
 
 
-class _Enough(Exception):
+class _SimulationDone(Exception):
     """Ends a step that has shown what it should."""
 
 
@@ -290,7 +292,7 @@ def name_of_group(meshes: Meshes) -> Callable[[str], str]:
 
     @functools.cache
     def name_of(group: str) -> str:
-        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))  # type: ignore[arg-type]
+        ranks = ranks_of_group(group)
         return by_ranks.get(tuple(ranks), f"{len(ranks)} ranks")
 
     return name_of

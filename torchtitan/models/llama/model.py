@@ -1,14 +1,18 @@
-"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783) as plain math. It knows nothing of parallelism or precision."""
+"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783) as plain math. It knows nothing of parallelism or precision.
+
+Shapes: B batch, S sequence, D channels, V vocabulary.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.attention import Attend, causal_attention
+from torchtitan.models.attention import causal_attention
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.loss import CrossEntropy, chunked_cross_entropy, chunks, cross_entropy
+from torchtitan.models.loss import chunked_cross_entropy, chunks, cross_entropy
 from torchtitan.models.norm import RMSNorm
 from torchtitan.models.rope import apply_rope, rope_table
+from torchtitan.protocols import AttentionFunction, CrossEntropyFunction
 
 OUTPUT_STD = 0.02
 
@@ -19,14 +23,14 @@ class Attention(nn.Module):
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
         self.head_dim = args.head_dim
-        self.attend: Attend = causal_attention
+        self.attend: AttentionFunction = causal_attention
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
-        """(batch, seq, dim) to the same. Heads are counted from the projections, which may hold a share of them."""
+        """(B, S, D) to the same. Heads are counted from the projections, which may hold a share of them."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_ids)
@@ -105,7 +109,7 @@ class Llama(nn.Module):
             if args.tied_embeddings
             else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
-        self.cross_entropy: CrossEntropy = cross_entropy
+        self.cross_entropy: CrossEntropyFunction = cross_entropy
         self.positions: torch.Tensor | None = None
         self._rope: torch.Tensor | None = None
 
@@ -115,13 +119,13 @@ class Llama(nn.Module):
         """Logits, or with `labels` the summed cross-entropy.
 
         Args:
-            tokens: (batch, seq) int64; without an embedding (batch, seq, dim), what the layers before gave.
-            labels: (batch, seq) int64, the token that follows each one; `loss.IGNORE` has no loss.
-            document_ids: (batch, seq); where given, attention stays within a document.
+            tokens: (B, S) int64; without an embedding (B, S, D), what the layers before gave.
+            labels: (B, S) int64, the token that follows each one; `IGNORE_INDEX` has no loss.
+            document_ids: (B, S); where given, attention stays within a document.
 
         Returns:
-            (batch, seq, vocab) logits, or the float32 sum of the loss over all tokens; without an output layer
-            (batch, seq, dim) for the layers that follow.
+            (B, S, V) logits, or the float32 sum of the loss over all tokens; without an output layer
+            (B, S, D) for the layers that follow.
         """
         rope = self.rope(tokens.shape[1], tokens.device)
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)

@@ -6,15 +6,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
-from torchtitan.converters.float8_gather import gather_for
 from torchtitan.models.llama.model import Attention, Llama
-from torchtitan.models.loss_parallel import divided_cross_entropy, gathered_cross_entropy
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.parallel.checks import require_parts
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.dims import Style
-from torchtitan.parallel.fsdp import apply_fsdp
+from torchtitan.parallel.float8_tensor_parallel import all_gather_for
+from torchtitan.parallel.fsdp import apply_fsdp, require_parts
+from torchtitan.parallel.loss_parallel import all_gather_cross_entropy, vocab_parallel_cross_entropy
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
 TENSOR_PARALLEL_PLAN: dict[str, Style] = {
@@ -55,9 +54,11 @@ def parallelize(
     blocks = list(model.layers.values())
     tensor_mesh = mesh["tp"]
     if tensor_mesh.size() > 1:
-        apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, tensor_mesh, gather_for)
-        divided = gathered_cross_entropy if parallelism.disable_loss_parallel else divided_cross_entropy
-        model.cross_entropy = divided(tensor_mesh)
+        apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, tensor_mesh, all_gather_for)
+        if parallelism.disable_loss_parallel:
+            model.cross_entropy = all_gather_cross_entropy(model.cross_entropy, tensor_mesh)
+        else:
+            model.cross_entropy = vocab_parallel_cross_entropy(tensor_mesh)
     if context_mesh is not None:
         method = parallelism.context_parallel_rotate_method
         for module in model.modules():

@@ -1,0 +1,47 @@
+"""Runs of the debug model whose losses are compared; finished ones are not run again."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from benchmarks.runs import DEBUG_MODEL, ROOT, finish
+from benchmarks.tables import markdown
+
+LAST = 20  # steps whose mean is a run's loss
+
+
+def run(name: str, flags: list[str], steps: int, folder: Path, processes: int = 1) -> Path:
+    """The dump folder of a finished run."""
+    dump = folder / name.replace(" ", "_").replace(",", "")
+    metrics = dump / "metrics.jsonl"
+    if metrics.exists() and json.loads(metrics.read_text().splitlines()[-1])["step"] == steps:
+        return dump
+    command = [
+        sys.executable,
+        *(["-m", "torchtitan.launch"] if processes > 1 else []),
+        str(ROOT / "train.py"),
+        f"--job.config_file={DEBUG_MODEL}",
+        f"--job.dump_folder={dump}",
+        f"--training.steps={steps}",
+        "--training.seq_len=128",
+        "--training.local_batch_size=8",
+        "--metrics.log_freq=1",
+        *flags,
+    ]
+    finish(command, processes)
+    print(f"{name}: loss {statistics.mean(losses(dump)[-LAST:]):.4f}", file=sys.stderr, flush=True)
+    return dump
+
+
+def losses(dump: Path) -> list[float]:
+    """Of every step of a finished run."""
+    return [json.loads(line)["loss"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_table(what: str, runs: dict[str, Path]) -> str:
+    """Each against the first."""
+    means = {name: statistics.mean(losses(dump)[-LAST:]) for name, dump in runs.items()}
+    base = next(iter(means))
+    rows = [[name, f"{loss:.4f}", f"{loss / means[base] - 1:+.2%}"] for name, loss in means.items()]
+    return markdown([what, "loss", f"against {base}"], rows)

@@ -1,0 +1,236 @@
+"""Weights gathered in low precision: what travels, with which scales, and in how many collectives."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from workers import in_processes
+
+from torchtitan.checkpoint.state_dict import model_tensors
+from torchtitan.config.low_precision import Float8, Int8
+from torchtitan.config.training import Optimizer
+from torchtitan.converters import Target, apply_converters
+from torchtitan.converters.int8_fsdp import GatheredWeight
+from torchtitan.errors import TrainingError
+from torchtitan.kernels.quantize import quantize
+from torchtitan.optim.clip import clip_grad_norm
+from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.parallel.fsdp import apply_fsdp
+
+DIM, TOKENS, STEPS = 64, 32, 3
+INT8 = Int8(enable_fsdp_int8_all_gather=True)
+INT8_TENSORWISE = Int8(recipe_name="tensorwise", enable_fsdp_int8_all_gather=True)
+FLOAT8 = Float8(enable_fsdp_float8_all_gather=True)
+PRECOMPUTED = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
+
+OPTIMIZER = Optimizer(lr=0.01)
+TARGET = Target("cpu", tokens=TOKENS, optimizer=OPTIMIZER)
+BOUND = Float8(enable_fsdp_float8_all_gather=True, weight_scale="bound", weight_scale_freq=2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.up = nn.Linear(DIM, 2 * DIM, bias=False)
+        self.down = nn.Linear(2 * DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class CountedAllGather:
+    """FSDP2's all-gather, and the bytes that it has received."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self.bytes += output_tensor.nbytes
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class CountedAllReduces(TorchDispatchMode):
+    """Of `torch.distributed` and functional collectives, those of the backward pass too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # a DTensor first takes the operation apart
+        self.count += func._opname.replace("_", "").startswith("allreduce")
+        return func(*args, **(kwargs or {}))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(name: str, section: Any, hugest: float = 0.0, told: float = OPTIMIZER.lr) -> dict[str, Any]:
+    """Three steps of two blocks on all ranks, sharded; what a test may want to know of it. `told`: to the converter, of
+    the learning rate."""
+    gather = CountedAllGather()
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block())
+    converters = apply_converters(model, [name] if name else [], lambda _: section, TARGET)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    apply_fsdp(model, list(model), mesh, torch.bfloat16, torch.float32, reshard_after_forward=True)
+    model.to_empty(device="cpu")
+    for module in (model, *model):
+        module.set_custom_all_gather(gather)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            full = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.to_local().copy_(full.chunk(mesh.size())[dist.get_rank()])
+    if name and hugest:
+        with torch.no_grad():
+            model[0].up.weight.to_local().zero_()
+            model[1].up.weight.to_local().mul_(hugest)
+    start = {key: whole(tensor).clone() for key, tensor in model_tensors(model).items()}
+    optimizer = build_optimizer(model.parameters(), OPTIMIZER)
+    losses, reduces, hook_reduces = [], [], []
+    generator.manual_seed(1 + dist.get_rank())
+    for _ in range(STEPS):
+        x = torch.randn(TOKENS, DIM, generator=generator).bfloat16()
+        with CountedAllReduces() as all_reduces:
+            loss = (model(x).float() ** 2).mean()
+            loss.backward()
+        reduces.append(all_reduces.count)
+        clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with CommDebugMode() as collectives:
+            for converter in converters:
+                converter.after_step([model], told)
+        hook_reduces.append(collectives.get_total_counts())
+        losses.append(loss.item())
+    gathered_bytes = gather.bytes
+    model[0].unshard()
+    weight = model[0].up.weight
+    gathered = tuple(t.clone() for t in weight.quantized()) if isinstance(weight, GatheredWeight) else None
+    result = {
+        "losses": losses,
+        "bytes": gathered_bytes,
+        "reduces_in_passes": reduces,
+        "reduces": hook_reduces,
+        "bounds": converters[0].state_dict([model]) if name else None,
+        "start": start,
+        "end": {key: whole(tensor).clone() for key, tensor in model_tensors(model).items()},
+        "gathered": gathered,
+    }
+    return result
+
+
+CASES = {
+    "plain": ("", None),
+    "int8 rowwise": ("int8", INT8),
+    "int8 tensorwise": ("int8", INT8_TENSORWISE),
+    "float8": ("float8", FLOAT8),
+    "float8 precomputed": ("float8", PRECOMPUTED),
+    "float8 bound": ("float8", BOUND),
+}
+
+
+def train_all() -> dict[str, Any]:
+    """Every case, and again with weights of zeros and huge ones."""
+    results = {name: train(*case) for name, case in CASES.items()}
+    extreme = {f"{name}, extreme": train(*case, 1e20) for name, case in CASES.items() if case[0]}
+    try:
+        train(*CASES["float8 bound"], told=OPTIMIZER.lr / 100)
+        refused = ""
+    except TrainingError as error:
+        refused = str(error)
+    return {**results, **extreme, "moved too far": refused}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """What `train_all` returned on each of two ranks."""
+    return in_processes(train_all, 2)
+
+
+@pytest.mark.parametrize("case", ["int8 rowwise", "int8 tensorwise", "float8", "float8 precomputed", "float8 bound"])
+def test_gather_sends_half_the_bytes_and_trains_alike(case: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank[case]["losses"] == pytest.approx(rank["plain"]["losses"], rel=0.03)
+        assert rank[case]["losses"] != rank["plain"]["losses"]
+        assert rank[case]["bytes"] < 0.56 * rank["plain"]["bytes"]  # half, and scales and norms
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_int8_scales_are_those_of_the_whole_weight(recipe: Any, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        result = rank[f"int8 {recipe}"]
+        data, scale = quantize(result["end"]["0.up.weight"], recipe)
+        assert torch.equal(result["gathered"][0], data) and torch.equal(result["gathered"][1], scale)
+
+
+@pytest.mark.parametrize(
+    ("case", "reductions"),
+    [
+        ("int8 rowwise", [0, 0, 0]),
+        ("int8 tensorwise", [1, 1, 1]),
+        ("float8", [0, 0, 0]),
+        ("float8 precomputed", [1, 1, 1]),
+        ("float8 bound", [1, 0, 1]),  # measured every second step
+    ],
+)
+def test_scales_after_a_step_take_one_reduction_for_all_weights(
+    case: str, reductions: list[int], ranks: list[dict[str, Any]]
+) -> None:
+    assert all(rank[case]["reduces"] == reductions for rank in ranks)
+
+
+def test_scales_that_are_there_take_no_reduction_in_the_passes(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        dynamic, precomputed, bound = (
+            rank[case]["reduces_in_passes"] for case in ("float8", "float8 precomputed", "float8 bound")
+        )
+        assert dynamic[0] == precomputed[0] == bound[0] > 0  # nothing is known before the first step
+        assert dynamic[1:] == dynamic[:-1]
+        assert precomputed[1:] == bound[1:] == rank["plain"]["reduces_in_passes"][1:]
+
+
+def test_bounds_are_above_all_weights_and_near_them(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        result = rank["float8 bound"]
+        assert result["bounds"] == ranks[0]["float8 bound"]["bounds"]
+        for name in ("0.up", "0.down", "1.up", "1.down"):
+            bound, age, *_ = result["bounds"][name]
+            assert age == 0 and bound == result["end"][f"{name}.weight"].abs().max()
+
+
+def test_a_weight_that_moves_further_than_its_bound_ends_the_run(ranks: list[dict[str, Any]]) -> None:
+    assert all("float8.weight_scale = measured" in rank["moved too far"] for rank in ranks)
+
+
+def test_precomputed_float8_scales_give_the_same_training(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        each, precomputed = rank["float8"], rank["float8 precomputed"]
+        assert each["losses"] == precomputed["losses"]
+        assert each["end"] and each["end"].keys() == precomputed["end"].keys()
+        assert all(torch.equal(weight, precomputed["end"][name]) for name, weight in each["end"].items())
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "plain"])
+def test_weights_of_zeros_and_huge_ones_keep_finite_scales(case: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert all(torch.isfinite(weight).all() for weight in rank[f"{case}, extreme"]["end"].values())
+
+
+def test_state_holds_plain_weights(ranks: list[dict[str, Any]]) -> None:
+    for case in CASES:
+        weight = ranks[0][case]["start"]["1.down.weight"]
+        assert type(weight) is torch.Tensor and weight.dtype == torch.float32

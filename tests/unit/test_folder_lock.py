@@ -1,0 +1,147 @@
+"""Two runs do not write to one folder; a run that has died keeps nobody out."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from torchtitan.errors import ConfigError
+from torchtitan.launcher import folder_lock
+from torchtitan.launcher.folder_lock import FolderLock
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from torchtitan.launcher import folder_lock
+folder_lock.INTERVAL = 0.05
+with folder_lock.FolderLock(Path(sys.argv[1])) as mine:
+    mine.take()
+    print("taken", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "taken\n"
+        yield process
+        process.kill()
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "INTERVAL", 0.05)
+    monkeypatch.setattr(folder_lock, "SILENCE", 0.5)
+    monkeypatch.setattr(folder_lock, "PATIENCE", 0.2)
+
+
+def take(folder: Path) -> float:
+    """Seconds until it was there."""
+    started = time.monotonic()
+    with FolderLock(folder) as mine:
+        mine.take()
+        assert json.loads((folder / ".lock").read_text())["name"].startswith(f"process {os.getpid()} on ")
+    return time.monotonic() - started
+
+
+def left_by_another_machine(folder: Path, launcher: list[str] | None = None) -> None:
+    content = {"id": "theirs", "name": "process 7 on node7", "kernel": "theirs", "launcher": launcher}
+    (folder / ".lock").write_text(json.dumps(content))
+
+
+def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(tmp_path: Path) -> None:
+    with another_process(tmp_path) as first:
+        with pytest.raises(ConfigError, match=rf"job\.dump_folder: another run \(process {first.pid} on .*stop it"):
+            take(tmp_path)
+        assert first.stdin is not None
+        first.stdin.close()
+        assert first.wait() == 0
+        assert (tmp_path / ".lock").read_text() == ""
+    with another_process(tmp_path) as first:
+        first.kill()
+        assert take(tmp_path) < 0.2
+
+
+def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "PATIENCE", 30)
+    with another_process(tmp_path) as first:
+        threading.Timer(0.3, first.kill).start()
+        assert 0.2 < take(tmp_path) < 10
+
+
+def test_on_another_machine_what_counts_is_a_sign_of_life(tmp_path: Path, log: list[str]) -> None:
+    left_by_another_machine(tmp_path)
+    assert take(tmp_path) > folder_lock.SILENCE
+    assert "process 7 on node7 has not ended in good order" in log[0]
+    assert take(tmp_path) < 0.2  # the last one has
+    left_by_another_machine(tmp_path)
+    timer = threading.Timer(0.2, lambda: os.utime(tmp_path / ".lock"))
+    timer.start()
+    with pytest.raises(ConfigError, match="process 7 on node7"):
+        take(tmp_path)
+
+
+def test_restarts_by_the_same_launcher_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "run1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    left_by_another_machine(tmp_path, ["run1", "node0", "29500"])
+    assert take(tmp_path) < 0.2
+    left_by_another_machine(tmp_path, ["run1", "node0", "29501"])
+    assert take(tmp_path) > folder_lock.SILENCE
+    monkeypatch.setenv("MASTER_ADDR", "localhost")  # which every machine is
+    left_by_another_machine(tmp_path, ["run1", "localhost", "29500"])
+    assert take(tmp_path) > folder_lock.SILENCE
+
+
+def test_without_locks_in_the_file_system_signs_of_life_decide_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    assert take(tmp_path) < 0.2
+    with another_process(tmp_path) as first:
+        with pytest.raises(ConfigError, match=f"process {first.pid}"):
+            take(tmp_path)
+        first.kill()
+        first.wait()
+        assert take(tmp_path) > folder_lock.SILENCE
+
+
+def test_a_folder_that_is_removed_is_locked_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with another_process(folder):
+        shutil.rmtree(folder)
+        while not (folder / ".lock").exists() or not (folder / ".lock").read_text():
+            time.sleep(0.01)
+        with pytest.raises(ConfigError, match="another run"):
+            take(folder)
+
+
+def test_a_run_whose_folder_was_taken_over_ends(tmp_path: Path) -> None:
+    """As after a long stop, in which it gave no sign of life to another machine."""
+    with another_process(tmp_path) as first:
+        left_by_another_machine(tmp_path)
+        assert first.wait() == 2
+        assert first.stderr is not None
+        assert first.stderr.read().startswith("Error: job.dump_folder: another run (process 7 on node7) writes to")
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job\.dump_folder: .*\.lock cannot be written \(No such file"):
+        take(tmp_path / "nowhere")

@@ -1,0 +1,48 @@
+"""What attention and norms of a GPU keep for their backward pass, told without one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torchtitan.models.attention import causal_attention
+from torchtitan.models.norm import RMSNorm
+from torchtitan.plan.kernel_substitutes import kernel_substitutes
+from torchtitan.plan.recorder import Recorder
+
+
+def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
+    """On a GPU and on CPU: keys and values of grouped queries as they are, not repeated."""
+    heads, kv_heads, seq, head_dim = 8, 2, 512, 32
+    kept = {}
+    for device in ("cuda", "cpu"):
+        with FakeTensorMode() as mode, Recorder(str, mode) as recorder, kernel_substitutes(device):
+            shapes = [(1, count, seq, head_dim) for count in (heads, kv_heads, kv_heads)]
+            q, k, v = (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+            out = causal_attention(q, k, v)
+            kept[device] = recorder.current
+            out.sum().backward()
+            assert k.grad is not None and k.grad.shape == k.shape
+    row = 2 * seq * head_dim  # bytes of a head
+    log_sum_exp = 4 * heads * seq
+    flash = (2 * heads + 2 * kv_heads) * row + log_sum_exp
+    assert kept["cuda"] - flash in range(64)  # and a random state
+    assert kept["cpu"] == flash
+
+
+@pytest.mark.parametrize("kind", [nn.RMSNorm, RMSNorm], ids=["torch's", "ours"])
+def test_a_norm_keeps_its_input_and_a_number_a_row(kind: type[nn.RMSNorm]) -> None:
+    with FakeTensorMode() as mode, Recorder(str, mode) as recorder, kernel_substitutes("cuda"):
+        x = torch.empty(16, 256, dtype=torch.bfloat16, requires_grad=True)
+        norm = kind(256, dtype=torch.bfloat16)
+        weight = norm.weight
+        out = norm(x)
+        assert recorder.current == x.nbytes + weight.nbytes + out.nbytes + 4 * 16
+
+
+def test_kernels_are_torchs_again_afterwards() -> None:
+    before = F.scaled_dot_product_attention, F.rms_norm
+    with kernel_substitutes("cuda"):
+        assert F.rms_norm is not before[1]
+    assert (F.scaled_dot_product_attention, F.rms_norm) == before

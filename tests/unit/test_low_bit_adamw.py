@@ -1,0 +1,171 @@
+"""AdamW with small moments: the same update as torch's and torchao's, in the bytes that it promises."""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchao.optim
+from torch import nn
+
+from torchtitan.config.training import Optimizer
+from torchtitan.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8, LowBitAdamW, update
+from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
+from torchtitan.optim.state_formats import block_size
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OPTIONS: Any = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+QUANTIZED_OPTIMIZERS: dict[Any, Any] = {
+    AdamW8bit: torchao.optim.AdamW8bit,
+    AdamW4bit: torchao.optim.AdamW4bit,
+    AdamWFp8: torchao.optim.AdamWFp8,
+}
+
+
+def train(make: Make, steps: int = 10, spread: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A matrix and a vector after some updates by the same gradients, in one row.
+
+    Args:
+        spread: of the magnitudes of gradients, in powers of e.
+    """
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((24, 256), (256,))]
+    magnitudes = [(torch.randn(parameter.shape, generator=generator) * spread).exp() for parameter in parameters]
+    optimizer = make(parameters)
+    for _ in range(steps):
+        for parameter, magnitude in zip(parameters, magnitudes, strict=True):
+            parameter.grad = (torch.randn(parameter.shape, generator=generator) * magnitude).to(dtype)
+        optimizer.step()
+    return torch.cat([parameter.detach().float().flatten() for parameter in parameters])
+
+
+def error(make: Make, **how: Any) -> float:
+    """Of all updates together, against torch's AdamW in float32: 2-norms of the difference and of the updates."""
+    start, expected = (train(lambda them: torch.optim.AdamW(them, **OPTIONS), steps, **how) for steps in (0, 10))
+    return float((train(make, **how) - expected).norm() / (expected - start).norm())
+
+
+def test_in_float32_it_is_torchs_adamw() -> None:
+    assert error(lambda them: LowBitAdamW(them, **OPTIONS)) < 1e-6
+
+
+@pytest.mark.parametrize(("ours", "theirs"), QUANTIZED_OPTIMIZERS.items(), ids=lambda kind: kind.__name__)
+def test_codes_are_those_of_torchao(ours: Any, theirs: Any) -> None:
+    """To rounding, but for a few numbers that lie between two codes; the codes themselves make 1 to 50 % of error."""
+    found = train(lambda them: ours(them, **OPTIONS))
+    with torch.compiler.set_stance("force_eager"):
+        expected = train(lambda them: theirs(them, **OPTIONS, block_size=128))
+    assert float((found - expected).abs().median()) < 1e-6
+    assert error(lambda them: ours(them, **OPTIONS)) > 20 * (found - expected).abs().median()
+
+
+def test_errors_of_the_formats_are_in_their_order() -> None:
+    errors = {
+        "bfloat16": error(lambda them: LowBitAdamW(them, **OPTIONS, state_dtype=torch.bfloat16)),
+        "8bit": error(lambda them: AdamW8bit(them, **OPTIONS)),
+        "fp8 root": error(lambda them: AdamWFp8(them, **OPTIONS, root=True)),
+        "fp8": error(lambda them: AdamWFp8(them, **OPTIONS)),
+        "4bit": error(lambda them: AdamW4bit(them, **OPTIONS)),
+    }
+    assert 1e-4 < errors["bfloat16"] < errors["8bit"] < errors["fp8"] < errors["4bit"] < 0.5
+    # A code is off by up to 1/16: so is a root held in it, while that of a number held in it is off by half as much.
+    assert errors["fp8"] < errors["fp8 root"] < 2 * errors["fp8"]
+
+
+def test_a_root_keeps_gradients_of_all_magnitudes_where_the_second_moment_does_not() -> None:
+    """Within a block they reach over six powers of ten; squared, the small ones are 0 in float8, and divide."""
+    assert error(lambda them: AdamWFp8(them, **OPTIONS, root=True), spread=2.0) < 0.1
+    assert error(lambda them: AdamWFp8(them, **OPTIONS), spread=2.0) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_a_number"),
+    [
+        ({"state_dtype": "bfloat16"}, 4),
+        ({"name": "AdamW8bit"}, 2 * (1 + 4 / 128)),
+        ({"name": "AdamWFp8"}, 2 * (1 + 4 / 128)),
+        ({"name": "AdamWFp8", "second_moment": "sqrt_v"}, 2 * (1 + 4 / 128)),
+        ({"name": "AdamW4bit"}, 2 * (1 / 2 + 4 / 128)),
+    ],
+    ids=str,
+)
+def test_bytes_of_the_state(changes: dict[str, Any], bytes_a_number: float) -> None:
+    matrix, vector = nn.Parameter(torch.ones(64, 256)), nn.Parameter(torch.ones(512))
+    optimizer = build_optimizer([matrix, vector], Optimizer(**changes))
+    for parameter in (matrix, vector):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    sizes = [sum(part.nbytes for part in optimizer.state[parameter].values()) - 4 for parameter in (matrix, vector)]
+    assert sizes == [64 * 256 * bytes_a_number, 512 * (4 if "state_dtype" in changes else 8)]
+
+
+def test_blocks_lie_within_rows() -> None:
+    assert [block_size(row) for row in (4096, 14336 // 8, 11008 // 4, 96, 80, 0)] == [128, 128, 64, 32, 0, 0]
+
+
+def test_bfloat16_weights_take_updates_smaller_than_half_their_step() -> None:
+    """Rounded to the nearest, they would stay at 1: 1 - 1e-4 is nearer to 1 than to the number below."""
+    weight = nn.Parameter(torch.ones(100, 128, dtype=torch.bfloat16))
+    optimizer = build_optimizer([weight], Optimizer(lr=1e-4, weight_decay=0.0), seed=1)
+    for _ in range(10):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert weight.dtype == torch.bfloat16
+    assert weight.float().mean().item() == pytest.approx(1 - 10 * 1e-4, abs=1e-4)
+
+
+def test_bfloat16_moments_forget() -> None:
+    """With beta2 = 0.999 a second moment loses 1/1000 a step, less than half of bfloat16's step."""
+    weight = nn.Parameter(torch.ones(100, 128))
+    optimizer = build_optimizer([weight], Optimizer(state_dtype="bfloat16", beta2=0.999))
+    for step in range(101):
+        weight.grad = torch.full_like(weight, 1.0 if step == 0 else 0.0)
+        optimizer.step()
+    second = optimizer.state[weight]["exp_avg_sq"]
+    assert second.dtype == torch.bfloat16
+    assert second.float().mean().item() == pytest.approx(0.001 * 0.999**100, rel=5e-3)
+
+
+def test_rounding_is_a_function_of_the_seed() -> None:
+    def of(seed: int) -> torch.Tensor:
+        return train(lambda them: LowBitAdamW(them, **OPTIONS, seed=seed), dtype=torch.bfloat16)
+
+    before = torch.get_rng_state()
+    first, again, other = of(1), of(1), of(2)
+    assert torch.equal(first, again)
+    assert 0 < float((first - other).norm() / first.norm()) < 0.02
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
+    """torchao's own optimizers, which a user may register, refuse a number."""
+    weight = nn.Parameter(torch.ones(32, 256))
+    optimizer = torchao.optim.AdamW8bit([weight], lr=0.1)
+    set_learning_rate(optimizer, 0.0)
+    weight.grad = torch.ones_like(weight)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    assert torch.equal(weight.detach(), torch.ones_like(weight))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPU needs g++")
+@pytest.mark.parametrize("kind", QUANTIZED_OPTIMIZERS)
+def test_compiled_as_on_a_gpu_it_is_the_same_and_compiled_once_for_each_shape(kind: Any) -> None:
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = kind(parameters, **OPTIONS)
+        optimizer._update = torch.compile(update, fullgraph=True, dynamic=False)
+        return optimizer
+
+    def make_with_rates(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        optimizer.register_step_pre_hook(lambda *_: set_learning_rate(optimizer, OPTIONS["lr"] * torch.rand(()).item()))
+        return optimizer
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(train(make), train(lambda them: kind(them, **OPTIONS)), atol=1e-3, rtol=0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    train(make_with_rates)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

@@ -1,0 +1,70 @@
+"""Threads that wait for each other: they spin on a quiet machine, and sleep on a busy one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# CPU seconds while nothing is computed. In a process of its own, whose OpenMP threads are known.
+PROGRAM = """
+import json, time, torch
+from torchtitan.engine import openmp_threads
+from torchtitan.logging import init_logging
+
+def spun():
+    total = 0.0
+    for _ in range(20):
+        x.add_(1)
+        before = time.process_time()
+        time.sleep(0.004)
+        total += time.process_time() - before
+    return total
+
+init_logging(0, 1, False)
+torch.set_num_threads(2)
+x, seconds, lacking = torch.ones(1 << 18), [], 0.0
+openmp_threads.INTERVAL = 0.01
+openmp_threads._seconds_without_a_core = lambda: lacking * time.perf_counter()
+with openmp_threads.limit_spinning():
+    for lacking in (0.0, 1.0, 0.0, 1.0):
+        time.sleep(0.1)
+        seconds.append(spun())
+print(json.dumps(seconds))
+"""
+
+
+def seconds_spun(**environment: str) -> tuple[list[float], str]:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**ours, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *screen, seconds = run.stdout.splitlines()
+    return json.loads(seconds), "\n".join(screen)
+
+
+needs_libgomp = pytest.mark.skipif(
+    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="two cores under Linux"
+)
+
+
+@needs_libgomp
+def test_threads_spin_only_while_the_machine_is_quiet() -> None:
+    (quiet, busy, quiet_again, busy_again), screen = seconds_spun()
+    assert max(busy, busy_again) < 0.5 * max(quiet, quiet_again)
+    assert screen.count("busy: ") == 1 and "lack a core" in screen
+
+
+@needs_libgomp
+def test_users_own_choice_stays() -> None:
+    _, screen = seconds_spun(GOMP_SPINCOUNT="300000")
+    assert not screen

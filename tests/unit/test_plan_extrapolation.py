@@ -1,0 +1,61 @@
+"""Few layers, ranks, microbatches and rounds give what many would."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import torchtitan.plan.devices as devices
+from torchtitan.config import ConfigManager
+from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.models import MODELS
+from torchtitan.plan.extrapolation import Job, measure
+
+SMALL = ("--training.seq_len=64", "--training.local_batch_size=2", "--training.mixed_precision_param=bfloat16")
+TP, PP = ("--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree")
+EVERY_SECOND, NONE = "--activation_checkpoint.mode=selective", "--activation_checkpoint.mode=none"
+
+
+def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path) -> Job:
+    config = ConfigManager().parse_args([*SMALL, *flags, f"--job.dump_folder={folder}"])
+    args = dataclasses.replace(MODELS.get("llama3").flavor("debugmodel"), vocab_size=512, n_layers=sum(layers))
+    dims = check(config, world_size, "cuda")
+    rows = global_batch_size(config, dims)
+    return Job(config, dims, rows, args, layers, alike=True, device=devices.named_device("H100"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "layers"),
+    [
+        ((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [9]),
+        ((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 5, 5, 3]),
+        pytest.param(
+            ("--activation_checkpoint.mode=full", f"{PP}=6", "--training.local_batch_size=6"),
+            12,
+            [3, 7, 7, 7, 6, 5],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            (NONE, f"{PP}=6", "--training.local_batch_size=12", "--training.global_batch_size=36"),
+            6,
+            [1, 5, 5, 5, 5, 3],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            (NONE, f"{PP}=5", "--training.local_batch_size=8", "--parallelism.pipeline_parallel_schedule=GPipe"),
+            5,
+            [2, 5, 5, 5, 5],
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["layers and rounds", "1F1B", "1F1B with few microbatches", "1F1B with many, and rounds", "GPipe"],
+)
+def test_a_part_shows_the_whole(flags: tuple[str, ...], world_size: int, layers: list[int], tmp_path: Path) -> None:
+    large = job(flags, world_size, layers, tmp_path)
+    smaller = large.simulated_ranks()
+    assert max(part.layers[0] for part in smaller) < max(layers)
+    full = measure(dataclasses.replace(large, full=True))
+    for computed, simulated in zip(measure(large), full, strict=True):
+        # 4 bytes of each microbatch's loss come and go in another order
+        assert computed.pop(("peak",)) == pytest.approx(simulated.pop(("peak",)), abs=4 * large.microbatches)
+        assert computed == {key: value for key, value in simulated.items() if not key[0].startswith("each")}

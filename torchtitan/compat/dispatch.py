@@ -1,0 +1,50 @@
+"""Tensor subclasses and fake tensors.
+
+- `utils._pytree`: mapping over the arguments of an operation
+- `utils._python_dispatch.TorchDispatchMode`: a plan sees every operation
+- `_subclasses.fake_tensor`, its `FakeTensor` and `FakeTensorMode`: tensors without memory, for plans
+- `distributed.tensor._sharding_prop.ShardingPropagator`: DTensor finds shapes by fake tensors of the full size, which a
+  plan must not count; the method `PROPAGATE`
+- `distributed.tensor.debug._clear_sharding_prop_cache`: it remembers meshes of process groups that are gone
+- `testing._internal.distributed.fake_pg.FakeStore`: a process group of one process for many
+- `_C._current_graph_task_id`: whether a forward pass is a recomputation, within a backward pass
+"""
+
+import torch.utils._pytree as pytree
+from torch import _C
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import Store
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "PROPAGATE",
+    "FakeTensor",
+    "FakeTensorMode",
+    "ShardingPropagator",
+    "TorchDispatchMode",
+    "clear_sharding_cache",
+    "fake_store",
+    "in_backward_pass",
+    "pytree",
+]
+
+PROPAGATE = "_propagate_tensor_meta_non_cached"
+
+
+def clear_sharding_cache() -> None:
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+def fake_store() -> Store:
+    """The store of a process group of backend "fake", in which collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def in_backward_pass() -> bool:
+    """Whether this thread is inside a backward pass, as where activations are computed again."""
+    return _C._current_graph_task_id() >= 0

@@ -1,0 +1,69 @@
+"""Process groups, functional collectives, symmetric memory.
+
+- `distributed_c10d._get_default_store`: heartbeats and the watchdog talk through the store of the run
+- `distributed_c10d._set_pg_timeout`, `_world.pg_map`: another timeout for groups that are there already
+- `distributed_c10d._resolve_process_group`: a plan finds the ranks of a collective by its group's name
+- `_C._distributed_c10d._dump_fr_trace`: the flight recorder's last collectives under gloo; in no stub
+- `_functional_collectives`: collectives that the compiler sees; 2.13 renamed two, and warns of the old names
+- `_symmetric_memory.enable_symm_mem_for_group`: asynchronous tensor parallelism; CUDA only
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+from torch.distributed.distributed_c10d import (
+    _get_default_store as default_store,
+)
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,
+    _set_pg_timeout,
+    _world,
+)
+
+__all__ = [
+    "all_gather_tensor",
+    "default_store",
+    "enable_symmetric_memory",
+    "flight_recorder_trace",
+    "functional_collectives",
+    "process_groups",
+    "ranks_of_group",
+    "reduce_scatter_tensor",
+    "set_group_timeout",
+]
+
+all_gather_tensor: Any = (
+    getattr(functional_collectives, "all_gather_single", None) or functional_collectives.all_gather_tensor
+)
+reduce_scatter_tensor: Any = (
+    getattr(functional_collectives, "reduce_scatter_single", None) or functional_collectives.reduce_scatter_tensor
+)
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All groups that this process is in."""
+    return list(_world.pg_map)
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    _set_pg_timeout(timeout, group)
+
+
+def ranks_of_group(name: str) -> list[int]:
+    """Global ranks of the group of this name."""
+    return dist.get_process_group_ranks(_resolve_process_group(name))  # type: ignore[arg-type]
+
+
+def flight_recorder_trace() -> bytes:
+    """The last collectives of this process, pickled."""
+    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+
+    return _dump_fr_trace()
+
+
+def enable_symmetric_memory(group_name: str) -> None:
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]

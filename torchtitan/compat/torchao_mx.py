@@ -1,0 +1,13 @@
+"""torchao's MX formats, prototypes of 0.18; 0.17 has no `mxfp8_linear`.
+
+- `prototype.moe_training.mxfp8_linear.MXFP8Linear`: the layer
+- `prototype.mx_formats`: `MXTensor`, `ScaleCalculationMode`: rounding of one tensor, for reports
+- `quantization.quantize_.common.kernel_preference.KernelPreference`: emulation
+"""
+
+from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+__all__ = ["KernelPreference", "MXFP8Linear", "MXTensor", "ScaleCalculationMode"]

@@ -1,0 +1,183 @@
+"""Values from the TOML file and from flags, each checked against its key; those of other versions are taken over."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import pydantic
+
+from torchtitan.config.keys import Key, keys_of_entry
+from torchtitan.config.legacy_keys import LEGACY_KEYS, SECTIONS, Values, translate_value
+from torchtitan.errors import ConfigError, nearest
+
+__all__ = ["ValueChecks", "values_of_file", "values_of_flags"]
+
+
+@dataclasses.dataclass
+class ValueChecks:
+    """What values are checked against, and what is said of them."""
+
+    keys: dict[str, Key]
+    problems: list[str]
+    notices: list[str]
+
+    def take(self, values: Values, key: str, value: Any, strict: bool, where: str) -> None:
+        """Adds the checked value of a key, or a problem. What other versions wrote is put in words of today."""
+        value, others, notices = translate_value(key, value)
+        self.notices += notices
+        for other in others:
+            _take(values, other, self.keys[other], others[other], True, where, self.problems)
+        if value is not None:
+            _take(values, key, self.keys[key], value, strict, where, self.problems)
+
+    def take_legacy(self, values: Values, key: str, value: Any, of_flag: bool, where: str) -> None:
+        """Adds what a key of another version means now. A key of today wins over it."""
+        legacy = LEGACY_KEYS[key]
+        try:
+            translated = legacy.translate(value)
+        except ValueError as error:
+            self.problems.append(f"{where} = {value} cannot be taken over: {error}.")
+            return
+        self.notices.append(f"{where} {legacy.now}")
+        checked: Values = {}
+        for new, item in translated.items():
+            spec = self.keys[new]
+            text = of_flag and isinstance(item, str)
+            self.take(checked, new, _value_of_text(spec, item) if text else item, spec.is_bool or not text, where)
+        for new, item in checked.items():
+            values.setdefault(new, item)
+
+
+def values_of_file(path: str, table: dict[str, Any], checks: ValueChecks) -> Values:
+    keys, problems = checks.keys, checks.problems
+    sections = list(dict.fromkeys(key.split(".", 1)[0] for key in keys))
+    values: Values = {}
+    legacy: dict[str, Any] = {}
+    for section, content in table.items():
+        if section not in sections and section not in SECTIONS:
+            problems.append(f"{path}: unknown section [{section}]{nearest(section, sections)}.")
+        elif not isinstance(content, dict):
+            problems.append(f"{path}: [{section}] must be a table of keys, not {content!r}.")
+        else:
+            for key, value in _leaves(section, content, keys):
+                if key not in keys and key in LEGACY_KEYS:
+                    legacy[key] = value
+                elif key not in keys:
+                    problems.append(f"{path}: unknown key {key}{nearest(key, list(keys))}.")
+                elif keys[key].entry:
+                    _take_tables(values, key, keys, value, path, problems)
+                else:
+                    checks.take(values, key, value, True, f"{path}: {key}")
+    for key, value in legacy.items():
+        checks.take_legacy(values, key, value, False, f"{path}: {key}")
+    return values
+
+
+def _leaves(name: str, content: dict[str, Any], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]:
+    """Keys and values of a table and of the tables in it, such as [quantize.linear.float8]."""
+    for key, value in content.items():
+        full = f"{name}.{key}"
+        if isinstance(value, dict) and full not in keys:
+            yield from _leaves(full, value, keys)
+        else:
+            yield full, value
+
+
+def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
+    keys, problems = checks.keys, checks.problems
+    values: Values = {}
+    try:
+        flags, left_over = _Parser(keys).parse_known_args(argv)
+    except ConfigError as error:  # a flag without its value; argparse stops at the first
+        problems.extend(error.problems)
+        return values
+    before = ""
+    for argument in left_over:
+        name = argument.split("=", 1)[0]
+        if name.startswith("-"):
+            problems.append(f"Command line: unknown flag {name}{nearest(name.lstrip('-'), list(keys))}.")
+        elif not before.startswith("-") or "=" in before:  # else it is an unknown flag's value
+            problems.append(f"Command line: {argument!r} belongs to no flag; flags are --section.key=value.")
+        before = argument
+    legacy = {key: text for key, text in vars(flags).items() if key not in keys}
+    for key, text in vars(flags).items():
+        if key in legacy:
+            continue
+        spec = keys[key]
+        if spec.entry:
+            problems.append(f"--{key} is a list of tables and has no flag: write [[{key}]] in --job.config_file.")
+            continue
+        checks.take(values, key, _value_of_text(spec, text), spec.is_bool, f"--{key}")
+    for key, text in legacy.items():
+        checks.take_legacy(values, key, text, True, f"--{key}")
+    return values
+
+
+def _value_of_text(spec: Key, text: str) -> Any:
+    if spec.is_list:
+        return [item.strip() for item in text.split(",") if item.strip()]
+    if spec.is_bool:  # only these two words, where pydantic would also take "yes" or "1"
+        return {"true": True, "false": False}.get(text.lower(), text)
+    return text
+
+
+def _take(values: Values, key: str, spec: Key, value: Any, strict: bool, where: str, problems: list[str]) -> None:
+    """Adds the checked value, or a problem. `strict` refuses a string for a number. "none" is None if that may be."""
+    if spec.optional and isinstance(value, str) and value.lower() == "none":
+        values[key] = None
+        return
+    try:
+        values[key] = pydantic.TypeAdapter(spec.annotation).validate_python(value, strict=strict)
+    except pydantic.ValidationError:
+        problems.append(f"{where} must be {spec.expected}, not {value!r}.")
+
+
+def _take_tables(values: Values, key: str, keys: dict[str, Key], tables: Any, path: str, problems: list[str]) -> None:
+    """Adds a list of tables as entries of its dataclass. A table within a table holds keys of that section."""
+    entry = keys[key].entry
+    own = keys_of_entry(entry)
+    if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
+        problems.append(f"{path}: {key} must be a list of tables, each headed [[{key}]], not {tables!r}.")
+        return
+    entries = []
+    for number, table in enumerate(tables, 1):
+        where = f"{path}: [[{key}]] {number}"
+        checked: Values = {}
+        sections: dict[str, Values] = {}
+        for name, value in table.items():
+            if name in own:
+                _take(checked, name, own[name], value, True, f"{where}: {name}", problems)
+            elif not isinstance(value, dict):
+                problems.append(f"{where}: unknown key {name}{nearest(name, list(own))}.")
+            else:
+                sections[name] = {}
+                for key_of_section, item in value.items():
+                    full = f"{name}.{key_of_section}"
+                    if full in keys:
+                        _take(sections[name], key_of_section, keys[full], item, True, f"{where}: {full}", problems)
+                    else:
+                        problems.append(f"{where}: unknown key {full}{nearest(full, list(keys))}.")
+        entries.append(entry(**checked, sections=sections))
+    values[key] = entries
+
+
+class _Parser(argparse.ArgumentParser):
+    """Flags for every key, without defaults: what is not on the command line is not in the result."""
+
+    def __init__(self, keys: dict[str, Key]) -> None:
+        super().__init__(prog="train.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+        for key, spec in keys.items():
+            section, name = key.split(".", 1)
+            if spec.is_bool:
+                self.add_argument(f"--{key}", dest=key, nargs="?", const="true")
+                self.add_argument(f"--{section}.no_{name}", dest=key, action="store_const", const="false")
+            else:
+                self.add_argument(f"--{key}", dest=key)
+        for key in LEGACY_KEYS.keys() - keys.keys():
+            section, name = key.rsplit(".", 1)
+            self.add_argument(f"--{key}", dest=key, nargs="?", const="true")
+            self.add_argument(f"--{section}.no_{name}", dest=key, action="store_const", const="false")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"Command line: {message}.")

@@ -1,0 +1,94 @@
+"""What became of every linear layer: the table, the summary line and `conversion.json`."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torchtitan.converters.filter import Decision
+
+HIGH_PRECISION = "bf16"
+
+
+def conversion_report(decisions: Iterable[Sequence[Decision]]) -> list[Decision]:
+    """One decision for each linear layer: the converter's that took it, or else why each of them did not.
+
+    Args:
+        decisions: of each converter, in the order in which they were applied.
+    """
+    by_layer: dict[str, list[Decision]] = {}
+    for of_converter in decisions:
+        for decision in of_converter:
+            by_layer.setdefault(decision.fqn, []).append(decision)
+    report = []
+    for found in by_layer.values():
+        taken = next((decision for decision in found if decision.converted), None)
+        if taken is None:
+            reasons = [
+                decision.reason if len(found) == 1 else f"{decision.converter}: {decision.reason}" for decision in found
+            ]
+            taken = dataclasses.replace(found[0], converter="", recipe=HIGH_PRECISION, reason="; ".join(reasons))
+        report.append(taken)
+    return report
+
+
+def to_json(report: Sequence[Decision]) -> str:
+    """A list of objects: fqn, m, k, n, converter, recipe, converted, reason."""
+    return json.dumps(_objects(report), indent=1)
+
+
+def phases_to_json(reports: Sequence[tuple[int | None, Sequence[Decision]]]) -> str:
+    """A list of objects, one for each phase of a precision schedule: phase (from 1), precision, last_step (null for
+    the end of the run), and `to_json` of its layers.
+
+    Args:
+        reports: the last step of each phase, and its report.
+    """
+    phases = [
+        {"phase": number, "precision": precision_of(report), "last_step": last, "layers": _objects(report)}
+        for number, (last, report) in enumerate(reports, 1)
+    ]
+    return json.dumps(phases, indent=1)
+
+
+def schedule_line(schedule: Sequence[tuple[int | None, str]]) -> str:
+    """'float8 rowwise to step 900, then bf16'."""
+    return ", then ".join(name if last is None else f"{name} to step {last}" for last, name in schedule)
+
+
+def _objects(report: Sequence[Decision]) -> list[dict[str, object]]:
+    return [dataclasses.asdict(decision) for decision in report]
+
+
+def precision_of(report: Sequence[Decision]) -> str:
+    """What layers compute in: 'float8 rowwise', 'float8 rowwise + int8 rowwise', 'bf16'."""
+    kinds = {f"{decision.converter} {decision.recipe}": None for decision in report if decision.converted}
+    return " + ".join(kinds) or HIGH_PRECISION
+
+
+def to_table(report: Sequence[Decision]) -> str:
+    """A line for each layer. Layers of different blocks that fare alike share one."""
+    rows: dict[tuple[object, ...], list[str]] = {}
+    for decision in report:
+        name = ".".join("*" if part.isdecimal() else part for part in decision.fqn.split("."))
+        what = f"{decision.converter} {decision.recipe}".strip()
+        rows.setdefault((name, decision.m, decision.k, decision.n, what, decision.reason), []).append(decision.fqn)
+    header = ("layer", "M", "K", "N", "precision", "rule")
+    lines = [
+        (f"{name} ({len(fqns)})" if len(fqns) > 1 else fqns[0], *map(str, rest)) for (name, *rest), fqns in rows.items()
+    ]
+    widths = [max(len(line[column]) for line in [header, *lines]) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in [header, *lines]
+    )
+
+
+def summary(report: Sequence[Decision]) -> str:
+    """'42 of 43 linear layers converted (float8 tensorwise 42), 71% of their weights'."""
+    taken = [decision for decision in report if decision.converted]
+    kinds = Counter(f"{decision.converter} {decision.recipe}" for decision in taken)
+    weights = sum(decision.k * decision.n for decision in report)
+    fraction = sum(decision.k * decision.n for decision in taken) / weights if weights else 0
+    counts = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
+    return f"{len(taken)} of {len(report)} linear layers converted ({counts}), {fraction:.0%} of their weights"

@@ -1,0 +1,178 @@
+"""The promise of the report, kept: low-precision GEMMs are counted in the first training step.
+
+Counting is done by torch's profiler, which sees operations in eager and in compiled code, in hooks and in the threads
+of the backward pass. The forward passes of converted layers are marked in its record, those of a recomputation with
+another mark: so each layer's count is exact, and what a recomputation adds makes up for nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from torchtitan.compat.dispatch import in_backward_pass
+from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, ProfilerOp
+from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
+from torchtitan.parallel.pipeline import Passes
+
+FORWARD, RECOMPUTED = "forward pass of ", "recomputed forward pass of "
+
+
+@contextmanager
+def checked_gemms(
+    model: nn.Module,
+    converters: Sequence[object],
+    passes: Mapping[str, Passes],
+    compiled: bool,
+    recomputed: bool = False,
+    others: Sequence[object] = (),
+) -> Iterator[None]:
+    """Around one training step, in which nothing is compiled any more: low-precision GEMMs must run as promised.
+
+    Args:
+        model: what this rank holds of it.
+        converters: of the run, after they have converted; others than `LinearConverter` promise nothing.
+        passes: by path, how often the layers on this rank run in this step.
+        compiled: the compiler fuses the casts of emulated GEMMs, which then cannot be counted.
+        recomputed: activation checkpointing is on. What a compiled block recomputes is part of its backward pass, and
+            the compiler leaves out what nobody needs: so there the count has a range.
+        others: converters of other phases of the run, of which no GEMM may run.
+
+    Raises:
+        ConfigError: fewer or more GEMMs ran than promised.
+    """
+    by_op: dict[ProfilerOp, list[LinearConverter]] = {}
+    for converter in converters:
+        if isinstance(converter, LinearConverter):
+            by_op.setdefault(converter.gemms.op, []).append(converter)
+    unwanted = {other.gemms.op for other in others if isinstance(other, LinearConverter)} - by_op.keys()
+    if not by_op and not unwanted:
+        yield
+        return
+    layers = {
+        decision.fqn
+        for group in by_op.values()
+        for converter in group
+        for decision in converter.decisions
+        if decision.converted and decision.fqn in passes
+    }
+    units = {fqn: _compiled_with(model, fqn) for fqn in layers}
+    with _marked(model, set(units.values())), _profiled() as recorded:
+        yield
+    ran = _count(recorded.profiler.kineto_results.events(), {*by_op, *unwanted})  # type: ignore[union-attr]
+    for op in unwanted:
+        found = sum(ran[op].values())
+        if found and not (op == EMULATED_FLOAT8 and by_op):  # beside real float8 GEMMs there are such casts
+            raise ConfigError(
+                f"[[precision.phase]]: {op.operation} ran {found} times in this step, though no converter of this "
+                "phase uses it. Something (compile, a feature combined with it) keeps layers in the precision of "
+                "another phase; do without the phases, or without that feature."
+            )
+    for op, group in by_op.items():
+        what = " and ".join(f"{converter.name} {converter.recipe}" for converter in group)
+        if compiled and op.operation == EMULATED_FLOAT8.operation:
+            logger.info(f"{what}: emulated and compiled, so its GEMMs cannot be counted")
+            continue
+        _compare(what, op, group, passes, units, ran[op], recomputed)
+
+
+def _compare(
+    what: str,
+    op: ProfilerOp,
+    converters: Sequence[LinearConverter],
+    passes: Mapping[str, Passes],
+    units: Mapping[str, str],
+    ran: Counter[str],
+    recomputed: bool,
+) -> None:
+    """Of the GEMMs of one kind: what ran, by the mark that it ran in, "" for the rest, against what was promised."""
+    forward: Counter[str] = Counter()  # by unit
+    backward = slack = 0
+    for converter in converters:
+        for decision in converter.decisions:
+            fqn = decision.fqn
+            if decision.converted and fqn in passes:
+                forward[FORWARD + units[fqn]] += converter.gemms.forward * passes[fqn].forward
+                backward += converter.gemms.backward * passes[fqn].backward
+                if recomputed and units[fqn] != fqn:
+                    slack += converter.gemms.forward * passes[fqn].backward
+    found = {mark: count // op.per_gemm for mark, count in ran.items()}
+    again = sum(count for mark, count in found.items() if mark.startswith(RECOMPUTED))
+    wanted, seen = sum(forward.values()) + backward, sum(found.values()) - again
+    wrong = [mark for mark in forward if found.get(mark, 0) != forward[mark]]
+    if wrong or not 0 <= seen - wanted <= slack:
+        where = f" ({wrong[0]}: {found.get(wrong[0], 0)} of {forward[wrong[0]]})" if wrong else ""
+        raise ConfigError(
+            f"model.converters: {what} promised {wanted} low-precision GEMMs in this step, and {seen} ran{where}. "
+            "Something between conversion and training (parallelization, compile) takes layers out of low precision; "
+            "remove the converter, or the feature combined with it."
+        )
+    more = again + seen - wanted
+    logger.info(
+        f"{what}: {wanted} low-precision GEMMs ran in this step, {wanted} promised"
+        + (f"; recomputation shows {more} more" if more else "")
+    )
+
+
+def _profiled() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=False)
+
+
+def _compiled_with(model: nn.Module, fqn: str) -> str:
+    """The path of the module that is compiled with this layer in it, since marks inside would compile it anew; the
+    layer's own where none is."""
+    parts = fqn.split(".")
+    for length in range(len(parts)):
+        path = ".".join(parts[:length])
+        if hasattr(vars(model.get_submodule(path)).get("forward"), "_torchdynamo_orig_callable"):
+            return path
+    return fqn
+
+
+@contextmanager
+def _marked(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
+    """Within it, the profiler's record shows when the forward passes of these modules run."""
+    with ExitStack() as undo:
+        for path in paths:
+            module: Any = model.get_submodule(path)
+            own, forward = vars(module).get("forward"), module.forward
+            module.forward = partial(_run_marked, forward, path)
+            undo.callback(partial(setattr, module, "forward", own) if own else partial(delattr, module, "forward"))
+        yield
+
+
+def _run_marked(forward: Callable[..., Any], path: str, *inputs: Any, **more: Any) -> Any:
+    with record_function(f"{RECOMPUTED if in_backward_pass() else FORWARD}{path}"):
+        return forward(*inputs, **more)
+
+
+def _count(events: Sequence[Any], ops: Iterable[ProfilerOp]) -> dict[ProfilerOp, Counter[str]]:
+    """By trace, how many operations ran in each mark; those in none under ""."""
+    counts: dict[ProfilerOp, Counter[str]] = {op: Counter() for op in ops}
+    threads: dict[int, list[tuple[int, int, str | ProfilerOp]]] = {}
+    for event in events:
+        name = event.name()
+        kinds: list[str | ProfilerOp] = [name] if name.startswith((FORWARD, RECOMPUTED)) else []
+        for op in counts:
+            if name == op.operation and (
+                not op.input_dtypes or (event.dtypes() and event.dtypes()[0] in op.input_dtypes)
+            ):
+                kinds.append(op)
+        for kind in kinds:
+            start = event.start_ns()
+            threads.setdefault(event.start_thread_id(), []).append((start, -start - event.duration_ns(), kind))
+    for thread in threads.values():
+        around: list[tuple[int, str | ProfilerOp]] = []
+        for start, minus_end, kind in sorted(thread, key=lambda entry: entry[:2]):
+            while around and around[-1][0] <= start:
+                around.pop()
+            # Within a dispatch mode, as selective checkpointing has one, an operation shows twice, one in the other.
+            if isinstance(kind, ProfilerOp) and not (around and around[-1][1] == kind):
+                counts[kind][next((mark for _, mark in reversed(around) if isinstance(mark, str)), "")] += 1
+            around.append((-minus_end, kind))
+    return counts

@@ -1,0 +1,187 @@
+"""INT8 all-gather for FSDP2: sharded weights travel as int8 data with their float32 scales, in half of bf16's bytes.
+
+FSDP2 asks a sharded weight that has `fsdp_pre_all_gather` what to send, and `fsdp_post_all_gather` what to make of it.
+Shards are rows, so the scales of rows are a shard's own; the one scale of a whole tensor needs a reduction over the
+shards: one for all weights after each optimizer step (`set_tensorwise_scales`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.compat.dispatch import pytree
+from torchtitan.kernels.quantize import (
+    LARGEST,
+    SMALLEST_SCALE,
+    ScaleRecipe,
+    dequantize,
+    quantize,
+    quantize_with,
+)
+from torchtitan.kernels.quantized import Quantized
+
+aten = torch.ops.aten
+# What FSDP2, initialization and optimizers do to a sharded weight that must give a sharded weight again.
+KEEP_TYPE = {
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.chunk.default,
+    aten.copy_.default,
+    aten.view.default,
+    aten.as_strided.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+    aten.clone.default,
+}
+
+
+class ShardedWeight(torch.Tensor):
+    """A weight in high precision, or a shard of it, that is gathered in int8.
+
+    Args:
+        tensor: (rows, columns).
+        recipe: of the scales.
+    """
+
+    tensor: torch.Tensor
+    recipe: ScaleRecipe
+    scale_inverse: torch.Tensor | None
+    """(1, 1), of the whole tensor, where it has been computed already: for the next gather."""
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, recipe: str) -> "ShardedWeight":
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+
+    def __init__(self, tensor: torch.Tensor, recipe: ScaleRecipe) -> None:
+        self.tensor = tensor
+        self.recipe = recipe
+        self.scale_inverse = None
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedWeight({self.tensor}, {self.recipe})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        recipes = {leaf.recipe for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)}
+        args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.tensor, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if func is aten.copy_.default or func not in KEEP_TYPE:
+            return out
+        (recipe,) = recipes
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: cls(tensor, recipe), out)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["tensor"], self.recipe
+
+    @staticmethod
+    def __tensor_unflatten__(inner, recipe, outer_size, outer_stride):  # type: ignore[no-untyped-def]
+        return ShardedWeight(inner["tensor"], recipe)
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
+        """((int8 data, scale inverses), metadata) of this shard; one scale for all travels as metadata."""
+        if self.recipe == "rowwise":
+            data, scale_inverse = quantize(self.tensor, "rowwise")
+            # FSDP2 on one rank copies the first tensor and no other; there the scales need no gathering.
+            return ((data,), scale_inverse) if mesh.size() == 1 else ((data, scale_inverse), None)
+        if self.scale_inverse is None:  # before the first optimizer step
+            self.scale_inverse = tensorwise_scale(self.tensor.abs().amax().float(), mesh).view(1, 1)
+        scale_inverse = self.scale_inverse.clone()  # that of this data, whatever becomes of the weight's
+        return (quantize_with(self.tensor, scale_inverse),), scale_inverse
+
+    def fsdp_post_all_gather(self, outputs, scale_inverse, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
+        """The whole weight, and the tensors whose memory FSDP2 frees after use."""
+        if out is None:
+            scale_inverse = outputs[1] if scale_inverse is None else scale_inverse
+            return GatheredWeight(Quantized(outputs[0], scale_inverse), param_dtype), outputs
+        # The same memory, filled anew. What was kept for the backward pass refers to it, so the scale's is filled too.
+        weight: Any = out._local_tensor if isinstance(out, DTensor) else out
+        if scale_inverse is not None:
+            weight.scale_inverse.data.copy_(scale_inverse)  # .data: as FSDP2 does it, unseen by autograd
+        return None
+
+
+class GatheredWeight(torch.Tensor):
+    """A whole weight in int8, (rows, columns), with its scale inverse, (rows, 1) or (1, 1).
+
+    It appears in high-precision `dtype` to autograd; only `Int8Matmul` can multiply by it.
+    """
+
+    data_int8: torch.Tensor
+    scale_inverse: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, quantized: Quantized, dtype: torch.dtype) -> "GatheredWeight":
+        data = quantized.data
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, data.size(), strides=data.stride(), dtype=dtype, device=data.device
+        )
+
+    def __init__(self, quantized: Quantized, dtype: torch.dtype) -> None:
+        self.data_int8, self.scale_inverse = quantized
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GatheredWeight({self.quantized()})"
+
+    def quantized(self) -> Quantized:
+        return Quantized(self.data_int8, self.scale_inverse)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        # FSDP2 asks for the weight's own shape and strides (as_strided), DTensor.to_local() for a view of its shape.
+        same = func is aten.view.default and list(args[1]) == list(args[0].shape)
+        if same or func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
+            return cls(args[0].quantized(), args[0].dtype)
+        # Anything else sees the weight in high precision.
+        args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.dequantize_all(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def dequantize_all(self) -> torch.Tensor:
+        return dequantize(self.data_int8, self.scale_inverse, self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["data_int8", "scale_inverse"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner, dtype, outer_size, outer_stride):  # type: ignore[no-untyped-def]
+        return GatheredWeight(Quantized(inner["data_int8"], inner["scale_inverse"]), dtype)
+
+
+def tensorwise_scale(amax: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Scale inverse of whole tensors from the largest magnitudes of their shards."""
+    if mesh.size() > 1:
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return (amax / LARGEST).clamp_min(SMALLEST_SCALE)
+
+
+@torch.no_grad()
+def set_tensorwise_scales(models: Sequence[nn.Module]) -> None:
+    """Computes the scales of all weights that are gathered with one scale each, in one reduction."""
+    sharded = [
+        (parameter.device_mesh, parameter._local_tensor)
+        for model in models
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, ShardedWeight)
+    ]
+    if not sharded:
+        return
+    mesh = sharded[0][0]["fsdp"]  # a tensor-parallel rank's part of a weight is a matrix with a scale of its own
+    amax = torch.stack([weight.tensor.abs().amax().float() for _, weight in sharded])
+    for (_, weight), scale in zip(sharded, tensorwise_scale(amax, mesh), strict=True):
+        weight.scale_inverse = scale.view(1, 1)

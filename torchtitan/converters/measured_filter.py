@@ -1,0 +1,124 @@
+"""`auto_filter_measured`: is a layer of this size faster in low precision, on this device?"""
+
+import statistics
+from collections.abc import Sequence
+from importlib.metadata import version
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtitan.cache import cache_result, cached_results, keep_compiled_code_private
+from torchtitan.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.converters.linear import LinearConverter
+
+RESULTS = "measured_products.json"
+ROUNDS = 7
+FEW_ROWS, SOME_ROWS = 32, 1024
+HOPELESS = 50  # times as slow with a few rows, where rounding alone may be ten times the GEMM
+
+
+def measured_reason(converter: "LinearConverter", m: int, k: int, n: int) -> str | None:
+    """Why a layer of this size stays in bf16, or None where low precision wins.
+
+    One rank measures and all follow it, so that they convert the same layers. Results are kept from run to run, by
+    device and versions.
+    """
+    distributed = dist.is_initialized() and dist.get_world_size() > 1
+    ratio = [0.0]
+    if not distributed or dist.get_rank() == 0:
+        ratio[0] = _cached_speedup(converter, m, k, n)
+    if distributed:
+        dist.broadcast_object_list(ratio)
+    return None if ratio[0] > 1 else f"{ratio[0]:.2f} x the speed of bf16 at M = {m}, K = {k}, N = {n}"
+
+
+def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int) -> float:
+    target = converter.target
+    key = " | ".join(
+        [
+            target.device_name or target.device_type,
+            f"{torch.get_num_threads()} threads",
+            f"torch {torch.__version__}",
+            f"torchao {version('torchao')}",
+            "compiled" if target.compile else "eager",
+            converter.description,
+            f"{m} {k} {n}",
+        ]
+    )
+    known: float | None = cached_results(RESULTS).get(key)
+    if known is None:
+        known = speedup(converter, m, k, n)
+        logger.info(f"measured: {converter.description} at ({m}, {k}, {n}) is {known:.2f} x the speed of bf16")
+        cache_result(RESULTS, key, known)
+    return known
+
+
+def speedup(converter: "LinearConverter", m: int, k: int, n: int) -> float:
+    """Time of bf16 over time of low precision, forward and backward of one layer; medians of interleaved rounds."""
+    seconds = layer_seconds([None, converter], m, k, n, compiled=converter.target.compile)
+    high_seconds, low_seconds = (statistics.median(map(sum, times)) for times in seconds)
+    return high_seconds / low_seconds
+
+
+def slowness(converter: "LinearConverter", dtype: torch.dtype) -> list[float]:
+    """How many times as long a layer takes as in `dtype`, for each distinct size that the converter takes on a CPU.
+
+    A few rows are tried first: a GEMM without a real kernel takes a thousand times as long, and nobody would wait.
+    """
+    sizes = {(decision.k, decision.n): decision.m for decision in converter.decisions if decision.converted}
+    ratios = []
+    for (k, n), m in sizes.items():
+        for rows in (FEW_ROWS, min(m, SOME_ROWS)):
+            high, low = (
+                min(map(sum, times)) for times in layer_seconds([None, converter], rows, k, n, rounds=2, dtype=dtype)
+            )
+            if rows == FEW_ROWS and low > HOPELESS * high:
+                break
+        ratios.append(low / high)
+    return ratios
+
+
+def layer_seconds(
+    converters: "Sequence[LinearConverter | None]",
+    m: int,
+    k: int,
+    n: int,
+    rounds: int = ROUNDS,
+    dtype: torch.dtype = torch.bfloat16,
+    compiled: bool = False,
+) -> list[list[tuple[float, float]]]:
+    """Seconds of (forward, backward) of one layer in `dtype` under each converter, None for none, in each round.
+
+    Rounds are interleaved, since the speed of a machine drifts. The layer has no bias; (m, k) x (k, n).
+    """
+    target = next(converter.target for converter in converters if converter is not None)
+    device = "cuda" if target.device_type == "cuda" else "cpu"
+    x = torch.randn(m, k, device=device, dtype=dtype, requires_grad=True)
+    out_grad = torch.randn(m, n, device=device, dtype=dtype)
+    layers = [nn.Linear(k, n, bias=False, device=device, dtype=dtype) for _ in converters]
+    modules = [c.swap(layer) if c is not None else layer for c, layer in zip(converters, layers, strict=True)]
+    keep_compiled_code_private()
+    forwards: list[Any] = [torch.compile(module) if compiled else module for module in modules]
+
+    def now() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return perf_counter()
+
+    def seconds(forward: Any) -> tuple[float, float]:
+        start = now()
+        out = forward(x)
+        middle = now()
+        out.backward(out_grad)
+        return middle - start, now() - middle
+
+    for forward in forwards:  # compile, load kernels, fill caches
+        seconds(forward)
+        seconds(forward)
+    rows = [[seconds(forward) for forward in forwards] for _ in range(rounds)]
+    return [list(column) for column in zip(*rows, strict=True)]

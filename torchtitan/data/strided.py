@@ -1,0 +1,140 @@
+"""How documents are dealt to the rows of a batch: shuffled by epoch, every row a stream of its own."""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torchtitan.data.sources import Document, Drawn, Source, StreamedSource, TextFiles, digest
+from torchtitan.errors import DataError
+
+__all__ = ["SplitSource", "StreamedSplit", "StridedSource", "permute_index", "split"]
+
+HELD_OUT_EVERY = 100  # one document in so many is held out
+MASK64 = (1 << 64) - 1
+
+
+def mix64(value: int) -> int:
+    """64 well-mixed bits of an integer: the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+    return value ^ (value >> 31)
+
+
+def permute_index(index: int, length: int, key: int) -> int:
+    """Where a permutation of 0 to `length`, chosen by `key`, takes `index`.
+
+    A Feistel network of four rounds over the next power of four, walked until it lands inside (Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002): no table, so that a billion documents cost no memory, and the same
+    on every platform and version.
+    """
+    half = max((length - 1).bit_length() + 1, 2) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            left, right = right, left ^ (mix64(key ^ mix64(right << 2 | turn)) & mask)
+        index = left << half | right
+        if index < length:
+            return index
+
+
+class StridedSource:
+    """A source with random access as a streamed one: row j of B reads documents j, j + B, ... of a permutation.
+
+    Args:
+        source: the documents.
+        name: what to call it in messages.
+    """
+
+    def __init__(self, source: Source, name: str) -> None:
+        self.source = source
+        self.name = name
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
+        length = len(self.source)
+        if length < rows:
+            raise DataError(
+                f"{self.name} has {length} documents for the {rows} rows of a global batch; "
+                "lower the batch size or add documents."
+            )
+        return self.endless(row, rows, seed, position)
+
+    def endless(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
+        length = len(self.source)
+        epoch, place = position or (0, row)
+        while True:
+            key = None if seed is None else mix64(mix64(seed) + epoch)
+            while place < length:
+                index = place if key is None else permute_index(place, length, key)
+                place += rows
+                yield Drawn(self.source[index], epoch, [epoch, place])
+            epoch, place = epoch + 1, row
+
+
+class SplitSource:
+    """The documents of a source but for every hundredth, or those alone."""
+
+    def __init__(self, source: Source, held_out: bool) -> None:
+        self.source = source
+        self.held_out = held_out
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([self.source.fingerprint, self.held_out])
+
+    def __len__(self) -> int:
+        held_out = len(self.source) // HELD_OUT_EVERY
+        return held_out if self.held_out else len(self.source) - held_out
+
+    def __getitem__(self, index: int) -> Document:
+        if self.held_out:
+            return self.source[index * HELD_OUT_EVERY + HELD_OUT_EVERY - 1]
+        return self.source[index + index // (HELD_OUT_EVERY - 1)]
+
+
+class StreamedSplit:
+    """A streamed source in which the documents of the other part are empty. The id decides, whoever reads it."""
+
+    def __init__(self, source: StreamedSource, held_out: bool) -> None:
+        self.source = source
+        self.held_out = held_out
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([self.source.fingerprint, self.held_out])
+
+    def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
+        for drawn in self.source.documents(row, rows, seed, position):
+            document = drawn.document
+            if (zlib.crc32(document.id.encode()) % HELD_OUT_EVERY == 0) != self.held_out:
+                document = replace(document, text="")
+            yield drawn._replace(document=document)
+
+
+def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source | StreamedSource:
+    """The training part of a source, or the part that is held out of it: one document in a hundred.
+
+    Raises:
+        DataError: there are fewer than a hundred documents.
+    """
+    if not hasattr(source, "__getitem__"):
+        return StreamedSplit(source, held_out)  # type: ignore[arg-type]
+    if isinstance(source, TextFiles):
+        # Cut the same way for every batch size, so that what is held out depends on the data alone.
+        source = source.cut(4 * HELD_OUT_EVERY)
+    if len(source) < HELD_OUT_EVERY:  # type: ignore[arg-type]
+        raise DataError(
+            f"{name} has {len(source)} documents, too few to hold one in {HELD_OUT_EVERY} out; "  # type: ignore[arg-type]
+            "name other text in validation.dataset_path, or set validation.enabled = false."
+        )
+    if not isinstance(source, TextFiles):
+        return SplitSource(source, held_out)  # type: ignore[arg-type]
+    spans = enumerate(source.spans)
+    last = HELD_OUT_EVERY - 1
+    return source.with_spans(span for number, span in spans if (number % HELD_OUT_EVERY == last) == held_out)

@@ -1,0 +1,52 @@
+"""The dtype that a run computes in, where `training.mixed_precision_param` leaves it open."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.checkpoint.folder import saved_steps
+from torchtitan.config import JobConfig
+from torchtitan.config.manager import read_toml
+from torchtitan.errors import ConfigError
+from torchtitan.kernels.cpu_speed import bfloat16_is_fast
+
+SLOW_BFLOAT16 = "bfloat16 GEMMs are slower than float32 ones on this CPU"
+
+
+def decide_compute_dtype(config: JobConfig, device_type: str) -> JobConfig:
+    """`config` with "auto" replaced by "bfloat16", or by "float32" on a CPU that multiplies float32 faster.
+
+    A run that goes on from a checkpoint stays in what it began with. All ranks get the same answer; within a process
+    group they call this together.
+    """
+    if config.training.mixed_precision_param != "auto":
+        return config
+    dtype: Any = "bfloat16"
+    if device_type == "cpu":
+        dtype = _agree_over_ranks(_dtype_of_checkpoint(config), bfloat16_is_fast())
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, mixed_precision_param=dtype))
+
+
+def _dtype_of_checkpoint(config: JobConfig) -> str | None:
+    """What the run in this dump folder computes in, if there is one to go on with."""
+    folder = Path(config.job.dump_folder)
+    if not config.checkpoint.enable_checkpoint or not saved_steps(folder / config.checkpoint.folder):
+        return None
+    try:
+        dtype = read_toml(str(folder / "config.toml")).get("training", {}).get("mixed_precision_param")
+    except ConfigError:  # gone, or cut short
+        return None
+    return dtype if dtype in ("bfloat16", "float32") else None
+
+
+def _agree_over_ranks(of_checkpoint: str | None, bfloat16: bool) -> str:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        fast = torch.tensor(int(bfloat16))
+        dist.all_reduce(fast, op=dist.ReduceOp.MIN)
+        said = [of_checkpoint]
+        dist.broadcast_object_list(said)
+        of_checkpoint, bfloat16 = said[0], bool(fast)
+    return of_checkpoint or ("bfloat16" if bfloat16 else "float32")

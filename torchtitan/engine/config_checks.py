@@ -1,0 +1,309 @@
+"""Mistakes between keys, found before a process group or a model is made, and reported all at once."""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from torchtitan.config import JobConfig
+from torchtitan.config.manager import read_toml
+from torchtitan.config.system import Parallelism
+from torchtitan.converters import CONVERTERS
+from torchtitan.data.datasets import DATASETS
+from torchtitan.engine.model_args import find_model_args
+from torchtitan.engine.precision_phases import parse_phases
+from torchtitan.engine.unused_keys import unused_keys
+from torchtitan.errors import ConfigError, UserError, nearest
+from torchtitan.logging import logger
+from torchtitan.models import MODELS
+from torchtitan.optim.optimizer import OPTIMIZERS, QUANTIZED_OPTIMIZERS, WITHOUT_DECAY
+from torchtitan.parallel.dims import ParallelDims, find_dims
+from torchtitan.parallel.layout_checks import check_model, check_pipeline, check_schedule
+
+PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state"]
+
+
+def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
+    """The degrees of parallelism of a configuration that makes sense as a whole.
+
+    Args:
+        world_size: number of processes.
+        device_type: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: with a sentence for each mistake.
+    """
+    problems: list[str] = []
+    _collect(problems, lambda: MODELS.get(config.model.name).flavor(config.model.flavor))
+    _collect(problems, lambda: OPTIMIZERS.get(config.optimizer.name))
+    for name in config.model.converters:
+        _collect(problems, lambda name=name: CONVERTERS.get(name))  # type: ignore[misc]
+    if config.precision.phase:
+        _collect(problems, lambda: parse_phases(config))
+    if len(set(config.model.converters)) < len(config.model.converters):
+        problems.append("model.converters: a converter is named twice; each can be applied once.")
+    # Names are looked up whether they are used or not: a typo in what is off would bite when it is turned on.
+    _collect(problems, lambda: DATASETS.get(config.training.dataset))
+    _collect(problems, lambda: DATASETS.get(config.validation.dataset or "c4", "validation.dataset"))
+    if config.parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule:
+        check_schedule(config.parallelism, problems)
+    dims = find_dims(config.parallelism, world_size, problems)
+    if dims is not None:
+        _check_batch(config, dims, problems)
+        _check_parallel(config, dims, device_type, problems)
+        _check_one_backward_pass(config, dims, problems)
+    _check_optimizer(config, problems)
+    _check_checkpoint(config, world_size, device_type, problems)
+    _check_plan(config, problems)
+    _check_not_built(config, device_type, problems)
+    _check_activation_checkpoint(config, problems)
+    _check_dump_folder(config, problems)
+    if problems or dims is None:
+        raise ConfigError(*problems)
+    for sentence in unused_keys(config):
+        logger.info(sentence)
+    return dims
+
+
+def global_batch_size(config: JobConfig, dims: ParallelDims) -> int:
+    """Sequences in an optimizer step."""
+    given = config.training.global_batch_size
+    return config.training.local_batch_size * dims.dp if given == -1 else given
+
+
+def _collect(problems: list[str], attempt: Callable[[], object]) -> None:
+    try:
+        attempt()
+    except ConfigError as error:
+        problems.extend(error.problems)
+
+
+def _check_batch(config: JobConfig, dims: ParallelDims, problems: list[str]) -> None:
+    rows, local = global_batch_size(config, dims), config.training.local_batch_size
+    if rows < 1:
+        problems.append(f"training.global_batch_size must be -1 or above 0, not {rows}.")
+    elif rows < dims.dp:
+        problems.append(
+            f"training.global_batch_size = {rows} is smaller than the {dims.dp} data-parallel ranks: "
+            "some would have no row; raise it, or start fewer processes."
+        )
+    elif rows % (local * dims.dp):
+        problems.append(
+            f"training.global_batch_size = {rows} is not a multiple of training.local_batch_size x data-parallel "
+            f"ranks = {local} x {dims.dp} = {local * dims.dp}."
+        )
+
+
+def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, problems: list[str]) -> None:
+    """Whether the model can be divided so. What keeps a model from being built is said elsewhere."""
+    parallelism = config.parallelism
+    if parallelism.enable_async_tensor_parallel:
+        _check_async_tensor_parallel(dims.tp, config.training.compile, device_type, problems)
+    if dims.tp == dims.cp == dims.pp == 1:
+        return
+    try:
+        args = find_model_args(config.model)
+    except UserError:
+        return
+    check_model(args, dims, parallelism, config.training.seq_len, problems)
+    if dims.pp > 1:
+        from torchtitan.parallel.pipeline import splits_backward  # takes its time to import
+
+        phases = config.precision.phase
+        if (config.model.converters or any(phase.converters for phase in phases)) and splits_backward(parallelism):
+            logger.warning(
+                f"parallelism.pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule} computes the "
+                "backward GEMMs of low-precision layers twice; 1F1B or Interleaved1F1B are faster with converters"
+            )
+        check_pipeline(args.n_layers, dims, parallelism, config.training, config.validation, problems)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dims.tp))
+    if here % dims.tp:
+        logger.warning(
+            f"parallelism.tensor_parallel_degree = {dims.tp} spans several machines ({here} processes on this one): "
+            "each block waits four times for the network between them; keep it within a machine if you can."
+        )
+
+
+def _check_async_tensor_parallel(degree: int, compiled: bool, device_type: str, problems: list[str]) -> None:
+    key = "parallelism.enable_async_tensor_parallel"
+    if degree == 1:
+        problems.append(f"{key} needs parallelism.tensor_parallel_degree above 1; unset it.")
+    if not compiled:
+        problems.append(f"{key} is the compiler's work: set training.compile = true, or unset it.")
+    if device_type != "cuda":
+        problems.append(f"{key} needs symmetric memory of CUDA devices, and this run is on {device_type}; unset it.")
+
+
+def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
+    optimizer, training = config.optimizer, config.training
+    for name in optimizer.no_weight_decay:
+        if name not in WITHOUT_DECAY:
+            problems.append(
+                f"optimizer.no_weight_decay: there is no {name!r}{nearest(name, list(WITHOUT_DECAY))}; known: "
+                f"{', '.join(WITHOUT_DECAY)}."
+            )
+    is_quantized = optimizer.name in QUANTIZED_OPTIMIZERS
+    smaller = optimizer.state_dtype != "float32" or training.weight_dtype != "float32"
+    if smaller and config.float8.weight_scale == "bound":
+        problems.append(
+            "float8.weight_scale = bound holds for updates in float32: with optimizer.state_dtype or "
+            "training.weight_dtype in bfloat16, what is rounded could go beyond it. Use measured, or float32."
+        )
+    if optimizer.state_dtype != "float32" and optimizer.name != "AdamW":
+        problems.append(f"optimizer.state_dtype is for AdamW; unset it, or change optimizer.name = {optimizer.name}.")
+    if optimizer.second_moment != "v" and optimizer.name != "AdamWFp8":
+        problems.append(
+            f"optimizer.second_moment is for AdamWFp8; unset it, or change optimizer.name = {optimizer.name}."
+        )
+    if training.weight_dtype != "float32" and not is_quantized and optimizer.name != "AdamW":
+        problems.append(
+            f"training.weight_dtype = {training.weight_dtype} needs an update that rounds stochastically, for most are "
+            f"smaller than half a step of bfloat16: take AdamW, AdamW8bit, AdamWFp8 or AdamW4bit, not {optimizer.name}."
+        )
+    if optimizer.implementation != "fused" and (is_quantized or (smaller and optimizer.name == "AdamW")):
+        problems.append(
+            f"optimizer.implementation = {optimizer.implementation} is of torch's optimizers in float32; unset it."
+        )
+    if not optimizer.early_step_in_backward:
+        return
+    key = "optimizer.early_step_in_backward updates parameters before"
+    if training.max_norm < math.inf:
+        problems.append(
+            f"{key} the gradient norm is known, so nothing can be clipped by it: set training.max_norm = inf."
+        )
+    if training.skip_nonfinite or training.skip_grad_norm_outliers is not None:
+        problems.append(
+            f"{key} the loss of all ranks and the gradient norm are known, so no update can be left out: set "
+            "training.skip_nonfinite = false and leave training.skip_grad_norm_outliers unset."
+        )
+    if training.enable_cpu_offload:
+        problems.append(f"{key} gradients are sure to be in host memory: unset training.enable_cpu_offload.")
+
+
+def _check_one_backward_pass(config: JobConfig, dims: ParallelDims, problems: list[str]) -> None:
+    """What cannot be with several microbatches in a step."""
+    rows, size = global_batch_size(config, dims), config.training.local_batch_size * dims.dp
+    early, weight_dtype = config.optimizer.early_step_in_backward, config.training.weight_dtype
+    if early and dims.pp > 1:
+        problems.append(
+            "optimizer.early_step_in_backward would update parameters after each microbatch of a pipeline: unset it, "
+            "or parallelism.pipeline_parallel_degree."
+        )
+    if rows <= size:
+        return
+    remedy = f"set training.global_batch_size = {size} (local_batch_size x data-parallel ranks)"
+    if early:
+        problems.append(
+            f"optimizer.early_step_in_backward would update parameters after each of {rows // size} microbatches: "
+            f"{remedy}, or unset it."
+        )
+    if weight_dtype != "float32":
+        problems.append(
+            f"training.weight_dtype = {weight_dtype} keeps gradients in it too, and those of {rows // size} "
+            f"microbatches cannot be summed there without loss: {remedy}."
+        )
+
+
+def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, problems: list[str]) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_latest_k == 1:
+        problems.append(
+            "checkpoint.keep_latest_k = 1 would leave nothing if the newest is damaged; use 2, or 0 for all."
+        )
+    if checkpoint.load_step < -1:
+        problems.append(f"checkpoint.load_step must be -1 (the newest) or a step, not {checkpoint.load_step}.")
+    if checkpoint.load_step != -1 and not checkpoint.enable_checkpoint:
+        problems.append("checkpoint.load_step is set, but checkpoint.enable_checkpoint is off; turn it on.")
+    for part in checkpoint.exclude_from_loading:
+        if part not in PARTS_OF_CHECKPOINT:
+            problems.append(
+                f"checkpoint.exclude_from_loading: there is no part {part!r}{nearest(part, PARTS_OF_CHECKPOINT)}; "
+                f"known: {', '.join(PARTS_OF_CHECKPOINT)}."
+            )
+    if checkpoint.async_mode == "async_with_pinned_mem" and device_type == "cpu":
+        problems.append("checkpoint.async_mode = async_with_pinned_mem needs a GPU; use async.")
+    if checkpoint.create_seed_checkpoint:
+        if not checkpoint.enable_checkpoint:
+            problems.append("checkpoint.create_seed_checkpoint needs checkpoint.enable_checkpoint = true.")
+        if world_size > 1:
+            problems.append("checkpoint.create_seed_checkpoint needs one process (NGPU=1); every layout can load it.")
+
+
+def is_plan(config: JobConfig) -> bool:
+    """Whether the run is to be planned, not made."""
+    return config.job.plan or config.memory_estimation.enabled
+
+
+def _check_plan(config: JobConfig, problems: list[str]) -> None:
+    if config.memory_estimation.disable_fake_mode:
+        problems.append(
+            "memory_estimation.disable_fake_mode: a plan has no real tensors; to measure with them, train a few steps "
+            "and look at peak_memory_bytes in metrics.jsonl."
+        )
+    if is_plan(config):
+        if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            problems.append(
+                "job.plan needs one process, whatever the size of the world; start one (NGPU=1 or `python train.py`) "
+                "and give --job.simulate_world_size."
+            )
+        return
+    for key, on in {
+        "simulate_world_size": config.job.simulate_world_size is not None,
+        "simulate_device": config.job.simulate_device != "auto",
+    }.items():
+        if on:
+            problems.append(f"job.{key} is for plans; add --job.plan, or unset it.")
+
+
+def _check_not_built(config: JobConfig, device_type: str, problems: list[str]) -> None:
+    """A key that is switched on works or stops the run; these do not work yet."""
+    for key, on in {
+        "parallelism.enable_compiled_autograd": config.parallelism.enable_compiled_autograd,
+    }.items():
+        if on:
+            problems.append(f"{key} is not built yet; set it to false.")
+    if config.training.enable_cpu_offload and device_type == "cpu":
+        problems.append("training.enable_cpu_offload needs a GPU: on CPU everything is in host memory already.")
+    if config.profiling.enable_memory_snapshot and device_type == "cpu":
+        problems.append("profiling.enable_memory_snapshot needs a GPU; enable_profiling works on CPU too.")
+
+
+def _check_activation_checkpoint(config: JobConfig, problems: list[str]) -> None:
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isdecimal() and int(option) > 0):
+        problems.append(
+            f"activation_checkpoint.selective_ac_option must be 'op' or a number of layers above 0, not {option!r}."
+        )
+
+
+def _check_dump_folder(config: JobConfig, problems: list[str]) -> None:
+    folder = Path(config.job.dump_folder)
+    for key, inside in {
+        "checkpoint.folder": config.checkpoint.folder,
+        "metrics.save_tb_folder": config.metrics.save_tb_folder,
+        "profiling.save_traces_folder": config.profiling.save_traces_folder,
+        "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
+    }.items():
+        if ".." in Path(inside).parts:
+            problems.append(f"{key} = {inside} leads out of job.dump_folder; name a folder in it, or an absolute path.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        problems.append(f"job.dump_folder: {folder} cannot be written ({error.strerror}); choose another folder.")
+        return
+    saved = folder / "config.toml"
+    if not saved.exists():
+        return
+    try:
+        theirs = read_toml(str(saved)).get("model", {})
+    except ConfigError:
+        return  # cut short by a crash; the run writes it anew
+    mine = config.model
+    if (theirs.get("name"), theirs.get("flavor")) != (mine.name, mine.flavor):
+        problems.append(
+            f"job.dump_folder: {folder} belongs to a run of {theirs.get('name')} {theirs.get('flavor')}, and this is "
+            f"{mine.name} {mine.flavor}; choose another --job.dump_folder."
+        )

@@ -1,0 +1,20 @@
+"""Sizes of the configured model."""
+
+from typing import Any
+
+from torchtitan.config.training import Model
+from torchtitan.data.tokenizer import load_tokenizer
+from torchtitan.models import MODELS
+
+
+def find_model_args(model: Model) -> Any:
+    """Sizes of the flavor; its vocabulary is the tokenizer's where the flavor leaves it open.
+
+    Raises:
+        ConfigError: there is no such model or flavor.
+        DataError: the tokenizer is needed and cannot be used.
+    """
+    args = MODELS.get(model.name).flavor(model.flavor)
+    return (
+        args if args.vocab_size is not None else args.with_vocab_size(load_tokenizer(model.tokenizer_path).vocab_size)
+    )

@@ -1,0 +1,93 @@
+"""Keeps the threads of a CPU run from spinning where other processes need the cores."""
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from torchtitan.logging import logger
+
+TASKS = Path("/proc/self/task")
+INTERVAL = 0.5  # seconds
+BUSY, QUIET = 0.2, 0.05  # cores' worth of threads that were ready to run and had no core
+
+
+@contextlib.contextmanager
+def limit_spinning() -> Iterator[None]:
+    """Around a run on CPU.
+
+    A thread of libgomp that waits for others spins 300,000 times, 16 ms on an Intel CPU, before it sleeps. That is
+    fastest on a machine that does nothing else. But where another process has the core of the one that all wait for,
+    spinning keeps that one from the other cores, and a run with 2 threads loses nine tenths of its speed and more.
+    libgomp spins only 100 times while there are more OpenMP threads than cores (GCC's manual, GOMP_SPINCOUNT), idle
+    ones too: so as long as the machine is busy, we keep some.
+    """
+    decided = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))  # by the user
+    if decided or not _libgomps() or torch.get_num_threads() == 1 or not TASKS.exists():
+        yield
+        return
+    ended = threading.Event()
+    watch = threading.Thread(target=_watch, args=(ended,), name="watch for a busy machine", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watch.join()
+
+
+def _watch(ended: threading.Event) -> None:
+    quiet: threading.Event | None = None  # set when the idle threads may go
+    said, last = False, 0.0
+    before, delay_before = perf_counter(), _seconds_without_a_core()
+    while not ended.wait(INTERVAL):
+        now, delay = perf_counter(), _seconds_without_a_core()
+        lacking = (delay - delay_before) / (now - before)
+        before, delay_before = now, delay
+        if quiet is None and min(lacking, last) > BUSY:  # for longer than a moment
+            quiet = threading.Event()
+            threading.Thread(target=_keep_idle_threads, args=(quiet,), daemon=True).start()
+            if not said:
+                logger.info(
+                    f"busy: {lacking:.1f} threads of this run lack a core on average, which others have. Expect "
+                    "half of its speed at best, or end those; meanwhile waiting threads sleep rather than spin."
+                )
+                said = True
+        elif quiet is not None and lacking < QUIET:
+            quiet.set()
+            quiet = None
+        last = lacking
+    if quiet is not None:
+        quiet.set()
+
+
+def _keep_idle_threads(quiet: threading.Event) -> None:
+    """Teams of this thread's own, which libgomp ends with the thread."""
+    nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # free(NULL)
+    count = max(2, len(os.sched_getaffinity(0)) - torch.get_num_threads() + 2)
+    for libgomp in _libgomps():
+        libgomp.GOMP_parallel(nothing, None, ctypes.c_uint(count), ctypes.c_uint(0))
+    quiet.wait()
+
+
+def _libgomps() -> list[ctypes.CDLL]:
+    """Those in this process: torch's, and the compiler's if it has another name; none where OpenMP is another's."""
+    try:
+        with open("/proc/self/maps") as lines:
+            return [ctypes.CDLL(path) for path in sorted({line.split()[-1] for line in lines if "/libgomp" in line})]
+    except OSError:
+        return []
+
+
+def _seconds_without_a_core() -> float:
+    """Of all threads of this process, since they began: ready to run, while others ran."""
+    total = 0
+    for task in TASKS.iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+            total += int((task / "schedstat").read_text().split()[1])
+    return total / 1e9

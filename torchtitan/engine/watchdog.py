@@ -1,0 +1,80 @@
+"""Says what a run is doing where a step takes unexpectedly long."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from torchtitan.compat.distributed import default_store
+from torchtitan.launcher.progress import COLLECTIVE, Progress, main_thread_location
+from torchtitan.logging import logger
+from torchtitan.parallel.heartbeat import PATIENCE, Heartbeat, with_timeout
+
+FIRST = 60.0  # seconds without the end of a step until the first line; each further one takes twice as long
+MOST = 4  # places that a line names
+
+
+@contextlib.contextmanager
+def watch_progress(progress: Progress, rank: int) -> Iterator[None]:
+    """Around a run. Rank 0 speaks for all ranks, whose places it reads in the store; a step is unexpectedly long also
+    where it takes more than twice as long as any before, saves and validation included."""
+    stop = threading.Event()
+    if rank == 0:
+        threading.Thread(target=_watch, args=(progress, stop), daemon=True, name="watch").start()
+    try:
+        yield
+    finally:
+        stop.set()
+
+
+def _watch(progress: Progress, stop: threading.Event) -> None:
+    ended, due = progress.ended, FIRST
+    while not stop.wait(min(1.0, FIRST / 4)):
+        if progress.ended != ended:
+            ended = progress.ended
+            due = max(FIRST, 2 * progress.longest_interval) if progress.steps > 1 else FIRST
+        elif (elapsed := time.monotonic() - ended) > due:
+            logger.warning(f"no step has ended for {elapsed:.0f} s. {_places()}")
+            due = 2 * elapsed
+
+
+def _places() -> str:
+    """Where the ranks are, and how to see more of them."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        # Another connection, and not for long: the store may be what does not answer.
+        all_ranks = with_timeout(PATIENCE, _locations_of_all)
+        return all_ranks or f"The store of the run does not answer; rank 0 is at {main_thread_location()}."
+    location, pid = main_thread_location(), os.getpid()
+    return f"The main thread is at {location}. Its whole stack: kill -USR2 {pid}, or py-spy dump --pid {pid}."
+
+
+def _locations_of_all() -> str:
+    heart = Heartbeat(default_store(), dist.get_rank(), dist.get_world_size())
+    ranks_at: dict[str, list[int]] = {}
+    for rank, where in heart.places().items():
+        ranks_at.setdefault(where, []).append(rank)
+    # First those that the others wait for.
+    groups = sorted(ranks_at.items(), key=lambda group: (COLLECTIVE in group[0], len(group[1])))
+    named = [f"{_ranks(ranks)}: at {where or 'an unknown main_thread_location'}" for where, ranks in groups[:MOST]]
+    if others := sum(len(ranks) for _, ranks in groups[MOST:]):
+        named.append(f"{others} others: elsewhere")
+    first = groups[0][1][0]
+    return (
+        f"{'; '.join(named)}. The whole stack of a rank: kill -USR2 PID on its machine, or py-spy dump --pid PID "
+        f"(rank {first}: {heart.process(first)})."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """'Rank 3', 'Ranks 0 to 2, 4'."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    names = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"

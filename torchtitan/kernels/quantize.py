@@ -1,0 +1,121 @@
+"""Rounding to int8 and float8, and back."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from torchtitan.cache import keep_compiled_code_private
+from torchtitan.kernels import rounding
+from torchtitan.kernels.quantized import Quantized
+
+LARGEST = rounding.INT8_LARGEST
+SMALLEST_SCALE = 1e-30  # scale inverse of a row of zeros, which stays zeros
+SMALLEST_AMAX = 1e-12  # of float8 scales, as in torchao
+
+R = TypeVar("R")
+ScaleRecipe = Literal["rowwise", "tensorwise"]
+"""One scale for each row of a left operand and each column of a right one, or one for the whole matrix."""
+
+
+def fused(function: Callable[..., R]) -> Callable[..., R]:
+    """`function` as one pass over its data on a GPU: compiled, since eagerly it would be seven.
+
+    Gradients do not flow through it. (On CPU the kernels of `kernels.rounding` make it one pass.)
+    """
+    compiled: list[Callable[..., R]] = []
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> R:
+        tensor = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
+        if torch.compiler.is_compiling() or tensor.device.type != "cuda":  # part of a larger compilation already
+            return function(*arguments)
+        if not compiled:
+            keep_compiled_code_private()
+            compiled.append(torch.compile(function, dynamic=True))
+        # Parameters, leaves and results look alike to the compiler like this, so it compiles once for all.
+        with torch.no_grad():
+            return compiled[0](*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
+
+    return run
+
+
+_last: tuple[Any, ...] = (lambda: None,)
+
+
+def quantize_once(x: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) -> R:
+    """make(x), or what it gave for this very x and key the last time: wq, wk and wv round the same input, as w1 and w3.
+
+    Gradients do not flow through it. The compiler removes repetitions itself.
+    """
+    global _last
+    if torch.compiler.is_compiling():
+        with torch.no_grad():
+            return make(x)
+    if _last[0]() is not x or _last[1:3] != (x._version, key):
+        with torch.no_grad():
+            _last = (weakref.ref(x), x._version, key, make(x))
+    return _last[3]
+
+
+@fused
+def quantize(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
+    """Rounds (rows, columns) to the nearest int8 numbers, with a scale for each row."""
+    amax = rounding.amax(x)
+    return _to_int8(x, amax.amax(0, keepdim=True) if recipe == "tensorwise" else amax)
+
+
+@fused
+def quantize_columns(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
+    """`quantize` with a scale for each column."""
+    by_row, by_column = rounding.amax_both(x)
+    return _to_int8(x, by_row.amax(0, keepdim=True) if recipe == "tensorwise" else by_column)
+
+
+@fused
+def quantize_both(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, Quantized]:
+    """`quantize` and `quantize_columns`; they are the same where the tensor has one scale."""
+    if recipe == "tensorwise":
+        once = _to_int8(x, rounding.amax(x).amax(0, keepdim=True))
+        return once, once
+    rows, columns = (_int8_scale_inverse(amax) for amax in rounding.amax_both(x))
+    by_row, by_column = rounding.round_to_both(x, rows.reciprocal(), columns.reciprocal(), torch.int8)
+    return Quantized(by_row, rows), Quantized(by_column, columns)
+
+
+@fused
+def quantize_with(x: torch.Tensor, scale_inverse: torch.Tensor) -> torch.Tensor:
+    """The int8 data of x at a given scale."""
+    return rounding.round_to(x, scale_inverse.reciprocal(), torch.int8)
+
+
+@fused
+def dequantize(data: torch.Tensor, scale_inverse: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return Quantized(data, scale_inverse).dequantize(dtype)
+
+
+def _to_int8(x: torch.Tensor, amax: torch.Tensor) -> Quantized:
+    scale_inverse = _int8_scale_inverse(amax)
+    return Quantized(rounding.round_to(x, scale_inverse.reciprocal(), torch.int8), scale_inverse)
+
+
+def _int8_scale_inverse(amax: torch.Tensor) -> torch.Tensor:
+    return (amax / LARGEST).clamp_min(SMALLEST_SCALE)
+
+
+def float8_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What brings `amax` to the largest number of the format; float32."""
+    # In float64, as torchao does it: compiled and eager code then agree.
+    return (torch.finfo(dtype).max / amax.double().clamp_min(SMALLEST_AMAX)).float()
+
+
+def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """Float32 scales rounded down to powers of two: their exponents alone."""
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def round_to_float8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Quantized:
+    """x * scale in float8, with the inverse of this very scale; what is beyond the format saturates."""
+    return Quantized(rounding.round_to(x, scale, dtype), scale.reciprocal())

@@ -1,0 +1,60 @@
+"""What the compiler is told about bfloat16 GEMMs on CPU."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchtitan.compat.inductor import CustomGraphPass, get_hash_for_files
+
+aten = torch.ops.aten
+
+LEAST = 2**20  # numbers in a gradient; below, it is as often slower as faster
+
+
+class TransposeWeightGradients(CustomGraphPass):
+    """Writes the transposed operand of a weight's gradient out before the GEMM.
+
+    oneDNN multiplies bfloat16 matrices at a lower rate where the left one is transposed, as in gᵀ x. The compiler's own
+    transposition is fast, and part of what computes g. The smaller operand is taken: gᵀ x, or (xᵀ g)ᵀ.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        transposed_of: dict[fx.Node, fx.Node] = {}  # one x may serve several weights
+        for node in graph.find_nodes(op="call_function", target=aten.mm.default):
+            left, right = node.args
+            if not _is_weight_gradient(left.meta["val"], right.meta["val"]):
+                continue
+            with graph.inserting_before(node):
+                if left.meta["val"].shape[0] <= right.meta["val"].shape[1]:
+                    node.replace_input_with(left, _row_major(graph, left))
+                    continue
+                if right not in transposed_of:
+                    transposed_of[right] = _row_major(graph, _call(graph, aten.permute.default, right, [1, 0]))
+                g = _call(graph, aten.permute.default, left, [1, 0])
+                gemm = _call(graph, aten.mm.default, transposed_of[right], g)
+                node.replace_all_uses_with(_call(graph, aten.permute.default, gemm, [1, 0]))
+            graph.erase_node(node)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+
+def _is_weight_gradient(left: torch.Tensor, right: torch.Tensor) -> bool:
+    kind = left.dtype == torch.bfloat16 and left.device.type == "cpu"
+    if not kind or not all(isinstance(size, int) for size in (*left.shape, *right.shape)):  # sizes are left open
+        return False
+    transposed = left.stride(0) == 1 and left.stride(1) == left.shape[0] > 1 and right.is_contiguous()
+    return transposed and left.shape[0] * right.shape[1] >= LEAST
+
+
+def _row_major(graph: fx.Graph, matrix: fx.Node) -> fx.Node:
+    """The same matrix, row after row in memory; of a clone the compiler would choose the strides, and keep them."""
+    strides = (matrix.meta["val"].shape[1], 1)
+    return _call(graph, torch.ops.prims.inductor_force_stride_order.default, matrix, strides)
+
+
+def _call(graph: fx.Graph, operation: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(operation, args)
+    node.meta["val"] = operation(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
+    return node

@@ -1,0 +1,174 @@
+"""One run at a time in a dump folder: a second one would rename and cut what the first has just written.
+
+Rank 0 locks the file `.lock` there. On one machine the kernel decides: it frees the lock when the process ends, however
+that comes. Between machines some file systems keep no such locks, and others keep those of a machine that is lost. So
+the holder also touches the file every few seconds, and for another machine that alone counts.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+
+from torchtitan.errors import EXIT_STATUS, ConfigError
+from torchtitan.launcher.signals import exit_now
+from torchtitan.logging import logger
+
+INTERVAL = 5.0  # seconds between two touches
+SILENCE = 30.0  # seconds without one after which a holder on another machine is taken for dead
+PATIENCE = 3.0  # seconds for a holder on this machine to end, as processes do whose launcher was killed
+HELD = (errno.EACCES, errno.EAGAIN)
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+LOCAL = (None, "localhost", "127.0.0.1", "::1")  # of one machine alone, and of any
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class FolderLock:
+    """Use as a context around a run; inside, rank 0 calls `take`. It holds until the context or the process ends.
+
+    Args:
+        folder: of the run; it exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / ".lock"
+        # Of launchers on several machines, the same for all their restarts, whichever machine has rank 0.
+        launcher = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+        self._me = {
+            "id": uuid.uuid4().hex,
+            "name": f"process {os.getpid()} on {platform.node()}",
+            "kernel": BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node(),
+            "launcher": None if launcher[1] in LOCAL else launcher,
+        }
+        self._file = -1
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, daemon=True, name="folder lock")
+
+    def take(self) -> None:
+        """Takes the lock, where need be after a wait for somebody who is about to end or may be dead.
+
+        Raises:
+            ConfigError: another run has it, or it cannot be written.
+        """
+        try:
+            self._file = self._open()
+            self._wait()
+            self._write()
+        except OSError as error:
+            raise ConfigError(
+                f"job.dump_folder: {self.path} cannot be written ({error.strerror}); choose another folder."
+            ) from None
+        self._thread.start()
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+            with contextlib.suppress(OSError):
+                if self._holder().get("id") == self._me["id"]:
+                    os.ftruncate(self._file, 0)  # so that another machine need not wait
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _wait(self) -> None:
+        """Until nobody else has it."""
+        started, touched, said = time.monotonic(), self._touched(), False
+        while True:
+            holder, locked = self._holder(), self._lock()
+            waited = time.monotonic() - started
+            if locked is not None and holder.get("kernel", self._me["kernel"]) == self._me["kernel"]:
+                if locked:
+                    return
+                refused = waited > PATIENCE
+            else:
+                own_launcher = self._me["launcher"]
+                if not holder or (own_launcher is not None and own_launcher == holder.get("launcher")):
+                    return
+                refused = self._touched() != touched
+                if waited > SILENCE and not refused:
+                    return
+            if refused:
+                raise ConfigError(self._sentence(holder))
+            if not said and waited > PATIENCE:
+                said = True
+                logger.info(
+                    f"{holder.get('name')} has not ended in good order in {self.path.parent}: waiting {SILENCE:g} s "
+                    "for a sign of life"
+                )
+            time.sleep(0.1)
+
+    def _sentence(self, holder: dict[str, str]) -> str:
+        return (
+            f"job.dump_folder: another run ({holder.get('name', 'just started')}) writes to {self.path.parent}; wait "
+            "for its end, stop it, or choose another --job.dump_folder."
+        )
+
+    def _keep(self) -> None:
+        """Says that this run lives; ends it where the folder was taken over, as it is from a process long stopped."""
+        while not self._stop.wait(INTERVAL):
+            try:
+                if not self._in_place():
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    removed, self._file = self._file, self._open()
+                    os.close(removed)
+                self._lock()
+                holder = self._holder()
+                if not holder:
+                    self._write()
+                elif holder.get("id") != self._me["id"]:
+                    print(f"Error: {self._sentence(holder)}", file=sys.stderr)
+                    exit_now(EXIT_STATUS)
+                os.utime(self._file)
+            except OSError:  # the disk is full, or away for a while
+                continue
+
+    def _in_place(self) -> bool:
+        """Whether the path still leads to the open file: somebody may have removed the folder."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._file))
+        except OSError as error:
+            if error.errno in GONE:
+                return False
+            raise
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+
+    def _lock(self) -> bool | None:
+        """Whether this process has the kernel's lock; None where the file system has none. It is not inherited by
+        forks, which may outlive this process; to close any descriptor of the file gives it up."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            return False if error.errno in HELD else None
+
+    def _touched(self) -> int:
+        return os.fstat(self._file).st_mtime_ns
+
+    def _holder(self) -> dict[str, str]:
+        try:
+            content = json.loads(os.pread(self._file, 4096, 0))
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _write(self) -> None:
+        content = json.dumps(self._me).encode()
+        os.pwrite(self._file, content, 0)
+        os.ftruncate(self._file, len(content))
+        os.fsync(self._file)

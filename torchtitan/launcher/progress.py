@@ -1,0 +1,82 @@
+"""When steps begin and end, and where the main thread is: to tell what takes unexpectedly long."""
+
+import linecache
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+PACKAGE, STANDARD_LIBRARY = str(Path(__file__).parents[1]), os.path.dirname(os.__file__)
+LIBRARIES = ("/site-packages/", "/dist-packages/", "/torchinductor")
+LONGEST_STATEMENT = 80  # characters
+COLLECTIVE = "in a collective"
+ACTIVITIES = {
+    "torch/_dynamo": "compiling",
+    "torch/_inductor": "compiling",
+    "torch/distributed/distributed_c10d": COLLECTIVE,
+    "torch/distributed/_functional_collectives": COLLECTIVE,
+}
+
+
+class Progress:
+    """The steps of this start of the run. The main thread calls `begins` and `ends`, other threads read.
+
+    Attributes:
+        steps: how many have ended.
+        began: when the step began that is being computed; None between two.
+        ended: when the last one ended, or the run began.
+        longest_step: seconds. The first, which compiles, counts only until there is another.
+        longest_interval: seconds from one end to the next, with saves and validation.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.began: float | None = None
+        self.ended = time.monotonic()
+        self.longest_step = self.longest_interval = 0.0
+
+    def begins(self) -> None:
+        self.began = time.monotonic()
+
+    def ends(self) -> None:
+        now = time.monotonic()
+        step, interval = now - (self.began or now), now - self.ended
+        alone = self.steps < 2  # nothing that counts came before
+        self.longest_step = step if alone else max(self.longest_step, step)
+        self.longest_interval = interval if alone else max(self.longest_interval, interval)
+        self.began, self.ended = None, now
+        self.steps += 1
+
+
+def main_thread_location() -> str:
+    """Where the main thread is: the innermost frame of this project or of a user's module, the statement that it is at,
+    and what that has called: 'llama/model.py:88, in forward (`self.wq(x)`), now in nn/linear.py:12, in forward'."""
+    innermost = sys._current_frames()[threading.main_thread().ident or 0]
+    frame, activity = innermost, ""
+    while _is_foreign(frame) and frame.f_back is not None:
+        activity = next((words for part, words in ACTIVITIES.items() if part in frame.f_code.co_filename), activity)
+        frame = frame.f_back
+    if _is_foreign(frame):
+        return _name(innermost)
+    statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    if len(statement) > LONGEST_STATEMENT:
+        statement = f"{statement[:LONGEST_STATEMENT]}..."
+    text = _name(frame) + (f" (`{statement}`)" if statement else "")
+    if frame is not innermost:
+        text += f", {activity or 'now'} in {_name(innermost)}"
+    return text
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    """Whether it is a library's, or what a compiler has made."""
+    path = frame.f_code.co_filename
+    if path.startswith(PACKAGE):  # perhaps installed among the libraries
+        return False
+    return path.startswith(("<", STANDARD_LIBRARY)) or any(name in path for name in LIBRARIES)
+
+
+def _name(frame: FrameType) -> str:
+    file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+    return f"{file}:{frame.f_lineno}, in {frame.f_code.co_name}"

@@ -1,0 +1,130 @@
+"""How the moments of an optimizer are held between two updates: in float32, in bfloat16, or in blocks of codes.
+
+The codes are those of torchao's optimizers: 8 bits by a table (arXiv 2110.02861), 4 bits by a table (arXiv 2309.01507),
+and float8 e4m3. Their layout is our own: a block lies within a row, so that a matrix that is divided by rows, over any
+number of ranks, has the same blocks, and its codes and scales are divided as it is itself.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+BLOCK = 128  # numbers that share a scale, at most
+LEAST_BLOCK = 32  # below, the scales would take more room than they save
+SMALLEST_SCALE = 1e-30
+
+State = Mapping[str, torch.Tensor]
+"""What is held of one moment, by name; this rank's shares."""
+
+
+class StateFormat(Protocol):
+    """How the numbers of one moment are held."""
+
+    parts: tuple[str, ...]
+    """Names of the tensors that hold them; "" of an only one."""
+
+    def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part, for a parameter of this shape."""
+
+    def read(self, state: State) -> torch.Tensor:
+        """The numbers, float32."""
+
+    def write(self, state: State, value: torch.Tensor, noise: torch.Tensor | None) -> None:
+        """Holds the float32 numbers of `value` from now on, as well as the format can."""
+
+
+class Unquantized:
+    """As they are; bfloat16 is rounded stochastically.
+
+    A number that moves by less than half of bfloat16's step (1/512 of itself) would stay where it is for ever if it
+    were rounded to the nearest: the second moment does with beta2 = 0.999, when gradients become small.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.parts: tuple[str, ...] = ("",)
+
+    def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"": (shape, self.dtype)}
+
+    def read(self, state: State) -> torch.Tensor:
+        return state[""].float()
+
+    def write(self, state: State, value: torch.Tensor, noise: torch.Tensor | None) -> None:
+        store(state[""], value, noise)
+
+
+class BlockQuantized:
+    """Codes of numbers between -1 and 1, and for each block of a row the float32 scale they are to be multiplied by.
+
+    Args:
+        name: "8bit", "4bit" or "fp8".
+        signed: whether there are negative numbers.
+        row: numbers in a row of this rank's share.
+        device: of the parameter.
+    """
+
+    def __init__(self, name: str, signed: bool, row: int, device: torch.device) -> None:
+        self.name = name
+        self.parts: tuple[str, ...] = (name, "scale")
+        self.block = block_size(row)
+        self.per_byte = 2 if name == "4bit" else 1
+        self.table = self.between = torch.empty(0)
+        if name != "fp8":
+            self.table = _table(name, signed).to(device)
+            self.between = (self.table[1:] + self.table[:-1]) / 2
+
+    def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        *rows, row = shape
+        dtype = torch.float8_e4m3fn if self.name == "fp8" else torch.uint8
+        return {
+            self.name: ((*rows, row // self.per_byte), dtype),
+            "scale": ((*rows, row // self.block), torch.float32),
+        }
+
+    def read(self, state: State) -> torch.Tensor:
+        quantized, scale = state[self.name], state["scale"]
+        if self.name == "fp8":
+            numbers = quantized.float() / torch.finfo(quantized.dtype).max
+        else:
+            if self.per_byte == 2:
+                quantized = torch.stack([quantized >> 4, quantized & 15], dim=-1)
+            numbers = self.table[quantized.int()]
+        return (numbers.view(*scale.shape, self.block) * scale.unsqueeze(-1)).flatten(-2)
+
+    def write(self, state: State, value: torch.Tensor, noise: torch.Tensor | None) -> None:
+        quantized, blocks = state[self.name], value.unflatten(-1, (-1, self.block))
+        scale = blocks.abs().amax(-1).clamp_min(SMALLEST_SCALE)
+        numbers = (blocks / scale.unsqueeze(-1)).flatten(-2)
+        state["scale"].copy_(scale)
+        if self.name == "fp8":
+            quantized.copy_(numbers * torch.finfo(quantized.dtype).max)
+            return
+        nearest = torch.bucketize(numbers, self.between, out_int32=True, right=True).to(torch.uint8)
+        quantized.copy_((nearest[..., ::2] << 4) | nearest[..., 1::2] if self.per_byte == 2 else nearest)
+
+
+def block_size(row: int) -> int:
+    """Numbers that share a scale, for rows of this length; 0 where they do not divide into blocks."""
+    block = math.gcd(BLOCK, row)
+    return block if row and block >= LEAST_BLOCK else 0
+
+
+def _table(name: str, signed: bool) -> torch.Tensor:
+    """The numbers that the codes stand for, in rising order."""
+    from torchtitan.compat.torchao_optim import create_dynamic_map  # takes its time
+
+    if name == "4bit" and not signed:
+        return torch.arange(1, 17) / 16  # no 0: it is what the step is divided by
+    return torch.tensor(create_dynamic_map(signed) if name == "8bit" else create_dynamic_map(signed, 3, 4))
+
+
+def store(target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor | None) -> None:
+    """Writes float32 numbers into `target`; with noise (int32, 0 to 65535), rounded to bfloat16 up or down with the
+    probability that makes the mean right."""
+    if noise is not None:
+        # The noise is added to the 16 bits that bfloat16 lacks; where it carries over, the number has been rounded up.
+        value = ((value.view(torch.int32) + noise) & -65536).view(torch.float32)
+    target.copy_(value)

@@ -1,0 +1,41 @@
+"""What ranks tell each other, so that all of them decide the same."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torchtitan.errors import UserError
+
+T = TypeVar("T")
+
+
+def all_gather_object(value: T) -> list[T]:
+    """What each rank has, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_from_rank_0(read: Callable[[], T]) -> T:
+    """What rank 0 reads, on every rank: a folder may look different from another machine."""
+    values = [read() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(values)
+    return values[0]  # type: ignore[return-value]
+
+
+def raise_on_all_ranks(read: Callable[[], T]) -> T:
+    """What `read` gives on this rank.
+
+    Raises:
+        UserError: on every rank, where it is raised on any.
+    """
+    result, error = None, None
+    try:
+        result = read()
+    except UserError as failure:
+        error = failure
+    for failed in all_gather_object(error):
+        if failed is not None:
+            raise failed from None
+    return result  # type: ignore[return-value]

@@ -1,0 +1,185 @@
+"""The process group: started with patience, then held to a shorter timeout; what is said when a rank is lost."""
+
+import contextlib
+import os
+import pickle
+import re
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from torchtitan.compat.distributed import default_store, flight_recorder_trace, process_groups, set_group_timeout
+from torchtitan.config.system import Comm
+from torchtitan.device import Device
+from torchtitan.errors import LostRankError
+from torchtitan.launcher.signals import Stop
+from torchtitan.parallel.heartbeat import LOST, Heartbeat
+
+_heartbeat: Heartbeat | None = None  # this process's: with the store's machine gone, no other connection can be made
+GLOO_CLOSED = "Application timeout caused pair closure"  # by an earlier collective
+TRACES = "comm_traces"  # in the dump folder; a file rank_N of each rank
+
+
+def world_from_environment() -> tuple[int, int, int]:
+    """(rank, local_rank, world_size) as torchrun sets them; (0, 0, 1) without torchrun."""
+    rank, local_rank, world_size = (
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
+    return rank, local_rank, world_size
+
+
+def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop | None = None) -> None:
+    """The default group. Without torchrun it is a group of this process alone. From now on a request to `stop` any
+    rank reaches all.
+
+    Args:
+        dump_folder: of the run; the flight recorder writes to its subfolder `comm_traces`.
+
+    Raises:
+        LostRankError: a rank has not come within `comm.init_timeout_seconds`.
+    """
+    # What torch's flight recorder keeps of the last collectives; NCCL's watchdog dumps it, `named_failures` gloo's.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(dump_folder / TRACES / "rank_"))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1" if comm.trace_buf_size else "0")
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    _stay_on_this_machine()
+    if "RANK" not in os.environ:
+        dist.init_process_group(device.backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        start = _rendezvous(store, rank, world_size, comm.init_timeout_seconds)
+    except dist.DistError:
+        raise LostRankError(
+            f"rank 0, or the store that torchrun keeps on its machine, did not answer within "
+            f"comm.init_timeout_seconds = {comm.init_timeout_seconds}."
+        ) from None
+    if device.type == "cuda":  # the watchdog makes no folder
+        (dump_folder / TRACES).mkdir(parents=True, exist_ok=True)
+    dist.init_process_group(
+        device.backend, timeout=timeout, store=dist.PrefixStore(start, store), rank=rank, world_size=world_size
+    )
+    if world_size > 1:
+        global _heartbeat
+        _heartbeat = Heartbeat(default_store(), rank, world_size, stop)
+        _heartbeat.start()
+
+
+def _stay_on_this_machine() -> None:
+    """Where all ranks are on one machine, the ports that they open to each other are on loopback. gloo would listen on
+    the address of the machine's name, NCCL on that of a network card."""
+    _, _, world_size = world_from_environment()
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_size:
+        for backend in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", loopback[0])
+
+
+def _rendezvous(store: dist.Store, rank: int, world_size: int, seconds: int) -> str:
+    """A name for this start of the run, the same on all ranks, once all are there.
+
+    torchrun hands the same store to every restart, with the addresses of processes that are gone, and machines may
+    have counted different numbers of restarts. So rank 0 draws a name, tells it to every rank that says hello, and
+    again where the hello was one left over from an earlier start, until the rank confirms.
+    """
+    me = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"hello/{rank}", me)
+        start = store.get(f"welcome/{me}").decode()
+        store.set(f"{start}/here/{rank}", "")
+        store.wait([f"{start}/absent"], timedelta(seconds=seconds + 10))  # rank 0 may have come later than this one
+        absent = store.get(f"{start}/absent").decode()
+    else:
+        start, waiting, deadline = me, list(range(1, world_size)), time.monotonic() + seconds
+        while waiting and time.monotonic() < deadline:
+            for other in waiting:
+                if store.check([f"hello/{other}"]):
+                    store.set(f"welcome/{store.get(f'hello/{other}').decode()}", start)
+            time.sleep(0.05)
+            waiting = [other for other in waiting if not store.check([f"{start}/here/{other}"])]
+        absent = ", ".join(map(str, waiting))
+        store.set(f"{start}/absent", absent)
+    if absent:
+        raise LostRankError(
+            f"of {world_size} ranks these did not come within comm.init_timeout_seconds = {seconds}: {absent}."
+        )
+    return start
+
+
+def set_timeout(seconds: int) -> None:
+    """From now on a collective of the default group, or of a mesh, fails after `seconds`.
+
+    Call it on all ranks at the same place. Groups that serve something else keep the timeout that they have: a
+    checkpoint written in the background may take longer than a step.
+    """
+    dist.barrier()  # nobody is held to the shorter time while others still start up
+    for group in process_groups():
+        if group.group_desc == "default_pg" or group.group_desc.startswith("mesh_"):
+            set_group_timeout(group, timedelta(seconds=seconds))
+
+
+@contextlib.contextmanager
+def named_failures(comm: Comm, dump_folder: Path) -> Iterator[None]:
+    """Around a run: a collective that fails because of another rank is a LostRankError that names the rank.
+
+    With NCCL there is nothing to catch: its watchdog dumps the flight recorder and ends the process.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _heartbeat is None:
+            raise
+        failure = failed_collective(error)
+        _heartbeat.end(LOST if failure else type(error).__name__)
+        if not failure:
+            raise
+        where = _dump_flight_recorder(comm, dump_folder)
+        raise LostRankError(f"{_describe_failure(failure, comm)} {_heartbeat.account()}{where}") from error
+
+
+def failed_collective(error: BaseException | None) -> str:
+    """The message of the collective that has failed, wherever in the chain of causes it is; '' for another error."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error) or GLOO_CLOSED in str(error):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _describe_failure(message: str, comm: Comm) -> str:
+    milliseconds = re.search(r"[Tt]imed out waiting (\d+) ?ms", message)
+    if milliseconds is None:
+        return "lost the connection to another rank."
+    seconds = int(milliseconds[1]) // 1000
+    key = "train" if seconds == comm.train_timeout_seconds else "init"
+    return f"a collective took longer than comm.{key}_timeout_seconds = {seconds}."
+
+
+def _dump_flight_recorder(comm: Comm, dump_folder: Path) -> str:
+    """Writes what this rank has done last, as NCCL's watchdog does by itself; a sentence that says where."""
+    if not comm.trace_buf_size or dist.get_backend() != "gloo":
+        return ""
+    trace = pickle.loads(flight_recorder_trace())
+    trace["pg_config"] = {  # gloo leaves it empty, and torchfrtrace needs it
+        group.group_name: {
+            "name": group.group_name,
+            "desc": group.group_desc,
+            "ranks": str(dist.get_process_group_ranks(group)),
+        }
+        for group in process_groups()
+    }
+    path = dump_folder / TRACES / f"rank_{dist.get_rank()}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pickle.dumps(trace))
+    except OSError as error:
+        return f" ({path} could not be written: {error.strerror}.)"
+    return f" The last collectives are in {path.parent}."

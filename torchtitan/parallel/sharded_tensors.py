@@ -1,0 +1,34 @@
+"""What a rank holds of a tensor that is sharded over the mesh."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def unwrapped(tensor: Any) -> torch.Tensor:
+    """The tensor inside a subclass that tells FSDP how to all-gather it; any other tensor as it is."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor
+    (name, *_), _ = tensor.__tensor_flatten__()
+    return getattr(tensor, name)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard as a plain tensor, in the same memory; a tensor that is not sharded, detached."""
+    return unwrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
+
+
+def sharded_like(like: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`local` as this rank's shard of a tensor of this shape, sharded as `like` is. `local` itself where `like` is not
+    sharded."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )

@@ -1,0 +1,225 @@
+"""From simulations of few layers, microbatches and stages to those of a large job.
+
+Layers are alike, so what a step holds and sends is an affine function of how many there are: f(n) = f(a) + (n - a) *
+(f(a + 1) - f(a)). It holds for sums, and for the peak at each labelled moment (`Simulation._label_blocks`), though not
+for the peak over all of them, which may move. tests/distributed/test_plan.py proves it against whole simulations.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torchtitan.config import JobConfig
+from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.pipeline import stages_of
+from torchtitan.plan.devices import PlannedDevice
+from torchtitan.plan.simulation import Measures, Simulation, fake_process_group
+
+
+def extrapolate(first: Measures, second: Measures, steps: float) -> Measures:
+    """The affine function through `first` (at 0) and `second` (at 1), at `steps`. Moments of one alone are left out."""
+    keys = [key for key in {**first, **second} if key[0] != "peak" or (key in first and key in second)]
+    return {key: first.get(key, 0) + steps * (second.get(key, 0) - first.get(key, 0)) for key in keys}
+
+
+def add_repeated(total: Measures, part: Measures, times: float, prefix: str) -> Measures:
+    """`total`, and so many times what `part` says of `prefix` ("each accumulation step", "each microbatch")."""
+    added = dict(total)
+    for key, value in part.items():
+        if key[0] == prefix:
+            added[key[1:]] = added.get(key[1:], 0) + times * value
+    return added
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """What is simulated: a rank of a pipeline of so many ranks.
+
+    Attributes:
+        layers: of each of its stages.
+        microbatches: in a forward and backward pass.
+    """
+
+    ranks: int
+    rank: int
+    layers: tuple[int, ...]
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job whose ranks are to be measured.
+
+    Attributes:
+        rows: sequences in an optimizer step.
+        args: sizes of the model.
+        layers: how many each stage has.
+        alike: whether all layers are.
+        full: simulate everything, however long it takes.
+    """
+
+    config: JobConfig
+    dims: ParallelDims
+    rows: int
+    args: Any
+    layers: Sequence[int]
+    alike: bool
+    device: PlannedDevice
+    full: bool = False
+
+    @property
+    def grad_accumulation_steps(self) -> int:
+        """Forward and backward passes in a step."""
+        return self.rows // (self.config.training.local_batch_size * self.dims.dp)
+
+    @property
+    def microbatches(self) -> int:
+        """In each of them."""
+        size = self.config.parallelism.pipeline_parallel_microbatch_size
+        return self.config.training.local_batch_size // size if self.dims.pp > 1 else 1
+
+    @property
+    def period(self) -> int:
+        """Layers after which layers are checkpointed in the same way again."""
+        option = self.config.activation_checkpoint.selective_ac_option
+        selective = self.config.activation_checkpoint.mode == "selective"
+        return int(option) if selective and option.isdecimal() else 1
+
+    @property
+    def is_single_stage_schedule(self) -> bool:
+        """Whether a rank has one stage, and differs from its neighbours in how many microbatches it keeps at most."""
+        return not self.config.parallelism.pipeline_parallel_schedule_csv and self._schedule in ("1f1b", "gpipe")
+
+    @property
+    def simulated_accumulation_steps(self) -> int:
+        """All but the first find gradients there, all but the last keep copies apart: two show the rest."""
+        return self.grad_accumulation_steps if self.full else min(self.grad_accumulation_steps, 2)
+
+    @property
+    def _schedule(self) -> str:
+        return self.config.parallelism.pipeline_parallel_schedule.lower()
+
+    def own_stages(self, rank: int) -> list[int]:
+        """Numbers of the stages on a rank of the pipeline."""
+        return stages_of(rank, self.dims.pp, len(self.layers), self._schedule) if self.dims.pp > 1 else [0]
+
+    def part(self, rank: int) -> SimulatedRank:
+        """What a rank is like. Of the ranks before, it knows only whether there is one; and with 1F1B it keeps no more
+        microbatches than ranks follow, and one more shows what others add."""
+        ranks, layers = self.dims.pp, tuple(self.layers[stage] for stage in self.own_stages(rank))
+        if self.full or not self.is_single_stage_schedule:
+            return SimulatedRank(ranks, rank, layers, self.microbatches)
+        ranks, rank = ranks - max(0, rank - 1), min(rank, 1)
+        return SimulatedRank(
+            ranks,
+            rank,
+            layers,
+            min(self.microbatches, ranks + 1) if self._keeps_few_microbatches else self.microbatches,
+        )
+
+    @property
+    def _keeps_few_microbatches(self) -> bool:
+        return self._schedule == "1f1b" and self.dims.pp > 1
+
+    def with_fewer_ranks(self, part: SimulatedRank) -> list[SimulatedRank]:
+        """The part itself, or two in shorter pipelines."""
+        least = 3 if 0 < part.rank < part.ranks - 1 else 2
+        if self.full or not self.is_single_stage_schedule or part.ranks <= least + 1:
+            return [part]
+        return [
+            SimulatedRank(
+                ranks,
+                part.rank,
+                part.layers,
+                part.microbatches - (part.ranks - ranks if self._keeps_few_microbatches else 0),
+            )
+            for ranks in (least, least + 1)
+        ]
+
+    def with_fewer_layers(self, part: SimulatedRank) -> list[SimulatedRank]:
+        """The part itself, or two with fewer layers. Blocks at either end may differ from those between, and one must
+        lie between in both."""
+        count = part.layers[0]
+        least = 2 * self.period + 1
+        base = least + (count - least) % self.period
+        if self.full or len(part.layers) > 1 or not self.alike or count <= base + self.period:
+            return [part]
+        return [dataclasses.replace(part, layers=(layers,)) for layers in (base, base + self.period)]
+
+    def simulated_ranks(self) -> list[SimulatedRank]:
+        """All that `measure` simulates."""
+        shorter = [part for rank in range(self.dims.pp) for part in self.with_fewer_ranks(self.part(rank))]
+        return list(dict.fromkeys(smaller for part in shorter for smaller in self.with_fewer_layers(part)))
+
+
+def measure(job: Job) -> list[Measures]:
+    """What the ranks of each place in the pipeline hold and send, with the one key ("peak",) for memory."""
+    simulate = functools.cache(
+        lambda part: _simulation(job, part, lambda it: it.simulate(job.simulated_accumulation_steps))
+    )
+    with_all_layers = functools.cache(functools.partial(_extrapolate_layers, job, simulate))
+    found = []
+    for rank in range(job.dims.pp):
+        part = job.part(rank)
+        shorter = job.with_fewer_ranks(part)
+        measures = with_all_layers(shorter[0])
+        if len(shorter) > 1:
+            measures = extrapolate(measures, with_all_layers(shorter[1]), part.ranks - shorter[0].ranks)
+        found.append(_extrapolate_microbatches(job, part, measures))
+    return found
+
+
+def _extrapolate_layers(job: Job, simulate: Callable[[SimulatedRank], Measures], part: SimulatedRank) -> Measures:
+    """Of a part, with the one key ("peak",) for memory."""
+    fewer = job.with_fewer_layers(part)
+    measures = simulate(fewer[0])
+    if len(fewer) > 1:
+        measures = extrapolate(measures, simulate(fewer[1]), (part.layers[0] - fewer[0].layers[0]) / job.period)
+    peaks = [value for key, value in measures.items() if key[0] == "peak"]
+    return {**{key: value for key, value in measures.items() if key[0] != "peak"}, ("peak",): max(peaks)}
+
+
+def _extrapolate_microbatches(job: Job, part: SimulatedRank, measures: Measures) -> Measures:
+    """Of all accumulation steps and microbatches of a step, from those of a part."""
+    more = job.microbatches - part.microbatches
+    total = add_repeated(
+        measures, measures, job.grad_accumulation_steps - job.simulated_accumulation_steps, "each accumulation step"
+    )
+    total = add_repeated(total, measures, job.grad_accumulation_steps * more, "each microbatch")
+    total = {key: value for key, value in total.items() if not key[0].startswith("each")}
+    if more:
+        # Torch's stages take memory for all that they will receive from the beginning on; since 2.15 a microbatch at a
+        # time, but the last stage's losses keep what they were computed from.
+        small = dataclasses.replace(part, ranks=part.rank + (1 if part.ranks - part.rank == 1 else 2), layers=(1,))
+        kept = [
+            _simulation(job, dataclasses.replace(small, microbatches=count), Simulation.bytes_before_last)
+            for count in (small.ranks + 1, small.ranks + 2)
+        ]
+        total["peak",] += more * (kept[1] - kept[0])
+    return total
+
+
+T = TypeVar("T")
+
+
+def _simulation(job: Job, part: SimulatedRank, look: Callable[[Simulation], T]) -> T:
+    """What `look` makes of a part."""
+    config, dims = job.config, dataclasses.replace(job.dims, pp=part.ranks)
+    local = config.training.local_batch_size
+    if job.dims.pp > 1:
+        local = part.microbatches * config.parallelism.pipeline_parallel_microbatch_size
+    # Compiled code cannot be simulated, and nothing lies in host memory.
+    training = dataclasses.replace(config.training, compile=False, enable_cpu_offload=False, local_batch_size=local)
+    config = dataclasses.replace(config, training=training)
+    if part.ranks == job.dims.pp:
+        layers, own = [1] * len(job.layers), job.own_stages(part.rank)
+    else:
+        layers, own = [1] * part.ranks, [part.rank]
+    for stage, count in zip(own, part.layers, strict=True):
+        layers[stage] = count
+    world_size = dims.pp * dims.dp * dims.cp * dims.tp
+    with fake_process_group(part.rank * world_size // dims.pp, world_size):
+        rows = local * dims.dp * job.simulated_accumulation_steps
+        return look(Simulation(config, dims, rows, job.args, layers, job.period + 1, job.device))

@@ -1,0 +1,90 @@
+"""Lets fake tensors keep what the kernels of a device would keep, where torch's for fake tensors on CPU differ."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from torchtitan.kernels import rounding
+from torchtitan.models import attention, loss, norm
+from torchtitan.parallel import context
+
+aten = torch.ops.aten
+
+
+class _CausalMask:
+    """Takes the place of torch's `CausalBias`, which is a tensor and cannot be fake."""
+
+
+@contextlib.contextmanager
+def kernel_substitutes(device_type: str) -> Iterator[None]:
+    """Within it attention and RMSNorm are the operations that they are on "cuda" or "cpu". For fake tensors only.
+
+    On a GPU flash attention keeps queries, keys, values, output and log-sum-exp; the fused norm its input and a number
+    a row, and the loss takes a chunk's logits at once. On CPU causal attention among unequal lengths has a mask.
+    """
+    patched: list[tuple[Any, str, Any]] = [(context, "causal_lower_right", _mask_on_cpu)]
+    if device_type == "cuda":
+        patched = [
+            (context, "causal_lower_right", lambda queries, keys: _CausalMask()),
+            (F, "scaled_dot_product_attention", _attention),
+            (F, "rms_norm", _rms_norm),
+            (attention, "has_own_kernel", lambda q: False),
+            (norm, "has_own_kernel", lambda x: False),
+            (rounding, "has_own_kernel", lambda x: False),
+            (loss, "rows_at_once", len),
+        ]
+    before = [getattr(module, name) for module, name, _ in patched]
+    for module, name, value in patched:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(patched, before, strict=True):
+            setattr(module, name, value)
+
+
+def _mask_on_cpu(queries: int, keys: int) -> torch.Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | _CausalMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    causal = is_causal or isinstance(attn_mask, _CausalMask)
+    if q.dtype != torch.float32 and (attn_mask is None or causal):
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal)[0]
+    if enable_gqa:  # the other kernel knows no groups
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    bias = None
+    if isinstance(attn_mask, torch.Tensor):
+        bias = attn_mask.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, q.requires_grad, dropout_p, causal)[0]
+
+
+def _rms_norm(
+    x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    return _RMSNorm.apply(x, weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+        row = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, row)
+        dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+        return torch.empty_like(x, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)

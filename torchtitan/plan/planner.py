@@ -1,0 +1,257 @@
+"""`--job.plan`: what a run would hold, send and compute, without running it. See docs/plan.md."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.config import JobConfig
+from torchtitan.converters import LinearConverter, apply_converters, conversion_report
+from torchtitan.device import Device
+from torchtitan.engine.compute_dtype import decide_compute_dtype
+from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.engine.explain import explain_conversion
+from torchtitan.engine.model_args import find_model_args
+from torchtitan.engine.precision_phases import Phase, parse_phases
+from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
+from torchtitan.metrics.flops import flops_per_token
+from torchtitan.models import MODELS
+from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.fsdp import require_parts
+from torchtitan.parallel.pipeline import find_first_layers, layer_costs
+from torchtitan.plan.devices import DEFAULT, PlannedDevice, named_device, this_device
+from torchtitan.plan.extrapolation import Job, measure
+from torchtitan.plan.links import NODE, extent, min_seconds
+from torchtitan.plan.render import draw, to_text
+from torchtitan.plan.result import Plan, RankPlan, Traffic
+from torchtitan.plan.simulation import Measures, target_on
+
+
+def plan(config: JobConfig, device: Device) -> None:
+    """What the run would hold and send: on the screen, and as plan.json and plan.png in the dump folder.
+
+    Args:
+        device: this machine's, which is planned for unless another is named.
+    """
+    job = config.job
+    simulated = job.simulate_world_size is not None
+    on_cpu = job.simulate_device == "cpu" or (job.simulate_device == "auto" and device.type == "cpu" and not simulated)
+    config = decide_compute_dtype(config, "cpu" if on_cpu else "cuda")
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    planned, why = planned_device(job.simulate_device, simulated, device, dtype)
+    dims = check(config, job.simulate_world_size or max(1, torch.cuda.device_count()), planned.type)
+    run_plan(config, dims, global_batch_size(config, dims), planned, why)
+
+
+def run_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str) -> Plan:
+    """Makes the plan, says it, and writes `plan.json` and `plan.png` into the dump folder."""
+    start = time.perf_counter()
+    plan = make_plan(config, dims, rows, device, why)
+    plan = dataclasses.replace(plan, seconds_taken=time.perf_counter() - start)
+    logger.info(to_text(plan))
+    folder = Path(config.job.dump_folder)
+    (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1), encoding="utf-8")
+    draw(plan, folder / "plan.png")
+    logger.info(f"wrote {folder / 'plan.json'} and {folder / 'plan.png'}")
+    return plan
+
+
+def planned_device(name: str, simulated: bool, device: Device, dtype: torch.dtype) -> tuple[PlannedDevice, str]:
+    """The device to plan for, and why.
+
+    Args:
+        name: `job.simulate_device`.
+        simulated: whether a world is, which need not be this machine's.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name == "cpu":
+        return this_device(Device("cpu", "CPU", torch.device("cpu")), dtype), "job.simulate_device"
+    if name != "auto":
+        return named_device(name), "job.simulate_device"
+    if device.type == "cuda" or not simulated:
+        return this_device(device, dtype), "this machine's"
+    return named_device(DEFAULT), "assumed, for there is no GPU here; --job.simulate_device takes another"
+
+
+def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str = "") -> Plan:
+    """The plan of a configuration that `config_checks.check` has passed.
+
+    Args:
+        rows: sequences in an optimizer step.
+        why: the device is what it is.
+    """
+    phases = parse_phases(config) if config.precision.phase else []
+    for phase in phases[1:]:
+        with phase.named_in_errors():
+            explain_conversion(phase.config)  # a mistake there would stop the run
+    if phases:
+        config = phases[0].config
+    training, name = config.training, config.model.name
+    spec = MODELS.get(name)
+    args = find_model_args(config.model)
+    with torch.device("meta"):
+        model: Any = spec.build(args)
+    require_parts(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    embedding = 0 if args.tied_embeddings else model.tok_embeddings.weight.numel()
+    per_token = flops_per_token(parameters - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len)
+    converters = apply_converters(
+        model, config.model.converters, lambda section: getattr(config, section), target_on(device, config, spec, dims)
+    )
+    layers = [args.n_layers]
+    if dims.pp > 1:
+        firsts = find_first_layers(config.parallelism, layer_costs(model, training.seq_len))
+        layers = [end - first for first, end in zip(firsts, [*firsts[1:], args.n_layers], strict=True)]
+        if 0 in layers:
+            raise ConfigError(
+                "job.plan cannot simulate a stage without layers (the embedding or the output layer alone); plan with "
+                "fewer stages: a lower parallelism.pipeline_parallel_degree or another pipeline_parallel_schedule."
+            )
+    job = Job(config, dims, rows, args, layers, alike=layers_alike(model), device=device)
+    measured = {mode: measure(_with_mode(job, mode)) for mode in modes(config)}
+    mode = config.activation_checkpoint.mode
+    ranks = [
+        _rank_plan(number, job, {key: found[number] for key, found in measured.items()}) for number in range(dims.pp)
+    ]
+    world_size = dims.pp * dims.dp * dims.cp * dims.tp
+    seconds = _step_seconds(job, ranks)
+    tokens = rows * training.seq_len
+    mfu = seconds and device.peak_flops and tokens * per_token / (world_size * device.peak_flops * seconds)
+    return Plan(
+        model=f"{name} {config.model.flavor}",
+        layout=str(dims),
+        world_size=world_size,
+        device=device,
+        parameters=parameters,
+        flops_per_token=per_token,
+        tokens_per_step=tokens,
+        batch=f"{rows} x {training.seq_len} = {tokens:,} tokens a step "
+        f"({training.local_batch_size} x {dims.dp} ranks x {job.grad_accumulation_steps} passes"
+        + (f" of {job.microbatches} microbatches)" if dims.pp > 1 else ")"),
+        mode=mode,
+        ranks=ranks,
+        step_seconds=seconds,
+        mfu=mfu,
+        notes=[*([_phase_note(phases)] if len(phases) > 1 else []), *_notes(job, why)],
+        conversion=conversion_report(
+            converter.decisions for converter in converters if isinstance(converter, LinearConverter)
+        ),
+    )
+
+
+def layers_alike(model: Any) -> bool:
+    """Whether each layer has the modules and the sizes of the others."""
+    kinds = {
+        tuple(
+            (name, type(module).__name__, tuple(parameter.shape for parameter in module.parameters(recurse=False)))
+            for name, module in layer.named_modules()
+        )
+        for layer in model.layers.values()
+    }
+    return len(kinds) == 1
+
+
+def modes(config: JobConfig) -> list[str]:
+    """Of activation checkpointing: the configured one first, then those to compare it with."""
+    return list(dict.fromkeys([config.activation_checkpoint.mode, "none", "full"]))
+
+
+def _with_mode(job: Job, mode: Any) -> Job:
+    checkpointing = dataclasses.replace(job.config.activation_checkpoint, mode=mode)
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, activation_checkpoint=checkpointing))
+
+
+def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
+    measures = next(iter(by_mode.values()))
+    peak_flops = job.device.peak_flops
+    traffic = []
+    for (what, *collective), count in measures.items():
+        if what == "count":
+            dimension, kind = collective
+            size = round(measures["bytes", dimension, kind])
+            ranks, stride = extent(dimension, job.dims)
+            seconds = min_seconds(kind, size, ranks, stride, job.device)
+            traffic.append(Traffic(dimension, kind, ranks, round(count), size, seconds))
+    return RankPlan(
+        rank,
+        [job.layers[stage] for stage in job.own_stages(rank)],
+        parameters=round(measures["parameters",]),
+        gradients=round(measures["gradients",]),
+        optimizer=round(measures["optimizer",]),
+        peaks={mode: round(found["peak",]) for mode, found in by_mode.items()},
+        flops=measures["flops",],
+        flops_8bit=measures["flops_8bit",],
+        traffic=sorted(traffic, key=lambda line: (line.dimension, line.kind)),
+        # Tensor cores multiply 8-bit numbers at twice the rate of bf16 (the data sheets of BF16_PEAKS).
+        compute_seconds=(measures["flops",] + measures["flops_8bit",] / 2) / peak_flops if peak_flops else None,
+    )
+
+
+def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
+    """A lower bound: the slowest rank's computing, with the collectives that it waits for, or else those that run
+    beside it; and the time that a pipeline takes to fill and drain."""
+    totals = []
+    for rank in ranks:
+        by_dimension: dict[str, float] = {}
+        for line in rank.traffic:
+            if line.seconds is None:
+                return None
+            by_dimension[line.dimension] = by_dimension.get(line.dimension, 0) + line.seconds
+        if rank.compute_seconds is None:
+            return None
+        waited = rank.compute_seconds + sum(by_dimension.get(name, 0) for name in ("tp", "cp"))
+        if job.is_single_stage_schedule and job.dims.pp > 1:
+            waited *= (job.microbatches + job.dims.pp - 1) / job.microbatches
+        beside = by_dimension.get("fsdp", 0) + by_dimension.get("dp_replicate", 0)
+        totals.append(max(waited, beside, by_dimension.get("pp", 0)))
+    return max(totals)
+
+
+def _phase_note(phases: list[Phase]) -> str:
+    end = f" (to step {phases[0].last_step})" if phases[0].last_step else ""
+    return (
+        f"planned: {phases[0].title} of {len(phases)}{end}, as if all of the run were like this; for another give its "
+        "converters as model.converters"
+    )
+
+
+def _notes(job: Job, why: str) -> list[str]:
+    config = job.config
+    notes = [
+        f"device: {job.device.name}{f' ({why})' if why else ''}; machines of {NODE}",
+        "simulated: building and training step of the trainer itself, in fake tensors and a pretended process group; "
+        "counted are its tensors and collectives in a step that is reported (so with the sum of the loss)",
+        _what_is_simulated(job),
+        "not counted: what a kernel takes and gives back, CUDA's context, NCCL's buffers (1 to 3 GiB), fragmentation",
+        "lower bound: GEMMs at the device's peak, causal attention at half, tensor and context parallel collectives "
+        "waited for, FSDP's hidden behind them, a pipeline's filling and draining",
+    ]
+    if job.device.type == "cuda":
+        notes.append(
+            "attention as GPUs compute it: keeps q, k, v, output and log-sum-exp; norms keep their input. A run on CPU "
+            "keeps more (--job.simulate_device=cpu)"
+        )
+    if config.training.compile:
+        notes.append("simulated without compile: compiled blocks keep less")
+    if config.training.enable_cpu_offload:
+        notes.append("parameters, gradients and optimizer state are in host memory; the peak counts them nevertheless")
+    return notes
+
+
+def _what_is_simulated(job: Job) -> str:
+    parts = job.simulated_ranks()
+    layers = sorted({count for part in parts for count in part.layers})
+    what = [f"{' and '.join(map(str, layers))} layers of {'+'.join(map(str, sorted(set(job.layers))))} in a stage"]
+    if job.dims.pp > 1:
+        ranks = dict.fromkeys(f"{part.rank} of {part.ranks}" for part in parts)
+        microbatches = sorted({part.microbatches for part in parts})
+        what.append(f"ranks {', '.join(ranks)} of a pipeline")
+        what.append(f"{' and '.join(map(str, microbatches))} microbatches of {job.microbatches}")
+    what.append(f"{job.simulated_accumulation_steps} of {job.grad_accumulation_steps} passes in a step")
+    return f"simulated: {'; '.join(what)}. What is more of the same is computed from these, exactly"

@@ -1,0 +1,244 @@
+"""What a step sends and holds, by looking at every operation: a recorder of collectives, and one of live memory.
+
+Both see real tensors and fake ones alike.
+"""
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import flop_registry
+
+from torchtitan.compat.dispatch import (
+    PROPAGATE,
+    FakeTensor,
+    FakeTensorMode,
+    ShardingPropagator,
+    TorchDispatchMode,
+    pytree,
+)
+
+aten = torch.ops.aten
+
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+    "all_to_all_single": "all-to-all",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+"""By the name of torch's operation, from `torch.distributed` (c10d) or functional collectives."""
+
+PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+class Collective(NamedTuple):
+    """A kind of collective ("all-gather", ...) over the ranks of a group, by what the group is called."""
+
+    group: str
+    kind: str
+
+
+class Recorder(TorchDispatchMode):
+    """Within it, records collectives, floating-point operations and the bytes of live tensors.
+
+    A tensor counts from the operation that makes it until nothing refers to its memory. Memory that a kernel takes and
+    gives back is not seen, but for the sums of bfloat16 GEMMs on CPUs without instructions for them.
+
+    Args:
+        name_of_group: from a process group's own name to what to call it.
+        fake_mode: of the tensors to look at; None for real ones.
+
+    Attributes:
+        count: collectives so far.
+        bytes: of their whole tensors: what an all-gather makes, what a reduce-scatter is given.
+        flops: of GEMMs and attention so far, a multiply-add being two; attention counts half, being causal.
+        flops_8bit: of GEMMs in 8 bits, which count there alone.
+        current: bytes that are live.
+        peaks: the most so far, by the labels given to `enter`.
+    """
+
+    def __init__(self, name_of_group: Callable[[str], str], fake_mode: FakeTensorMode | None = None) -> None:
+        super().__init__()
+        self.name_of_group = name_of_group
+        self.fake_mode = fake_mode
+        self.count: Counter[Collective] = Counter()
+        self.bytes: Counter[Collective] = Counter()
+        self.flops = 0.0
+        self.flops_8bit = 0.0
+        self.current = 0
+        self._paused = False
+        self.peaks: dict[Hashable, int] = {}
+        self._labels: tuple[Hashable, ...] = ("start",)
+        self._live: dict[int, tuple[int, Any]] = {}
+
+    def clear(self) -> None:
+        """Forgets what has been recorded, but for what is live."""
+        self.count.clear()
+        self.bytes.clear()
+        self.flops = self.flops_8bit = 0.0
+        self.peaks.clear()
+
+    def enter(self, *labels: Hashable) -> None:
+        """From here on peaks are those of these labels."""
+        self._labels = labels
+        self._grow(0)
+
+    def __enter__(self) -> "Recorder":
+        recorder, resize, propagate = self, torch.UntypedStorage.resize_, ShardingPropagator.__dict__[PROPAGATE]
+
+        def resize_and_record(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            before = storage.nbytes()
+            result = resize(storage, size)
+            recorder._on_resize(storage, before, size)
+            return result
+
+        def propagate_unseen(*args: Any) -> Any:
+            recorder._paused = True
+            try:
+                return propagate(*args)
+            finally:
+                recorder._paused = False
+
+        self._replaced = ExitStack()
+        # FSDP frees and takes memory so.
+        self._replaced.enter_context(_replaced(torch.UntypedStorage, "resize_", resize_and_record))
+        # DTensor finds out shapes by fake tensors of the whole size.
+        self._replaced.enter_context(_replaced(ShardingPropagator, PROPAGATE, propagate_unseen))
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._replaced.close()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most of all calls; the short way
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        for kind in types:
+            if kind not in PLAIN:
+                return NotImplemented  # a subclass, such as DTensor, first takes it apart into plain operations
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1  # nobody knows; what is asked is whether all labels count, and whether the stages agree: yes
+        out = func(*args, **kwargs)
+        namespace, scratch = func.namespace, 0
+        if namespace in ("c10d", "_c10d_functional"):
+            self._record(func, args, out)
+        elif func is aten._int_mm.default:
+            self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        elif func in (torch.ops.torchtitan.float8_mm.default, torch.ops.torchtitan.int8_mm.default):  # on CPU
+            self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[2].shape[1]
+        elif func._overloadpacket in flop_registry:
+            attention = "attention" in func._overloadpacket.__name__
+            shown = _repeat_kv_heads(args) if attention else args
+            flops = flop_registry[func._overloadpacket](*shown, **kwargs, out_val=out)
+            if func is aten._scaled_mm.default:
+                self.flops_8bit += flops
+            else:
+                self.flops += flops / 2 if attention else flops
+            if not attention and out.dtype == torch.bfloat16 and out.device.type == "cpu" and _sums_in_memory():
+                scratch = 4 * out.numel()
+        if isinstance(out, torch.Tensor):
+            self._on_allocate(out)
+        elif isinstance(out, (tuple, list)):
+            for tensor in pytree.tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self._on_allocate(tensor)
+        if scratch:
+            self._grow(scratch)
+            self.current -= scratch
+        return out
+
+    def _record(self, func: Any, args: Any, out: Any) -> None:
+        kind = KINDS.get(func._overloadpacket.__name__)
+        if kind is None:  # waiting, barriers
+            return
+        sizes = [_tensor_bytes(part) for part in (*args, out)]
+        if kind in ("send", "receive") and max(sizes) <= 8:
+            return  # stages greet each other in the first step
+        leaves = pytree.tree_leaves(args)
+        objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+        groups = [leaf for leaf in objects if str(leaf._type()).endswith(".ProcessGroup")]
+        name = dist.ProcessGroup.unbox(groups[0]).group_name if groups else _last_string(leaves)
+        key = Collective(self.name_of_group(name), kind)
+        self.count[key] += 1
+        self.bytes[key] += max(sizes)
+
+    def _on_allocate(self, tensor: torch.Tensor) -> None:
+        if getattr(tensor, "fake_mode", None) is not self.fake_mode:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        size = storage.nbytes()
+        self._live[key] = (size, weakref.ref(storage, lambda _: self._on_free(key)))
+        self._grow(size)
+
+    def _on_free(self, key: int) -> None:
+        size, _ = self._live.pop(key)
+        self.current -= size
+
+    def _on_resize(self, storage: torch.UntypedStorage, before: int, size: int) -> None:
+        key = storage._cdata
+        if key in self._live:
+            self._live[key] = (size, self._live[key][1])
+            self._grow(size - before)
+
+    def _grow(self, size: int) -> None:
+        self.current += size
+        for label in self._labels:
+            if self.current > self.peaks.get(label, -1):
+                self.peaks[label] = self.current
+
+
+@functools.cache
+def _sums_in_memory() -> bool:
+    """Whether oneDNN's bfloat16 GEMM writes float32 sums to memory first: with AVX-512 but no bfloat16 instructions."""
+    units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_supported() and not units
+
+
+@contextmanager
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _repeat_kv_heads(args: Any) -> list[Any]:
+    """Shapes of attention's operands, keys and values of grouped queries repeated: torch 2.11 counts no others."""
+    heads = args[0].shape[1]
+    shapes = (arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args)
+    return [(s[0], heads, *s[2:]) if isinstance(s, torch.Size) and len(s) == 4 else s for s in shapes]
+
+
+def _tensor_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _last_string(leaves: list[Any]) -> str:
+    """Functional collectives are given the group's name, after the name of the reduction."""
+    return [leaf for leaf in leaves if isinstance(leaf, str)][-1]

@@ -1,0 +1,155 @@
+"""A plan as text, and as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan.converters.conversion_report import summary, to_table
+from torchtitan.plan.result import Plan, RankPlan
+
+GIB, MIB = 2**30, 2**20
+
+
+def to_text(plan: Plan) -> str:
+    """For people: memory, traffic, time, conversion, and what is behind the numbers."""
+    device = plan.device
+    unit, scale = ("GiB", GIB) if max(rank.peaks[plan.mode] for rank in plan.ranks) >= GIB else ("MiB", MIB)
+
+    def sized(size: float) -> str:
+        return f"{size / scale:.2f}" if size >= 0.005 * scale or size == 0 else f"{size / scale:.0e}"
+
+    memory = [
+        "pipeline rank",
+        "layers",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations and buffers",
+        "peak",
+        "of",
+    ]
+    others = list(plan.ranks[0].peaks)[1:]
+    rows = [[*memory, *(f"peak with {mode}" for mode in others)]]
+    for rank in plan.ranks:
+        peak = rank.peaks[plan.mode]
+        sizes = (rank.parameters, rank.gradients, rank.optimizer, peak - rank.states, peak)
+        rows.append(
+            [
+                str(rank.rank),
+                "+".join(map(str, rank.layers)),
+                *map(sized, sizes),
+                f"{peak / device.memory_bytes:.0%}",
+                *(sized(rank.peaks[mode]) for mode in others),
+            ]
+        )
+    traffic = [["pipeline rank", "dimension", "ranks", "collective", "count", unit, "seconds"]]
+    for ranks in _alike(plan.ranks):
+        for line in ranks[0].traffic:
+            seconds = "?" if line.seconds is None else f"{line.seconds:.3f}"
+            names = _span([rank.rank for rank in ranks])
+            traffic.append(
+                [names, line.dimension, str(line.ranks), line.kind, f"{line.count:,}", sized(line.bytes), seconds]
+            )
+    fits = [rank for rank in plan.ranks if rank.peaks[plan.mode] > device.memory_bytes]
+    verdict = (
+        f"It does not fit: rank {fits[0].rank} of the pipeline needs {sized(fits[0].peaks[plan.mode])} {unit}."
+        if fits
+        else "It fits."
+    )
+    parts = [
+        f"plan of {plan.model}, {plan.parameters:,} parameters, on {plan.world_size} x {device.name}: {plan.layout}",
+        f"{plan.batch}; {plan.flops_per_token:.4g} FLOPs a token, forward and backward",
+        f"\nMemory of one rank in {unit}, of {sized(device.memory_bytes)}; activation checkpointing: {plan.mode}\n"
+        + _table(rows),
+        verdict,
+        "\nCollectives of one rank in a step\n" + _table(traffic),
+        "\n" + _time(plan),
+        "\nConversion to low precision: "
+        + (f"{summary(plan.conversion)}\n{to_table(plan.conversion)}" if plan.conversion else "no converters"),
+        "\n" + "\n".join(f"- {note}" for note in plan.notes),
+        f"planned in {plan.seconds_taken:.1f} s",
+    ]
+    return "\n".join(parts)
+
+
+def _time(plan: Plan) -> str:
+    device = plan.device
+    if plan.step_seconds is None:
+        return "No lower bound of the step time: peak FLOP/s or bandwidths of this device are unknown."
+    slowest = max(plan.ranks, key=lambda rank: rank.compute_seconds or 0)
+    tokens = plan.tokens_per_step / plan.step_seconds / plan.world_size
+    return (
+        f"A step takes {plan.step_seconds:.3g} s or more ({tokens:,.0f} tokens/s a device or less, "
+        f"MFU {plan.mfu or 0:.0%}, which counts all of causal attention, the bound half): GEMMs alone "
+        f"{slowest.compute_seconds or 0:.3g} s ({(slowest.flops + slowest.flops_8bit) / 1e12:,.4g} TFLOP at "
+        f"{(device.peak_flops or 0) / 1e12:,.4g} TFLOP/s, 8-bit ones at twice that), links of "
+        f"{(device.within_node or 0) / 1e9:,.0f} GB/s within a machine and {(device.between_nodes or 0) / 1e9:,.0f} "
+        "GB/s a device between machines."
+    )
+
+
+def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:
+    """Neighbours with the same traffic together."""
+    groups: list[list[RankPlan]] = []
+    for rank in ranks:
+        if groups and groups[-1][0].traffic == rank.traffic:
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    return groups
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Writes a PNG: memory of each pipeline rank against the device's, and the seconds of a step by cause."""
+    from matplotlib.figure import Figure  # no display, and no state of pyplot's
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    places = [rank.rank for rank in plan.ranks]
+    parts = {
+        "parameters": [rank.parameters for rank in plan.ranks],
+        "gradients": [rank.gradients for rank in plan.ranks],
+        "optimizer": [rank.optimizer for rank in plan.ranks],
+        "activations and buffers": [max(0, rank.peaks[plan.mode] - rank.states) for rank in plan.ranks],
+    }
+    _stack(left, places, {name: [size / GIB for size in sizes] for name, sizes in parts.items()})
+    for mode, marker in zip(list(plan.ranks[0].peaks)[1:], "v^", strict=False):
+        heights = [rank.peaks[mode] / GIB for rank in plan.ranks]
+        left.plot(places, heights, marker, color="black", label=f"peak with checkpointing {mode}")
+    left.axhline(plan.device.memory_bytes / GIB, color="red", linestyle="--", label=plan.device.name)
+    left.set_ylabel("GiB")
+    left.set_title(f"Memory of one rank (checkpointing: {plan.mode})")
+    seconds: dict[str, list[float]] = {"GEMMs": [rank.compute_seconds or 0 for rank in plan.ranks]}
+    for name in dict.fromkeys(line.dimension for rank in plan.ranks for line in rank.traffic):
+        seconds[name] = [sum(line.seconds or 0 for line in r.traffic if line.dimension == name) for r in plan.ranks]
+    width = 0.8 / len(seconds)
+    for number, (name, heights) in enumerate(seconds.items()):
+        right.bar([place - 0.4 + (number + 0.5) * width for place in places], heights, width, label=name)
+    if plan.step_seconds is not None:
+        right.axhline(plan.step_seconds, color="red", linestyle="--", label="a step, at least")
+    right.set_ylabel("s")
+    right.set_title("Time of a step by cause, at least")
+    for axes in (left, right):
+        axes.set_xlabel("rank in the pipeline")
+        axes.set_xticks(places)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize="small")
+    figure.suptitle(f"{plan.model} on {plan.world_size} x {plan.device.name}: {plan.layout}")
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _stack(axes, places: Sequence[int], parts: dict[str, list[float]]) -> None:  # type: ignore[no-untyped-def]
+    bottom = [0.0] * len(places)
+    for name, heights in parts.items():
+        axes.bar(places, heights, 0.6, bottom=bottom, label=name)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
