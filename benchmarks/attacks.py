@@ -517,7 +517,7 @@ def run_twice(trial: Trial) -> None:
             send(pid, signal.SIGSTOP)
         with started(trial) as second:
             if pids:
-                second.wait(5)
+                second.wait(20)  # until it is refused
             for pid in pids:
                 send(pid, signal.SIGCONT)
             ends = [first.finish(), second.finish()]
