@@ -85,6 +85,10 @@ class Trial:
     def run(self) -> Path:
         return self.folder / "run"
 
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "tmp"
+
     def flags(self) -> list[str]:
         files = [f"--job.dump_folder={self.run}", f"--training.dataset_path={self.data}"]
         return [*FLAGS, f"--checkpoint.async_mode={self.async_mode}", f"--training.steps={STEPS}", *files]
@@ -109,7 +113,13 @@ class Start:
             self.mark = os.readlink(f"/proc/self/fd/{screen}")
             command = ["-m", "torchtitan.launch", str(ROOT / "train.py"), *trial.flags(), *flags]
             inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-            own = {"NGPU": str(trial.processes), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"}
+            own = {
+                "NGPU": str(trial.processes),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
+                "TMPDIR": str(trial.temporary),
+            }
+            trial.temporary.mkdir(exist_ok=True)
             start: Any = subprocess.Popen if real else ForkedProcess
             self.process = start(
                 [sys.executable, *command],
@@ -507,7 +517,7 @@ def run_twice(trial: Trial) -> None:
             send(pid, signal.SIGSTOP)
         with started(trial) as second:
             if pids:
-                second.wait(5)
+                second.wait(20)  # until it is refused
             for pid in pids:
                 send(pid, signal.SIGCONT)
             ends = [first.finish(), second.finish()]

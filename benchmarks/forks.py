@@ -12,6 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -72,6 +73,7 @@ def _become(
     status = 1
     try:
         os.setsid()
+        tempfile.tempdir = None
         weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # such as the parent's temporary folders
         for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
             if callable(signal.getsignal(number)):

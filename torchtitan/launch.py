@@ -83,6 +83,9 @@ def launch(arguments: list[str]) -> int:
         return 1
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
+    except OSError as error:  # such as no room for torchrun's folder of logs
+        print(f"Error: the processes cannot be started: {error}.", file=sys.stderr)
+        return EXIT_STATUS
     return 0
 
 

@@ -45,13 +45,16 @@ def test_stopped_while_it_starts(moment: str, processes: int, tmp_path: Path) ->
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    with started(*ENDLESS, into(tmp_path), processes=2) as run:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with started(*ENDLESS, into(tmp_path), processes=2, TMPDIR=str(temporary)) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         pid = run.pid_of_rank(1)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         status, output = run.finish()
         assert run.pids() == []
+    assert os.listdir(temporary) == []
     assert status == 128 + signal.SIGKILL
     assert "rank 1 was ended by SIGKILL" in output
 

@@ -1,5 +1,6 @@
 """torchrun's agent of a machine, with words of its own: which process failed, and what happens then."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -47,6 +48,7 @@ class Agent(LocalElasticAgent):
             return super().run(*arguments)
         finally:
             ignore_stop_signals()  # how the processes have ended is what counts
+            remove_empty(self._logs_specs.root_log_dir)
 
     def _forward(self, number: int, frame: FrameType | None = None) -> None:
         self._asked = number
@@ -115,6 +117,14 @@ class Agent(LocalElasticAgent):
         """A process on another machine has failed. Ours are about to notice, and name it."""
         if self._pcontext is not None:
             self._pcontext.wait(LAST_WORDS)
+
+
+def remove_empty(folder: str) -> None:
+    """Of the folder that torchrun makes for logs where it is given none, all that holds no log."""
+    if os.path.basename(folder).startswith("torchelastic_"):
+        for path, _, _ in os.walk(folder, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
 
 
 def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
