@@ -43,7 +43,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Ten
         total -= (log_probabilities.gather(-1, label) * counted).sum()
         probabilities = log_probabilities.exp_()
         probabilities.scatter_add_(-1, label, torch.full_like(label, -1.0, dtype=torch.float32))
-        if not counted.all():
+        if logits.device.type != "cpu" or not counted.all():  # elsewhere the question would wait for the device
             probabilities *= counted
         part.copy_(probabilities)
     return total, logits
