@@ -13,6 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":
     # Until `Stop` listens: a KeyboardInterrupt inside an import would be a traceback, or be lost.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module

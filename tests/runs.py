@@ -123,6 +123,13 @@ class Run:
             self.process.poll()
 
 
+def takes(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for a signal by now."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def variables_of(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")

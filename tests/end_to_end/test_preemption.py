@@ -8,7 +8,20 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from runs import PATIENCE, TINY, Run, checkpoint_steps, failure, into, last_step, losses, started, train, train_here
+from runs import (
+    PATIENCE,
+    TINY,
+    Run,
+    checkpoint_steps,
+    failure,
+    into,
+    last_step,
+    losses,
+    started,
+    takes,
+    train,
+    train_here,
+)
 
 from torchtitan.checkpoint.manifest import damage
 from torchtitan.errors import ConfigError
@@ -120,7 +133,7 @@ def test_signals_while_saving_do_no_harm(mode: str, tmp_path: Path) -> None:
 def test_before_the_first_step_there_is_nothing_to_save(moment: str, tmp_path: Path) -> None:
     with started(*ENDLESS, into(tmp_path), processes=2) as run:
         if moment == "launcher":
-            time.sleep(0.3)
+            run.wait_until(lambda: takes(run.process.pid, signal.SIGTERM))
         elif moment == "imports":
             run.wait_until(lambda: run.pid_of_rank(1))
             time.sleep(0.3)

@@ -66,7 +66,12 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._starting = True
-        return super()._start_workers(worker_group)
+        # A KeyboardInterrupt while Python itself starts would be a traceback: train.py takes Ctrl-C when it can.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def _invoke_run(self, *arguments: Any) -> RunResult:
         try:

@@ -3,6 +3,7 @@
 Both see real tensors and fake ones alike.
 """
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -56,7 +57,7 @@ class Recorder(TorchDispatchMode):
     """Within it, records collectives, floating-point operations and the bytes of live tensors.
 
     A tensor counts from the operation that makes it until nothing refers to its memory. Memory that a kernel takes and
-    gives back is not seen.
+    gives back is not seen, but for the sums of bfloat16 GEMMs on CPUs without instructions for them.
 
     Args:
         name_of_group: from a process group's own name to what to call it.
@@ -139,7 +140,7 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1  # nobody knows; what is asked is whether all labels count, and whether the stages agree: yes
         out = func(*args, **kwargs)
-        namespace = func.namespace
+        namespace, scratch = func.namespace, 0
         if namespace in ("c10d", "_c10d_functional"):
             self._record(func, args, out)
         elif func is aten._int_mm.default:
@@ -154,12 +155,17 @@ class Recorder(TorchDispatchMode):
                 self.flops_8bit += flops
             else:
                 self.flops += flops / 2 if attention else flops
+            if not attention and out.dtype == torch.bfloat16 and out.device.type == "cpu" and _sums_in_memory():
+                scratch = 4 * out.numel()
         if isinstance(out, torch.Tensor):
             self._on_allocate(out)
         elif isinstance(out, (tuple, list)):
             for tensor in pytree.tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):
                     self._on_allocate(tensor)
+        if scratch:
+            self._grow(scratch)
+            self.current -= scratch
         return out
 
     def _record(self, func: Any, args: Any, out: Any) -> None:
@@ -203,6 +209,13 @@ class Recorder(TorchDispatchMode):
         for label in self._labels:
             if self.current > self.peaks.get(label, -1):
                 self.peaks[label] = self.current
+
+
+@functools.cache
+def _sums_in_memory() -> bool:
+    """Whether oneDNN's bfloat16 GEMM writes float32 sums to memory first: with AVX-512 but no bfloat16 instructions."""
+    units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_supported() and not units
 
 
 @contextmanager
