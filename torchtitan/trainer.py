@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -76,6 +77,7 @@ class Trainer:
         self.tokens_seen = 0
         self.sample_ids: JSONLWriter | None = None
         self.skipped_updates: JSONLWriter | None = None
+        self.events: JSONLWriter | None = None
         self.data_error: str | None = None  # of this rank
         self.guard = UpdateGuard(training, self._record_skipped)
         self._closing = contextlib.ExitStack()
@@ -134,6 +136,7 @@ class Trainer:
                 "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(dims)},
                 "configuration": dataclasses.asdict(config),
             },
+            on_saved=lambda step: self._record_event(step, "checkpoint"),
         )
         self._closing.callback(self.checkpoints.wait)
         self._resume()
@@ -231,6 +234,10 @@ class Trainer:
     ) -> None:
         if error is None:
             self._closing.close()
+            if self.config.metrics.report and self.events is not None:
+                from torchtitan.report import write_at_end  # needs packages that training does not
+
+                write_at_end(self.dump_folder)
         else:  # other ranks may be gone: wait for nobody
             self.loader.close()
 
@@ -256,6 +263,16 @@ class Trainer:
             self.sample_ids = JSONLWriter(path, self.step)
         if dist.get_rank() == 0:
             self.skipped_updates = JSONLWriter(self.dump_folder / "skipped_updates.jsonl", self.step)
+            self.events = JSONLWriter(self.dump_folder / "events.jsonl", self.step)
+            self._record_event(
+                self.step,
+                "start",
+                device=f"{self.device.type} ({self.device.name})",
+                processes=dist.get_world_size(),
+                layout=f"{self.dims}",
+                model=f"{config.model.name} {config.model.flavor}, {self.work.parameters:,} parameters",
+                torch=torch.__version__,
+            )
         first_step = self.step + 1
         steps_to_check = self.work.steps_to_check(first_step)
         with (
@@ -377,6 +394,10 @@ class Trainer:
     def _record_skipped(self, step: int, values: Mapping[str, Any]) -> None:
         if self.skipped_updates is not None:
             self.skipped_updates.write(step, values)
+
+    def _record_event(self, step: int, event: str, **values: Any) -> None:
+        if self.events is not None:
+            self.events.write(step, {"event": event, "time": round(time.time(), 3), **values})
 
     def _announce(self) -> None:
         """What was decided, and why."""
