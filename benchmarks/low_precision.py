@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.figures import small_multiples
 from benchmarks.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--folder", type=Path, default=Path("outputs/low_precision"))
-    parser.add_argument("--output", default="low_precision.png")
+    parser.add_argument("--output", type=Path, default=Path("low_precision.png"))
     arguments = parser.parse_args()
     import torch
 
@@ -122,9 +123,7 @@ def main() -> None:
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
     print(losses_table("recipe", results))
     print(f"\n{products_table()}")
-    plot = [sys.executable, str(ROOT / "scripts" / "plot_run.py"), *map(str, results.values())]
-    Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run([*plot, "--smooth", "20", "--output", arguments.output], check=True)
+    small_multiples({name: losses(dump) for name, dump in results.items()}, arguments.output, LAST)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ function background() {
   const tints = phasesOf(line).filter((phase) => phase.low).map((phase) => (
     { ...upright, type: "rect", x0: phase.from * scaleX(phase.run), x1: phase.to * scaleX(phase.run), fillcolor: css("--tint"), line: { width: 0 } }));
   const restarts = line.members.flatMap((index) => runs[index].starts.slice(1).map((start) => start.step * scaleX(runs[index])));
-  return [...tints, ...restarts.map((x) => ({ ...upright, type: "line", x0: x, x1: x, line: { width: 1.2, dash: "dot", color: css("--c1") } }))];
+  return [...tints, ...restarts.map((x) => ({ ...upright, type: "line", x0: x, x1: x, line: { width: 1, dash: "dot", color: css("--c1") } }))];
 }
 
 function layoutOf(chart, rows) {
@@ -177,7 +177,7 @@ function layoutOf(chart, rows) {
     paper_bgcolor: css("--card"), plot_bgcolor: css("--card"),
     font: { family: FONT, size: 12, color: css("--quiet") },
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text"), family: FONT } },
-    xaxis: { ...grid, title: { text: state.tokens ? "tokens" : "step", standoff: 6, font: { size: 11 } }, tickformat: state.tokens ? ".3s" : ",d", hoverformat: state.tokens ? ".4s" : ",d", anchor: rows.length ? "y2" : "y", range: fullRange() },
+    xaxis: { ...grid, spikecolor: css("--quiet"), spikethickness: -1, spikedash: "solid", title: { text: state.tokens ? "tokens" : "step", standoff: 6, font: { size: 11 } }, tickformat: state.tokens ? ".3s" : ",d", hoverformat: state.tokens ? ".4s" : ",d", anchor: rows.length ? "y2" : "y", range: fullRange() },
     yaxis: { ...grid, type: state.log && chart.log ? "log" : "linear", rangemode: chart.zero ? "tozero" : "normal", tickformat: chart.ticks, nticks: first ? 8 : 5, domain: [share ? share + 0.05 : 0, 1], ...(state.log && chart.log ? { dtick: "D2", minor: {} } : {}) },
     ...(rows.length ? { yaxis2: { domain: [0, share], range: [rows.length - 0.5, -0.5], fixedrange: true, tickvals: rows.map((_, at) => at), ticktext: rows.map((row) => plain(short(row.name, 14))), showgrid: false, zeroline: false, tickfont: { size: 11 } } } : {}),
     shapes: [...background(), ...shapes], annotations,
@@ -248,7 +248,7 @@ function heatMaps() {
     const traces = panels.map((panel, at) => {
       const suffix = at ? at + 1 : "";
       const [start, end] = [at / panels.length, (at + 1) / panels.length - 0.02];
-      axes[`xaxis${suffix}`] = { domain: [start, end], title: { text: plain(panel.product.replaceAll("_", " ")), standoff: 8, font: { size: 13, color: css("--text") } }, side: "top", tickangle: -40, tickfont: { size: 11 }, showgrid: false, automargin: true };
+      axes[`xaxis${suffix}`] = { domain: [start, end], title: { text: plain(panel.product.replaceAll("_", " ")), standoff: 8, font: { size: 13, color: css("--text") } }, side: "top", tickangle: -40, ticks: "", tickfont: { size: 11 }, showgrid: false, automargin: true };
       return {
         type: "heatmap", xaxis: `x${suffix}`, x: columns.map((name) => plain(name.split(".").at(-1))), y: rows.map(plain), z: panel.sqnr_db,
         zmin: Math.min(...known), zmax: Math.max(...known), colorscale: "Viridis", xgap: 1, ygap: 1, hoverongaps: false,
@@ -260,7 +260,7 @@ function heatMaps() {
     });
     return Plotly.react(div, traces, {
       ...axes,
-      yaxis: { autorange: "reversed", tickfont: { size: 11 }, showgrid: false, automargin: true, type: "category" },
+      yaxis: { autorange: "reversed", ticks: "", tickfont: { size: 11 }, showgrid: false, automargin: true, type: "category" },
       height: 130 + Math.min(1600, 24 * rows.length), autosize: true, margin: { l: 70, r: 10, t: 90, b: 14 },
       paper_bgcolor: css("--card"), plot_bgcolor: css("--card"), font: { family: FONT, size: 12, color: css("--quiet") },
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text"), family: FONT } },

@@ -8,11 +8,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from torchtitan.report.compare import SEED, Values, default_values, differing, help_of_keys, seed_groups, shown
-from torchtitan.report.run import ReportError, Run
+from torchtitan.report.run import CURVES, ReportError, Run
 from torchtitan.report.series import downsample, on_one_grid
 
 POINTS = 4000  # of a curve; a screen is no wider
@@ -22,17 +23,6 @@ MARKS = 2000  # of a kind, on the time axis
 SAMPLED_STEPS = 20
 LONGEST_SAMPLE = 4000  # characters
 
-CURVES = (
-    "loss",
-    "validation_loss",
-    "grad_norm",
-    "lr",
-    "tokens_per_second",
-    "mfu",
-    "peak_memory_bytes",
-    "data_wait_share",
-    "skipped_updates",
-)
 HIGH_PRECISION = "bf16"
 UNKNOWN = "?"
 
@@ -141,7 +131,7 @@ def _not_finite(run: Run) -> list[int]:
     if "loss" not in run.series:
         return []
     loss = run.series["loss"]
-    return [step for step, value in zip(loss.steps, loss.values, strict=True) if math.isnan(value)]
+    return loss.steps[np.isnan(loss.values)].tolist()
 
 
 def _phases(run: Run) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@
 | `samples.jsonl` | whoever samples from checkpoints: lines of `step`, `prompt`, `text` |
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from torchtitan.config.manager import tomllib
 from torchtitan.errors import UserError
 from torchtitan.report.compare import Values, flat, shown
-from torchtitan.report.series import Series
+from torchtitan.report.series import Floats, Series
 
 METRICS = "metrics.jsonl"
+CURVES = (
+    "loss",
+    "validation_loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_second",
+    "mfu",
+    "peak_memory_bytes",
+    "data_wait_share",
+    "skipped_updates",
+)
+SHOWN = (*CURVES, "step_seconds", "memory_share", "tokens_seen")
+CHUNK = 10_000  # lines
 LARGEST_STEP = 2**53  # beyond it a browser's numbers have gaps
 
 
@@ -55,13 +72,14 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        return max(series.steps[-1] for series in self.series.values())
+        return max(int(series.steps[-1]) for series in self.series.values())
 
     @property
     def tokens_per_step(self) -> float | None:
         """Of the global batch, as the last entry has it."""
         tokens = self.series.get("tokens_seen")
-        return tokens.values[-1] / tokens.steps[-1] if tokens and tokens.steps[-1] else None
+        found = float(tokens.values[-1] / tokens.steps[-1]) if tokens and tokens.steps[-1] else 0
+        return found if found > 0 else None
 
     @property
     def total_steps(self) -> int | None:
@@ -120,13 +138,29 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_metrics(run: Run) -> None:
-    for entry in _lines(run, METRICS):
-        step = step_of(entry)
-        if step is None:
-            continue
-        for key, value in entry.items():
-            if key != "step" and (value is None or _is_number(value)):
-                run.series.setdefault(key, Series()).append(step, _as_float(value))
+    """By columns, some lines at a time: a million lines are a matter of seconds."""
+    parts: dict[str, list[tuple[NDArray[np.int64], Floats]]] = {}
+    entries = (entry for entry in _lines(run, METRICS) if step_of(entry) is not None)
+    while chunk := list(itertools.islice(entries, CHUNK)):
+        for key in SHOWN:
+            found = [(entry["step"], entry[key]) for entry in chunk if key in entry]
+            if found:
+                steps, values = zip(*found, strict=True)
+                parts.setdefault(key, []).append((np.array(steps, dtype=np.int64), _floats(values)))
+    for key, of_key in parts.items():
+        all_steps, all_values = (np.concatenate(arrays)[::-1] for arrays in zip(*of_key, strict=True))
+        # Lines are in order, unless somebody has put files together; then the last line of a step counts.
+        places = np.unique(all_steps, return_index=True)[1]
+        run.series[key] = Series(all_steps[places], all_values[places])
+
+
+def _floats(values: Sequence[Any]) -> Floats:
+    """NaN for what is no finite number."""
+    try:
+        found = np.array(values, dtype=np.float64)  # None becomes NaN
+    except (ValueError, TypeError, OverflowError):
+        found = np.array([_as_float(value) for value in values])
+    return np.where(np.isfinite(found), found, np.nan)
 
 
 def _read_config(run: Run) -> None:

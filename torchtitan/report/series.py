@@ -1,9 +1,8 @@
 """Curves: as read, down-sampled so that no spike is lost, and several seeds on one grid."""
 
 import math
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,30 +13,21 @@ DIGITS = 6  # significant; half as many bytes as all of them, and far more than 
 Floats = NDArray[np.float64]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Series:
-    """One number over the steps of a run; NaN where it was not finite."""
+    """One number over the steps of a run.
 
-    steps: "array[int]" = field(default_factory=lambda: array("q"))
-    values: "array[float]" = field(default_factory=lambda: array("d"))
+    Attributes:
+        steps: rising.
+        values: as many; NaN where one was not finite.
+    """
 
-    def append(self, step: int, value: float) -> None:
-        self.steps.append(step)
-        self.values.append(value)
-
-    @property
-    def arrays(self) -> tuple[NDArray[np.int64], Floats]:
-        return np.asarray(self.steps, dtype=np.int64), np.asarray(self.values, dtype=np.float64)
+    steps: NDArray[np.int64]
+    values: Floats
 
     @property
     def finite(self) -> Floats:
-        values = self.arrays[1]
-        return values[np.isfinite(values)]
-
-    @property
-    def last(self) -> float | None:
-        found = self.finite
-        return float(found[-1]) if len(found) else None
+        return self.values[np.isfinite(self.values)]
 
 
 def downsample(series: Series, points: int) -> dict[str, Any]:
@@ -47,7 +37,7 @@ def downsample(series: Series, points: int) -> dict[str, Any]:
         x, y: the points; None in y where a value was not finite.
         mean_x, mean_y: the mean of each stretch, from which smooth curves are made; missing where x, y are all points.
     """
-    steps, values = series.arrays
+    steps, values = series.steps, series.values
     if len(steps) <= points:
         return {"x": steps.tolist(), "y": rounded(values)}
     rows = _rows(values, points // 2)
@@ -70,14 +60,12 @@ def on_one_grid(members: Sequence[Series], points: int) -> dict[str, Any] | None
 
     With more than `points` steps the mean of each stretch stands for it. None where they have no step in common.
     """
-    steps = members[0].arrays[0]
+    steps = members[0].steps
     for member in members[1:]:
-        steps = np.intersect1d(steps, member.arrays[0])
+        steps = np.intersect1d(steps, member.steps)
     if not len(steps):
         return None
-    # The last value of a step counts where a step is there twice.
-    found = [dict(zip(*map(np.ndarray.tolist, member.arrays), strict=True)) for member in members]
-    values = [np.array([of[step] for step in steps.tolist()]) for of in found]
+    values = [member.values[np.searchsorted(member.steps, steps)] for member in members]
     if len(steps) > points:
         values = [_mean(_rows(of, points)) for of in values]
         steps = np.rint(_mean(_rows(steps.astype(np.float64), points))).astype(int)
