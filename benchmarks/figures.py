@@ -35,7 +35,7 @@ def small_multiples(losses: Mapping[str, Sequence[float]], output: Path, width: 
     gaps = {name: percent_above(values, base, width) for name, values in others}
     steps = range(1, len(base) + 1)
     largest = sorted(max(map(abs, gap[width:] or gap)) for gap in gaps.values())
-    limit = 1.2 * min(largest[-1], 3 * largest[len(largest) // 2]) or 1
+    limit = 1.3 * largest[3 * len(largest) // 4] or 1  # of the third quartile
     rows = math.ceil(len(gaps) / COLUMNS)
     figure, grid = plt.subplots(
         rows, COLUMNS, figsize=(10, 0.6 + 1.5 * rows), sharex=True, sharey=True, squeeze=False, layout="constrained"
@@ -63,6 +63,7 @@ def label_ends(axes: Any, size: float = 9) -> None:
     """
     named = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
     figure = axes.figure
+    axes.get_xlim(), axes.get_ylim()  # only now are they set, where nothing has been drawn yet
     height = 1.25 * size * figure.dpi / 72
     ends = [(line, axes.transData.transform((line.get_xdata()[-1], line.get_ydata()[-1]))) for line in named]
     ends.sort(key=lambda end: end[1][1])

@@ -210,13 +210,15 @@ def plot(runs: dict[str, Path], errors: dict[str, list[float]], output: Path, sm
             above.plot(percent_above(values, base, smooth), color=colors[name], label=name, linewidth=1.4)
     above.set_ylabel(f"loss against {base_name}\n(%, mean of {smooth} steps)")
     for name, values in errors.items():
-        below.plot(values[1:], color=colors[name], label=name, linewidth=1.2)  # the first update has no state yet
+        # The first update has no state yet.
+        below.plot(range(2, len(values) + 1), values[1:], color=colors[name], label=name, linewidth=1.2)
     below.set_yscale("log")
     below.set_ylabel("error of an update\nagainst float32's")
-    figure.tight_layout(rect=(0, 0, 0.8, 1))  # room for the labels
     for panel in (above, below):
         panel.set_xlabel("step")
         bare(panel)
+    figure.tight_layout(rect=(0, 0, 0.8, 1))  # room for the labels
+    for panel in (above, below):
         label_ends(panel)
     saved(figure, output)
 

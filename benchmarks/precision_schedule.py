@@ -96,7 +96,7 @@ def plot(results: dict[tuple[str, str, int], Result], recipes: list[str], proces
                 ratio = results[recipe, name, count].seconds / results["", "bf16", count].seconds
                 bar = right.bar(number + 0.4 * place, ratio, 0.36, color=f"C{number}", alpha=1 - 0.5 * place)
                 right.bar_label(bar, [f"{ratio:.2f}"], fontsize=8)
-                right.text(number + 0.4 * place, 0.05, f"{count} p", ha="center", color="white", fontsize=8)
+                right.text(number + 0.4 * place, 0.05, f"{count} p", ha="center", fontsize=8)
         left.axhline(0, color="black", linewidth=0.8)
         left.set(xlabel="step", ylabel=f"loss above bf16's\n(mean of {LAST} steps)")
         left.set_title(recipe, loc="left", fontsize=10)
