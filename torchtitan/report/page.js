@@ -135,7 +135,7 @@ function stripTraces(rows) {
     x: mark.at.map(([x]) => x), y: mark.at.map(() => at), text: mark.at.map(([, text]) => plain(text)),
     // In a row of all kinds a restart is an upright line, to be seen beside the checkpoint of its step.
     marker: !SINGLE && mark.name === "restarts"
-      ? { symbol: "line-ns", size: 9, line: { width: 2, color: color(row.number) } }
+      ? { symbol: "line-ns", size: 16, line: { width: 3, color: color(row.number) } }
       : { symbol: mark.symbol, size: 8, color: SINGLE ? css(mark.color) : color(row.number) },
   })));
 }
