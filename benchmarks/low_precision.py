@@ -7,7 +7,6 @@ A recipe's loss is the mean over the last 20 steps. Runs that are there already 
 """
 
 import argparse
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.loss_runs import losses_table, run
-from benchmarks.runs import ROOT
+from benchmarks.figures import small_multiples
+from benchmarks.loss_runs import LAST, losses, losses_table, run
 from benchmarks.tables import markdown
 
 FLOAT8: tuple[Any, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -72,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--folder", type=Path, default=Path("outputs/low_precision"))
-    parser.add_argument("--output", default="low_precision.png")
+    parser.add_argument("--output", type=Path, default=Path("low_precision.png"))
     arguments = parser.parse_args()
     import torch
 
@@ -80,9 +79,7 @@ def main() -> None:
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
     print(losses_table("recipe", results))
     print(f"\n{gemms_table()}")
-    plot = [sys.executable, str(ROOT / "scripts" / "plot_run.py"), *map(str, results.values())]
-    Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run([*plot, "--smooth", "20", "--output", arguments.output], check=True)
+    small_multiples({name: losses(dump) for name, dump in results.items()}, arguments.output, LAST)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.figures import bare, label_ends, percent_above, pyplot, saved
 from benchmarks.loss_runs import losses, losses_table, run
 from benchmarks.runs import DEBUG_MODEL, ROOT, finish
 from benchmarks.tables import markdown
@@ -194,39 +195,28 @@ def _peak(processes: int, flags: list[str]) -> dict[str, int]:
 
 
 def plot(runs: dict[str, Path], errors: dict[str, list[float]], output: Path, smooth: int) -> None:
-    """Losses, their distance to the first run's, and the errors of updates, over the steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(3, 1, figsize=(9, 11))
+    """The distance of losses to the first run's, and the errors of updates, over the steps."""
+    figure, (above, below) = pyplot().subplots(2, 1, figsize=(9, 7.5))
     found = {name: losses(dump) for name, dump in runs.items()}
-    base: list[float] = next(iter(found.values()), [])
+    base_name, base = next(iter(found.items()))
     colors = {name: f"C{number}" for number, name in enumerate(TRAINED)}
+    above.axhline(0, color="black", linewidth=0.8)
     for name, values in found.items():
-        panels[0].plot(_smooth(values, smooth), color=colors[name], label=name, linewidth=1.4)
-        gaps = [value / first - 1 for value, first in zip(values, base, strict=True)]
-        panels[1].plot([100 * gap for gap in _smooth(gaps, smooth)], color=colors[name], linewidth=1.4)
+        if name != base_name:
+            above.plot(percent_above(values, base, smooth), color=colors[name], label=name, linewidth=1.4)
+    above.set_ylabel(f"loss against {base_name}\n(%, mean of {smooth} steps)")
     for name, values in errors.items():
-        panels[2].plot(values, color=colors[name], label=name, linewidth=1.2)
-    panels[2].set_yscale("log")
-    titles = ("Loss", f"Loss against {next(iter(found), '')} (%)", "Error of an update against float32's")
-    for panel, title in zip(panels, titles, strict=True):
-        panel.set_ylabel(title)
-        panel.set_xlabel("Step")
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    for panel in (panels[0], panels[2]):
-        panel.legend(frameon=False, fontsize="small")
-    figure.tight_layout()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=150)
-
-
-def _smooth(values: list[float], width: int) -> list[float]:
-    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
-    return [sum(window) / len(window) for window in windows]
+        # The first update has no state yet.
+        below.plot(range(2, len(values) + 1), values[1:], color=colors[name], label=name, linewidth=1.2)
+    below.set_yscale("log")
+    below.set_ylabel("error of an update\nagainst float32's")
+    for panel in (above, below):
+        panel.set_xlabel("step")
+        bare(panel)
+    figure.tight_layout(rect=(0, 0, 0.8, 1))  # room for the labels
+    for panel in (above, below):
+        label_ends(panel)
+    saved(figure, output)
 
 
 def main() -> None:

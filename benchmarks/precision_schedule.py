@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.figures import bare, label_ends, pyplot, saved
 from benchmarks.loss_runs import LAST, run
 from benchmarks.runs import DEBUG_MODEL
 from benchmarks.tables import markdown
@@ -79,14 +80,10 @@ def result(name: str, recipe: str, share: float, processes: int, steps: int, fol
 
 def plot(results: dict[tuple[str, str, int], Result], recipes: list[str], processes: list[int], output: Path) -> None:
     """For each recipe: what its losses are above bf16's, in a moving average, and its times over bf16's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, grid = plt.subplots(
-        len(recipes), 2, figsize=(11, 0.6 + 3.2 * len(recipes)), squeeze=False, width_ratios=(3, 1)
+    figure, grid = pyplot().subplots(
+        len(recipes), 2, figsize=(12, 0.6 + 3.2 * len(recipes)), squeeze=False, width_ratios=(3, 1.2)
     )
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.5 / len(recipes) / 3, top=0.9, wspace=0.42)
     for (left, right), recipe in zip(grid, recipes, strict=True):
         base = results["", "bf16", processes[0]]
         for number, (name, share) in enumerate(SHARES.items()):
@@ -99,17 +96,18 @@ def plot(results: dict[tuple[str, str, int], Result], recipes: list[str], proces
             for place, count in enumerate(processes):
                 ratio = results[recipe, name, count].seconds / results["", "bf16", count].seconds
                 bar = right.bar(number + 0.4 * place, ratio, 0.36, color=f"C{number}", alpha=1 - 0.5 * place)
-                right.bar_label(bar, [f"{count}: {ratio:.2f}"], fontsize=7)
+                right.bar_label(bar, [f"{ratio:.2f}"], fontsize=8)
+                right.text(number + 0.4 * place, 0.05, f"{count} p", ha="center", fontsize=8)
         left.axhline(0, color="black", linewidth=0.8)
-        left.set(xlabel="step", ylabel=f"loss above bf16's\n(mean of {LAST} steps)", title=recipe)
-        left.legend(frameon=False, fontsize="small")
+        left.set(xlabel="step", ylabel=f"loss above bf16's\n(mean of {LAST} steps)")
+        left.set_title(recipe, loc="left", fontsize=10)
         right.axhline(1, color="black", linewidth=0.8)
-        right.set(xticks=[], title="time over bf16's, by processes")
+        right.set(xticks=[])
+        right.set_title("time over bf16's, by processes (p)", loc="left", fontsize=10)
         for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=150, format="png")
+            bare(axes)
+        label_ends(left)
+    saved(figure, output)
 
 
 def main() -> None:

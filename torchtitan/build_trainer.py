@@ -93,6 +93,7 @@ def build_trainer(
     log_cost_of_low_precision(engine)
 
     # Checkpoint.
+    folder = RunFolder(dump_folder, config)
     checkpoints = CheckpointManager(
         config.checkpoint,
         dump_folder,
@@ -103,9 +104,9 @@ def build_trainer(
             "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(dims)},
             "configuration": dataclasses.asdict(config),
         },
+        on_saved=lambda step: folder.record_event(step, "checkpoint"),
     )
     closing.callback(checkpoints.wait)
-    folder = RunFolder(dump_folder, config)
     float32_instead = training.mixed_precision_param == "auto" and config.training.mixed_precision_param == "float32"
     trainer = Trainer(
         config=config,

@@ -67,6 +67,7 @@ class Trainer:
     ) -> None:
         if error is None:
             self.closing.close()
+            self.folder.write_report()
         else:  # other ranks may be gone: wait for nobody
             self.loader.close()
 
@@ -83,6 +84,15 @@ class Trainer:
         # Of the ranks that train on the same rows, the first records their samples.
         recording = config.training.record_sample_ids and self.engine.meshes.is_first_of_dp_rank
         self.folder.open_records(self.step, sample_ids=recording)
+        self.folder.record_event(
+            self.step,
+            "start",
+            device=f"{self.engine.device.type} ({self.engine.device.name})",
+            processes=dist.get_world_size(),
+            layout=f"{self.engine.meshes.dims}",
+            model=f"{config.model.name} {config.model.flavor}, {self.engine.parameters:,} parameters",
+            torch=torch.__version__,
+        )
         first_step = self.step + 1
         checked_steps = steps_to_check(self.engine, first_step)
         with (

@@ -1,6 +1,7 @@
 """The parts of `benchmarks/` that count: intervals, traces, tables, and what becomes of rows that fail."""
 
 import argparse
+import itertools
 import json
 import resource
 import sys
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import gpu, throughput
+from benchmarks import figures, gpu, throughput
 from benchmarks.gpu_report import report
 from benchmarks.machine import Machine
 from benchmarks.runs import Observed, Result, Variant, observe, recompiled_after, timed_other, variables_first
@@ -209,3 +210,35 @@ def test_a_table_never_mixes_machines(tmp_path: Path) -> None:
 def test_a_machine_says_what_it_is() -> None:
     machine = Machine("NVIDIA H200", "cuda", 16, 8, {"torch": "2.11.0"}, 7.9e14, {"8192": 7.9e14}, 9.89e14)
     assert str(machine) == ("NVIDIA H200, torch 2.11.0; bf16 GEMMs, measured: 790 TFLOP/s (8192: 790); data sheet 989")
+
+
+def test_labels_of_curves_that_end_together_do_not_overlap() -> None:
+    _, axes = figures.pyplot().subplots()
+    for number in range(8):
+        axes.plot([0, 1], [0, 1 + 1e-3 * (number % 3)], label=f"run {number}")
+    axes.axhline(0)  # which has no name
+    figures.label_ends(axes)
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
+    assert len(boxes) == 8
+    assert not any(left.overlaps(right) for left, right in itertools.pairwise(boxes))
+
+
+def test_labels_stay_where_there_is_room() -> None:
+    assert figures.spread([0, 5, 5, 20], 2) == [0, 4, 6, 20]
+    assert figures.spread([0, 1, 2], 2) == [-1, 1, 3]
+
+
+def test_recipes_are_drawn_as_differences_each_under_its_name(tmp_path: Path) -> None:
+    base = [8 - 0.04 * step for step in range(100)]
+    runs = {"bf16": base} | {
+        f"recipe {share}": [loss * (1 + share) for loss in base] for share in (0.01, 0.02, 0.03, -0.01)
+    }
+    runs["far"] = [2 * loss for loss in base]
+    figure = figures.small_multiples(runs, tmp_path / "x.png", width=10)
+    titles = [axes.get_title(loc="left") for axes in figure.axes if axes.get_visible()]
+    assert titles[0] == "recipe 0.01  +1.00%" and titles[3] == "recipe -0.01  -1.00%"
+    assert titles[4:] == ["far  +100.00% (off the scale)"]
+    low, high = figure.axes[0].get_ylim()
+    assert 2 < high == -low < 100
+    assert not figure.legends and not any(axes.get_legend() for axes in figure.axes)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -54,6 +54,7 @@ class CheckpointManager:
         identity: what makes this model itself (family, flavor, sizes), JSON-able. A checkpoint of another identity is
             refused.
         about: what else the manifest tells of the run: its `configuration`, and for people the layout; JSON-able.
+        on_saved: called on rank 0 with the step of each checkpoint that is on disk, perhaps in another thread.
 
     Attributes:
         failed_saves: how many failed so far.
@@ -72,6 +73,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         identity: dict[str, Any],
         about: Mapping[str, Any] | None = None,
+        on_saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.config = config
         self.dump_folder = dump_folder
@@ -80,6 +82,7 @@ class CheckpointManager:
         self.optimizer = optimizer
         self.identity = identity
         self.about = dict(about or {})
+        self.on_saved = on_saved
         self.excluded = set(config.exclude_from_loading)
         self.failed_saves = 0
         self.last_save_failed = False
@@ -281,6 +284,7 @@ class CheckpointManager:
         self.step_on_disk = step
         if dist.get_rank() == 0:
             logger.info(f"saved {step_folder(self.folder, step)}")
+            self.on_saved(step)
             keep_latest(self.folder, self.config.keep_latest_k, newest=step)
 
     def _failed(self, step: int, error: BaseException) -> None:

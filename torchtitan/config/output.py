@@ -48,6 +48,9 @@ class Metrics:
     save_tb_folder: Annotated[NotEmpty, Doc("Folder for TensorBoard, inside dump_folder.")] = "tb"
     save_for_all_ranks: Annotated[bool, Doc("TensorBoard and wandb from every rank instead of rank 0 alone.")] = False
     enable_wandb: Annotated[bool, Doc("Also send the numbers to Weights & Biases (needs `pip install wandb`).")] = False
+    report: Annotated[bool, Doc("Write report.html into dump_folder when the run ends: its curves, to look at.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What a run writes into its dump folder, beside checkpoints and metrics."""
 
 import contextlib
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torchtitan.metrics.writers import JSONLWriter
 
 
 class RunFolder:
-    """The files `config.toml`, `skipped_updates.jsonl` and `sample_ids/rank_R.jsonl` of a run.
+    """The files `config.toml`, `skipped_updates.jsonl`, `events.jsonl` (starts, checkpoints) and
+    `sample_ids/rank_R.jsonl` of a run.
 
     Args:
         config: as it runs, with all that was decided at its start.
@@ -23,6 +25,7 @@ class RunFolder:
         self.path = path
         self.config = config
         self._skipped_updates: JSONLWriter | None = None
+        self._events: JSONLWriter | None = None
         self._sample_ids: JSONLWriter | None = None
 
     def write_config(self) -> None:
@@ -52,11 +55,24 @@ class RunFolder:
             self._sample_ids = JSONLWriter(path, step)
         if rank == 0:
             self._skipped_updates = JSONLWriter(self.path / "skipped_updates.jsonl", step)
+            self._events = JSONLWriter(self.path / "events.jsonl", step)
 
     def record_skipped_update(self, step: int, values: Mapping[str, Any]) -> None:
         """On rank 0."""
         if self._skipped_updates is not None:
             self._skipped_updates.write(step, values)
+
+    def record_event(self, step: int, event: str, **values: Any) -> None:
+        """What the report marks on its time axis. On rank 0."""
+        if self._events is not None:
+            self._events.write(step, {"event": event, "time": round(time.time(), 3), **values})
+
+    def write_report(self) -> None:
+        """`report.html`, where `metrics.report` asks for it and this process has trained. On rank 0."""
+        if self.config.metrics.report and self._events is not None:
+            from torchtitan.report import write_at_end  # needs packages that training does not
+
+            write_at_end(self.path)
 
     def record_sample_ids(self, step: int, rows: list[list[str]]) -> None:
         """Of each row that this rank has trained on."""

@@ -1,0 +1,24 @@
+"""A page to look at runs with: `python -m torchtitan.report RUN [RUN ...] -o report.html`. Imports no torch.
+
+`run.py` reads dump folders, `series.py` down-samples curves, `compare.py` tells configurations apart, and `page.py`
+fills `page.html`. See docs/report.md.
+"""
+
+from pathlib import Path
+
+from torchtitan.logging import logger
+
+REPORT = "report.html"
+
+
+def write_at_end(dump_folder: Path) -> None:
+    """Writes `report.html` of a run into its dump folder. Whatever goes wrong is a warning: the run has ended well."""
+    try:
+        from torchtitan.report.page import render, write
+        from torchtitan.report.run import read_run
+
+        write(render([read_run(dump_folder)]), dump_folder / REPORT)
+    except Exception as error:
+        logger.warning(f"metrics.report: no {REPORT} was written ({type(error).__name__}: {error})")
+    else:
+        logger.info(f"wrote {dump_folder / REPORT}")

@@ -1,0 +1,73 @@
+"""Configurations: what differs from the defaults, what differs between runs, and which runs are seeds of one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchtitan.config import JobConfig, to_toml
+from torchtitan.config.keys import fields_by_key
+from torchtitan.config.manager import tomllib
+
+Values = dict[str, Any]
+"""From section.key to a value as TOML has it; none is "none"."""
+
+# Where a run lies and what it is called is no property of what it trains.
+NAMES = {"job.dump_folder", "job.description", "job.config_file"}
+SEED = "training.seed"
+
+
+def flat(table: Mapping[str, Any]) -> Values:
+    """A TOML table of sections."""
+    return {
+        f"{section}.{key}": value
+        for section, keys in table.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+    }
+
+
+def default_values() -> Values:
+    return flat(tomllib.loads(to_toml(JobConfig())))
+
+
+def help_of_keys() -> dict[str, str]:
+    return {key: spec.help for key, spec in fields_by_key(JobConfig).items()}
+
+
+def shown(value: Any) -> str:
+    """A value for people: as in TOML, without the quotation marks of a string."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value or '""'
+    if isinstance(value, list):
+        return ", ".join(map(shown, value)) or "[]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {shown(item)}" for key, item in value.items() if item != "none") + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def differing(configs: Sequence[Values | None], ignored: set[str] = NAMES) -> list[str]:
+    """Keys whose values are not the same in all configurations; None is one that is unknown."""
+    known = [config for config in configs if config is not None]
+    keys = dict.fromkeys(key for config in known for key in config)
+    return [key for key in keys if key not in ignored and any(config.get(key) != known[0].get(key) for config in known)]
+
+
+def seed_groups(configs: Sequence[Values | None]) -> list[list[int]]:
+    """Indices of runs, grouped: runs of one group differ in their seed at most, and no two have the same."""
+    groups: list[list[int]] = []
+    for index, config in enumerate(configs):
+        for group in groups:
+            others = [configs[member] for member in group]
+            seeds = [other[SEED] for other in others if other is not None and SEED in other]
+            if (
+                config is not None
+                and config.get(SEED) not in [None, *seeds]
+                and seeds
+                and not differing([config, others[0]], NAMES | {SEED})
+            ):
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return groups

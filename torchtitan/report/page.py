@@ -1,0 +1,347 @@
+"""The page: what is shown of runs, filled into `page.html` as one file that needs no network."""
+
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from plotly.offline import get_plotlyjs
+
+from torchtitan.report.compare import SEED, Values, default_values, differing, help_of_keys, seed_groups, shown
+from torchtitan.report.run import CURVES, ReportError, Run
+from torchtitan.report.series import downsample, on_one_grid
+
+POINTS = 4000  # of a curve; a screen is no wider
+ALL_POINTS = 160_000  # of all curves: some 4 MB, beside 5 MB of plotly
+FEWEST_POINTS = 400
+MARKS = 2000  # of a kind, on the time axis
+SAMPLED_STEPS = 20
+LONGEST_SAMPLE = 4000  # characters
+
+HIGH_PRECISION = "bf16"
+UNKNOWN = "?"
+
+
+def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
+    """The HTML of runs that have been read.
+
+    Args:
+        notes: about what is not shown, a sentence each.
+    """
+    environment = Environment(
+        loader=PackageLoader("torchtitan.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    configs = [run.config for run in runs]
+    groups = seed_groups(configs)
+    color_of = {index: number % 8 for number, group in enumerate(groups) for index in group}
+    return environment.get_template("page.html").render(
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        runs=[_described(run, color_of[index]) for index, run in enumerate(runs)],
+        notes=[*notes, *(f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes)],
+        lines=[{"name": _name(runs, group), "color": number % 8} for number, group in enumerate(groups)],
+        difference=_difference(runs, groups) if len(runs) > 1 else None,
+        keys_of_runs=_keys(configs, groups),
+        data=_data(runs, groups),
+        plotly=get_plotlyjs(),
+        nonce=os.urandom(16).hex(),
+    )
+
+
+def write(page: str, path: Path) -> None:
+    """In one move, so that nobody sees half a page.
+
+    Raises:
+        ReportError: it cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        temporary.replace(path)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written ({error.strerror}); give another file with --output.") from error
+
+
+# What page.js draws
+
+
+def _data(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Runs with their curves and marks, and the lines to draw: a run each, or the seeds of one configuration."""
+    curves = [(run, key) for run in runs for key in CURVES if key in run.series]
+    points = max(FEWEST_POINTS, min(POINTS, ALL_POINTS // len(curves)))
+    lines = []
+    for group in groups:
+        members = [runs[index] for index in group]
+        bands = {}
+        for key in CURVES if len(group) > 1 else ():
+            if all(key in run.series for run in members):
+                bands[key] = on_one_grid([run.series[key] for run in members], points // 2)
+        lines.append({"name": _name(runs, group), "members": list(group), "bands": bands})
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "tokens_per_step": run.tokens_per_step,
+                "last_step": run.last_step,
+                "series": {key: downsample(run.series[key], points) for key in CURVES if key in run.series},
+                "starts": _thinned([{"step": start["step"], "title": _start(start)} for start in run.starts]),
+                "checkpoints": _thinned([event["step"] for event in run.checkpoints]),
+                "skipped": _thinned(run.skipped),
+                "not_finite": _thinned(_not_finite(run)),
+                "phases": _phases(run),
+                "numerics": _heat_map(run),
+            }
+            for run in runs
+        ],
+        "lines": lines,
+    }
+
+
+def _name(runs: Sequence[Run], group: Sequence[int]) -> str:
+    """Of a line: the run's, or what the names of seeds begin with alike."""
+    names = [runs[index].name for index in group]
+    if len(names) == 1:
+        return names[0]
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    common = "".join(letters[0] for letters in alike)
+    common = common.rstrip("-_./ 0123456789").removesuffix("seed").rstrip("-_./ ")
+    return f"{common or names[0]} ({len(names)} seeds)"
+
+
+def _thinned(marks: list[Any]) -> list[Any]:
+    return marks[:: -(-len(marks) // MARKS)] if marks else []
+
+
+def _start(start: Mapping[str, Any]) -> str:
+    what = "resumed" if start["step"] else "start"
+    processes = start.get("processes")
+    return f"{what} after step {start['step']:,}" + (f", {shown(processes)} process(es)" if processes else "")
+
+
+def _not_finite(run: Run) -> list[int]:
+    if "loss" not in run.series:
+        return []
+    loss = run.series["loss"]
+    return loss.steps[np.isnan(loss.values)].tolist()
+
+
+def _phases(run: Run) -> list[dict[str, Any]]:
+    """Of a precision schedule, as far as the run has come; none without a schedule."""
+    if len(run.phases) < 2:
+        return []
+    phases, first = [], 0
+    for phase in run.phases:
+        last = run.last_step if phase["last_step"] is None else min(phase["last_step"], run.last_step)
+        if last > first:
+            name = shown(phase.get("precision"))
+            phases.append({"name": name, "from": first, "to": last, "low": name != HIGH_PRECISION})
+        first = last
+    return phases
+
+
+def _heat_map(run: Run) -> dict[str, Any] | None:
+    """Of the numerics report: a row for each block, a column for each layer in it, a panel for each product."""
+    if run.numerics is None:
+        return None
+    layers = run.numerics["layers"]
+    places = {fqn: _block_and_rest(fqn) for fqn in layers}
+    rows = list(dict.fromkeys(block for block, _ in places.values()))
+    columns = list(dict.fromkeys(rest for _, rest in places.values()))
+    at = {place: layers[fqn] for fqn, place in places.items()}
+    products = list(dict.fromkeys(product for products in layers.values() for product in products))
+    panels = []
+    for product in products:
+        cells = [[at.get((row, column), {}).get(product) for column in columns] for row in rows]
+        panels.append(
+            {
+                "product": product,
+                **{
+                    key: [[_finite(cell[key], 4) if cell else None for cell in row] for row in cells]
+                    for key in ("sqnr_db", "saturated", "flushed")
+                },
+            }
+        )
+    return {"rows": rows, "columns": columns, "panels": panels}
+
+
+def _finite(value: float, digits: int) -> float | None:
+    return round(value, digits) if math.isfinite(value) else None
+
+
+def _block_and_rest(fqn: str) -> tuple[str, str]:
+    """'layers.3.attention.wq' to ('layers.3', 'attention.wq'); a layer outside blocks stands in a row 'model'."""
+    parts = fqn.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    return ("model", fqn) if at is None else (".".join(parts[: at + 1]), ".".join(parts[at + 1 :]))
+
+
+# What page.html shows
+
+
+def _described(run: Run, color: int) -> dict[str, Any]:
+    last_start = run.starts[-1] if run.starts else {}
+    description = (run.config or {}).get("job.description")
+    facts = [last_start.get(key) for key in ("model", "device", "layout")]
+    if last_start.get("processes", 1) != 1:
+        facts.append(f"{shown(last_start['processes'])} processes")
+    if "torch" in last_start:
+        facts.append(f"torch {shown(last_start['torch'])}")
+    return {
+        "name": run.name,
+        "color": color,
+        "description": description if isinstance(description, str) else "",
+        "facts": [shown(fact) for fact in facts if fact],
+        "summary": _summary(run),
+        "conversion": [_conversion(phase) for phase in run.phases],
+        "numerics": run.numerics,
+        **_samples(run),
+    }
+
+
+def _summary(run: Run) -> list[dict[str, Any]]:
+    """Figures, each with its name, a value and what it is of."""
+
+    def column(key: str) -> list[float]:
+        return run.series[key].finite.tolist() if key in run.series else []
+
+    loss, validation, memory = column("loss"), column("validation_loss"), column("peak_memory_bytes")
+    rates, mfu, waits = column("tokens_per_second"), column("mfu"), column("data_wait_share")
+    seconds, shares, seen = column("step_seconds"), column("memory_share"), column("tokens_seen")
+    total = run.total_steps
+    of_total = f" of {total:,}" if total else ""
+    restarts = len(run.starts) - 1
+    figures = [
+        ("Steps", f"{run.last_step:,}", of_total.strip() if total != run.last_step else "finished"),
+        ("Training loss", f"{loss[-1]:.4f}" if loss else None, "last report"),
+        (
+            "Validation loss",
+            f"{validation[-1]:.4f}" if validation else None,
+            f"least {min(validation):.4f}" if validation else "",
+        ),
+        ("Tokens", _human(seen[-1]) if seen else None, f"{_human(run.tokens_per_step)} a step" if seen else ""),
+        (
+            "Tokens/s per device",
+            f"{statistics.median(rates):,.0f}" if rates else None,
+            f"{statistics.median(seconds):.3g} s a step" if seconds else "",
+        ),
+        ("MFU", f"{statistics.median(mfu):.1%}" if mfu else None, "median"),
+        (
+            "Peak memory",
+            f"{max(memory) / 2**30:.2f} GiB" if memory else None,
+            f"{max(shares):.0%} of the device" if shares else "",
+        ),
+        ("Data wait", f"{statistics.fmean(waits):.1%}" if waits else None, "of the time"),
+        ("Restarts", str(restarts) if run.starts else None, ""),
+    ]
+    return [{"name": name, "value": value, "detail": detail} for name, value, detail in figures]
+
+
+def _human(number: float | None) -> str:
+    """1,234 or 12.3M."""
+    if number is None:
+        return ""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:,.0f}"
+
+
+def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """A row for each key that some run has: its default, and for each line its value and whether that differs."""
+    defaults, documented = default_values(), help_of_keys()
+    rows = []
+    for key in dict.fromkeys(key for config in configs for key in config or ()):
+        values = [
+            {
+                "text": _values(configs, group, key),
+                "differs": any(_differs(configs[index], defaults, key) for index in group),
+            }
+            for group in groups
+        ]
+        rows.append(
+            {
+                "key": key,
+                "help": documented.get(key, ""),
+                "default": shown(defaults[key]) if key in defaults else "a key of your own",
+                "values": values,
+                "differs": any(value["differs"] for value in values),
+            }
+        )
+    return rows
+
+
+def _values(configs: Sequence[Values | None], group: Sequence[int], key: str) -> str:
+    """What the runs of a line have, each value once."""
+    known = (configs[index] for index in group)
+    return ", ".join(dict.fromkeys(shown(config[key]) if config and key in config else UNKNOWN for config in known))
+
+
+def _differs(config: Values | None, defaults: Values, key: str) -> bool:
+    return config is not None and key in config and config[key] != defaults.get(key)
+
+
+def _difference(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The keys that are not the same in all runs, with the values of each line."""
+    configs = [run.config for run in runs]
+    keys = set(differing(configs))
+    rows = [row for row in _keys(configs, groups) if row["key"] in keys]
+    rows.sort(key=lambda row: row["key"] == SEED)  # the least telling one last
+    return {"rows": rows, "unknown": [run.name for run in runs if run.config is None]}
+
+
+def _conversion(phase: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for layers of different blocks that fare alike, with the rule that decided."""
+    rows: dict[tuple[Any, ...], int] = {}
+    for layer in phase["layers"]:
+        name = ".".join("*" if part.isdecimal() else part for part in layer["fqn"].split("."))
+        low = bool(layer.get("converted"))
+        precision = f"{shown(layer.get('converter', ''))} {shown(layer.get('recipe', ''))}" if low else HIGH_PRECISION
+        key = (name, layer["m"], layer["k"], layer["n"], precision, low, shown(layer.get("reason", "")))
+        rows[key] = rows.get(key, 0) + 1
+    weights = sum(layer["k"] * layer["n"] for layer in phase["layers"])
+    taken = [layer for layer in phase["layers"] if layer.get("converted")]
+    names = ("name", "m", "k", "n", "precision", "low", "reason")
+    return {
+        "title": shown(phase["precision"]) if phase.get("precision") else "",
+        "last_step": phase["last_step"],
+        "rows": [{**dict(zip(names, key, strict=True)), "count": count} for key, count in rows.items()],
+        "taken": len(taken),
+        "all": len(phase["layers"]),
+        "share": sum(layer["k"] * layer["n"] for layer in taken) / weights if weights else 0,
+    }
+
+
+def _samples(run: Run) -> dict[str, Any]:
+    """By step, the newest first; of many steps some, evenly spread."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for sample in run.samples:
+        by_step.setdefault(sample["step"], []).append(sample)
+    steps = sorted(by_step, reverse=True)
+    if len(steps) > SAMPLED_STEPS:
+        places = [round(number * (len(steps) - 1) / (SAMPLED_STEPS - 1)) for number in range(SAMPLED_STEPS)]
+        chosen = [steps[place] for place in places]
+    else:
+        chosen = steps
+    return {
+        "samples": [
+            {
+                "step": step,
+                "texts": [{key: _cut(sample[key]) for key in ("prompt", "text")} for sample in by_step[step]],
+            }
+            for step in chosen
+        ],
+        "sampled_steps": len(steps),
+    }
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_SAMPLE else f"{text[:LONGEST_SAMPLE]} … ({len(text):,} characters)"

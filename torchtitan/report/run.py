@@ -1,0 +1,290 @@
+"""What a run has left in its dump folder. Every part may be missing or damaged: then a note says so.
+
+| file | written by |
+|---|---|
+| `metrics.jsonl`, `events.jsonl`, `skipped_updates.jsonl`, `config.toml`, `conversion.json`, checkpoints | every run |
+| `numerics.json` | `scripts/numerics_report.py --output RUN/numerics` |
+| `samples.jsonl` | whoever samples from checkpoints: lines of `step`, `prompt`, `text` |
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.config.manager import tomllib
+from torchtitan.errors import UserError
+from torchtitan.report.compare import Values, flat, shown
+from torchtitan.report.series import Floats, Series
+
+METRICS = "metrics.jsonl"
+CURVES = (
+    "loss",
+    "validation_loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_second",
+    "mfu",
+    "peak_memory_bytes",
+    "data_wait_share",
+    "skipped_updates",
+)
+SHOWN = (*CURVES, "step_seconds", "memory_share", "tokens_seen")
+CHUNK = 10_000  # lines
+LARGEST_STEP = 2**53  # beyond it a browser's numbers have gaps
+
+
+class ReportError(UserError):
+    """Runs that cannot be shown, or a page that cannot be written."""
+
+
+@dataclass
+class Run:
+    """One run, as read.
+
+    Attributes:
+        name: short, and another for each run of a report.
+        series: by key of metrics.jsonl.
+        starts, checkpoints: of events.jsonl, in order; each has `step`.
+        skipped: steps whose updates were skipped.
+        config: None where it is unknown.
+        phases: of conversion.json: `precision`, `last_step` and `layers`; a run without a schedule has one.
+        notes: what is missing or damaged, a sentence each.
+    """
+
+    folder: Path
+    name: str
+    series: dict[str, Series]
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    config: Values | None = None
+    phases: list[dict[str, Any]] = field(default_factory=list)
+    numerics: dict[str, Any] | None = None
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        return max(int(series.steps[-1]) for series in self.series.values())
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Of the global batch, as the last entry has it."""
+        tokens = self.series.get("tokens_seen")
+        found = float(tokens.values[-1] / tokens.steps[-1]) if tokens and tokens.steps[-1] else 0
+        return found if found > 0 else None
+
+    @property
+    def total_steps(self) -> int | None:
+        steps = (self.config or {}).get("training.steps")
+        return steps if isinstance(steps, int) else None
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """The runs that can be shown, and a sentence for each that cannot.
+
+    Raises:
+        ReportError: none can be shown.
+    """
+    runs, problems = [], []
+    for folder in {folder.resolve(): folder for folder in folders}.values():  # each once
+        try:
+            runs.append(read_run(folder))
+        except ReportError as error:
+            problems.append(str(error))
+    if not runs:
+        raise ReportError("\n".join(problems))
+    for run, name in zip(runs, distinct_names([run.folder for run in runs]), strict=True):
+        run.name = name
+    return runs, problems
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """The folder's name for each, with as many folders above it as it takes to tell them apart."""
+    paths = [folder.resolve() for folder in folders]
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return ["/".join(path.parts[-depth:]) for path in paths]
+
+
+def read_run(folder: Path) -> Run:
+    """Reads all that there is.
+
+    Raises:
+        ReportError: `folder` is no run's, or has no metrics.
+    """
+    if not folder.exists():
+        raise ReportError(f"{folder}: no such folder; give the dump folder of a run.")
+    if not folder.is_dir():
+        raise ReportError(f"{folder} is a file; give the dump folder of a run.")
+    if not (folder / METRICS).exists():
+        why = "is empty" if not any(folder.iterdir()) else f"holds no {METRICS}"
+        raise ReportError(f"{folder} {why}, so there is no run to show; give the dump folder of a run.")
+    run = Run(folder, folder.resolve().name, {})
+    _read_metrics(run)
+    if not run.series:
+        raise ReportError(f"{folder / METRICS} holds no numbers yet, so there is nothing to show.")
+    for read in (_read_config, _read_events, _read_skipped, _read_conversion, _read_numerics, _read_samples):
+        read(run)
+    return run
+
+
+def _read_metrics(run: Run) -> None:
+    """By columns, some lines at a time: a million lines are a matter of seconds."""
+    parts: dict[str, list[tuple[NDArray[np.int64], Floats]]] = {}
+    entries = (entry for entry in _lines(run, METRICS) if step_of(entry) is not None)
+    while chunk := list(itertools.islice(entries, CHUNK)):
+        for key in SHOWN:
+            found = [(entry["step"], entry[key]) for entry in chunk if key in entry]
+            if found:
+                steps, values = zip(*found, strict=True)
+                parts.setdefault(key, []).append((np.array(steps, dtype=np.int64), _floats(values)))
+    for key, of_key in parts.items():
+        all_steps, all_values = (np.concatenate(arrays)[::-1] for arrays in zip(*of_key, strict=True))
+        # Lines are in order, unless somebody has put files together; then the last line of a step counts.
+        places = np.unique(all_steps, return_index=True)[1]
+        run.series[key] = Series(all_steps[places], all_values[places])
+
+
+def _floats(values: Sequence[Any]) -> Floats:
+    """NaN for what is no finite number."""
+    try:
+        found = np.array(values, dtype=np.float64)  # None becomes NaN
+    except (ValueError, TypeError, OverflowError):
+        found = np.array([_as_float(value) for value in values])
+    return np.where(np.isfinite(found), found, np.nan)
+
+
+def _read_config(run: Run) -> None:
+    values = _part(run, "config.toml", lambda text: flat(tomllib.loads(text)), "the configuration is left out")
+    run.config = values or None
+
+
+def _read_events(run: Run) -> None:
+    if (run.folder / "events.jsonl").exists():
+        events = [event for event in _lines(run, "events.jsonl") if step_of(event) is not None]
+        run.starts = [event for event in events if event.get("event") == "start"]
+        run.checkpoints = [event for event in events if event.get("event") == "checkpoint"]
+        return
+    run.notes.append("events.jsonl is missing: restarts are unknown, and the checkpoints are those still on disk.")
+    folder = run.folder / str((run.config or {}).get("checkpoint.folder", "checkpoint"))
+    names = [path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()]
+    run.checkpoints = [{"step": step} for step in sorted(int(name) for name in names if name.isdecimal())]
+
+
+def _read_skipped(run: Run) -> None:
+    if (run.folder / "skipped_updates.jsonl").exists():
+        steps = (step_of(entry) for entry in _lines(run, "skipped_updates.jsonl"))
+        run.skipped = [step for step in steps if step is not None]
+
+
+def _read_conversion(run: Run) -> None:
+    def phases(text: str) -> list[dict[str, Any]]:
+        content = json.loads(text)
+        if not (isinstance(content, list) and all(isinstance(item, dict) for item in content)):
+            raise ValueError("it is no list of layers or phases")
+        if not content or "fqn" in content[0]:
+            content = [{"precision": None, "last_step": None, "layers": content}]
+        for phase in content:
+            phase["layers"] = [
+                {**layer, "fqn": str(layer["fqn"]), **{size: int(layer[size]) for size in ("m", "k", "n")}}
+                for layer in phase["layers"]
+            ]
+            phase["last_step"] = None if phase["last_step"] is None else int(phase["last_step"])
+        return content
+
+    run.phases = _part(run, "conversion.json", phases, "the table of layers is left out", optional=True) or []
+
+
+def _read_numerics(run: Run) -> None:
+    def numerics(text: str) -> dict[str, Any]:
+        content = json.loads(text)
+        layers = {
+            str(fqn): {
+                str(product): {key: _as_float(values[key]) for key in ("sqnr_db", "saturated", "flushed")}
+                for product, values in products.items()
+            }
+            for fqn, products in content["layers"].items()
+        }
+        if not layers:
+            raise ValueError("it has no layers")
+        proposed = [str(fqn) for fqn in content.get("proposed_filter_fqns", [])]
+        return {
+            "recipe": shown(content.get("recipe", "")),
+            "steps": content.get("steps"),
+            "layers": layers,
+            "proposed": proposed,
+        }
+
+    run.numerics = _part(run, "numerics.json", numerics, "the heat map is left out", optional=True)
+
+
+def _read_samples(run: Run) -> None:
+    if not (run.folder / "samples.jsonl").exists():
+        return
+    for entry in _lines(run, "samples.jsonl"):
+        step, text = step_of(entry), entry.get("text")
+        if step is not None and isinstance(text, str):
+            run.samples.append({"step": step, "prompt": str(entry.get("prompt") or ""), "text": text})
+
+
+def _part(run: Run, name: str, parse: Callable[[str], Any], consequence: str, optional: bool = False) -> Any:
+    """What `parse` makes of a file; None, with a note, where that is not possible."""
+    path = run.folder / name
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not optional:
+            run.notes.append(f"{name} is missing: {consequence}.")
+    except OSError as error:
+        run.notes.append(f"{name} cannot be read ({error.strerror}): {consequence}.")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        run.notes.append(f"{name} is damaged: {consequence}.")
+    return None
+
+
+def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file. Lines that are none, such as a cut last one, are left out, with a note."""
+    damaged = 0
+    try:
+        with (run.folder / name).open("rb") as file:
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                except (ValueError, RecursionError):
+                    entry = None
+                if isinstance(entry, dict):
+                    yield entry
+                elif line.strip():
+                    damaged += 1
+    except OSError as error:
+        run.notes.append(f"{name} cannot be read ({error.strerror}).")
+    if damaged:
+        count = f"{damaged:,} lines are" if damaged > 1 else "1 line is"
+        run.notes.append(f"{name}: {count} damaged or cut short, and left out.")
+
+
+def step_of(entry: dict[str, Any]) -> int | None:
+    step = entry.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= LARGEST_STEP else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_float(value: Any) -> float:
+    """NaN for what is no finite number."""
+    try:
+        number = float(value) if _is_number(value) else math.nan
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
