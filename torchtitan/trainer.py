@@ -23,6 +23,7 @@ from torchtitan.converters.report import phases_to_json, precision_of, schedule_
 from torchtitan.data import Batch, build_loader, build_validation_loader, load_tokenizer
 from torchtitan.device import Device
 from torchtitan.errors import CheckpointError, ConfigError, DataError
+from torchtitan.interchange import Exchange, published
 from torchtitan.kernels.gemm import cpu_kernel
 from torchtitan.lock import FolderLock
 from torchtitan.logging import logger
@@ -86,7 +87,8 @@ class Trainer:
         torch.manual_seed(training.seed)
         # Data first: a wrong path shows before anything expensive begins.
         tokenizer = load_tokenizer(config.model.tokenizer_path)
-        args = MODELS.get(config.model.name).flavor(config.model.flavor).with_vocab_size(tokenizer.vocab_size)
+        spec = MODELS.get(config.model.name)
+        args = spec.flavor(config.model.flavor).with_vocab_size(tokenizer.vocab_size)
         if tokenizer.vocab_size > args.vocab_size:
             raise ConfigError(
                 f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, but {config.model.name} "
@@ -134,6 +136,7 @@ class Trainer:
                 "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(dims)},
                 "configuration": dataclasses.asdict(config),
             },
+            exchange=Exchange(published(spec, args, config.model.tokenizer_path, training.seq_len)),
         )
         self._closing.callback(self.checkpoints.wait)
         self._resume()
@@ -247,6 +250,7 @@ class Trainer:
             return
         if self.step >= steps:
             logger.info(f"this run has finished its {steps} steps already; raise training.steps to go on")
+            self.checkpoints.export(self.step)
             return
         self._announce()
         # Ranks of one pipeline, sequence or product have the same samples.
@@ -312,6 +316,7 @@ class Trainer:
                 "training finished, but its last checkpoint could not be saved (see above); make room and run the same "
                 "command again: it goes on from the checkpoint before."
             )
+        self.checkpoints.export(self.step)
         self._mend_folder()
         logger.info(f"training finished after step {self.step}; everything is in {self.dump_folder}")
 
