@@ -23,7 +23,8 @@ def main() -> None:
 
     with one_process(arguments.custom_import):
         saved = saved_model(arguments.checkpoint)
-        export(arguments.out, saved.model.shapes, saved.weight, saved.model, getattr(torch, arguments.dtype))
+        model = saved.published()
+        export(arguments.out, model.shapes, saved.weight, model, getattr(torch, arguments.dtype))
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def test_scripts_there_and_back(tmp_path: Path) -> None:
     first = exported(llama(model), tmp_path / "first", torch.bfloat16)
     checkpoint = import_weights(first, tmp_path / "checkpoint", "llama3", None)
     saved = saved_model(checkpoint.parent)
-    assert saved.model.args == model
+    assert saved.args == model
     command = [sys.executable, str(ROOT / "scripts/convert_to_hf.py"), str(checkpoint), str(tmp_path / "second")]
     assert subprocess.run(command, cwd=ROOT).returncode == 0
     one, other = load_file(first / "model.safetensors"), load_file(tmp_path / "second" / "model.safetensors")

@@ -23,7 +23,7 @@ from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, CheckpointError, UserError
 from torchtitan.interchange.model import PublishedModel, published
 from torchtitan.interchange.sources import Source, find_source, wrong_sums
-from torchtitan.models import MODELS
+from torchtitan.models import MODELS, ModelSpec
 
 
 @contextlib.contextmanager
@@ -47,12 +47,31 @@ class SavedModel:
     """The model in a checkpoint of this project.
 
     Attributes:
-        model: its sizes and tokenizer.
+        checkpoint: its folder.
+        spec: of its family.
+        args: its sizes.
+        tokenizer_path: as `model.tokenizer_path` of the run.
+        seq_len: of the run.
         weight: reads one by its name.
     """
 
-    model: PublishedModel
+    checkpoint: Path
+    spec: ModelSpec
+    args: Any
+    tokenizer_path: str | None
+    seq_len: int
     weight: Callable[[str], torch.Tensor]
+
+    def published(self) -> PublishedModel:
+        """As others know it.
+
+        Raises:
+            CheckpointError: its family does not say.
+        """
+        model = published(self.spec, self.args, self.tokenizer_path, self.seq_len)
+        if model is None:
+            raise CheckpointError(f"{self.checkpoint}: its family does not say how weights are called elsewhere.")
+        return model
 
 
 def saved_model(checkpoint: Path) -> SavedModel:
@@ -61,7 +80,7 @@ def saved_model(checkpoint: Path) -> SavedModel:
         checkpoint: a step-N folder, or a folder with such, of which the newest is taken.
 
     Raises:
-        CheckpointError: it is none, is damaged, or its family does not say how weights are called elsewhere.
+        CheckpointError: it is none, or is damaged.
     """
     steps = saved_steps(checkpoint)
     checkpoint = step_folder(checkpoint, steps[-1]) if steps else checkpoint
@@ -79,11 +98,6 @@ def saved_model(checkpoint: Path) -> SavedModel:
         tokenizer_path = section["tokenizer_path"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint} does not say what model it is of ({error!r}).") from None
-    model = published(spec, args, tokenizer_path, seq_len)
-    if model is None:
-        raise CheckpointError(
-            f"{checkpoint}: its family, {section['name']}, does not say how weights are called elsewhere."
-        )
 
     def weight(name: str) -> torch.Tensor:
         saved: Any = metadata.state_dict_metadata[name]
@@ -91,7 +105,7 @@ def saved_model(checkpoint: Path) -> SavedModel:
         dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnly(), no_dist=True)
         return tensors[name]
 
-    return SavedModel(model, weight)
+    return SavedModel(checkpoint, spec, args, tokenizer_path, seq_len, weight)
 
 
 class ReadWhenWritten(dcp.DefaultSavePlanner):
@@ -124,11 +138,20 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         raise CheckpointError(f"{folder} is damaged: {'; '.join(found[:3])}.")
     if saved_steps(out):
         raise CheckpointError(f"{out} holds checkpoints already; choose another folder.")
-    name, flavor, source = _find_model(folder, family)
-    path = str(tokenizer_path or folder)
+    name, source = find_model(folder, family)
     spec = MODELS.get(name)
+    fitting = (
+        flavor for flavor in spec.flavors if spec.flavor(flavor).with_vocab_size(source.args.vocab_size) == source.args
+    )
+    flavor = next(fitting, None)
+    if flavor is None:
+        raise CheckpointError(
+            f"{folder} has sizes that no flavor of {name} has: {source.args}. Register one (docs/extension.md), and "
+            "name the module with --custom-import and the family with --family."
+        )
+    path = str(tokenizer_path or folder)
     model = published(spec, source.args, path, 0)
-    assert model is not None  # _find_model has looked
+    assert model is not None  # find_model has looked
     model.check(source)
     tensors = {}
     for weight, shape in model.shapes.items():
@@ -152,19 +175,30 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     return step_folder(out, 0)
 
 
-def _find_model(folder: Path, family: str | None) -> tuple[str, str, Source]:
-    """The names of the model in a published folder: family and flavor."""
-    names = [family] if family else [name for name in MODELS.names() if MODELS.get(name).hf is not None]
-    source = None
-    for name in names:
+def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
+    """The family of the model in a published folder: `family`, or the first that has a flavor of these sizes, or else
+    the first that can have such sizes.
+
+    Raises:
+        CheckpointError: there is none, or the folder is damaged.
+    """
+    possible: list[tuple[str, Source]] = []
+    refusals = []
+    for name in [family] if family else MODELS.names():
         spec = MODELS.get(name)
+        if spec.hf is None and family is None:
+            continue
         source = find_source(folder, spec.hf)
         if source is None:
             raise CheckpointError(f"{folder} holds no config.json with safetensors, and no consolidated.*.pth.")
-        for flavor, args in spec.flavors.items():
-            if args.with_vocab_size(source.args.vocab_size) == source.args:
-                return name, flavor, source
-    raise CheckpointError(
-        f"{folder} has sizes that no flavor of {', '.join(names)} has: {source and source.args}. Register one "
-        "(docs/extension.md) and name the module with --custom-import."
-    )
+        try:
+            size = source.args.vocab_size
+        except CheckpointError as error:
+            refusals.append(error)
+            continue
+        possible.append((name, source))
+        if any(args.with_vocab_size(size) == source.args for args in spec.flavors.values()):
+            return possible[-1]
+    if not possible:
+        raise refusals[0]
+    return possible[0]
