@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.hf import HUGGING_FACE
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None)
 
@@ -18,6 +19,7 @@ MODELS.register(
             "deep": replace(TINY, n_layers=4),
             "tied": replace(TINY, tied_embeddings=True),
             "few_words": replace(TINY, vocab_size=100),
-        }
+        },
+        hf=HUGGING_FACE,
     ),
 )

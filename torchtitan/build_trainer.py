@@ -17,6 +17,7 @@ from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.run_folder import RunFolder
 from torchtitan.engine.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.errors import ConfigError
+from torchtitan.interchange import Exchange, published
 from torchtitan.launcher.folder_lock import FolderLock
 from torchtitan.launcher.signals import Stop
 from torchtitan.models import MODELS
@@ -93,6 +94,7 @@ def build_trainer(
     log_cost_of_low_precision(engine)
 
     # Checkpoint.
+    spec = MODELS.get(config.model.name)
     folder = RunFolder(dump_folder, config)
     checkpoints = CheckpointManager(
         config.checkpoint,
@@ -104,6 +106,7 @@ def build_trainer(
             "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(dims)},
             "configuration": dataclasses.asdict(config),
         },
+        exchange=Exchange(published(spec, args, config.model.tokenizer_path, training.seq_len)),
         on_saved=lambda step: folder.record_event(step, "checkpoint"),
     )
     closing.callback(checkpoints.wait)

@@ -79,6 +79,8 @@ class Trainer:
             return
         if self.step >= steps:
             logger.info(f"this run has finished its {steps} steps already; raise training.steps to go on")
+            self.checkpoints.export(self.step)
+            self.checkpoints.export(self.step)
             return
         self._log_settings()
         # Of the ranks that train on the same rows, the first records their samples.
@@ -134,6 +136,7 @@ class Trainer:
                 "training finished, but its last checkpoint could not be saved (see above); make room and run the same "
                 "command again: it goes on from the checkpoint before."
             )
+        self.checkpoints.export(self.step)
         self.folder.restore_config()
         logger.info(f"training finished after step {self.step}; everything is in {self.folder.path}")
 

@@ -27,6 +27,11 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
+def exported_folder(folder: Path, step: int) -> Path:
+    """Where the weights after `step` are exported to."""
+    return folder / f"step-{step}-hf"
+
+
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the published checkpoints, in rising order."""
     if not folder.is_dir():

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torchtitan.checkpoint.choose import (
 )
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
 from torchtitan.checkpoint.folder import (
+    exported_folder,
     keep_latest,
     publish,
     remove_left_overs,
@@ -44,6 +45,14 @@ from torchtitan.parallel.process_group import failed_collective
 TrainState = dict[str, Any]
 
 
+class Exchange(Protocol):
+    """Folders of others' forms, as `interchange.Exchange` reads and writes them."""
+
+    def load(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool: ...
+
+    def export(self, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None: ...
+
+
 class CheckpointManager:
     """Saves and loads the state of one run. All ranks make one, and call its methods at the same steps.
 
@@ -55,6 +64,7 @@ class CheckpointManager:
             refused.
         about: what else the manifest tells of the run: its `configuration`, and for people the layout; JSON-able.
         on_saved: called on rank 0 with the step of each checkpoint that is on disk, perhaps in another thread.
+        exchange: for `initial_load_path` and `last_save_in_hf`.
 
     Attributes:
         failed_saves: how many failed so far.
@@ -74,8 +84,10 @@ class CheckpointManager:
         identity: dict[str, Any],
         about: Mapping[str, Any] | None = None,
         on_saved: Callable[[int], None] = lambda step: None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.config = config
+        self.exchange = exchange
         self.dump_folder = dump_folder
         self.folder = dump_folder / config.folder
         self.model = model
@@ -138,6 +150,8 @@ class CheckpointManager:
             return self._resume(step, prepare)
         if self.config.initial_load_path:
             path, weights_only = Path(self.config.initial_load_path), self.config.initial_load_model_weights_only
+            if self.exchange is not None and self.exchange.load(path, model_tensors(self.model)):
+                return None
             check_start(path)
             state = self._load(path, weights_only, prepare)
             return None if weights_only else state
@@ -234,6 +248,18 @@ class CheckpointManager:
                 raise
             error = failure
         self._finish(step, error)
+
+    def export(self, step: int) -> None:
+        """Exports the weights after the last step for Hugging Face, where that is asked for and not done yet.
+
+        Raises:
+            CheckpointError: on every rank, where it could not be written.
+        """
+        if not (self.config.enable_checkpoint and self.config.last_save_in_hf and self.exchange):
+            return
+        folder = exported_folder(self.folder, step)
+        if not broadcast_from_rank_0(folder.exists):
+            self.exchange.export(folder, model_tensors(self.model), getattr(torch, self.config.export_dtype))
 
     def save_before_stop(self, step: int, state: Callable[[], TrainState]) -> bool:
         """Saves after `step` and waits for it, unless that is done. Returns whether the step is on disk."""

@@ -195,7 +195,7 @@ def _fault(path: Path, expected: FileRecord) -> str:
             return "is a link, a folder or a pipe, not a file"
         if status.st_size != expected.size:
             return f"has {status.st_size} bytes instead of {expected.size}"
-        if _sha256(path) != expected.sha256:
+        if sha256_of(path) != expected.sha256:
             return "has other content than was written (its SHA-256 differs)"
     except FileNotFoundError:
         return "is missing"
@@ -204,7 +204,8 @@ def _fault(path: Path, expected: FileRecord) -> str:
     return ""
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, hexadecimal."""
     digest, buffer = hashlib.sha256(), bytearray(PIECE)
     with open(path, "rb", buffering=0) as file, memoryview(buffer) as view:
         while size := file.readinto(buffer):

@@ -89,7 +89,6 @@ def from_checkpoint_folder(value: str) -> Values:
 
 NO_EXPERTS = "there are no experts (MoE) here"
 NO_TORCHFT = "torchrun or ./run_train.sh restarts a run, and there is no TorchFT"
-NO_HUGGING_FACE = "checkpoints are in DCP's format"
 RECOMPUTATION = "activation recomputation has no such choice"
 IN_STEPS = accept_only(["steps", "step"], "checkpoints are saved every so many steps: set checkpoint.interval in steps")
 NORM = accept_only(
@@ -168,9 +167,10 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "checkpoint.model_weights_only": renamed("checkpoint.last_save_model_weights_only"),
     "checkpoint.last_save_model_only": renamed("checkpoint.last_save_model_weights_only"),
     "checkpoint.initial_load_model_only": renamed("checkpoint.initial_load_model_weights_only"),
-    "checkpoint.initial_load_in_hf": accept_only([False], NO_HUGGING_FACE),
-    "checkpoint.initial_load_in_hf_quantized": accept_only([False], NO_HUGGING_FACE),
-    "checkpoint.last_save_in_hf": accept_only([False], NO_HUGGING_FACE),
+    "checkpoint.initial_load_in_hf": without_effect("a folder of Hugging Face's form is known by its files"),
+    "checkpoint.initial_load_in_hf_quantized": accept_only(
+        [False], "weights are loaded in float32, bfloat16 or float16"
+    ),
     "checkpoint.load_only": accept_only([False], "a run that loads saves too; copy the folder to keep it as it is"),
     "checkpoint.enable_ft_dataloader_checkpoints": without_effect(NO_TORCHFT),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": without_effect(RECOMPUTATION),

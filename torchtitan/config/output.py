@@ -60,7 +60,8 @@ class Checkpoint:
     enable_checkpoint: Annotated[bool, Doc("Save checkpoints, and resume from the newest.")] = False
     folder: Annotated[NotEmpty, Doc("Folder for checkpoints, inside dump_folder.")] = "checkpoint"
     initial_load_path: Annotated[
-        NotEmpty | None, Doc("Checkpoint to start from where `folder` holds none (a step-N folder).")
+        NotEmpty | None,
+        Doc("To start from where `folder` holds none: a step-N folder, or one of Hugging Face's or Meta's form."),
     ] = None
     initial_load_model_weights_only: Annotated[
         bool, Doc("Take only the weights from initial_load_path, not optimizer, step and data position.")
@@ -70,8 +71,11 @@ class Checkpoint:
         bool, Doc("Save only the weights, in export_dtype, after the last step; such a run cannot be extended.")
     ] = False
     export_dtype: Annotated[
-        Literal["float16", "bfloat16", "float32"], Doc("dtype of a weights-only last checkpoint.")
+        Literal["float16", "bfloat16", "float32"], Doc("dtype of a weights-only last checkpoint, and of an export.")
     ] = "float32"
+    last_save_in_hf: Annotated[
+        bool, Doc("Also export the weights for Hugging Face transformers, after the last step, into step-N-hf.")
+    ] = False
     create_seed_checkpoint: Annotated[bool, Doc("Save the initial state as step 0 from one process, and stop.")] = False
     async_mode: Annotated[
         Literal["disabled", "async", "async_with_pinned_mem"], Doc("Write checkpoints while training goes on.")

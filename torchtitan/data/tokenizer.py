@@ -56,6 +56,7 @@ class Tokenizer:
         fingerprint: changes with the content of the tokenizer's file.
         encode: text to ids, without BOS and EOS. Text that spells a special token is ordinary text.
         decode: ids to text.
+        piece: how the vocabulary spells an id.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Tokenizer:
     fingerprint: str
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
+    piece: Callable[[int], str]
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
@@ -148,6 +150,7 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str) -> Tokenize
         fingerprint=fingerprint,
         encode=encode if lossless else processor.encode,
         decode=processor.decode,
+        piece=processor.id_to_piece,
     )
 
 
@@ -177,6 +180,7 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
         fingerprint=fingerprint,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        piece=lambda id: tokenizer.id_to_token(id) or "",
     )
 
 
@@ -199,6 +203,27 @@ def names_beside(file: Path) -> tuple[str | None, str | None]:
 def load_tiktoken(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
     import tiktoken
 
+    pieces = tiktoken_pieces(file, content)
+    special = llama3_special_tokens(len(pieces))
+    encoding = tiktoken.Encoding(fingerprint, pat_str=LLAMA3_SPLIT, mergeable_ranks=pieces, special_tokens=special)
+    return Tokenizer(
+        kind="tiktoken",
+        vocab_size=encoding.n_vocab,
+        bos_id=special["<|begin_of_text|>"],
+        eos_id=special["<|end_of_text|>"],
+        fingerprint=fingerprint,
+        encode=lambda text: [id for part in cut_long_runs(text) for id in encoding.encode_ordinary(part)],
+        decode=encoding.decode,
+        piece=lambda id: encoding.decode([id]),
+    )
+
+
+def tiktoken_pieces(file: Path, content: bytes) -> dict[bytes, int]:
+    """The pieces of a tiktoken file and their ids, which are ranks too: pieces of lower rank are merged first.
+
+    Raises:
+        DataError: the file is damaged.
+    """
     pieces: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
@@ -209,20 +234,14 @@ def load_tiktoken(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
             raise damaged(file, "a tiktoken file", f"line {number}") from error
     if sorted(pieces.values()) != list(range(len(pieces))) or any(bytes([byte]) not in pieces for byte in range(256)):
         raise damaged(file, "a tiktoken file", f"{len(pieces)} pieces, of which some are missing or there twice")
+    return pieces
 
+
+def llama3_special_tokens(first: int) -> dict[str, int]:
+    """Llama 3's special tokens and their ids, from `first` on."""
     reserved = (f"reserved_special_token_{number}" for number in range(LLAMA3_SPECIAL_TOKENS))
     names = [LLAMA3_NAMED.get(place) or next(reserved) for place in range(LLAMA3_SPECIAL_TOKENS)]
-    special = {f"<|{name}|>": len(pieces) + place for place, name in enumerate(names)}
-    encoding = tiktoken.Encoding(fingerprint, pat_str=LLAMA3_SPLIT, mergeable_ranks=pieces, special_tokens=special)
-    return Tokenizer(
-        kind="tiktoken",
-        vocab_size=encoding.n_vocab,
-        bos_id=special["<|begin_of_text|>"],
-        eos_id=special["<|end_of_text|>"],
-        fingerprint=fingerprint,
-        encode=lambda text: [id for part in cut_long_runs(text) for id in encoding.encode_ordinary(part)],
-        decode=encoding.decode,
-    )
+    return {f"<|{name}|>": first + place for place, name in enumerate(names)}
 
 
 def cut_long_runs(text: str) -> Iterator[str]:

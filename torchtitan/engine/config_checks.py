@@ -223,6 +223,11 @@ def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, prob
             )
     if checkpoint.async_mode == "async_with_pinned_mem" and device_type == "cpu":
         problems.append("checkpoint.async_mode = async_with_pinned_mem needs a GPU; use async.")
+    if checkpoint.last_save_in_hf and MODELS.get(config.model.name).hf is None:
+        problems.append(
+            f"checkpoint.last_save_in_hf: the family {config.model.name} does not say how its weights are called there "
+            "(ModelSpec.hf)."
+        )
     if checkpoint.create_seed_checkpoint:
         if not checkpoint.enable_checkpoint:
             problems.append("checkpoint.create_seed_checkpoint needs checkpoint.enable_checkpoint = true.")

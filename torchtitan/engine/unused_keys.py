@@ -58,6 +58,7 @@ def _groups(config: JobConfig) -> list[Group]:
                 "folder",
                 "interval",
                 "last_save_model_weights_only",
+                "last_save_in_hf",
                 "async_mode",
                 "keep_latest_k",
                 "enable_first_step_checkpoint",
@@ -71,10 +72,10 @@ def _groups(config: JobConfig) -> list[Group]:
             "checkpoint.enable_checkpoint",
         ),
         Group(
-            not saving.last_save_model_weights_only,
+            not (saving.last_save_model_weights_only or saving.last_save_in_hf),
             "checkpoint",
             ("export_dtype",),
-            "checkpoint.last_save_model_weights_only",
+            "checkpoint.last_save_model_weights_only or last_save_in_hf",
         ),
         Group(
             saving.initial_load_path is None,

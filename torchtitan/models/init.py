@@ -39,14 +39,24 @@ def init_weights(model: nn.Module, std_of: Callable[[str], float | None], seed: 
 
 def local_shard(full: torch.Tensor, like: DTensor) -> torch.Tensor:
     """What this rank holds of a tensor that is divided as `like` is."""
-    mesh = like.device_mesh
+    return full[local_box(like)]
+
+
+def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Which part of a tensor this rank holds: a slice with start and stop for each dimension."""
+    box = [slice(0, size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return tuple(box)
+    mesh = tensor.device_mesh
     # The innermost dimension divided first: tensor parallelism before FSDP, which divides what it finds.
-    for dim, placement in reversed(list(enumerate(like.placements))):
+    for mesh_dim, placement in reversed(list(enumerate(tensor.placements))):
         if placement.is_shard() or hasattr(placement, "split_factor"):
-            parts = full.chunk(mesh.size(dim), placement.dim)  # type: ignore[attr-defined]
-            number = mesh.get_local_rank(dim)
-            full = parts[number] if number < len(parts) else full.narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
-    return full
+            dim = placement.dim  # type: ignore[attr-defined]
+            start, stop = box[dim].start, box[dim].stop
+            size = -(-(stop - start) // mesh.size(mesh_dim))  # of a part; the last ones may be smaller, or empty
+            first = min(start + size * mesh.get_local_rank(mesh_dim), stop)
+            box[dim] = slice(first, min(first + size, stop))
+    return tuple(box)
 
 
 def _seed(seed: int, name: str) -> int:

@@ -8,8 +8,10 @@ from torch import nn
 
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
+from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN, parallelize
+from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.parallel.dims import Style
 from torchtitan.registry import Registry
 
@@ -26,12 +28,14 @@ class ModelSpec:
             pipelines it has the parts that `parallel.pipeline.split` names.
         plan: how tensor parallelism divides the modules, as `llama.parallelize.TENSOR_PARALLEL_PLAN`.
         parallelize: as `llama.parallelize.parallelize`.
+        hf: how the weights are called in the checkpoints of others; None where that is not told.
     """
 
     flavors: Mapping[str, Any]
     build: Callable[[Any], nn.Module] = Llama
     plan: Mapping[str, Style] = field(default_factory=lambda: TENSOR_PARALLEL_PLAN)
     parallelize: Callable[..., None] = parallelize
+    hf: HuggingFaceNaming | None = None
 
     def flavor(self, name: str) -> Any:
         """The sizes called `name`, or a ConfigError that lists the names that exist."""
@@ -47,9 +51,9 @@ MODELS: Registry[ModelSpec] = Registry(
     "model",
     "model.name",
     {
-        "llama2": ModelSpec(LLAMA2),
-        "llama3": ModelSpec(LLAMA3),
-        "llama3.1": ModelSpec(LLAMA3_1),
-        "llama3.2": ModelSpec(LLAMA3_2),
+        "llama2": ModelSpec(LLAMA2, hf=HUGGING_FACE),
+        "llama3": ModelSpec(LLAMA3, hf=HUGGING_FACE),
+        "llama3.1": ModelSpec(LLAMA3_1, hf=HUGGING_FACE),
+        "llama3.2": ModelSpec(LLAMA3_2, hf=HUGGING_FACE),
     },
 )

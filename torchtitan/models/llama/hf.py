@@ -1,55 +1,132 @@
-"""Llama weights under the names and in the layout of Hugging Face `transformers`."""
+"""Llama as Hugging Face `transformers` and Meta's releases have it."""
 
-import re
-
-import torch
+from dataclasses import replace
+from typing import Any
 
 from torchtitan.models.llama.args import LlamaArgs
-
-_TO_HF = {
-    "tok_embeddings": "model.embed_tokens",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "norm": "model.norm",
-    "output": "lm_head",
-}
+from torchtitan.models.naming import HuggingFaceNaming
+from torchtitan.models.rope import RopeScaling
 
 
-def hf_name(name: str) -> str:
-    """'layers.0.attention.wq.weight' to 'model.layers.0.self_attn.q_proj.weight'."""
-    if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name):
-        return f"model.layers.{match[1]}.{_TO_HF[match[2]]}.weight"
-    return f"{_TO_HF[name.removesuffix('.weight')]}.weight"
+def to_config(args: LlamaArgs) -> dict[str, Any]:
+    """`config.json` of `transformers` (LlamaConfig)."""
+    scaling = None
+    if rope := args.rope_scaling:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_seq_len,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": args.dim,
+        "intermediate_size": args.ffn_dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads,
+        "head_dim": args.head_dim,
+        "vocab_size": args.vocab_size,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": args.tied_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
 
 
-def to_hf(state_dict: dict[str, torch.Tensor], args: LlamaArgs) -> dict[str, torch.Tensor]:
-    """Our weights as `transformers` has them.
+def from_config(config: dict[str, Any]) -> LlamaArgs:
+    """The sizes in a `config.json`.
 
-    There a rotation pairs channel i with i + head_dim / 2, here 2i with 2i + 1 (Meta's layout), so the rows of wq and
-    wk change places within each head.
+    Raises:
+        ValueError: it is not of a Llama that this project can compute.
     """
-    return {hf_name(name): _split_halves(weight, name, args) for name, weight in state_dict.items()}
+    for key, only in (("model_type", "llama"), ("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if config.get(key, only) != only:
+            raise ValueError(f"{key} is {config[key]!r}, and only {only!r} is supported")
+    heads, dim = config["num_attention_heads"], config["hidden_size"]
+    if (config.get("head_dim") or dim // heads) * heads != dim:
+        raise ValueError(f"head_dim is {config['head_dim']}, and only hidden_size / num_attention_heads is supported")
+    # transformers 5 keeps all of it in rope_parameters.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"the RoPE scaling is of type {kind!r}, and only 'llama3' is supported")
+    scaling = None
+    if kind == "llama3":
+        scaling = RopeScaling(
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            rope["original_max_position_embeddings"],
+        )
+    return LlamaArgs(
+        dim=dim,
+        n_layers=config["num_hidden_layers"],
+        n_heads=heads,
+        n_kv_heads=config.get("num_key_value_heads") or heads,
+        ffn_dim=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope_scaling=scaling,
+        tied_embeddings=config.get("tie_word_embeddings", False),
+    )
 
 
-def from_hf(state_dict: dict[str, torch.Tensor], names: list[str], args: LlamaArgs) -> dict[str, torch.Tensor]:
-    """The weights called `names` here, out of a `transformers` state dict. The inverse of `to_hf`."""
-    return {name: _interleave(state_dict[hf_name(name)], name, args) for name in names}
+def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
+    """The sizes in Meta's `params.json`. The width of the feed-forward follows from three of its numbers, as in Meta's
+    code (github.com/meta-llama/llama-models, models/llama3/model.py).
+
+    Args:
+        vocab_size: rows of the embedding; Llama 2's files say -1.
+    """
+    width = int(2 * 4 * params["dim"] / 3)
+    if params.get("ffn_dim_multiplier") is not None:
+        width = int(params["ffn_dim_multiplier"] * width)
+    multiple = params.get("multiple_of", 256)
+    heads = params["n_heads"]
+    args = LlamaArgs(
+        dim=params["dim"],
+        n_layers=params["n_layers"],
+        n_heads=heads,
+        n_kv_heads=params.get("n_kv_heads") or heads,
+        ffn_dim=multiple * ((width + multiple - 1) // multiple),
+        vocab_size=vocab_size,
+        norm_eps=params.get("norm_eps", 1e-5),
+        rope_theta=float(params.get("rope_theta", 10000.0)),
+    )
+    if params.get("use_scaled_rope"):
+        # params.json does not tell the factor: 32 for Llama 3.2's small models, 8 for Llama 3.1.
+        args = replace(args, rope_scaling=RopeScaling(factor=32.0 if args.dim < 4096 else 8.0))
+    return args
 
 
-def _split_halves(weight: torch.Tensor, name: str, args: LlamaArgs) -> torch.Tensor:
-    if not name.endswith(("wq.weight", "wk.weight")):
-        return weight
-    return weight.unflatten(0, (-1, args.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-
-
-def _interleave(weight: torch.Tensor, name: str, args: LlamaArgs) -> torch.Tensor:
-    if not name.endswith(("wq.weight", "wk.weight")):
-        return weight
-    return weight.unflatten(0, (-1, 2, args.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+LAYER = "layers.*"
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    f"{LAYER}.attention.wq.weight": f"model.{LAYER}.self_attn.q_proj.weight",
+    f"{LAYER}.attention.wk.weight": f"model.{LAYER}.self_attn.k_proj.weight",
+    f"{LAYER}.attention.wv.weight": f"model.{LAYER}.self_attn.v_proj.weight",
+    f"{LAYER}.attention.wo.weight": f"model.{LAYER}.self_attn.o_proj.weight",
+    f"{LAYER}.feed_forward.w1.weight": f"model.{LAYER}.mlp.gate_proj.weight",
+    f"{LAYER}.feed_forward.w2.weight": f"model.{LAYER}.mlp.down_proj.weight",
+    f"{LAYER}.feed_forward.w3.weight": f"model.{LAYER}.mlp.up_proj.weight",
+    f"{LAYER}.attention_norm.weight": f"model.{LAYER}.input_layernorm.weight",
+    f"{LAYER}.ffn_norm.weight": f"model.{LAYER}.post_attention_layernorm.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+HUGGING_FACE = HuggingFaceNaming(
+    names=NAMES,
+    rotary=frozenset({f"{LAYER}.attention.wq.weight", f"{LAYER}.attention.wk.weight"}),
+    to_config=to_config,
+    from_config=from_config,
+    # Old files keep a table that is computed; tied ones may hold the embedding twice.
+    ignored=r".*\.rotary_emb\.inv_freq|rope\.freqs",
+    from_params=from_params,
+)

@@ -1,0 +1,29 @@
+"""Makes a checkpoint of published weights: a Hugging Face folder (safetensors) or Meta's (consolidated.*.pth).
+
+python scripts/convert_from_hf.py FOLDER OUT [--family llama3] [--custom-import MODULE]
+
+The checkpoint is OUT/step-0; start from it with --checkpoint.initial_load_path=OUT/step-0. (initial_load_path takes
+FOLDER itself just as well.) Weights are read and written one at a time.
+"""
+
+import argparse
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path, help="folder for the checkpoint")
+    parser.add_argument("--family", help="model.name of the checkpoint; by default the first that has such a model")
+    parser.add_argument("--tokenizer-path", help="of the model; by default in FOLDER")
+    parser.add_argument("--custom-import", help="module that registers the model's family", metavar="MODULE")
+    arguments = parser.parse_args()
+    from torchtitan.interchange.convert import import_weights, one_process
+
+    with one_process(arguments.custom_import):
+        where = import_weights(arguments.folder, arguments.out, arguments.family, arguments.tokenizer_path)
+    print(f"saved {where}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Exports a checkpoint for Hugging Face `transformers` (vLLM, llama.cpp, ...): safetensors, configuration, tokenizer.
+
+python scripts/convert_to_hf.py CHECKPOINT OUT [--dtype bfloat16] [--custom-import MODULE]
+
+CHECKPOINT is a step-N folder. Weights are read and written one file at a time (5 GB at most).
+"""
+
+import argparse
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path, help="folder to write; must not be there")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--custom-import", help="module that registers the model's family", metavar="MODULE")
+    arguments = parser.parse_args()
+    import torch
+
+    from torchtitan.interchange.convert import one_process, saved_model
+    from torchtitan.interchange.export import export
+
+    with one_process(arguments.custom_import):
+        saved = saved_model(arguments.checkpoint)
+        model = saved.published()
+        export(arguments.out, model.shapes, saved.weight, model, getattr(torch, arguments.dtype))
+
+
+if __name__ == "__main__":
+    main()

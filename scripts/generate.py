@@ -1,0 +1,106 @@
+"""Writes on from prompts with a trained model.
+
+python scripts/generate.py --checkpoint FOLDER --prompt "def main(" [--prompt ...] [--temperature 0.8 --top-p 0.95]
+
+FOLDER is a checkpoint (step-N), a run's dump folder, whose newest checkpoint is taken, or a folder of Hugging Face's or
+Meta's form. Several prompts are written on together. A prompt is a document's beginning. A single one is shown as it
+grows.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
+    parser.add_argument("--prompts-file", type=Path, help="a prompt in each line, or JSON strings", metavar="FILE")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0, help="of the likeliest so many; 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of the likeliest with this probability together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster")
+    parser.add_argument("--no-cache", action="store_true", help="compute all tokens anew for each: the same, but slow")
+    parser.add_argument("--tokenizer-path", help="by default the model's own")
+    parser.add_argument("--custom-import", help="module that registers the model's family", metavar="MODULE")
+    parser.add_argument("--out", type=Path, help="JSON lines with prompt, text and token ids", metavar="FILE")
+    arguments = parser.parse_args()
+    from torchtitan.interchange.convert import one_process
+
+    with one_process(arguments.custom_import):
+        _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from torchtitan.device import find_device
+    from torchtitan.errors import ConfigError
+    from torchtitan.generation.open import open_model
+    from torchtitan.generation.sample import Sampling, generate
+    from torchtitan.generation.stream import TextStream
+    from torchtitan.kernels.cpu_speed import bfloat16_is_fast
+
+    try:
+        sampling = Sampling(
+            arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
+        )
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from None
+    prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts_file) if arguments.prompts_file else [])]
+    if not prompts:
+        raise ConfigError("there is no prompt; give --prompt or --prompts-file (an empty one begins a document).")
+    device = find_device(0).torch_device
+    fast = device.type != "cpu" or bfloat16_is_fast()
+    dtype = {"auto": torch.bfloat16 if fast else torch.float32}.get(arguments.dtype) or getattr(torch, arguments.dtype)
+    model, tokenizer = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
+    begin = [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]
+    ids = [begin + tokenizer.encode(prompt) for prompt in prompts]
+    started = time.perf_counter()
+    stream = TextStream(tokenizer.decode, prompts[0], sys.stdout) if len(prompts) == 1 else None
+    new = generate(
+        model,
+        ids,
+        sampling,
+        tokenizer.eos_id,
+        use_cache=not arguments.no_cache,
+        emit=None if stream is None else lambda row: stream.add(row[0]),
+    )
+    seconds = time.perf_counter() - started
+    texts = [tokenizer.decode([id for id in row if id != tokenizer.eos_id]) for row in new]
+    if stream is not None:
+        stream.end()
+    else:
+        for prompt, text in zip(prompts, texts, strict=True):
+            print(f"{prompt}{text}\n{'-' * 40}")
+    count = sum(map(len, new))
+    print(f"[{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s, {str(dtype)[6:]}]", file=sys.stderr)
+    if arguments.out:
+        rows = [
+            {"prompt": prompt, "text": text, "tokens": row}
+            for prompt, text, row in zip(prompts, texts, new, strict=True)
+        ]
+        arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _read_prompts(path: Path) -> list[str]:
+    """Lines; those that are JSON strings (`"a\\nb"`) stand for what they spell."""
+
+    def read(line: str) -> str:
+        try:
+            value: Any = json.loads(line)
+        except ValueError:
+            return line
+        return value if isinstance(value, str) else line
+
+    return [read(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+if __name__ == "__main__":
+    main()

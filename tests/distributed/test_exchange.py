@@ -1,0 +1,84 @@
+"""Under every layout: a run that starts from published weights, and one that leaves them behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import CHECKPOINTS, TINY, failure, into, losses, started, train
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+LAYOUTS = {
+    "one process": (1, ()),
+    "FSDP 2": (2, ()),
+    "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",)),
+    "CP 2": (2, ("--parallelism.context_parallel_degree=2",)),
+    "PP 2": (2, ("--parallelism.pipeline_parallel_degree=2",)),
+    "FSDP 2 x TP 2": (4, ("--parallelism.tensor_parallel_degree=2",)),
+    "int8 gather": (2, ("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather")),
+}
+RUN = (*TINY, "--optimizer.weight_decay=0", "--training.global_batch_size=8")
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("first")
+    train(*RUN, *CHECKPOINTS, into(folder), "--training.steps=4", "--checkpoint.last_save_in_hf")
+    return folder / "checkpoint"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_starts_from_published_weights_and_leaves_its_own(layout: str, published: Path, tmp_path: Path) -> None:
+    processes, flags = LAYOUTS[layout]
+    run = (*RUN, *flags, *CHECKPOINTS, "--training.steps=2")
+    start = "--checkpoint.initial_load_path="
+    one, other = into(tmp_path / "one"), into(tmp_path / "other")
+    output = train(*run, one, f"{start}{published / 'step-4-hf'}", "--checkpoint.last_save_in_hf", processes=processes)
+    assert f"loaded the weights of {published / 'step-4-hf'}" in output
+    train(*run, other, f"{start}{published / 'step-4'}", processes=processes)
+    assert losses(tmp_path / "one") == losses(tmp_path / "other")
+    folder = tmp_path / "one" / "checkpoint" / "step-2-hf"
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not any(report.values())
+    # Loaded and exported again at once, without a step: the same bits.
+    train(*RUN, *flags, into(tmp_path / "three"), f"{start}{folder}", *CHECKPOINTS, "--training.steps=1",
+          "--checkpoint.last_save_in_hf", "--optimizer.lr=1e-30", processes=processes)  # fmt: skip
+    again, weights = weights_in(tmp_path / "three" / "checkpoint" / "step-1-hf"), weights_in(folder)
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weight) for name, weight in weights.items())
+    assert model.config.vocab_size == 4096
+
+
+def test_an_export_that_is_missing_is_made_up_for(published: Path, tmp_path: Path) -> None:
+    run = (*RUN, *CHECKPOINTS, into(tmp_path), "--training.steps=2", "--checkpoint.export_dtype=bfloat16")
+    train(*run)
+    output = train(*run, "--checkpoint.last_save_in_hf")
+    assert "finished its 2 steps already" in output
+    config = json.loads((tmp_path / "checkpoint" / "step-2-hf" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16"
+    train(*run, "--checkpoint.last_save_in_hf")  # and once is enough
+
+
+def test_another_model_is_refused(published: Path, tmp_path: Path) -> None:
+    start = f"--checkpoint.initial_load_path={published / 'step-4-hf'}"
+    status, output = failure(*RUN, into(tmp_path), start, "--model.flavor=wide", processes=2)
+    assert status == 2
+    assert "its dim is 64, here it is 128" in output
+    assert "Traceback" not in output
+
+
+def test_a_full_disk_leaves_the_checkpoint(published: Path, tmp_path: Path) -> None:
+    """A folder in the way stands for what can keep an export from its place."""
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "step-2-hf.tmp").write_text("no folder")
+    with started(*RUN, *CHECKPOINTS, into(tmp_path), "--training.steps=2", "--checkpoint.last_save_in_hf") as run:
+        status, output = run.finish()
+    assert status == 2, output
+    assert "step-2-hf could not be written" in output
+    assert "Traceback" not in output
+    assert (tmp_path / "checkpoint" / "step-2" / "manifest.json").exists()

@@ -1,0 +1,165 @@
+"""Text from a model: a cache that changes nothing, sampling, and the script."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import CHECKPOINTS, ROOT, TINY, into, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchtitan.generation.sample import Sampling, generate
+from torchtitan.generation.stream import TextStream
+from torchtitan.interchange.convert import one_process
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.rope import RopeScaling
+
+SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211)
+VARIANTS = {
+    "gqa": SMALL,
+    "tied, one head": replace(SMALL, n_kv_heads=1, tied_embeddings=True),
+    "rope scaling": replace(SMALL, rope_theta=1e4, rope_scaling=RopeScaling(factor=8.0, original_seq_len=16)),
+}
+EOS = 210
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    with one_process(None):
+        yield
+
+
+def llama(args: LlamaArgs) -> Llama:
+    torch.manual_seed(0)
+    model = Llama(args)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    return model
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    return [
+        torch.randint(EOS, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in lengths
+    ]
+
+
+@torch.no_grad()
+def greedy(model: Llama, prompt: list[int], count: int) -> list[int]:
+    """By the model alone."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_several_lengths_get_what_the_model_alone_gives_each(variant: str, use_cache: bool) -> None:
+    model = llama(VARIANTS[variant])
+    rows = prompts(3, 17, 1, 9)
+    found = generate(model, rows, Sampling(40), EOS, use_cache)
+    assert found == [greedy(model, row, 40) for row in rows]
+    assert greedy(model, rows[0], 5) == found[0][:5]  # the model is as it was
+
+
+def test_a_row_that_has_ended_says_no_more() -> None:
+    model = llama(SMALL)
+    (row,) = prompts(5)
+    ends_at = greedy(model, row, 40)[3]
+    shown: list[list[int | None]] = []
+    other, mine = prompts(7)[0], generate(model, [row], Sampling(40), ends_at)[0]
+    assert mine == greedy(model, row, 40)[: mine.index(ends_at) + 1]
+    both = generate(model, [row, other], Sampling(40), ends_at, emit=shown.append)
+    assert both[0] == mine
+    assert [step[0] for step in shown] == mine + [None] * (len(shown) - len(mine))
+
+
+def test_sampling_follows_the_probabilities_it_is_told_to() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log().expand(4000, -1)
+
+    def shares(**options: Any) -> list[float]:
+        generator = torch.Generator().manual_seed(0)
+        drawn = Counter(Sampling(**{"temperature": 1.0, **options}).choose(logits, generator).tolist())
+        return [drawn[token] / 4000 for token in range(5)]
+
+    assert shares() == pytest.approx([0.5, 0.25, 0.125, 0.0625, 0.0625], abs=0.03)
+    assert shares(top_k=2) == pytest.approx([2 / 3, 1 / 3, 0, 0, 0], abs=0.03)
+    assert shares(top_p=0.6) == pytest.approx([2 / 3, 1 / 3, 0, 0, 0], abs=0.03)
+    assert shares(top_p=0.5) == [1, 0, 0, 0, 0]
+    assert shares(temperature=0.5)[0] == pytest.approx(0.25 / (0.25 + 0.0625 + 0.015625 + 2 * 0.00390625), abs=0.03)
+    assert shares(temperature=0.0) == [1, 0, 0, 0, 0]
+
+
+def test_a_seed_gives_a_text() -> None:
+    model, rows = llama(SMALL), prompts(4)
+    texts = [generate(model, rows, Sampling(20, temperature=2.0, seed=seed), EOS) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_letters_of_several_tokens_are_shown_when_they_are_whole() -> None:
+    out = StringIO()
+    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"), "> ", out)
+    for byte in "é日".encode():
+        stream.add(byte)
+        assert "\ufffd" not in out.getvalue()
+    stream.add(None)
+    stream.end()
+    assert out.getvalue() == "> é日\n"
+
+
+def script(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/generate.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=None)
+
+
+def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
+    run = (*TINY[:-2], "--model.name=llama3", "--model.flavor=debugmodel", *CHECKPOINTS, into(tmp_path / "run"))
+    train(*run, "--training.steps=2", "--checkpoint.last_save_in_hf")
+    folder = tmp_path / "run" / "checkpoint" / "step-2-hf"
+    (tmp_path / "prompts").write_text('import os\n"def f(x):\\n    "\n')
+    flags = ("--prompts-file", tmp_path / "prompts", "--max-new-tokens", 24, "--dtype", "float32")
+    results = {}
+    for name, where in {
+        "dump folder": tmp_path / "run",
+        "checkpoint": folder.with_name("step-2"),
+        "hf": folder,
+    }.items():
+        result = script("--checkpoint", where, *flags, "--out", tmp_path / "out.jsonl")
+        assert result.returncode == 0, result.stderr
+        results[name] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert all(row["prompt"] + row["text"] in result.stdout for row in results[name])
+    assert results["dump folder"] == results["checkpoint"] == results["hf"]
+    assert [row["prompt"] for row in results["hf"]] == ["import os", "def f(x):\n    "]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for row in results["hf"]:
+        inputs = tokenizer(row["prompt"], return_tensors="pt")
+        theirs = judge.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
+        assert theirs[0, inputs["input_ids"].shape[1] :].tolist() == row["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--checkpoint", "/nowhere", "--prompt", "a"), "there is no folder /nowhere"),
+        (("--checkpoint", "docs", "--prompt", "a"), "docs holds no config.json"),
+        (("--checkpoint", "docs"), "there is no prompt"),
+        (("--checkpoint", "docs", "--prompt", "a", "--top-p", "0"), "--top-p must be above 0"),
+        (("--checkpoint", "docs", "--prompts-file", "/nowhere"), "No such file"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(flags: tuple[str, ...], words: str) -> None:
+    result = script(*flags)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,300 @@
+"""Published weights in and out, with `transformers` as the judge."""
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import ROOT
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from torchtitan.errors import CheckpointError
+from torchtitan.interchange.convert import import_weights, one_process, saved_model
+from torchtitan.interchange.export import export
+from torchtitan.interchange.load import load_weights
+from torchtitan.interchange.model import PublishedModel
+from torchtitan.interchange.sources import find_source
+from torchtitan.models import MODELS
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.hf import HUGGING_FACE, from_config, to_config
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.rope import RopeScaling
+
+SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=4096)
+VARIANTS = {
+    "plain": SMALL,
+    "gqa": replace(SMALL, n_kv_heads=2),
+    "rope scaling": replace(SMALL, rope_theta=10000.0, rope_scaling=RopeScaling(factor=8.0, original_seq_len=32)),
+    "tied": replace(SMALL, n_kv_heads=1, norm_eps=1e-3, tied_embeddings=True),
+}
+FLAVORS = [(family, flavor) for family in MODELS.names() for flavor in MODELS.get(family).flavors]
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    with one_process(None):
+        yield
+
+
+def llama(args: LlamaArgs) -> Llama:
+    """With weights for which every part matters."""
+    model = Llama(args)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
+    return model
+
+
+def published(args: LlamaArgs) -> PublishedModel:
+    return PublishedModel(HUGGING_FACE, args, Llama, None, 128)
+
+
+def exported(model: Llama, folder: Path, dtype: torch.dtype = torch.float32, largest_file: int = 10**9) -> Path:
+    weights = model.state_dict()
+    export(folder, {name: weight.shape for name, weight in weights.items()}, weights.__getitem__, published(model.args),
+           dtype, largest_file)  # fmt: skip
+    return folder
+
+
+def loaded(folder: Path, args: LlamaArgs) -> Llama:
+    model = Llama(args)
+    source = find_source(folder, HUGGING_FACE)
+    assert source is not None
+    published(args).check(source)
+    load_weights(model.state_dict(), source)
+    return model
+
+
+def judge(folder: Path, **options: Any) -> Any:
+    """transformers' model, which must load without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def tokens(seq_len: int = 100) -> torch.Tensor:
+    return torch.randint(4096, (2, seq_len), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def greedy(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
+    for _ in range(count):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
+@pytest.mark.parametrize(("family", "flavor"), FLAVORS)
+def test_every_flavor_states_all_its_weights(family: str, flavor: str) -> None:
+    spec = MODELS.get(family)
+    assert spec.hf is not None
+    args = replace(spec.flavor(flavor).with_vocab_size(4096), n_layers=2)
+    assert from_config(json.loads(json.dumps(to_config(args)))) == args
+    model = PublishedModel(spec.hf, args, spec.build, None, 128)
+    with torch.device("meta"):
+        theirs = {
+            name: tuple(w.shape) for name, w in LlamaForCausalLM(LlamaConfig(**to_config(args))).named_parameters()
+        }
+    assert {spec.hf.name(name): shape for name, shape in model.shapes.items()} == theirs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_computes_the_same_from_an_export(variant: str, tmp_path: Path) -> None:
+    ours = llama(VARIANTS[variant])
+    theirs = judge(exported(ours, tmp_path / "out"), dtype=torch.float32)
+    torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, atol=1e-5, rtol=0)
+    prompt = tokens(8)
+    written = theirs.generate(prompt, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(greedy(ours, prompt, 64), written)
+    back = loaded(tmp_path / "out", VARIANTS[variant]).state_dict()
+    assert all(torch.equal(weight, back[name]) for name, weight in ours.state_dict().items())
+    assert subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out").returncode == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_transformers_compute_the_same_here(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    args = VARIANTS[variant]
+    torch.manual_seed(0)
+    theirs = LlamaForCausalLM(LlamaConfig(**to_config(args), initializer_range=0.1)).to(dtype).eval()
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="300KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    ours = loaded(tmp_path / "hf", args)
+    expected = judge(tmp_path / "hf", dtype=torch.float32)(tokens()).logits
+    torch.testing.assert_close(ours(tokens()), expected, atol=1e-5, rtol=0)
+    again = exported(ours, tmp_path / "again", dtype, largest_file=200_000)
+    for name, weight in judge(again, dtype=dtype).state_dict().items():
+        assert torch.equal(weight, theirs.to(dtype).state_dict()[name]), name
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["Llama 2", "Llama 3"])
+def test_metas_files_are_joined(rows: bool, tmp_path: Path) -> None:
+    args = replace(SMALL, n_kv_heads=2, ffn_dim=256, rope_theta=10000.0)
+    weights = llama(args).state_dict()
+    params = {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 256, "norm_eps": 1e-5}
+    (tmp_path / "params.json").write_text(json.dumps({**params, "vocab_size": -1}))
+    for part in range(2):
+        divided = {"rope.freqs": torch.ones(8)}
+        for name, weight in weights.items():
+            columns = name.endswith(("wo.weight", "w2.weight")) or (name == "tok_embeddings.weight" and not rows)
+            divided[name] = weight if weight.ndim == 1 else weight.chunk(2, int(columns))[part].clone()
+        torch.save(divided, tmp_path / f"consolidated.{part:02d}.pth")
+    found = loaded(tmp_path, args).state_dict()
+    assert all(torch.equal(weight, found[name]) for name, weight in weights.items())
+    (tmp_path / "consolidated.01.pth").rename(tmp_path / "consolidated.02.pth")
+    with pytest.raises(CheckpointError, match=r"consolidated\.00\.pth and those after it"):
+        find_source(tmp_path, HUGGING_FACE)
+
+
+def test_a_tied_model_that_is_stored_twice_loads_if_both_are_alike(tmp_path: Path) -> None:
+    args = VARIANTS["tied"]
+    path = exported(llama(args), tmp_path / "out") / "model.safetensors"
+    (tmp_path / "out" / "SHA256SUMS").unlink()
+    weights = load_file(path)
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path)
+    loaded(tmp_path / "out", args)
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1}, path)
+    with pytest.raises(CheckpointError, match=r"holds lm_head\.weight, for which this model has no place"):
+        loaded(tmp_path / "out", args)
+
+
+def change(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def rewrite(path: Path, **weights: torch.Tensor) -> None:
+    save_file({**load_file(path), **weights}, path)
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+FAULTS = {
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+    "another family": (lambda f: change(f, model_type="mistral"), "model_type is 'mistral'"),
+    "biases": (lambda f: change(f, attention_bias=True), "attention_bias is True"),
+    "another rope": (lambda f: change(f, rope_scaling={"rope_type": "yarn"}), "RoPE scaling is of type 'yarn'"),
+    "another width": (lambda f: change(f, intermediate_size=100), "its ffn_dim is 100, here it is 96"),
+    "another vocabulary": (lambda f: change(f, vocab_size=32000), "its vocab_size is 32000, here it is 4096"),
+    "a size is a word": (lambda f: change(f, hidden_size="big"), "config.json: "),
+    "a size is missing": (lambda f: change(f, num_hidden_layers=None), "n_layers is None"),
+    "cut short": (lambda f: truncate(f / "model.safetensors"), "model.safetensors is damaged"),
+    "a shape": (lambda f: rewrite(f / "model.safetensors", **{Q: torch.ones(8, 8)}), "layers.1.attention.wq.weight is"),
+    "a dtype": (
+        lambda f: rewrite(f / "model.safetensors", **{Q: torch.ones(64, 64, dtype=torch.int64)}),
+        "layers.1.attention.wq.weight is torch.int64",
+    ),
+    "one too many": (lambda f: rewrite(f / "model.safetensors", extra=torch.ones(1)), "holds extra, for which"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_folder_that_does_not_fit_is_refused_in_a_sentence(fault: str, tmp_path: Path) -> None:
+    damage, words = FAULTS[fault]
+    folder = exported(llama(SMALL), tmp_path / "out")
+    damage(folder)
+    with pytest.raises(CheckpointError) as error:
+        loaded(folder, SMALL)
+    assert words in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize("fault", ["missing", "moved"])
+def test_a_shard_that_is_not_there_is_named(fault: str, tmp_path: Path) -> None:
+    folder = exported(llama(SMALL), tmp_path / "out", largest_file=300_000)
+    second = sorted(folder.glob("*.safetensors"))[1]
+    if fault == "missing":
+        second.unlink()
+    else:
+        shutil.copy(sorted(folder.glob("*.safetensors"))[2], second)
+    with pytest.raises(CheckpointError, match=second.name):
+        find_source(folder, HUGGING_FACE)
+
+
+def test_an_export_that_was_interrupted_looks_like_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torchtitan.interchange.export.save_file", fail)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            exported(llama(SMALL), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    exported(llama(SMALL), tmp_path / "out")  # what is left over is no obstacle
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(CheckpointError, match="is there already"):
+        exported(llama(SMALL), tmp_path / "out")
+
+
+def test_scripts_there_and_back(tmp_path: Path) -> None:
+    """A published model becomes a checkpoint, and that a published model with the same bits."""
+    model = replace(MODELS.get("llama3").flavor("debugmodel"), vocab_size=4096)
+    first = exported(llama(model), tmp_path / "first", torch.bfloat16)
+    checkpoint = import_weights(first, tmp_path / "checkpoint", "llama3", None)
+    saved = saved_model(checkpoint.parent)
+    assert saved.args == model
+    command = [sys.executable, str(ROOT / "scripts/convert_to_hf.py"), str(checkpoint), str(tmp_path / "second")]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    one, other = load_file(first / "model.safetensors"), load_file(tmp_path / "second" / "model.safetensors")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "is there already" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+TEXTS = ["def f(x):\n    return x + 1\n", "  two  spaces", "a", "", "été 日本 😀", "1234567 x'S"]
+
+
+def tiktoken_file(folder: Path) -> Path:
+    """A small file of Llama 3's kind: bytes, and pairs that are merged."""
+    import base64
+
+    pieces = [bytes([byte]) for byte in range(256)]
+    pieces += [b"th", b"in", b" t", b"the", b"  ", b"de", b"def", b" f", b"ret", b"er", b"urn", b"123", b" the", b"re"]
+    path = folder / "tokenizer.model"
+    path.write_text("".join(f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["shipped", "tiktoken", "tokenizers"])
+def test_transformers_gets_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    from torchtitan.data import load_tokenizer
+    from torchtitan.interchange.tokenizer_files import tokenizer_files
+
+    path = None if kind == "shipped" else str(tiktoken_file(tmp_path))
+    if kind == "tokenizers":
+        (tmp_path / "json").mkdir()
+        for name, content in tokenizer_files(path).items():
+            (tmp_path / "json" / name).write_bytes(content)
+        path = str(tmp_path / "json")
+    (tmp_path / "out").mkdir()
+    for name, content in tokenizer_files(path).items():
+        (tmp_path / "out" / name).write_bytes(content)
+    ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert theirs(text)["input_ids"] == [ours.bos_id, *ids]
+        assert theirs.decode(ids) == text

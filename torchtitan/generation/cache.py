@@ -1,0 +1,73 @@
+"""Keys and values of the tokens so far, so that a new token costs one token's work."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.models.attention import causal_attention
+
+
+class KeyValueCache:
+    """Attention of a model's layers to tokens that were given in earlier calls.
+
+    Args:
+        length: tokens in a row at most, padding and new ones included.
+        padding: (batch,) int64, how many tokens at the left of each row are padding, which none attends to.
+    """
+
+    def __init__(self, length: int, padding: torch.Tensor) -> None:
+        self.length = length
+        self.filled = 0
+        self._padding = padding
+        self._kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+        # (batch, length), as document ids: padding is a document of its own.
+        self._is_text = (torch.arange(length, device=padding.device) >= padding[:, None]).long()
+        self._is_padded = bool(padding.any())
+
+    def attend(
+        self, layer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of new tokens to themselves and all before them.
+
+        Args:
+            layer: whose keys and values these are.
+            q: (batch, n_heads, new, head_dim); all of the first call, one token in each that follows.
+            k, v: (batch, n_kv_heads, new, head_dim).
+        """
+        batch, kv_heads, new, head_dim = k.shape
+        if layer not in self._kept:
+            shape = (batch, kv_heads, self.length, head_dim)
+            self._kept[layer] = k.new_empty(shape), v.new_empty(shape)
+        keys, values = self._kept[layer]
+        end = self.filled + new
+        keys[:, :, self.filled : end] = k
+        values[:, :, self.filled : end] = v
+        if self.filled == 0:
+            return causal_attention(q, k, v, self._is_text[:, :end] if self._is_padded else None)
+        mask = self._is_text[:, None, None, :end].bool() if self._is_padded else None
+        # The query heads that share a key head stand where a sequence would: one GEMM for all of them.
+        grouped = q.view(batch, kv_heads, -1, head_dim)
+        return F.scaled_dot_product_attention(grouped, keys[:, :, :end], values[:, :, :end], mask).view_as(q)
+
+
+@contextlib.contextmanager
+def cached(model: nn.Module, length: int, padding: torch.Tensor) -> Iterator[KeyValueCache]:
+    """Lets a model's layers keep keys and values, and its output layer see the last token only."""
+    cache = KeyValueCache(length, padding)
+    layers = [module for module in model.modules() if hasattr(module, "attend")]
+    before = [layer.attend for layer in layers]
+    assert isinstance(model.output, nn.Module)
+    hook = model.output.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],))
+    try:
+        for layer in layers:
+            layer.attend = functools.partial(cache.attend, layer)  # type: ignore[assignment]
+        yield cache
+    finally:
+        hook.remove()
+        model.positions = None  # type: ignore[assignment]
+        for layer, attend in zip(layers, before, strict=True):
+            layer.attend = attend

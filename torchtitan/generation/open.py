@@ -1,0 +1,58 @@
+"""Models to generate with: of our checkpoints and of published folders."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan.checkpoint.folder import saved_steps
+from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan.errors import CheckpointError
+from torchtitan.interchange.convert import find_model, saved_model
+from torchtitan.interchange.load import load_weights
+from torchtitan.interchange.model import published
+from torchtitan.interchange.sources import wrong_sums
+from torchtitan.models import MODELS, ModelSpec
+
+
+def open_model(
+    path: Path, device: torch.device, dtype: torch.dtype, tokenizer_path: str | None = None
+) -> tuple[nn.Module, Tokenizer]:
+    """A model with its weights, whatever layout wrote them, and its tokenizer.
+
+    Args:
+        path: a step-N folder, a folder with such, a run's dump folder, or a folder of Hugging Face's or Meta's form.
+        tokenizer_path: as `model.tokenizer_path`; None takes the model's own.
+
+    Raises:
+        UserError: the folder is none of these, or damaged, or its tokenizer is missing.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"there is no folder {path}.")
+    if saved_steps(path / "checkpoint"):
+        path = path / "checkpoint"
+    if (path / MANIFEST).exists() or saved_steps(path):
+        saved = saved_model(path)
+        model = _empty(saved.spec, saved.args, device, dtype)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(saved.weight(name))
+        return model, load_tokenizer(tokenizer_path or saved.tokenizer_path)
+    if found := wrong_sums(path):
+        raise CheckpointError(f"{path} is damaged: {'; '.join(found[:3])}.")
+    family, source = find_model(path)
+    spec = MODELS.get(family)
+    known = published(spec, source.args, None, 0)
+    assert known is not None  # find_model has looked
+    known.check(source)
+    model = _empty(spec, source.args, device, dtype)
+    load_weights(dict(model.named_parameters()), source)
+    return model, load_tokenizer(tokenizer_path or str(path))
+
+
+def _empty(spec: ModelSpec, args: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    with torch.device("meta"):
+        model = spec.build(args)
+    return model.to(dtype).to_empty(device=device).eval()

@@ -1,0 +1,6 @@
+"""Weights in and out: folders of Hugging Face `transformers` and of Meta's releases."""
+
+from torchtitan.interchange.exchange import Exchange
+from torchtitan.interchange.model import PublishedModel, published
+
+__all__ = ["Exchange", "PublishedModel", "published"]

@@ -1,0 +1,204 @@
+"""Checkpoints to published folders and back, in one process, a tensor at a time."""
+
+import contextlib
+import dataclasses
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pydantic import TypeAdapter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
+from torchtitan.checkpoint.folder import publish, saved_steps, step_folder, temporary_folder
+from torchtitan.checkpoint.manifest import damage, read_manifest
+from torchtitan.checkpoint.train_state import read_train_state
+from torchtitan.config.extension import import_user_module
+from torchtitan.errors import EXIT_STATUS, CheckpointError, UserError
+from torchtitan.interchange.model import PublishedModel, published
+from torchtitan.interchange.sources import Source, find_source, wrong_sums
+from torchtitan.models import MODELS, ModelSpec
+
+
+@contextlib.contextmanager
+def one_process(custom_import: str | None) -> Iterator[None]:
+    """Around a script's work: a process group of one, the user's families, and errors in one sentence."""
+    try:
+        if custom_import:
+            import_user_module(custom_import, "--custom-import")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+    except (UserError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(EXIT_STATUS)
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The model in a checkpoint of this project.
+
+    Attributes:
+        checkpoint: its folder.
+        spec: of its family.
+        args: its sizes.
+        tokenizer_path: as `model.tokenizer_path` of the run.
+        seq_len: of the run.
+        weight: reads one by its name.
+    """
+
+    checkpoint: Path
+    spec: ModelSpec
+    args: Any
+    tokenizer_path: str | None
+    seq_len: int
+    weight: Callable[[str], torch.Tensor]
+
+    def published(self) -> PublishedModel:
+        """As others know it.
+
+        Raises:
+            CheckpointError: its family does not say.
+        """
+        model = published(self.spec, self.args, self.tokenizer_path, self.seq_len)
+        if model is None:
+            raise CheckpointError(f"{self.checkpoint}: its family does not say how weights are called elsewhere.")
+        return model
+
+
+def saved_model(checkpoint: Path) -> SavedModel:
+    """
+    Args:
+        checkpoint: a step-N folder, or a folder with such, of which the newest is taken.
+
+    Raises:
+        CheckpointError: it is none, or is damaged.
+    """
+    steps = saved_steps(checkpoint)
+    checkpoint = step_folder(checkpoint, steps[-1]) if steps else checkpoint
+    if found := damage(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} is not a checkpoint of this program, or is damaged: {'; '.join(found[:3])}."
+        )
+    manifest = read_manifest(checkpoint)
+    metadata = read_metadata(checkpoint, manifest.files)
+    identity = read_train_state(checkpoint, manifest.step)["identity"]
+    try:
+        section, seq_len = manifest.configuration["model"], int(manifest.configuration["training"]["seq_len"])
+        spec = MODELS.get(section["name"])
+        args = TypeAdapter(type(next(iter(spec.flavors.values())))).validate_python(identity)
+        tokenizer_path = section["tokenizer_path"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} does not say what model it is of ({error!r}).") from None
+
+    def weight(name: str) -> torch.Tensor:
+        saved: Any = metadata.state_dict_metadata[name]
+        tensors = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
+        dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnlyPlanner(), no_dist=True)
+        return tensors[name]
+
+    return SavedModel(checkpoint, spec, args, tokenizer_path, seq_len, weight)
+
+
+class ReadWhenWritten(dcp.DefaultSavePlanner):
+    """Writes weights of a source, each read when its turn comes.
+
+    Args:
+        source: of the weights, which the state dict names with tensors that hold nothing.
+    """
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.source = source
+
+    def lookup_object(self, index: Any) -> torch.Tensor:
+        name = index.fqn
+        return self.source.read(name, tuple(slice(0, size) for size in self.state_dict[name].shape)).contiguous()
+
+
+def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: str | None) -> Path:
+    """Makes a weights-only checkpoint, `out`/step-0, of a published folder. Returns where it is.
+
+    Args:
+        family: `model.name` of the checkpoint; None takes the first whose flavors have this one.
+        tokenizer_path: of the model; None: in the folder.
+
+    Raises:
+        CheckpointError: the folder is damaged, or of a model that is not known here, or `out` holds checkpoints.
+    """
+    if found := wrong_sums(folder):
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(found[:3])}.")
+    if saved_steps(out):
+        raise CheckpointError(f"{out} holds checkpoints already; choose another folder.")
+    name, source = find_model(folder, family)
+    spec = MODELS.get(name)
+    fitting = (
+        flavor for flavor in spec.flavors if spec.flavor(flavor).with_vocab_size(source.args.vocab_size) == source.args
+    )
+    flavor = next(fitting, None)
+    if flavor is None:
+        raise CheckpointError(
+            f"{folder} has sizes that no flavor of {name} has: {source.args}. Register one (docs/extension.md), and "
+            "name the module with --custom-import and the family with --family."
+        )
+    path = str(tokenizer_path or folder)
+    model = published(spec, source.args, path, 0)
+    assert model is not None  # find_model has looked
+    model.check(source)
+    tensors = {}
+    for weight, shape in model.shapes.items():
+        dtype = source.read(weight, tuple(slice(0, 0) for _ in shape)).dtype
+        tensors[weight] = torch.empty(shape, dtype=dtype, device="meta")
+    state = {"weights_only": True, "identity": dataclasses.asdict(source.args), "step": 0}
+    about = {
+        "versions": {"torch": torch.__version__},
+        "configuration": {
+            "model": {"name": name, "flavor": flavor, "tokenizer_path": path},
+            "training": {"seq_len": 0},
+        },
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    writer = Writer(temporary_folder(out, 0), lambda files: publish(out, 0, state, about, files))
+    try:
+        dcp.save(tensors, storage_writer=writer, planner=ReadWhenWritten(source))
+    except (CheckpointException, OSError, RuntimeError) as error:
+        shutil.rmtree(temporary_folder(out, 0), ignore_errors=True)
+        raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error
+    return step_folder(out, 0)
+
+
+def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
+    """The family of the model in a published folder: `family`, or the first that has a flavor of these sizes, or else
+    the first that can have such sizes.
+
+    Raises:
+        CheckpointError: there is none, or the folder is damaged.
+    """
+    possible: list[tuple[str, Source]] = []
+    refusals = []
+    for name in [family] if family else MODELS.names():
+        spec = MODELS.get(name)
+        if spec.hf is None and family is None:
+            continue
+        source = find_source(folder, spec.hf)
+        if source is None:
+            raise CheckpointError(f"{folder} holds no config.json with safetensors, and no consolidated.*.pth.")
+        try:
+            size = source.args.vocab_size
+        except CheckpointError as error:
+            refusals.append(error)
+            continue
+        possible.append((name, source))
+        if any(args.with_vocab_size(size) == source.args for args in spec.flavors.values()):
+            return possible[-1]
+    if not possible:
+        raise refusals[0]
+    return possible[0]

@@ -1,0 +1,61 @@
+"""Published folders as a checkpoint manager meets them: to start from, and to leave behind."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.errors import CheckpointError
+from torchtitan.interchange.export import export
+from torchtitan.interchange.load import load_weights
+from torchtitan.interchange.model import PublishedModel
+from torchtitan.interchange.sources import find_source, wrong_sums
+from torchtitan.logging import logger
+from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
+
+
+class Exchange:
+    """Loads and exports the weights of one run. All ranks call its methods together.
+
+    Args:
+        model: of the run; None where its family does not say how its weights are called elsewhere.
+    """
+
+    def __init__(self, model: PublishedModel | None) -> None:
+        self.model = model
+
+    def load(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Fills this rank's weights from a folder of Hugging Face's or Meta's form; False where it is neither.
+
+        Raises:
+            CheckpointError: on every rank, where the folder is damaged or of another model.
+        """
+        source = raise_on_all_ranks(lambda: find_source(folder, None if self.model is None else self.model.naming))
+        if source is None:
+            return False
+        assert self.model is not None  # find_source has looked
+        wrong = sorted(
+            {
+                fault
+                for part in all_gather_object(wrong_sums(folder, dist.get_rank(), dist.get_world_size()))
+                for fault in part
+            }
+        )
+        if wrong:
+            raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong[:3])}.")
+        model = self.model
+        raise_on_all_ranks(lambda: model.check(source))
+        raise_on_all_ranks(lambda: load_weights(tensors, source))
+        logger.info(f"loaded the weights of {folder}")
+        return True
+
+    def export(self, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        """Writes the folder anew, for `transformers`.
+
+        Raises:
+            CheckpointError: on every rank, where it could not be written.
+        """
+        assert self.model is not None  # checked with the configuration
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        export(folder, shapes, tensors.__getitem__, self.model, dtype)

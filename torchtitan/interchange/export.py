@@ -1,0 +1,170 @@
+"""A model as a folder that `transformers`, and what builds on it, can read."""
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from torchtitan.checkpoint.manifest import sha256_of
+from torchtitan.errors import CheckpointError
+from torchtitan.interchange.model import PublishedModel
+from torchtitan.interchange.sources import INDEX, SUMS
+from torchtitan.logging import logger
+from torchtitan.parallel.object_collectives import all_gather_object
+
+LARGEST_FILE = 5 * 10**9  # bytes, as `save_pretrained` has it
+WORTH_A_FILE = 10**9  # bytes; less is not divided
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A safetensors file: the weights in it, under their names here, and the rank that writes it."""
+
+    weights: list[str]
+    writer: int
+
+
+def export(
+    folder: Path,
+    shapes: Mapping[str, Sequence[int]],
+    weight: Callable[[str], torch.Tensor],
+    model: PublishedModel,
+    dtype: torch.dtype,
+    largest_file: int = LARGEST_FILE,
+) -> None:
+    """Writes the folder. All ranks call it: those that share weights gather them one at a time, and each keeps those of
+    the file that it writes, until it is written. The folder gets its name when all is on disk.
+
+    Args:
+        folder: must not be there.
+        shapes: of the weights that this rank has a part of, by name.
+        weight: gives one by its name: a DTensor where it is divided.
+        dtype: of the weights in the folder.
+        largest_file: bytes.
+
+    Raises:
+        CheckpointError: on every rank, where it could not be written.
+    """
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    on_rank_0 = dist.get_rank() == 0
+    _attempt(folder, lambda: _make(folder, temporary) if on_rank_0 else None)
+    groups = _groups({name: prod(shape) * dtype.itemsize for name, shape in shapes.items()})
+    rounds = [part for sizes, ranks in groups for part in _divide(sizes, ranks, largest_file)]
+    count = sum(map(len, rounds))
+    numbers = itertools.count(1)
+    index: dict[str, str] = {}
+    sums: dict[str, str] = {}
+    failures: list[Exception] = []
+    for files in rounds:
+        mine, content = "", {}
+        for file in files:
+            file_name = f"model-{next(numbers):05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            for name in file.weights:
+                index[model.naming.name(name)] = file_name
+                if name not in shapes:
+                    continue  # another pipeline stage's
+                full = weight(name).detach().to(dtype)
+                full = full.full_tensor() if isinstance(full, DTensor) else full  # all ranks of the stage take part
+                if dist.get_rank() == file.writer:
+                    mine, there = file_name, model.naming.to_transformers(name, full, model.args.head_dim)
+                    content[model.naming.name(name)] = there.cpu().contiguous()
+        if content and not failures:
+            try:
+                save_file(content, temporary / mine, metadata={"format": "pt"})
+                sums[mine] = sha256_of(temporary / mine)
+            except (OSError, SafetensorError) as error:  # the others wait for this rank's shards
+                failures.append(error)
+    _attempt(folder, lambda: _raise_first(failures))
+    sums = {name: digest for part in all_gather_object(sums) for name, digest in part.items()}
+
+    def finish() -> None:
+        written = model.files(dtype)
+        if count > 1:
+            total = sum(sum(sizes.values()) for sizes, _ in groups)
+            written[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2).encode()
+        for name, text in written.items():
+            (temporary / name).write_bytes(text)
+            sums[name] = sha256_of(temporary / name)
+        (temporary / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+        for path in [*temporary.iterdir(), temporary]:
+            _sync(path)
+        temporary.rename(folder)
+        _sync(folder.parent)
+
+    _attempt(folder, lambda: finish() if on_rank_0 else None)
+    logger.info(f"exported {folder}, for Hugging Face transformers")
+
+
+def _groups(sizes: dict[str, int]) -> list[tuple[dict[str, int], list[int]]]:
+    """The pipeline stages: sizes of a stage's weights, and the ranks that have them."""
+    groups: list[tuple[dict[str, int], list[int]]] = []
+    for rank, theirs in enumerate(all_gather_object(sizes)):
+        ranks = next((ranks for known, ranks in groups if known == theirs), None)
+        if ranks is None:
+            groups.append((theirs, [rank]))
+        else:
+            ranks.append(rank)
+    return groups
+
+
+def _divide(sizes: dict[str, int], ranks: list[int], largest_file: int) -> list[list[WeightFile]]:
+    """As few files as the limits allow, in rounds in which each rank writes one."""
+    limit = min(largest_file, max(WORTH_A_FILE, -(-sum(sizes.values()) // len(ranks))))
+    contents: list[list[str]] = [[]]
+    size = 0
+    for name, more in sizes.items():
+        if contents[-1] and size + more > limit:
+            contents.append([])
+            size = 0
+        contents[-1].append(name)
+        size += more
+    files = [WeightFile(names, ranks[number % len(ranks)]) for number, names in enumerate(contents)]
+    return [files[at : at + len(ranks)] for at in range(0, len(files), len(ranks))]
+
+
+def _make(folder: Path, temporary: Path) -> None:
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already; move it away.")
+    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was interrupted
+    temporary.mkdir(parents=True)
+
+
+def _attempt(folder: Path, act: Callable[[], None]) -> None:
+    """
+    Raises:
+        CheckpointError: on every rank, where `act` fails on any.
+    """
+    failure = None
+    try:
+        act()
+    except CheckpointError as error:
+        failure = str(error)
+    except (OSError, SafetensorError) as error:
+        failure = f"{folder} could not be written ({getattr(error, 'strerror', None) or error})."
+    for failed in all_gather_object(failure):
+        if failed is not None:
+            raise CheckpointError(failed)
+
+
+def _raise_first(failures: list[Exception]) -> None:
+    for failure in failures:
+        raise failure
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,30 @@
+"""Weights of a published folder into a model, each rank reading only what it holds."""
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtitan.errors import CheckpointError
+from torchtitan.interchange.sources import Source
+from torchtitan.models.init import local_box
+
+FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
+
+@torch.no_grad()
+def load_weights(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
+    """Fills the tensors, or this rank's shards of DTensors, by name.
+
+    Raises:
+        CheckpointError: a weight is not a floating-point tensor, or cannot be read.
+    """
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        try:
+            part = source.read(name, local_box(tensor))
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{source.folder}: {name} cannot be read ({error}).") from None
+        if part.dtype not in FLOATS:
+            raise CheckpointError(f"{source.folder}: {name} is {part.dtype}; only float32, bfloat16 and float16 load.")
+        local.copy_(part)

@@ -1,0 +1,91 @@
+"""What a published folder tells of a model besides its weights."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan.data.tokenizer import load_tokenizer
+from torchtitan.errors import CheckpointError
+from torchtitan.interchange.sources import CONFIG, Source
+from torchtitan.interchange.tokenizer_files import tokenizer_files
+from torchtitan.models.naming import HuggingFaceNaming
+from torchtitan.models.registry import ModelSpec
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """A model of this project as others know it.
+
+    Attributes:
+        naming: of the family.
+        args: the sizes.
+        build: from the sizes to the module.
+        tokenizer_path: as `model.tokenizer_path`.
+        seq_len: the longest sequence that the model was trained on.
+    """
+
+    naming: HuggingFaceNaming
+    args: Any
+    build: Callable[[Any], nn.Module]
+    tokenizer_path: str | None
+    seq_len: int
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all weights, by name, whatever rank they are on."""
+        with torch.device("meta"):
+            return {name: tuple(parameter.shape) for name, parameter in self.build(self.args).named_parameters()}
+
+    def check(self, source: Source) -> None:
+        """Whether the model in a folder is this one.
+
+        Raises:
+            CheckpointError: a size, name or shape differs.
+        """
+        for field in dataclasses.fields(self.args):
+            theirs, ours = getattr(source.args, field.name), getattr(self.args, field.name)
+            if theirs != ours:
+                raise CheckpointError(
+                    f"{source.folder} is another model than this run's: its {field.name} is {theirs}, here it is "
+                    f"{ours}. Choose the model.flavor (and model.tokenizer_path) that it is of."
+                )
+        for name, shape in self.shapes.items():
+            found = source.shape(name)
+            if found is None:
+                raise CheckpointError(f"{source.folder} lacks the weight that is called {name} here.")
+            if found != shape:
+                raise CheckpointError(f"{source.folder}: {name} is {found} there and {shape} here.")
+        if unknown := source.unknown(self.shapes):
+            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            raise CheckpointError(
+                f"{source.folder} holds {', '.join(unknown[:3])}{more}, for which this model has no place."
+            )
+
+    def files(self, dtype: torch.dtype) -> dict[str, bytes]:
+        """All files but the weights, by name.
+
+        Args:
+            dtype: of the weights.
+        """
+        tokenizer = load_tokenizer(self.tokenizer_path)
+        config = self.naming.to_config(self.args)
+        scaling = config.get("rope_scaling") or {}
+        stretched = int(scaling.get("factor", 0) * scaling.get("original_max_position_embeddings", 0))
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        config |= {"max_position_embeddings": max(self.seq_len, stretched), "torch_dtype": str(dtype)[6:], **ids}
+        return {
+            CONFIG: json.dumps(config, indent=2).encode(),
+            "generation_config.json": json.dumps(ids, indent=2).encode(),
+            **tokenizer_files(self.tokenizer_path),
+        }
+
+
+def published(spec: ModelSpec, args: Any, tokenizer_path: str | None, seq_len: int) -> PublishedModel | None:
+    """A family's model of these sizes; None where the family does not say how its weights are called elsewhere."""
+    return None if spec.hf is None else PublishedModel(spec.hf, args, spec.build, tokenizer_path, seq_len)

@@ -1,0 +1,266 @@
+"""Folders with weights that others have published, read a slice at a time."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from torchtitan.checkpoint.manifest import sha256_of
+from torchtitan.errors import CheckpointError
+from torchtitan.models.naming import HuggingFaceNaming
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+PARAMS = "params.json"
+SUMS = "SHA256SUMS"
+Box = tuple[slice, ...]
+"""A part of a tensor: a slice with start and stop for each dimension."""
+
+
+class Source(Protocol):
+    """Weights in a folder, under the names that they have in this project."""
+
+    folder: Path
+
+    @property
+    def args(self) -> Any:
+        """The model's sizes."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of the weight called `name` here; None where the folder lacks it."""
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        """What the folder holds beside the weights called `names`, under its own names."""
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """That part of a weight, in the dtype that it is stored in."""
+
+
+def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None:
+    """The folder as a source of weights; None where it is neither of Hugging Face's nor of Meta's form.
+
+    Raises:
+        CheckpointError: it is, but cannot be read, or the family has no weights elsewhere.
+    """
+    kind: type[HuggingFaceFolder] | type[MetaFolder]
+    if (folder / CONFIG).is_file() or (folder / INDEX).is_file() or (folder / "model.safetensors").is_file():
+        kind = HuggingFaceFolder
+    elif (folder / PARAMS).is_file() or any(folder.glob("consolidated.*.pth")):
+        kind = MetaFolder
+    else:
+        return None
+    if naming is None:
+        raise CheckpointError(f"{folder}: this model's family does not say how its weights are called elsewhere.")
+    return kind(folder, naming)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        CheckpointError: it is missing or no JSON object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it is not an object")
+        return content
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}).") from None
+
+
+class HuggingFaceFolder:
+    """`config.json` and one or several safetensors files, as `save_pretrained` of `transformers` leaves them.
+
+    Raises:
+        CheckpointError: a file is missing or cut short.
+    """
+
+    def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
+        self.folder = folder
+        self.naming = naming
+        self._files: dict[str, Any] = {}
+        self._file_of = self._find()
+
+    def _find(self) -> dict[str, str]:
+        if (self.folder / INDEX).is_file():
+            listed = read_json(self.folder / INDEX).get("weight_map")
+            if not isinstance(listed, dict) or any(Path(str(file)).name != file for file in listed.values()):
+                raise CheckpointError(f"{self.folder / INDEX} is damaged: its weight_map does not name files.")
+        else:
+            listed = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+        there = {file: set(self._open(file).keys()) for file in sorted(set(listed.values()))}
+        for name, file in listed.items():
+            if name not in there[file]:
+                raise CheckpointError(f"{self.folder / file} lacks {name}, which {INDEX} says it holds.")
+        return listed
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.folder / file
+            try:
+                self._files[file] = safe_open(path, framework="pt")
+            except FileNotFoundError:
+                raise CheckpointError(f"{path} is missing; fetch all the files of this model.") from None
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} is damaged ({error}); fetch it again.") from None
+        return self._files[file]
+
+    @cached_property
+    def args(self) -> Any:
+        path = self.folder / CONFIG
+        config = read_json(path)
+        try:
+            return self.naming.from_config(config)
+        except KeyError as error:
+            raise CheckpointError(f"{path} does not say {error.args[0]}.") from None
+        except (ValueError, TypeError, ArithmeticError) as error:
+            raise CheckpointError(f"{path}: {error}.") from None
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        theirs = self.naming.name(name)
+        return tuple(self._slice(theirs).get_shape()) if theirs in self._file_of else None
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        known = {self.naming.name(name) for name in names}
+        if self.args.tied_embeddings and self._tied_twice():
+            known.add("lm_head.weight")
+        return sorted(name for name in self._file_of.keys() - known if not re.fullmatch(self.naming.ignored, name))
+
+    def _tied_twice(self) -> bool:
+        """Whether the output layer of a tied model is stored too, and is the embedding."""
+        names = ("lm_head.weight", "model.embed_tokens.weight")
+        if not self._file_of.keys() >= set(names):
+            return False
+        one, other = map(self._slice, names)
+        rows = one.get_shape()[0]
+        parts = ((one[at : at + 4096], other[at : at + 4096]) for at in range(0, rows, 4096))
+        return one.get_shape() == other.get_shape() and all(torch.equal(*part) for part in parts)
+
+    def _slice(self, theirs: str) -> Any:
+        return self._open(self._file_of[theirs]).get_slice(theirs)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        stored = self._slice(self.naming.name(name))
+        order = self.naming.rows_there(name, stored.get_shape()[0], self.args.head_dim)
+        if order is None or any(part.start >= part.stop for part in box):
+            return stored[box]
+        rows = order[box[0]]
+        first, last = int(rows.min()), int(rows.max())
+        return stored[(slice(first, last + 1), *box[1:])][rows - first]
+
+
+class MetaFolder:
+    """`params.json` and `consolidated.*.pth`, one file for each rank of Meta's tensor parallelism.
+
+    The files are opened by weights-only loading and mapped into memory: nothing in them is run, and only what is asked
+    for is read.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
+        self.folder = folder
+        self.naming = naming
+        paths = sorted(folder.glob("consolidated.*.pth"))
+        numbers = [path.name.split(".")[1] for path in paths]
+        if numbers != [f"{number:02d}" for number in range(len(paths))] or not paths:
+            raise CheckpointError(f"{folder}: consolidated.00.pth and those after it should be there, not {numbers}.")
+        self._parts: list[Mapping[str, torch.Tensor]] = []
+        for path in paths:
+            try:
+                part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                if not isinstance(part, dict) or not all(isinstance(value, torch.Tensor) for value in part.values()):
+                    raise ValueError("it holds other things than tensors")
+            except Exception as error:  # of a pickle that is damaged, or made to harm, in any way
+                raise CheckpointError(f"{path} is damaged ({str(error).splitlines()[0]}); fetch it again.") from None
+            self._parts.append(part)
+            if part.keys() != self._parts[0].keys():
+                name = sorted(part.keys() ^ self._parts[0].keys())[0]
+                raise CheckpointError(f"{path} and {paths[0].name} hold different weights: {name} is in one alone.")
+
+    @cached_property
+    def args(self) -> Any:
+        path = self.folder / PARAMS
+        params = read_json(path)
+        if self.naming.from_params is None:
+            raise CheckpointError(f"{path}: Meta has not released models of this family.")
+        try:
+            embedding = self._parts[0]["tok_embeddings.weight"].shape
+            # Llama 2 divides the embedding by columns, Llama 3 by rows.
+            rows = embedding[0] * (len(self._parts) if embedding[1] == params["dim"] else 1)
+            args = self.naming.from_params(params, rows)
+            return replace(args, tied_embeddings=self._is_tied())
+        except KeyError as error:
+            raise CheckpointError(f"{path} or the weights beside it lack {error.args[0]}.") from None
+        except (ValueError, TypeError, ArithmeticError) as error:
+            raise CheckpointError(f"{path}: {error}.") from None
+
+    def _is_tied(self) -> bool:
+        """Llama 3.2's small models share the embedding with the output layer; params.json does not tell."""
+        output = self._parts[0].get("output.weight")
+        return output is None or torch.equal(output, self._parts[0]["tok_embeddings.weight"])
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        if name not in self._parts[0]:
+            return None
+        shape, dim = list(self._parts[0][name].shape), self._divided(name)
+        if dim is not None:
+            shape[dim] *= len(self._parts)
+        return tuple(shape)
+
+    def _divided(self, name: str) -> int | None:
+        """The dimension along which the files divide a weight (Megatron's scheme)."""
+        if len(self._parts) == 1 or self._parts[0][name].ndim == 1:
+            return None
+        if name == "tok_embeddings.weight":
+            return 1 if self._parts[0][name].shape[1] != self.args.dim else 0
+        return 1 if name.endswith(("wo.weight", "w2.weight")) else 0
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        there = self._parts[0].keys() - set(names)
+        tied = {"output.weight"} if self.args.tied_embeddings else set()
+        return sorted(name for name in there - tied if not re.fullmatch(self.naming.ignored, name))
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        dim = self._divided(name)
+        if dim is None:
+            return self._parts[0][name][box]
+        size = self._parts[0][name].shape[dim]
+        pieces, wanted = [], box[dim]
+        for number, part in enumerate(self._parts):
+            start, stop = max(wanted.start - number * size, 0), min(wanted.stop - number * size, size)
+            if start < stop:
+                pieces.append(part[name][(*box[:dim], slice(start, stop), *box[dim + 1 :])])
+        return torch.cat(pieces, dim) if pieces else self._parts[0][name][(*box[:dim], slice(0), *box[dim + 1 :])]
+
+
+def wrong_sums(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """Files that are not what `SHA256SUMS` beside them says; nothing where there is no such list.
+
+    Args:
+        part, parts: only this share of the files, so that ranks can divide the reading.
+    """
+    try:
+        lines = (folder / SUMS).read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines[part::parts]:
+        digest, _, name = line.partition("  ")
+        try:
+            if sha256_of(folder / Path(name).name) != digest:
+                found.append(f"{name} has other content than was written (its SHA-256 differs)")
+        except OSError as error:
+            found.append(f"{name} cannot be read ({error.strerror})")
+    return found

@@ -1,0 +1,53 @@
+"""What a family says of its weights elsewhere, once; both directions derive from it."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class HuggingFaceNaming:
+    """A family's weights under the names and in the layout of `transformers`.
+
+    Attributes:
+        names: from each parameter here to its name there, with * for numbers of layers (and of experts).
+        rotary: those of `names` whose rows are rotated pairs of channels: per head, `transformers` pairs channel i
+            with i + head_dim / 2, this project 2i with 2i + 1 (Meta's layout).
+        to_config: from a model's sizes to its `config.json`, without what depends on the tokenizer and the dtype.
+        from_config: the inverse. Raises ValueError where this family cannot be the model, with the reason.
+        ignored: names that a folder may hold and no model needs, as a regular expression.
+        from_params: from Meta's `params.json` and the vocabulary's size to the model's sizes; None where Meta has not
+            released the family.
+    """
+
+    names: Mapping[str, str]
+    rotary: frozenset[str]
+    to_config: Callable[[Any], dict[str, Any]]
+    from_config: Callable[[dict[str, Any]], Any]
+    ignored: str = r"(?!)"
+    from_params: Callable[[dict[str, Any], int], Any] | None = None
+
+    def name(self, ours: str) -> str:
+        """'layers.0.attention.wq.weight' to 'model.layers.0.self_attn.q_proj.weight'.
+
+        Raises:
+            KeyError: the family does not say.
+        """
+        numbers = iter(LAYER_NUMBER.findall(ours))
+        return re.sub(r"\*", lambda _: next(numbers), self.names[LAYER_NUMBER.sub("*", ours)])
+
+    def rows_there(self, ours: str, rows: int, head_dim: int) -> torch.Tensor | None:
+        """(rows,) int64: for each row of the weight here, its row there; None where they are the same."""
+        if LAYER_NUMBER.sub("*", ours) not in self.rotary:
+            return None
+        return torch.arange(rows).view(-1, 2, head_dim // 2).transpose(1, 2).flatten()
+
+    def to_transformers(self, ours: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """A full weight in the layout of `transformers`."""
+        rows = self.rows_there(ours, weight.shape[0], head_dim)
+        return weight if rows is None else weight[rows.argsort().to(weight.device)]
