@@ -54,6 +54,7 @@ def data_of(page: str) -> Any:
 
 
 def text_of(page: str) -> str:
+    page = page.replace("<wbr>", "")  # where a line may break
     return " ".join(" ".join(Elements(page).text).split())
 
 

@@ -110,7 +110,7 @@ class PrecisionPhases:
         apply_variants(model, self._variants[self.current], self._variants[new])
         self.current = new
         if compiled:  # else the code of the phase before would count towards the limit of recompilations
-            torch._dynamo.reset()
+            torch.compiler.reset()
         return True
 
 

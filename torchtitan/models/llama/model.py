@@ -112,6 +112,7 @@ class Llama(nn.Module):
         self.cross_entropy: CrossEntropyFunction = cross_entropy
         self.positions: torch.Tensor | None = None
         self._rope: torch.Tensor | None = None
+        self._rope_positions: torch.Tensor | None = None  # that `_rope` is of
 
     def forward(
         self, tokens: torch.Tensor, labels: torch.Tensor | None = None, document_ids: torch.Tensor | None = None
@@ -149,12 +150,12 @@ class Llama(nn.Module):
         """The table of rotations, kept from call to call. Not a buffer: it has no place in a state dict."""
         positions = self.positions
         length = seq_len if positions is None else len(positions)
-        if self._rope is None or self._rope.shape[0] != length or self._rope.device != device:
-            if positions is None:
-                positions = torch.arange(seq_len)
-            args = self.args
-            self._rope = rope_table(args.head_dim, positions.to(device), args.rope_theta, args.rope_scaling)
-        return self._rope
+        table = self._rope
+        if table is None or self._rope_positions is not positions or len(table) != length or table.device != device:
+            args, self._rope_positions = self.args, positions
+            places = torch.arange(seq_len) if positions is None else positions
+            self._rope = table = rope_table(args.head_dim, places.to(device), args.rope_theta, args.rope_scaling)
+        return table
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation with which a parameter starts; None for the ones (norms) that start at 1.
