@@ -17,7 +17,7 @@ from torchtitan.parallel.fsdp import reshard, set_last_microbatch
 
 
 class SkipGuard(Protocol):
-    """Decides whether to skip an optimizer step: `optim.guard.UpdateGuard`, or what a plan simulates of it."""
+    """Decides whether to skip an optimizer step: `optim.skip_step.UpdateGuard`, or what a plan simulates of it."""
 
     def should_skip(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, saturated: torch.Tensor | None, ids: list[str]
