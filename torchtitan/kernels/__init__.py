@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs, compiled when first needed, with torch operations in their place where they cannot be."""
+"""C++ kernels for CPUs, compiled on first use, with torch operations as the fallback."""

@@ -1,10 +1,11 @@
-// Causal attention in bfloat16, for CPUs with a matrix unit (AMX).
+// Causal attention in bfloat16 for CPUs with a matrix unit (AMX).
 //
-// FlashAttention-2 (arXiv 2307.08691), a tile of queries and keys at a time; one thread has all heads of a group. The
-// matrix unit takes the left operand of a product in rows, and the right one with its rows woven into pairs. Scores are
-// computed in whichever orientation needs no transposing of them: queries across in the forward pass, where sums over
-// keys then run down the vector registers, and keys across in the backward pass. Products and sums are float32. It must
-// be compiled without contraction of products and sums (see attention_backward); where that is wanted there is std::fma.
+// FlashAttention-2 (arXiv 2307.08691), one tile of queries and keys at a time. One thread handles all heads of a
+// key-value group. The matrix unit takes the left operand of a GEMM row by row, and the right one with pairs of rows
+// interleaved. Each pass computes the scores in the orientation that avoids transposing them: queries across in the
+// forward pass, so that sums over keys run down the vector registers, and keys across in the backward pass. Products
+// and sums are float32. Compile without floating-point contraction (see attention_backward); where a fused
+// multiply-add is wanted, the code calls std::fma.
 
 #include <algorithm>
 #include <bit>
@@ -15,7 +16,7 @@
 namespace c10 {
 struct BFloat16;
 }
-namespace at::native::cpublas {  // in libtorch_cpu: oneDNN's kernels for small products
+namespace at::native::cpublas {  // in libtorch_cpu: oneDNN's microkernels (brgemm)
 void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const c10::BFloat16* a,
             const c10::BFloat16* b, float* c, bool in_pairs);
 void brgemm_release(bool in_pairs);
@@ -24,12 +25,12 @@ void brgemm_release(bool in_pairs);
 namespace {
 
 using Half = uint16_t;         // a bfloat16: the upper half of a float's bits
-using Pair = uint32_t;         // two of them, woven from rows 2 i and 2 i + 1 of a column
-constexpr int64_t TILE = 128;  // queries and keys; their scores are 64 KiB and stay in the cache
+using Pair = uint32_t;         // two bfloat16, from rows 2 i and 2 i + 1 of one column
+constexpr int64_t TILE = 128;  // queries and keys; their scores take 64 KiB and stay in the cache
 constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 template <typename Number>
-struct Matrices {  // (batch, heads, rows, columns); the columns of a row lie together
+struct Matrices {  // (batch, heads, rows, columns); columns are contiguous
   Number* data;
   int64_t batch_stride, head_stride, row_stride;
   Number* of(int64_t batch, int64_t head) const { return data + batch * batch_stride + head * head_stride; }
@@ -37,12 +38,12 @@ struct Matrices {  // (batch, heads, rows, columns); the columns of a row lie to
 
 inline float widened(Half x) { return std::bit_cast<float>(Pair(x) << 16); }
 
-// to nearest, to even
+// rounds to nearest, ties to even
 inline Pair rounded_up(float x) { return std::bit_cast<Pair>(x) + 0x7fff + (std::bit_cast<Pair>(x) >> 16 & 1); }
 inline Half rounded(float x) { return Half(rounded_up(x) >> 16); }
 inline Pair pair(float first, float second) { return rounded_up(first) >> 16 | (rounded_up(second) & 0xffff0000); }
 
-// 2^x for x up to 127: e^y by its series for |y| <= ln(2) / 2, to 2e-7 of it, and the rest added to the exponent.
+// 2^x for x up to 127: series of e^y for |y| <= ln(2) / 2 (relative error 2e-7), integer part added to the exponent.
 inline float power_of_2(float x) {
   const float whole = std::rint(x), y = (x - whole) * LN2;
   float series = std::fma(y, 1 / 720.f, 1 / 120.f);
@@ -51,7 +52,7 @@ inline float power_of_2(float x) {
   return x < -126 ? 0 : std::bit_cast<float>(std::bit_cast<int32_t>(series) + (int32_t(whole) << 23));
 }
 
-// a: m rows of k. b: k / 2 rows of n pairs. c: m rows of n, added to or overwritten.
+// c = a b, or c += a b if `add`. a: m rows of k. b: k / 2 rows of n pairs. c: m rows of n.
 void multiply(int64_t m, int64_t n, int64_t k, const Half* a, int64_t a_row, const Pair* b, float* c, bool add) {
   at::native::cpublas::brgemm(m, n, k, a_row, n, n, add, reinterpret_cast<const c10::BFloat16*>(a),
                               reinterpret_cast<const c10::BFloat16*>(b), c, true);
@@ -65,7 +66,7 @@ void transpose(int64_t rows, int64_t columns, const Pair* in, int64_t in_row, Pa
         for (int64_t r = row; r < std::min(rows, row + SIDE); ++r) out[c * out_row + r] = in[r * in_row + c];
 }
 
-// rows of dim numbers, to tiles of dim / 2 rows of pairs: xᵀ as the right operand of products
+// rows of dim numbers to tiles of dim / 2 rows of pairs: xᵀ as the right operand of a GEMM
 void transpose_to_pairs(int64_t rows, int64_t dim, const Half* x, int64_t x_row, Pair* out) {
   for (int64_t r = 0; r < rows; r += TILE) {
     const int64_t count = std::min(TILE, rows - r);
@@ -73,13 +74,13 @@ void transpose_to_pairs(int64_t rows, int64_t dim, const Half* x, int64_t x_row,
   }
 }
 
-// rows of dim numbers, to rows / 2 of dim pairs: x as the right operand
+// rows of dim numbers to rows / 2 rows of dim pairs: x as the right operand
 void weave(int64_t rows, int64_t dim, const Half* x, int64_t x_row, Pair* out) {
   for (int64_t r = 0; r < rows; r += 2, out += dim)
     for (int64_t d = 0; d < dim; ++d) out[d] = x[r * x_row + d] | Pair(x[(r + 1) * x_row + d]) << 16;
 }
 
-// rows of dim numbers, to tiles of dim rows: xᵀ as the left operand
+// rows of dim numbers to tiles of dim rows: xᵀ as the left operand
 void transpose_to_rows(int64_t rows, int64_t dim, const Half* x, int64_t x_row, Pair* space, Half* out) {
   for (int64_t tile = 0; tile < rows; tile += TILE, x += TILE * x_row, out += TILE * dim) {
     const int64_t count = std::min(TILE, rows - tile);
@@ -92,7 +93,7 @@ void transpose_to_rows(int64_t rows, int64_t dim, const Half* x, int64_t x_row, 
   }
 }
 
-// a tile of dim rows of sums, each column with a factor, to rows of dim numbers
+// scales each column of a tile of dim rows by its factor and writes it transposed: rows of dim numbers
 void write_transposed(int64_t rows, int64_t dim, const float* x, const float* factors, Pair* space, Half* out,
                       int64_t out_row) {
   for (int64_t d = 0; d < dim; d += 2)
@@ -103,7 +104,7 @@ void write_transposed(int64_t rows, int64_t dim, const float* x, const float* fa
 
 }  // namespace
 
-// Whether libtorch multiplies so here: it refuses where oneDNN may not use the matrix unit (ONEDNN_MAX_CPU_ISA).
+// Whether libtorch can run these GEMMs here. It throws if oneDNN may not use the matrix unit (ONEDNN_MAX_CPU_ISA).
 extern "C" bool attention_works() {
   try {
     const std::vector<Half> a(16 * 16);
@@ -117,8 +118,8 @@ extern "C" bool attention_works() {
   }
 }
 
-// Below: q, out, out_grad, q_grad are (batch, heads, seq, dim); k, v, k_grad, v_grad (batch, kv_heads, seq, dim);
-// logsumexp is (batch, heads, seq), natural. seq, dim and the strides of bfloat16 are even.
+// Below, q, out, out_grad and q_grad are (batch, heads, seq, dim); k, v, k_grad and v_grad are (batch, kv_heads, seq,
+// dim); logsumexp is (batch, heads, seq), natural log. seq, dim and the strides of bfloat16 matrices are even.
 
 // matrices: q, k, v, out
 extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices<float>* logsumexp, int64_t batches,
@@ -144,7 +145,7 @@ extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices
             for (int64_t j = 0; j <= i; j += TILE) {
               const int64_t keys = std::min(TILE, seq - j);
               multiply(keys, queries, dim, k_ + j * k.row_stride, k.row_stride, qt.data(), scores.data(), false);
-              for (int64_t r = 1; r < keys && i == j; ++r)  // keys after their query
+              for (int64_t r = 1; r < keys && i == j; ++r)  // mask the keys that come after their query
                 std::fill_n(&scores[r * queries], r, -INFINITY);
               higher = highest;
               for (int64_t r = 0; r < keys; ++r)
@@ -201,7 +202,7 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
         weave(seq, dim, k.of(b, kv), k.row_stride, k_pairs.data());
         const int64_t first = kv * heads / kv_heads;
         for (int64_t h = first; h < first + heads / kv_heads; ++h)
-          for (int64_t i = (seq - 1) / TILE * TILE; i >= 0; i -= TILE) {  // the last see all keys
+          for (int64_t i = (seq - 1) / TILE * TILE; i >= 0; i -= TILE) {  // last queries first: they see all keys
             const bool begun = h > first || i + TILE < seq;
             const int64_t queries = std::min(TILE, seq - i);
             const Half *q_ = q.of(b, h) + i * q.row_stride, *do_ = out_grad.of(b, h) + i * out_grad.row_stride;
@@ -221,13 +222,13 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
               multiply(queries, keys, dim, do_, out_grad.row_stride, &vt_pairs[j * dim / 2], dp.data(), false);
               for (int64_t r = 0; r < queries; r += 2) {
                 const int64_t row = r * keys, next = row + keys;
-                if (i == j) {  // keys after their query
+                if (i == j) {  // mask the keys that come after their query
                   std::fill_n(&scores[row + r + 1], keys - r - 1, -INFINITY);
                   std::fill_n(scores.data() + next + r + 2, keys - r - 2, -INFINITY);
                 }
 #pragma omp simd
                 for (int64_t c = 0; c < keys; ++c) {
-                  // Rounded as in logsumexp, so that of large scores the errors are the same and cancel.
+                  // Rounded exactly as in logsumexp, so that the rounding errors of large scores cancel.
                   const float p0 = power_of_2(LOG2E * (scale * scores[row + c] - exponents[r]));
                   const float p1 = power_of_2(LOG2E * (scale * scores[next + c] - exponents[r + 1]));
                   const Pair both = pair(p0 * (dp[row + c] - row_sums[r]), p1 * (dp[next + c] - row_sums[r + 1]));

@@ -1,8 +1,8 @@
 """Causal attention on CPU in bfloat16.
 
-Where the CPU has a matrix unit (AMX) and there is a C++ compiler, it is `attention_cpu.cpp`. Elsewhere it is torch's
-kernel, but for the backward pass of narrow heads, which is made of GEMMs over tiles that fit the cache, in float32.
-`benchmarks/attention_cpu.py` compares them. All keep output and log-sum-exp.
+With a matrix unit (AMX) and a C++ compiler, `attention_cpu.cpp` computes it. Elsewhere torch's kernel does, except for
+the backward pass of narrow heads, which runs float32 GEMMs over tiles that fit the cache. All variants save the output
+and the log-sum-exp. `benchmarks/attention_cpu.py` compares them.
 
 Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a head.
 """
@@ -18,14 +18,14 @@ import torch
 from torchtitan.kernels.cpp_extension import load
 from torchtitan.logging import logger
 
-WIDE_HEADS = 64  # from this head_dim on torch's kernel is faster than tiles
-QUERIES, HEADS = 128, 8  # of a tile: 8 x 128 x 512 scores in float32 are 2 MiB
+WIDE_HEADS = 64  # from this head_dim on, torch's kernel is faster than tiles
+QUERIES, HEADS = 128, 8  # per tile: 8 x 128 x 512 scores in float32 take 2 MiB
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class SavedTensors(NamedTuple):
-    """For the backward pass; shapes as in `causal_attention_and_logsumexp`."""
+    """Saved for the backward pass; shapes as in `causal_attention_and_logsumexp`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -42,7 +42,7 @@ def causal_attention_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
         k, v: (B, G, S, D), bfloat16; H is a multiple of G.
 
     Returns:
-        The shape and dtype of q.
+        Same shape and dtype as q.
     """
     return _CausalAttention.apply(q, k, v)
 
@@ -59,12 +59,12 @@ class _CausalAttention(torch.autograd.Function):
         return causal_attention_gradients(*ctx.saved_tensors, out_grad)
 
 
-# Both are operators of their own: the compiler calls them as they are.
+# Both are custom operators, so the compiler calls them without tracing into them.
 @torch.library.custom_op("torchtitan::causal_attention", mutates_args=())
 def causal_attention_and_logsumexp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`causal_attention_cpu`, and the log-sum-exp of q kᵀ / sqrt(head_dim), (B, H, S), float32."""
+    """`causal_attention_cpu`, plus the log-sum-exp of q kᵀ / sqrt(head_dim), (B, H, S), float32."""
     if library := _matrix_unit_for(q):
         return attention_by_matrix_unit(library, q, k, v)
     out, logsumexp = attention_by_torch(q, _for_each_head(k, q), _for_each_head(v, q))
@@ -85,7 +85,7 @@ def causal_attention_gradients(
     logsumexp: torch.Tensor,
     out_grad: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v, in their shapes and dtype, from what `causal_attention_and_logsumexp` returned."""
+    """Gradients of q, k and v, in their shapes and dtype, from what `causal_attention_and_logsumexp` returned."""
     if library := _matrix_unit_for(q):
         return gradients_by_matrix_unit(library, SavedTensors(q, k, v, out, logsumexp), out_grad)
     by = gradients_by_tiles if q.shape[-1] < WIDE_HEADS else gradients_by_torch
@@ -105,7 +105,7 @@ def _for_each_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of_heads(x: torch.Tensor) -> torch.Tensor:
-    """Uninitialized, in the layout that projections write and read: a position's heads lie together."""
+    """Uninitialized, shaped like x, in the memory layout that projections read and write: (B, S, H, D)."""
     batch, heads, seq, head_dim = x.shape
     return x.new_empty(batch, seq, heads, head_dim).transpose(1, 2)
 
@@ -116,10 +116,10 @@ def _matrix_unit_for(q: torch.Tensor) -> ctypes.CDLL | None:
 
 @functools.cache
 def matrix_unit_library() -> ctypes.CDLL | None:
-    """`attention_cpu.cpp`, compiled once for each version of torch; None where it cannot run, which is logged."""
+    """`attention_cpu.cpp`, compiled once per torch version. None without AMX, or, with a warning, if it cannot run."""
     if not torch.cpu._is_amx_tile_supported():
         return None
-    # Every CPU with AMX has what the first of them had.
+    # Every CPU with AMX supports at least what Sapphire Rapids, the first of them, does.
     flags = ("-march=sapphirerapids", "-ffp-contract=off", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu")
     library = load(Path(__file__).with_suffix(".cpp"), "attention", *flags)
     if library is None:
@@ -132,7 +132,7 @@ def matrix_unit_library() -> ctypes.CDLL | None:
 
 
 class _Matrices(ctypes.Structure):
-    """(batch, heads, rows, columns): where the numbers are, and the strides of all but the columns."""
+    """(batch, heads, rows, columns): data pointer and strides of all dimensions but columns, which are contiguous."""
 
     _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3)]
 
@@ -140,14 +140,14 @@ class _Matrices(ctypes.Structure):
 def attention_by_matrix_unit(
     library: ctypes.CDLL, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `causal_attention_and_logsumexp`; seq and head_dim are even."""
+    """`causal_attention_and_logsumexp` for even seq and head_dim."""
     out, logsumexp = _rows_of_heads(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     _call(library.attention_forward, [*map(_in_pairs, (q, k, v)), out], logsumexp, k.shape[1])
     return out, logsumexp
 
 
 def gradients_by_matrix_unit(library: ctypes.CDLL, saved: SavedTensors, out_grad: torch.Tensor) -> Gradients:
-    """As `causal_attention_gradients`; seq and head_dim are even."""
+    """`causal_attention_gradients` for even seq and head_dim."""
     q, k, v, out, logsumexp = saved
     grads = (_rows_of_heads(q), _rows_of_heads(k), _rows_of_heads(v))
     tensors = [*map(_in_pairs, (q, k, v, out, out_grad)), *grads]
@@ -166,27 +166,27 @@ def _matrices(x: torch.Tensor) -> _Matrices:
 
 
 def _in_pairs(x: torch.Tensor) -> torch.Tensor:
-    """x so that the numbers of a row lie together and can be read two at a time."""
+    """x with contiguous rows, aligned so that they can be read two numbers at a time."""
     even = x.data_ptr() % 4 == 0 and all(stride % 2 == 0 for stride in x.stride()[:3])
     return x if x.stride(3) == 1 and even else x.clone(memory_format=torch.contiguous_format)
 
 
 def attention_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `causal_attention_and_logsumexp`, for as many heads of keys and values as of queries, in any layout."""
+    """`causal_attention_and_logsumexp` for as many key-value heads as query heads, in any memory layout."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
 
 
 def gradients_by_torch(saved: SavedTensors, out_grad: torch.Tensor) -> Gradients:
-    """As `causal_attention_gradients`, for what `attention_by_torch` takes."""
+    """`causal_attention_gradients` for the shapes that `attention_by_torch` takes."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(out_grad, *saved, 0.0, True)
 
 
 def gradients_by_tiles(saved: SavedTensors, out_grad: torch.Tensor) -> Gradients:
-    """As `gradients_by_torch`: FlashAttention (arXiv 2205.14135, algorithm 4), a tile of queries and heads at a time.
+    """`gradients_by_torch` as FlashAttention (arXiv 2205.14135, algorithm 4), one tile of queries and heads at a time.
 
     With P = exp(scale q kᵀ - logsumexp): dv = Pᵀ do, ds = P * (do vᵀ - rowsum(do * o)), dq = scale ds k,
-    dk = scale dsᵀ q, all in float32. What is subtracted goes through the GEMMs as one more column against ones.
+    dk = scale dsᵀ q, all in float32. The subtracted terms go through the GEMMs as one more column, against ones.
     """
     q, k, v, out, logsumexp = saved
     shape = q.shape
@@ -197,19 +197,19 @@ def gradients_by_tiles(saved: SavedTensors, out_grad: torch.Tensor) -> Gradients
     out_grads, values = _with_column(out_grad, -row_sums), _with_column(v, 1.0)
     queries[..., :head_dim] *= scale
     q_grad, k_grad, v_grad = (queries.new_empty(queries.shape[0], seq, head_dim) for _ in range(3))
-    # Results go to the same memory again and again, which stays in the cache.
+    # Results reuse the same buffers, which stay in the cache.
     p_space, s_space = (queries.new_empty(HEADS * QUERIES * seq) for _ in range(2))
     space = queries.new_empty(HEADS * seq * head_dim)
     for first_head in range(0, queries.shape[0], HEADS):
         heads = slice(first_head, first_head + HEADS)
         q_, k_, v_, o_grad = queries[heads], keys[heads], values[heads], out_grads[heads]
         dq, dk, dv = q_grad[heads], k_grad[heads], v_grad[heads]
-        for start in reversed(range(0, seq, QUERIES)):  # the last queries see all keys, and begin the sums
+        for start in reversed(range(0, seq, QUERIES)):  # last queries first: they see all keys and initialize the sums
             rows, seen = slice(start, start + QUERIES), slice(0, start + QUERIES)
             p = _bmm(q_[:, rows], k_[:, seen].mT, p_space)
             s_grad = _bmm(o_grad[:, rows], v_[:, seen].mT, s_space)
             diagonal = p[:, :, start:]
-            diagonal.clamp_(max=0)  # only where a later key is masked; else its exponential might be infinite
+            diagonal.clamp_(max=0)  # affects only masked scores, whose exponential could overflow
             p.exp_()
             diagonal.tril_()
             s_grad *= p
@@ -224,7 +224,7 @@ def gradients_by_tiles(saved: SavedTensors, out_grad: torch.Tensor) -> Gradients
 
 
 def _with_column(x: torch.Tensor, column: torch.Tensor | float) -> torch.Tensor:
-    """(B, H, S, n) and (B, H, S) to (B * H, S, n + 1), float32."""
+    """Appends a column: (B, H, S, n) and (B, H, S) to (B * H, S, n + 1), float32."""
     wide = x.new_empty(*x.shape[:-1], x.shape[-1] + 1, dtype=torch.float32)
     wide[..., :-1] = x
     wide[..., -1] = column
@@ -232,6 +232,6 @@ def _with_column(x: torch.Tensor, column: torch.Tensor | float) -> torch.Tensor:
 
 
 def _bmm(a: torch.Tensor, b: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
-    """The batched GEMM a b, in memory that is there already."""
+    """The batched GEMM a b, written into preallocated memory."""
     shape = (*a.shape[:2], b.shape[2])
     return torch.bmm(a, b, out=space[: shape[0] * shape[1] * shape[2]].view(shape))

@@ -16,24 +16,24 @@ import torch
 from torchtitan.cache import private_folder
 from torchtitan.logging import logger
 
-# Not -ffast-math: it would flush denormals in the whole process.
+# No -ffast-math: it would flush denormals to zero in the whole process.
 FLAGS = "-std=c++20 -O3 -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC"
 COMPILERS = ("g++", "clang++", "c++")
-PATIENCE = 300  # seconds, for a compiler that hangs
+PATIENCE = 300  # seconds before a hanging compiler is given up
 
 
 def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
-    """The library of `source`, from the cache if it has been compiled before; None where it cannot be, with a warning.
+    """Loads `source` as a shared library, compiling it unless it is cached. None, with a warning, if that fails.
 
     Args:
-        what: it is for; completes the sentence "... will be slower than it could be".
-        flags: of the compiler, beside `FLAGS`.
+        what: purpose of the library; completes "... will be slower than it could be".
+        flags: compiler flags in addition to `FLAGS`.
     """
     try:
         command = [*_compiler(), *FLAGS.split(), str(source), *flags]
         try:
             folder = private_folder("kernels")
-        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
             logger.warning(f"Compiling {what} for this run alone, since it cannot be kept safely: {error}")
             with tempfile.TemporaryDirectory() as once:
                 return ctypes.CDLL(str(_compile(command, Path(once), source.stem)))
@@ -42,7 +42,7 @@ def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
         for library in folder.glob(f"{name}-*.so"):
             if loaded := _open(library):
                 return loaded
-            library.unlink(missing_ok=True)  # cut short, another user's, or of another system
+            library.unlink(missing_ok=True)  # truncated, another user's, or from another system
         logger.info(f"Compiling {what} for this CPU, once ...")
         return ctypes.CDLL(str(_compile(command, folder, name)))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -52,7 +52,7 @@ def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
 
 
 def _compiler() -> Sequence[str]:
-    """With arguments, as in CXX="ccache g++"."""
+    """The compiler command, possibly with arguments, as in CXX="ccache g++"."""
     found = shlex.split(os.environ.get("CXX", ""))
     return found or [next(filter(shutil.which, COMPILERS), COMPILERS[0])]
 
@@ -62,7 +62,7 @@ def _digest(data: bytes) -> str:
 
 
 def _open(library: Path) -> ctypes.CDLL | None:
-    """What `_compile` has written, which is known by the hash in its name; None where it cannot be used."""
+    """Loads a library written by `_compile`, verified by owner and by the hash in its name. None if it is unusable."""
     try:
         about = library.lstat()
         genuine = about.st_uid == os.geteuid() and library.stem.endswith("-" + _digest(library.read_bytes()))
@@ -72,7 +72,7 @@ def _open(library: Path) -> ctypes.CDLL | None:
 
 
 def _compile(command: Sequence[str], folder: Path, name: str) -> Path:
-    """Other processes may do the same at the same time; the library is there whole or not at all."""
+    """Compiles into a temporary folder and renames, so that concurrent processes never see a partial library."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
         built = Path(own) / f"{name}.so"
         subprocess.run(

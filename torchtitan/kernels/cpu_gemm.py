@@ -1,10 +1,10 @@
 """GEMMs of 8-bit matrices on CPU.
 
 Few CPUs have float8 GEMMs: oneDNN has them from AMX-FP16 on, and elsewhere `torch._scaled_mm` is a scalar loop, a
-thousand times slower than bfloat16. But float8 numbers are bfloat16 numbers, and the sums of both GEMMs are float32: so
-float8 data are multiplied in bfloat16, or in float32 where the CPU has no bfloat16 GEMM, with the same result at the
-wider GEMM's speed. int8 data are multiplied by oneDNN where the CPU has int8 instructions, else in float32 over slices
-of the sums that are too short to be rounded.
+thousand times slower than bfloat16. But every float8 number is a bfloat16 number, and both GEMMs sum in float32. So
+float8 data are multiplied in bfloat16, or in float32 if the CPU has no bfloat16 GEMM: same result, at the speed of the
+wider GEMM. int8 data are multiplied by oneDNN if the CPU has int8 instructions, else in float32 over slices of K short
+enough that no sum is rounded.
 
 Shapes of a GEMM: (M, K) x (K, N).
 """
@@ -23,24 +23,24 @@ from torchtitan.kernels.cpp_extension import load
 from torchtitan.kernels.cpu_speed import fast_dtype, int8_is_fast, large_int8_numbers
 
 ONE = torch.ones(())
-EXACT_SUMS = 2**24 // 127**2  # products of int8 numbers that float32 adds without rounding
+EXACT_SUMS = 2**24 // 127**2  # int8 products that float32 sums without rounding
 
 
-# Operators of their own: the profiler counts them, and the compiler calls them as they are.
+# Custom operators: the profiler counts them, and the compiler calls them without tracing into them.
 @torch.library.custom_op("torchtitan::float8_mm", mutates_args=())
 def float8_mm(
     a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """a @ b: (M, K) and (K, N) to (M, N), in any strides, bfloat16 or float32.
+    """a @ b: (M, K) x (K, N) to (M, N), with any strides; the result is bfloat16 or float32.
 
-    Scale inverses are one for each tensor, or powers of two for each row of a and each column of b: multiplying the
-    operands by those rounds nothing.
+    Scale inverses are one per tensor, or powers of two per row of a and per column of b, so that multiplying the
+    operands by them is exact.
     """
     wide = fast_dtype() if dtype == torch.bfloat16 else torch.float32
     out = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
     to = out if wide == dtype else _workspace("out", out.shape, wide)
     if a_scale_inverse.numel() == b_scale_inverse.numel() == 1:
-        # alpha multiplies the float32 sums, before they are rounded to the dtype of the result.
+        # alpha scales the float32 sums before they are rounded to the output dtype.
         alpha = a_scale_inverse.item() * b_scale_inverse.item()
         torch.addmm(to[:1], _widen("a", a, ONE, wide), _widen("b", b, ONE, wide), beta=0, alpha=alpha, out=to)
     else:
@@ -52,15 +52,15 @@ def float8_mm(
 def int8_mm(
     a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The same of int8 data with int32 sums, and any scales."""
+    """`float8_mm` for int8 data, with int32 sums and arbitrary scales."""
     (m, k), n = a.shape, b.shape[1]
     sides = b.is_contiguous() or b.t().is_contiguous()
-    # oneDNN is the better one where sums are long and a lies across, as in weight gradients.
+    # oneDNN's own GEMM is faster where K is long and a is transposed, as in weight gradients.
     if a.is_contiguous() and sides and k % 4 == 0 and (kernels := int8_library()) is not None:
         return _int8_gemm(kernels, a, a_scale_inverse, b, b_scale_inverse, dtype)
     sums = _workspace("out", (m, n), torch.int32)
     if int8_is_fast():
-        torch._int_mm(a, b.contiguous(), out=sums)  # oneDNN is slower where the right one is transposed
+        torch._int_mm(a, b.contiguous(), out=sums)  # oneDNN is slower with a transposed right operand
     else:
         left, right = _widen("a", a, ONE, torch.float32), _widen("b", b, ONE, torch.float32)
         sums.zero_()
@@ -71,7 +71,7 @@ def int8_mm(
 
 @functools.cache
 def int8_library() -> ctypes.CDLL | None:
-    """`int8_gemm.cpp`, where it can run and oneDNN's own GEMM is not slow."""
+    """`int8_gemm.cpp`, if it can run here and oneDNN's int8 GEMM is fast; else None."""
     if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not int8_is_fast():
         return None
     libraries = Path(torch.__file__).parent / "lib"
@@ -82,7 +82,7 @@ def int8_library() -> ctypes.CDLL | None:
     loaded.int8_gemm_works.restype = ctypes.c_bool
     if not loaded.int8_gemm_works():
         return None
-    # Without AMX the kernels of some versions take the left operand for unsigned.
+    # Without AMX, the kernels of some versions treat the left operand as unsigned.
     exact = large_int8_numbers(64, 64)
     low, one = exact.to(torch.int8), torch.ones(1, 1)
     right = torch.equal(_int8_gemm(loaded, low, one, low, one, torch.float32), exact @ exact)
@@ -118,7 +118,7 @@ _memory = threading.local()
 
 
 def _workspace(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialized, in memory that stays from call to call: new memory would cost more than what is written to it."""
+    """An uninitialized buffer that is reused from call to call: allocating costs more than writing to it."""
     size = math.prod(shape) * dtype.itemsize
     buffer = getattr(_memory, name, None)
     if buffer is None or buffer.numel() < size:
@@ -128,7 +128,7 @@ def _workspace(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Ten
 
 
 def _widen(name: str, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`rounding.widen` into a workspace."""
+    """`rounding.widen` into a workspace, keeping the memory layout of `data`."""
     if data.is_contiguous():
         return rounding.widen(data, scale, _workspace(name, data.shape, dtype))
     if not data.t().is_contiguous():
@@ -145,7 +145,7 @@ int8_mm.register_fake(_result)
 
 
 def cpu_kernel(operation: str) -> str:
-    """What the operators above multiply by on this CPU, for a sentence; nothing for other operations."""
+    """For messages: which dtype the operators above multiply in on this CPU. "" for other operations."""
     if operation == "torchtitan::float8_mm":
         return f"; its float8 data are multiplied in {str(fast_dtype()).removeprefix('torch.')}"
     if operation == "torchtitan::int8_mm" and not int8_is_fast():

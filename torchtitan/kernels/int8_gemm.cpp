@@ -1,8 +1,8 @@
-// GEMM of int8 matrices whose int32 sums are scaled and rounded while they are in the cache.
+// int8 GEMM that scales and rounds the int32 sums while they are in the cache.
 //
-// oneDNN's own GEMM writes all sums to memory, four bytes each, which takes longer than multiplying where few are added.
-// A thread has a tile of rows of the left operand, and the right one is packed as the matrix unit takes it: four rows
-// woven together.
+// oneDNN's own GEMM writes all sums to memory, four bytes each, which takes longer than the multiplication when K is
+// small. Here each thread computes tiles of the output. The right operand is packed for the matrix unit: groups of four
+// rows are interleaved.
 
 #include <algorithm>
 #include <bit>
@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-namespace at::native::cpublas {  // in libtorch_cpu: oneDNN's kernels for small products
+namespace at::native::cpublas {  // in libtorch_cpu: oneDNN's microkernels (brgemm)
 void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const signed char* a,
             const signed char* b, int32_t* c, bool packed);
 void brgemm_release(bool packed);
@@ -18,9 +18,9 @@ void brgemm_release(bool packed);
 
 namespace {
 
-using Four = uint32_t;                             // of a column, from rows 4 i to 4 i + 3
-constexpr int64_t TILE_ROWS = 64, TILE_COLUMNS = 256;  // of sums: 64 KiB
-constexpr int64_t SIDE = 16;                           // a cache line of Fours
+using Four = uint32_t;                             // rows 4 i to 4 i + 3 of one column
+constexpr int64_t TILE_ROWS = 64, TILE_COLUMNS = 256;  // tile of sums: 64 KiB
+constexpr int64_t SIDE = 16;                           // Fours in a cache line
 
 struct Scale {  // (rows, 1), (1, columns) or (1, 1)
   const float* data;
@@ -29,12 +29,12 @@ struct Scale {  // (rows, 1), (1, columns) or (1, 1)
 
 void store(float x, float* out) { *out = x; }
 
-void store(float x, uint16_t* out) {  // bfloat16, to nearest, ties to even
+void store(float x, uint16_t* out) {  // to bfloat16, nearest, ties to even
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   *out = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// By all threads of a team. b: (k, n), or its transpose.
+// Runs on all threads of a team. b: (k, n), or (n, k) if transposed.
 void pack(const uint8_t* b, bool transposed, int64_t k, int64_t n, Four* packed) {
   if (!transposed) {
 #pragma omp for
@@ -86,7 +86,7 @@ void gemm(const int8_t* a, const uint8_t* b, bool transposed, int64_t m, int64_t
 
 extern "C" {
 
-// Whether libtorch multiplies so here: it refuses where the CPU, or ONEDNN_MAX_CPU_ISA, leaves no instructions for it.
+// Whether libtorch can run this GEMM here. It throws if the CPU or ONEDNN_MAX_CPU_ISA does not allow the instructions.
 bool int8_gemm_works() {
   try {
     const std::vector<signed char> a(16 * 16), b(16 * 16);
@@ -99,7 +99,7 @@ bool int8_gemm_works() {
   }
 }
 
-// a: (m, k). b: (k, n), or where `transposed` (n, k). out: (m, n). packed: k x n bytes of memory. k is a multiple of 4.
+// a: (m, k). b: (k, n), or (n, k) if `transposed`. out: (m, n). packed: scratch of k x n bytes. k is a multiple of 4.
 void int8_gemm(const int8_t* a, const uint8_t* b, bool transposed, int64_t m, int64_t n, int64_t k, Scale rows,
                Scale columns, void* out, bool is_float32, Four* packed, int threads) {
   if (is_float32)

@@ -1,6 +1,6 @@
-"""GEMMs of 8-bit matrices: a @ b with float32 or int32 sums, then the scales.
+"""GEMMs of 8-bit matrices: a @ b with float32 or int32 sums, then scaling.
 
-On a GPU they are `torch._scaled_mm` and `torch._int_mm`, on CPU the operators of `kernels.cpu_gemm`.
+On a GPU these are `torch._scaled_mm` and `torch._int_mm`; on CPU, the operators of `kernels.cpu_gemm`.
 
 Shapes of a GEMM: (M, K) x (K, N).
 """
@@ -16,37 +16,37 @@ from torchtitan.kernels.quantized import Quantized
 def float8_matmul(
     a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = False, fast: bool = False
 ) -> torch.Tensor:
-    """a @ b: (M, K) and (K, N) to (M, N), in any strides.
+    """a @ b: (M, K) x (K, N) to (M, N), with any strides.
 
-    Scales are one for each tensor, or one for each row of a and each column of b. Those must be powers of two
-    (`powers_of_two`): on CPU they multiply the operands, which rounds nothing then.
+    Scales are one per tensor, or one per row of a and per column of b. The latter must be powers of two
+    (`powers_of_two`): on CPU they are multiplied into the operands, which is exact only then.
 
     Args:
-        emulate: multiply in float32 what is dequantized before.
-        fast: a GPU may keep sums in fewer bits, as torchao's recipes have it for outputs.
+        emulate: dequantize first and multiply in float32.
+        fast: let a GPU accumulate in reduced precision, as torchao's recipes do for outputs.
     """
     if emulate:
         return (a.dequantize() @ b.dequantize()).to(dtype)
     if rounding.has_own_kernel(a.data):
         return float8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
-    left, right = _row_major(a.data), _row_major(b.data.t()).t()  # the layouts that cuBLASLt takes
+    left, right = _row_major(a.data), _row_major(b.data.t()).t()  # the layouts that cuBLASLt requires
     if a.scale_inverse.numel() == b.scale_inverse.numel() == 1:
         scales = (a.scale_inverse.reshape(()), b.scale_inverse.reshape(()))
         return torch._scaled_mm(left, right, *scales, out_dtype=dtype, use_fast_accum=fast)
     rows, columns = a.scale_inverse.expand(a.data.shape[0], 1), b.scale_inverse.expand(1, b.data.shape[1])
-    if fast:  # the kernel with scales of rows knows no float32 result
+    if fast:  # the kernel with row scales has no float32 output
         scales = (rows.contiguous(), columns.contiguous())
         return torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, use_fast_accum=True).to(dtype)
-    # Without fast sums that kernel is slow; scaling afterwards is a pass over the result (as in torchao).
+    # With full accumulation the row-scaled kernel is slow, so scale in a second pass over the result (as in torchao).
     one = torch.ones((), device=left.device)
     sums = torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
     return (sums * (rows * columns)).to(dtype)
 
 
 def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = False) -> torch.Tensor:
-    """a @ b: (M, K) and (K, N) to (M, N), in any strides; scales of rows of a and columns of b, or of tensors.
+    """a @ b: (M, K) x (K, N) to (M, N), with any strides. Scales per row of a and per column of b, or per tensor.
 
-    Emulated, the sums are float64, which holds every sum of int8 products exactly as int32 does.
+    Emulation sums in float64, which is as exact for int8 products as int32.
     """
     if emulate:
         sums = (a.data.double() @ b.data.double()).float()
@@ -61,12 +61,13 @@ def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = 
 def scale_sums(
     sums: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(M, N) int32 sums times the scales of rows and columns."""
+    """(M, N) int32 sums times row scales and column scales."""
     return (sums.float() * row_scale * column_scale).to(dtype)
 
 
 def _row_major(matrix: torch.Tensor) -> torch.Tensor:
-    """The same matrix, row after row in memory. The compiler would drop `contiguous` and choose the strides itself."""
+    """The same matrix, row-major in memory. Under torch.compile `contiguous` would be dropped and strides chosen
+    freely, so it forces the stride order."""
     if torch.compiler.is_compiling():
         return torch.ops.prims.inductor_force_stride_order.default(matrix, (matrix.shape[1], 1))
     return matrix.contiguous()

@@ -1,4 +1,4 @@
-"""Rounding to int8 and float8, and back."""
+"""Quantization to int8 and float8, and dequantization."""
 
 import functools
 import weakref
@@ -12,30 +12,30 @@ from torchtitan.kernels import rounding
 from torchtitan.kernels.quantized import Quantized
 
 LARGEST = rounding.INT8_LARGEST
-SMALLEST_SCALE = 1e-30  # scale inverse of a row of zeros, which stays zeros
-SMALLEST_AMAX = 1e-12  # of float8 scales, as in torchao
+SMALLEST_SCALE = 1e-30  # scale inverse of an all-zero row, which stays zero
+SMALLEST_AMAX = 1e-12  # lower bound for float8 scales, as in torchao
 
 R = TypeVar("R")
 ScaleRecipe = Literal["rowwise", "tensorwise"]
-"""One scale for each row of a left operand and each column of a right one, or one for the whole matrix."""
+"""rowwise: one scale per row of a left operand and per column of a right one. tensorwise: one scale per matrix."""
 
 
 def fused(function: Callable[..., R]) -> Callable[..., R]:
-    """`function` as one pass over its data on a GPU: compiled, since eagerly it would be seven.
+    """Compiles `function` into one pass over its data on a GPU; eagerly it would take seven.
 
-    Gradients do not flow through it. (On CPU the kernels of `kernels.rounding` make it one pass.)
+    No gradients flow through it. (On CPU the kernels of `kernels.rounding` do it in one pass.)
     """
     compiled: list[Callable[..., R]] = []
 
     @functools.wraps(function)
     def run(*arguments: Any) -> R:
         tensor = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
-        if torch.compiler.is_compiling() or tensor.device.type != "cuda":  # part of a larger compilation already
+        if torch.compiler.is_compiling() or tensor.device.type != "cuda":  # already inside a larger compilation, or CPU
             return function(*arguments)
         if not compiled:
             keep_compiled_code_private()
             compiled.append(torch.compile(function, dynamic=True))
-        # Parameters, leaves and results look alike to the compiler like this, so it compiles once for all.
+        # Detached and without grad, parameters, leaves and results look the same to the compiler: it compiles once.
         with torch.no_grad():
             return compiled[0](*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
 
@@ -46,9 +46,9 @@ _last: tuple[Any, ...] = (lambda: None,)
 
 
 def quantize_once(x: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) -> R:
-    """make(x), or what it gave for this very x and key the last time: wq, wk and wv round the same input, as w1 and w3.
+    """make(x), cached for the last x and key: wq, wk and wv share their input, and so do w1 and w3.
 
-    Gradients do not flow through it. The compiler removes repetitions itself.
+    No gradients flow through it. Under torch.compile there is no cache: the compiler removes repetitions itself.
     """
     global _last
     if torch.compiler.is_compiling():
@@ -62,21 +62,21 @@ def quantize_once(x: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) 
 
 @fused
 def quantize(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
-    """Rounds (rows, columns) to the nearest int8 numbers, with a scale for each row."""
+    """Rounds (rows, columns) to int8, with one scale per row, or one for the matrix if tensorwise."""
     amax = rounding.amax(x)
     return _to_int8(x, amax.amax(0, keepdim=True) if recipe == "tensorwise" else amax)
 
 
 @fused
 def quantize_columns(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
-    """`quantize` with a scale for each column."""
+    """`quantize` with one scale per column instead of per row."""
     by_row, by_column = rounding.amax_both(x)
     return _to_int8(x, by_row.amax(0, keepdim=True) if recipe == "tensorwise" else by_column)
 
 
 @fused
 def quantize_both(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, Quantized]:
-    """`quantize` and `quantize_columns`; they are the same where the tensor has one scale."""
+    """`quantize` and `quantize_columns`. Tensorwise, both are the same."""
     if recipe == "tensorwise":
         once = _to_int8(x, rounding.amax(x).amax(0, keepdim=True))
         return once, once
@@ -87,7 +87,7 @@ def quantize_both(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, Quan
 
 @fused
 def quantize_with(x: torch.Tensor, scale_inverse: torch.Tensor) -> torch.Tensor:
-    """The int8 data of x at a given scale."""
+    """Quantizes x to int8 with a given scale; returns the data."""
     return rounding.round_to(x, scale_inverse.reciprocal(), torch.int8)
 
 
@@ -106,16 +106,16 @@ def _int8_scale_inverse(amax: torch.Tensor) -> torch.Tensor:
 
 
 def float8_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What brings `amax` to the largest number of the format; float32."""
+    """The float32 scale that maps `amax` to the largest number of the format."""
     # In float64, as torchao does it: compiled and eager code then agree.
     return (torch.finfo(dtype).max / amax.double().clamp_min(SMALLEST_AMAX)).float()
 
 
 def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """Float32 scales rounded down to powers of two: their exponents alone."""
+    """Rounds float32 scales down to powers of two, by clearing their mantissas."""
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def round_to_float8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Quantized:
-    """x * scale in float8, with the inverse of this very scale; what is beyond the format saturates."""
+    """x * scale in float8, with the inverse of that scale; values beyond the range of the format saturate."""
     return Quantized(rounding.round_to(x, scale, dtype), scale.reciprocal())

@@ -1,4 +1,4 @@
-"""The types of numbers rounded to 8 bits: they and what brings them back travel together.
+"""Types for 8-bit data: the data and the scale that dequantizes them stay together.
 
 Shapes: M tokens, K inputs of a layer.
 """
@@ -9,12 +9,12 @@ import torch
 
 
 class Quantized(NamedTuple):
-    """int8 or float8 `data` and their float32 `scale_inverse`: high precision is data * scale_inverse.
+    """int8 or float8 `data` and their float32 `scale_inverse`; dequantized: data * scale_inverse.
 
-    Whatever is gathered, or kept for the backward pass, is of this type. A scale that a recipe keeps elsewhere may
-    change meanwhile; the one that the data was made with cannot.
+    Everything that is gathered or saved for the backward pass has this type. A scale that a recipe stores elsewhere may
+    change in the meantime; the scale of the data must not.
 
-    data: (rows, columns); scale_inverse: (rows, 1), (1, 1) or ().
+    data: (rows, columns); scale_inverse: (rows, 1), (1, columns), (1, 1) or ().
     """
 
     data: torch.Tensor
@@ -29,10 +29,10 @@ class Quantized(NamedTuple):
 
 
 class QuantizedInput(NamedTuple):
-    """A layer's input x, (M, K), as two of its GEMMs take it; None for x itself.
+    """A layer's input x, (M, K), quantized for the two GEMMs that use it. None: that GEMM uses x itself.
 
-    left: the left operand of the output's GEMM.
-    right: the right operand of the weight gradient's GEMM.
+    left: left operand of the output GEMM.
+    right: right operand of the weight-gradient GEMM.
     """
 
     left: Quantized | None

@@ -1,7 +1,7 @@
-// Rounding bfloat16 or float32 matrices to 8 bits and back, each in one pass over memory.
+// Quantizes bfloat16 or float32 matrices to 8 bits and dequantizes them, each in one pass over memory.
 //
-// Matrices are contiguous, (rows, columns). A scale per row, per column or per matrix is given by its pointer and two
-// strides, of which at least one is 0.
+// Matrices are contiguous, (rows, columns). A scale is a pointer and two strides: per row, per column or per matrix, so
+// at least one stride is 0.
 
 #include <algorithm>
 #include <bit>
@@ -26,7 +26,7 @@ struct Scale {
 struct BFloat16 {
   using Storage = uint16_t;
   static float load(Storage x) { return std::bit_cast<float>(Bits(x) << 16); }
-  static Storage store(float x) {  // to nearest, ties to even
+  static Storage store(float x) {  // rounds to nearest, ties to even
     const Bits bits = std::bit_cast<Bits>(x);
     return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
   }
@@ -40,7 +40,7 @@ struct Float32 {
   static Storage store(float x) { return x; }
 };
 
-// MANTISSA bits after the point, exponents biased by BIAS. What is beyond LARGEST saturates; NaN stays NaN.
+// MANTISSA explicit mantissa bits and exponent bias BIAS. Values beyond LARGEST saturate; NaN stays NaN.
 template <int MANTISSA, int BIAS, Bits LARGEST>
 struct Float8 {
   using Storage = uint8_t;
@@ -52,7 +52,7 @@ struct Float8 {
     magnitude = magnitude < LARGEST ? magnitude : LARGEST;
     const Bits normal =
         (magnitude - (Bits(127 - BIAS) << 23) + (Bits(1) << (DROPPED - 1)) - 1 + (magnitude >> DROPPED & 1)) >> DROPPED;
-    // Adding this rounds at the last place of a subnormal number.
+    // Adding SHIFT and subtracting it again rounds at the last place of a subnormal number.
     constexpr Bits SHIFT = Bits(127 - BIAS + 1 + DROPPED) << 23;
     const Bits subnormal = std::bit_cast<Bits>(std::bit_cast<float>(magnitude) + std::bit_cast<float>(SHIFT)) - SHIFT;
     const Bits rounded = magnitude < Bits(127 - BIAS + 1) << 23 ? subnormal : normal;
@@ -85,7 +85,7 @@ struct Int8 {
   static float widen(Storage x) { return int8_t(x); }
 };
 
-// Of magnitudes as bits, which order NaN above everything.
+// The magnitude as bits. As integers, magnitudes compare like the floats do, and NaN compares above all of them.
 inline Bits magnitude(float x) { return std::bit_cast<Bits>(x) & 0x7fffffff; }
 
 template <typename In>
@@ -127,7 +127,7 @@ inline void round_row(const typename In::Storage* x, typename Out::Storage* out,
   }
 }
 
-// Once, or twice with different scales: the second pass over a row finds it in the cache.
+// Rounds x once, or twice with different scales; the second pass over a row finds it in the cache.
 template <typename In, typename Out>
 void round_all(const typename In::Storage* x, int64_t rows, int64_t columns, uint8_t* out, Scale scale, uint8_t* out_2,
                Scale scale_2, int threads) {
@@ -152,8 +152,8 @@ void widen_row(const uint8_t* x, typename Out::Storage* out, int64_t columns, co
 }
 
 #ifdef __AVX512BW__
-// Float8 to bfloat16 by a table of all magnitudes: several times as fast as computing them. Factors that are powers of
-// two round nothing, so what they give is cut to 16 bits.
+// Float8 to bfloat16 through a lookup table of all magnitudes, several times as fast as computing them. Scale factors
+// are powers of two, so the products are exact in bfloat16 and truncation to 16 bits loses nothing.
 template <typename In>
 struct Table {
   __m512i parts[4];
@@ -179,7 +179,7 @@ inline __m256i times(__m256i bfloat16, __m512 factors) {
 
 template <typename In>
 void widen_by_table(const uint8_t* x, uint16_t* out, int64_t rows, int64_t columns, Scale scale, int threads) {
-  if (scale.row_stride == 0 && scale.column_stride == 0) {  // rows need not be told apart: longer ones are faster
+  if (scale.row_stride == 0 && scale.column_stride == 0) {  // one scale: ignore rows, longer runs are faster
     columns *= rows;
     rows = (columns + (1 << 16) - 1) >> 16;
     const Table<In> table(*scale.data);
@@ -248,7 +248,7 @@ enum Format { INT8, E4M3_FORMAT, E5M2_FORMAT };
 
 extern "C" {
 
-// by_row: (rows,); by_column: (columns,), zeros, or null. Both get the bits of float32 magnitudes.
+// by_row: (rows,). by_column: (columns,), zero-initialized, or null. Both receive float32 magnitudes as bits.
 void largest_magnitudes(const void* x, bool is_float32, int64_t rows, int64_t columns, uint32_t* by_row,
                         uint32_t* by_column, int threads) {
   if (is_float32)

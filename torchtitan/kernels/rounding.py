@@ -1,7 +1,7 @@
-"""Rounding matrices to 8 bits and back on CPU, each in one pass over memory (`rounding.cpp`).
+"""Quantizes matrices to 8 bits and dequantizes them on CPU, each in one pass over memory (`rounding.cpp`).
 
-torch does the same in several passes, which takes longer than the GEMM of what is rounded. Its operations are used
-where there is no compiler. Matrices are (rows, columns); a scale is (rows, 1), (1, columns), (1, 1) or ().
+torch's operations need several passes, which take longer than the GEMM they prepare. They are the fallback where there
+is no compiler. Matrices are (rows, columns); a scale is (rows, 1), (1, columns), (1, 1) or ().
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import torch
 from torchtitan.kernels.cpp_extension import load
 
 FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-INT8_LARGEST = 127.0  # -128 is left out: the range is symmetric
+INT8_LARGEST = 127.0  # -128 is unused, which keeps the range symmetric
 
 
 class _Scale(ctypes.Structure):
@@ -23,7 +23,7 @@ class _Scale(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Compiled for the instruction set that torch's own kernels use, so that one cache serves several kinds of CPU."""
+    """`rounding.cpp`, compiled for the instruction set of torch's own kernels, so one cache serves similar CPUs."""
     flags = []
     if platform.machine() in ("x86_64", "AMD64"):
         flags = ["-march=x86-64-v4" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "-march=x86-64-v3"]
@@ -31,12 +31,12 @@ def library() -> ctypes.CDLL | None:
 
 
 def has_own_kernel(x: torch.Tensor) -> bool:
-    """Whether this tensor gets the kernels that are made for CPUs."""
+    """Whether this tensor uses the CPU kernels."""
     return x.device.type == "cpu"
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """(rows, 1) float32: the largest magnitude of each row; NaN where a row has one."""
+    """(rows, 1) float32: the largest magnitude of each row; NaN if a row contains one."""
     return _amax_cpu(x) if has_own_kernel(x) else x.abs().amax(1, keepdim=True).float()
 
 
@@ -46,20 +46,20 @@ def amax_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x * scale in an 8-bit format, to the nearest number, ties to even; what is beyond the format saturates."""
+    """x * scale in an 8-bit format, rounded to nearest, ties to even; values beyond its range saturate."""
     return _round_cpu(x, scale, dtype) if has_own_kernel(x) else _round_by_torch(x, scale, dtype)
 
 
 def round_to_both(
     x: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`round_to` with one scale and with another."""
+    """`round_to` with two scales."""
     if has_own_kernel(x):
         return _round_both_cpu(x, scale, scale_2, dtype)
     return _round_by_torch(x, scale, dtype), _round_by_torch(x, scale_2, dtype)
 
 
-# Operators of their own: the compiler calls them as they are.
+# Custom operators, so the compiler calls them without tracing into them.
 @torch.library.custom_op("torchtitan::amax", mutates_args=())
 def _amax_cpu(x: torch.Tensor) -> torch.Tensor:
     if (kernels := _kernels_for(x)) is None:
@@ -123,7 +123,7 @@ def _(x, scale, scale_2, dtype):  # type: ignore[no-untyped-def]
 
 
 def widen(data: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """data * scale in bfloat16 or float32, into `out`. Both are contiguous; scales are powers of two."""
+    """Writes data * scale to `out`, bfloat16 or float32. `data` and `out` are contiguous; scales are powers of two."""
     if (kernels := _kernels_for(data)) is None:
         return out.copy_(data.float() * scale)
     kernels.widen_scaled(

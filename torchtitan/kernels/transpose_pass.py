@@ -1,4 +1,4 @@
-"""What the compiler is told about bfloat16 GEMMs on CPU."""
+"""A compiler pass for bfloat16 GEMMs on CPU."""
 
 from typing import Any
 
@@ -9,18 +9,18 @@ from torchtitan.compat.inductor import CustomGraphPass, get_hash_for_files
 
 aten = torch.ops.aten
 
-LEAST = 2**20  # numbers in a gradient; below, it is as often slower as faster
+LEAST = 2**20  # elements of a gradient; below, the pass slows down as often as it speeds up
 
 
 class TransposeWeightGradients(CustomGraphPass):
-    """Writes the transposed operand of a weight's gradient out before the GEMM.
+    """Materializes the transposed operand of a weight gradient before the GEMM.
 
-    oneDNN multiplies bfloat16 matrices at a lower rate where the left one is transposed, as in gᵀ x. The compiler's own
-    transposition is fast, and part of what computes g. The smaller operand is taken: gᵀ x, or (xᵀ g)ᵀ.
+    oneDNN multiplies bfloat16 matrices more slowly if the left one is transposed, as in gᵀ x. The compiler transposes
+    fast, fused into the computation of g. The smaller operand is transposed: gᵀ x, or (xᵀ g)ᵀ.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        transposed_of: dict[fx.Node, fx.Node] = {}  # one x may serve several weights
+        transposed_of: dict[fx.Node, fx.Node] = {}  # one x can serve several weights
         for node in graph.find_nodes(op="call_function", target=aten.mm.default):
             left, right = node.args
             if not _is_weight_gradient(left.meta["val"], right.meta["val"]):
@@ -42,14 +42,14 @@ class TransposeWeightGradients(CustomGraphPass):
 
 def _is_weight_gradient(left: torch.Tensor, right: torch.Tensor) -> bool:
     kind = left.dtype == torch.bfloat16 and left.device.type == "cpu"
-    if not kind or not all(isinstance(size, int) for size in (*left.shape, *right.shape)):  # sizes are left open
+    if not kind or not all(isinstance(size, int) for size in (*left.shape, *right.shape)):  # dynamic shapes
         return False
     transposed = left.stride(0) == 1 and left.stride(1) == left.shape[0] > 1 and right.is_contiguous()
     return transposed and left.shape[0] * right.shape[1] >= LEAST
 
 
 def _row_major(graph: fx.Graph, matrix: fx.Node) -> fx.Node:
-    """The same matrix, row after row in memory; of a clone the compiler would choose the strides, and keep them."""
+    """The same matrix, row-major in memory. (A clone would not do: the compiler would keep the old strides.)"""
     strides = (matrix.meta["val"].shape[1], 1)
     return _call(graph, torch.ops.prims.inductor_force_stride_order.default, matrix, strides)
 

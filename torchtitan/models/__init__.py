@@ -1,4 +1,4 @@
-"""Models: the registry, and a folder for each family."""
+"""Models: the registry, and one folder per family."""
 
 from torchtitan.models.registry import MODELS, ModelSpec
 

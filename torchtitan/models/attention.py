@@ -12,12 +12,12 @@ from torchtitan.kernels.attention_cpu import causal_attention_cpu
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """softmax(q kᵀ / sqrt(head_dim)) v, each position seeing itself and those before it.
+    """softmax(q kᵀ / sqrt(head_dim)) v, where each position attends to itself and earlier ones.
 
     Args:
         q: (B, H, S, D).
         k, v: (B, G, S, D); H is a multiple of G.
-        document_ids: (B, S), any integers; where given, a position sees its own document only.
+        document_ids: (B, S) integers; if given, a position attends only within its document.
 
     Returns:
         (B, H, S, D) in the dtype of q.
@@ -33,5 +33,5 @@ def causal_attention(
 
 
 def has_own_kernel(q: torch.Tensor) -> bool:
-    """Whether these queries get the attention that is made for CPUs."""
+    """Whether these queries use the CPU attention kernel."""
     return q.device.type == "cpu" and q.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Initialization that gives the same weights under every layout."""
+"""Weight initialization that does not depend on the parallel layout."""
 
 import hashlib
 from collections.abc import Callable
@@ -10,16 +10,16 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def init_weights(model: nn.Module, std_of: Callable[[str], float | None], seed: int) -> None:
-    """Draws every parameter from a normal distribution cut at three standard deviations.
+    """Draws every parameter from a normal distribution truncated at three standard deviations.
 
-    Each parameter has a generator of its own, seeded by `seed` and the parameter's name, and is drawn whole before a
-    rank keeps its share: so a weight does not depend on the mesh, on the pipeline stage, or on the order of
-    parameters. (Drawing into sharded parameters directly gives every rank the same numbers on CPU.) It costs the
-    memory of the largest parameter, once.
+    Each parameter has its own generator, seeded by `seed` and the parameter's name, and is drawn in full before a rank
+    keeps its shard. So a weight does not depend on the mesh, the pipeline stage or the order of parameters. (Drawing
+    into sharded parameters directly gives every rank the same numbers on CPU.) This temporarily needs the memory of the
+    largest parameter.
 
     Args:
-        model: materialized, its parameters plain tensors or DTensors.
-        std_of: standard deviation by parameter name; None fills with 1.
+        model: materialized; its parameters are plain tensors or DTensors.
+        std_of: maps a parameter name to its standard deviation; None fills with 1.
         seed: of the run.
     """
     for name, parameter in model.named_parameters():
@@ -38,22 +38,22 @@ def init_weights(model: nn.Module, std_of: Callable[[str], float | None], seed: 
 
 
 def local_shard(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """What this rank holds of a tensor that is divided as `like` is."""
+    """This rank's shard of a full tensor, sharded like `like`."""
     return full[local_box(like)]
 
 
 def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Which part of a tensor this rank holds: a slice with start and stop for each dimension."""
+    """The part of a tensor that this rank holds: a slice with start and stop for each dimension."""
     box = [slice(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return tuple(box)
     mesh = tensor.device_mesh
-    # The innermost dimension divided first: tensor parallelism before FSDP, which divides what it finds.
+    # Innermost mesh dimension first: tensor parallelism shards before FSDP, which shards the result.
     for mesh_dim, placement in reversed(list(enumerate(tensor.placements))):
         if placement.is_shard() or hasattr(placement, "split_factor"):
             dim = placement.dim  # type: ignore[attr-defined]
             start, stop = box[dim].start, box[dim].stop
-            size = -(-(stop - start) // mesh.size(mesh_dim))  # of a part; the last ones may be smaller, or empty
+            size = -(-(stop - start) // mesh.size(mesh_dim))  # of a shard; the last ones may be smaller, or empty
             first = min(start + size * mesh.get_local_rank(mesh_dim), stop)
             box[dim] = slice(first, min(first + size, stop))
     return tuple(box)

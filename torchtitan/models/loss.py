@@ -1,4 +1,4 @@
-"""Next-token cross-entropy without ever holding all the logits.
+"""Next-token cross-entropy that never materializes all logits.
 
 Shapes: B batch, S sequence, D channels, V vocabulary, T tokens (B x S or a part of them).
 """
@@ -9,31 +9,31 @@ import torch
 
 from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 
-# Logits are computed for so many tokens at once that they hold about this many numbers: 64 MiB in float32. A GEMM
-# of fewer than 512 rows uses a GPU badly, and low-precision kernels want multiples of 32: so multiples of 512.
+# Logits per chunk: 64 MiB in float32. The number of tokens per chunk is a multiple of 512, since a GEMM with fewer rows
+# utilizes a GPU poorly and low-precision kernels need multiples of 32.
 CHUNK_ELEMENTS = 2**24
 CHUNK_MULTIPLE = 512
-# On a CPU fewer rows go through the softmax at once: 1 MiB in float32 stays in the cache.
+# A CPU applies the softmax to fewer rows at a time: 1 MiB in float32, which stays in the cache.
 CPU_ELEMENTS, CPU_ROWS = 2**18, 16
 
 
 def chunk_tokens(vocab_size: int) -> int:
-    """Tokens whose logits are computed at once."""
+    """Tokens per chunk of logits."""
     return max(1, CHUNK_ELEMENTS // vocab_size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
 def chunks(tokens: int, vocab_size: int) -> int:
-    """How many such chunks there are."""
+    """Number of chunks."""
     return -(-tokens // chunk_tokens(vocab_size))
 
 
 def rows_at_once(logits: torch.Tensor) -> int:
-    """How many rows of logits go through the softmax together."""
+    """Rows of logits that go through the softmax together."""
     return max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cross-entropy and its gradient, softmax - onehot(label), which takes the place of the logits."""
+    """The summed cross-entropy and its gradient, softmax - onehot(label), which overwrites the logits."""
     rows = rows_at_once(logits)
     total = torch.zeros((), device=logits.device)
     for part, label in zip(logits.split(rows), labels.split(rows), strict=True):
@@ -43,7 +43,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Ten
         total -= (log_probabilities.gather(-1, label) * counted).sum()
         probabilities = log_probabilities.exp_()
         probabilities.scatter_add_(-1, label, torch.full_like(label, -1.0, dtype=torch.float32))
-        if logits.device.type != "cpu" or not counted.all():  # elsewhere the question would wait for the device
+        if logits.device.type != "cpu" or not counted.all():  # on a GPU, the check would wait for the device
             probabilities *= counted
         part.copy_(probabilities)
     return total, logits
@@ -56,17 +56,17 @@ def chunked_cross_entropy(
     labels: torch.Tensor,
     cross_entropy: CrossEntropyFunction = cross_entropy,
 ) -> torch.Tensor:
-    """The cross-entropy of `output(hidden)`, a chunk of tokens at a time.
+    """The cross-entropy of `output(hidden)`, one chunk of tokens at a time.
 
-    Gradients are taken chunk by chunk during the forward pass, while the chunk's logits are there, so nothing of the
-    size (T, V) outlives its chunk and nothing is computed twice.
+    Each chunk's gradients are computed during the forward pass, while its logits exist. So nothing of size (T, V)
+    outlives its chunk, and nothing is computed twice.
 
     Args:
         output: the output layer, from (T, D) to (T, V).
-        weight: its parameter, (V, D).
+        weight: parameter of the output layer, (V, D).
         hidden: (B, S, D).
-        labels: (B, S), IGNORE_INDEX where there is no loss.
-        cross_entropy: of a chunk's logits.
+        labels: (B, S); IGNORE_INDEX for positions without loss.
+        cross_entropy: loss and gradient of a chunk's logits.
 
     Returns:
         The sum over tokens, a float32 scalar.
@@ -90,12 +90,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 logits = output(part)
-            # data: no GEMM needs its own result again, so that it is written over is nothing to autograd
+            # .data: the matmul backward never reads its output, so autograd need not see it overwritten
             loss, logits_grad = cross_entropy(logits.data, label)
             hidden_grad, grad = torch.autograd.grad(logits, [part, weight], logits_grad)
             total += loss
             hidden_grads.append(hidden_grad)
-            # The chunks' sum is kept in float32, as one GEMM over all tokens would keep it.
+            # Sum the chunks in float32, as one GEMM over all tokens would.
             if weight_grad is None:
                 weight_grad = grad if len(parts) == 1 else grad.float()
             else:

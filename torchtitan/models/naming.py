@@ -1,4 +1,4 @@
-"""What a family says of its weights elsewhere, once; both directions derive from it."""
+"""Names and layout of a family's weights in other projects, defined once; import and export both derive from it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ class HuggingFaceNaming:
     """A family's weights under the names and in the layout of `transformers`.
 
     Attributes:
-        names: from each parameter here to its name there, with * for numbers of layers (and of experts).
-        rotary: those of `names` whose rows are rotated pairs of channels: per head, `transformers` pairs channel i
-            with i + head_dim / 2, this project 2i with 2i + 1 (Meta's layout).
-        to_config: from a model's sizes to its `config.json`, without what depends on the tokenizer and the dtype.
-        from_config: the inverse. Raises ValueError where this family cannot be the model, with the reason.
-        ignored: names that a folder may hold and no model needs, as a regular expression.
-        from_params: from Meta's `params.json` and the vocabulary's size to the model's sizes; None where Meta has not
-            released the family.
+        names: maps each parameter name here to the one there, with * for layer (and expert) numbers.
+        rotary: those of `names` whose rows are pairs of channels rotated by RoPE. Within a head, `transformers` pairs
+            channel i with i + head_dim / 2; this project pairs 2i with 2i + 1 (Meta's layout).
+        to_config: from model sizes to `config.json`, except for what depends on the tokenizer and the dtype.
+        from_config: the inverse. Raises ValueError, with the reason, if the model is not of this family.
+        ignored: regular expression of names that a folder may contain but no model needs.
+        from_params: from Meta's `params.json` and the vocabulary size to model sizes; None if Meta has not released
+            the family.
     """
 
     names: Mapping[str, str]
@@ -33,16 +33,16 @@ class HuggingFaceNaming:
     from_params: Callable[[dict[str, Any], int], Any] | None = None
 
     def name(self, ours: str) -> str:
-        """'layers.0.attention.wq.weight' to 'model.layers.0.self_attn.q_proj.weight'.
+        """The name in `transformers`: 'layers.0.attention.wq.weight' to 'model.layers.0.self_attn.q_proj.weight'.
 
         Raises:
-            KeyError: the family does not say.
+            KeyError: the parameter is not in `names`.
         """
         numbers = iter(LAYER_NUMBER.findall(ours))
         return re.sub(r"\*", lambda _: next(numbers), self.names[LAYER_NUMBER.sub("*", ours)])
 
     def rows_there(self, ours: str, rows: int, head_dim: int) -> torch.Tensor | None:
-        """(rows,) int64: for each row of the weight here, its row there; None where they are the same."""
+        """(rows,) int64: the `transformers` row of each row here; None if they are the same."""
         if LAYER_NUMBER.sub("*", ours) not in self.rotary:
             return None
         return torch.arange(rows).view(-1, 2, head_dim // 2).transpose(1, 2).flatten()

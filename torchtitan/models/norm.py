@@ -6,26 +6,26 @@ from torch import nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32 at least."""
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in at least float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
-    """torch's own, but on CPU, where torch puts it together from many operations that keep float32 copies of x."""
+    """torch's RMSNorm, except on CPU, where torch composes it of many operations that save float32 copies of x."""
     if has_own_kernel(x):
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def has_own_kernel(x: torch.Tensor) -> bool:
-    """Whether this input gets the norm that is made for CPU; the compiler makes a better one."""
+    """Whether this input uses the CPU implementation; compiled code does not, since the compiler fuses a better one."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With n = x / rms and d = g * weight, for a gradient g: dx = (d - n mean(d * n)) / rms, dweight = sum(g * n)."""
+    """With n = x / rms, d = g * weight and gradient g: dx = (d - n mean(d * n)) / rms, dweight = sum(g * n)."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def, override]

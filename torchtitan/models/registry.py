@@ -1,4 +1,4 @@
-"""`MODELS`: from `model.name` to what it takes to build and divide a model."""
+"""`MODELS`: maps `model.name` to what is needed to build and parallelize a model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,12 +23,12 @@ class ModelSpec:
     Attributes:
         flavors: sizes by name: dataclasses with at least the attributes `n_layers`, `n_heads`, `n_kv_heads`,
             `head_dim`, `vocab_size` and the method `with_vocab_size` of `LlamaArgs`.
-        build: from sizes to a module, called on the meta device. The module's forward takes (tokens, labels,
-            document_ids) and returns the summed loss; `init_std(name)` gives each parameter's initial deviation. For
-            pipelines it has the parts that `parallel.pipeline.split` names.
-        plan: how tensor parallelism divides the modules, as `llama.parallelize.TENSOR_PARALLEL_PLAN`.
-        parallelize: as `llama.parallelize.parallelize`.
-        hf: how the weights are called in the checkpoints of others; None where that is not told.
+        build: from sizes to a module; called on the meta device. The module's forward takes (tokens, labels,
+            document_ids) and returns the summed loss; `init_std(name)` gives each parameter's initial standard
+            deviation. For pipelines it has the attributes that `parallel.pipeline.split` names.
+        plan: tensor-parallel plan, like `llama.parallelize.TENSOR_PARALLEL_PLAN`.
+        parallelize: like `llama.parallelize.parallelize`.
+        hf: names of the weights in other projects' checkpoints; None if unknown.
     """
 
     flavors: Mapping[str, Any]
@@ -38,7 +38,7 @@ class ModelSpec:
     hf: HuggingFaceNaming | None = None
 
     def flavor(self, name: str) -> Any:
-        """The sizes called `name`, or a ConfigError that lists the names that exist."""
+        """The sizes called `name`, or a ConfigError that lists the known names."""
         if name not in self.flavors:
             known = list(self.flavors)
             raise ConfigError(

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of low RoPE frequencies for long contexts, as Llama 3.1 does it.
+    """Llama 3.1's scaling of low RoPE frequencies for long contexts.
 
     Source: section 3.4.1 of "The Llama 3 Herd of Models" (arXiv 2407.21783) and the released model configurations.
     """
@@ -23,7 +23,7 @@ class RopeScaling:
 
 
 def rope_table(head_dim: int, positions: torch.Tensor, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """cos and sin of every position (seq,) and frequency: (seq, head_dim / 2, 2), float32, on the positions' device."""
+    """cos and sin for positions (seq,) and all frequencies: (seq, head_dim / 2, 2), float32, on the same device."""
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies = 1.0 / theta ** (steps / head_dim)
     if scaling is not None:
@@ -33,7 +33,7 @@ def rope_table(head_dim: int, positions: torch.Tensor, theta: float, scaling: Ro
 
 
 def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Wavelengths longer than the original context are stretched by `factor`, short ones kept, those between blended.
+    """Stretches wavelengths longer than the original context by `factor`, keeps short ones, and interpolates between.
 
     Source: arXiv 2407.21783, section 3.4.1, and the parameters in Llama 3.1's released configurations.
     """
@@ -44,19 +44,19 @@ def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotates each pair of neighbouring channels (2i, 2i + 1), the layout of Meta's checkpoints.
+    """Rotates each pair of adjacent channels (2i, 2i + 1), the layout of Meta's checkpoints.
 
     Args:
         x: (B, S, H, D).
-        table: (seq, head_dim / 2, 2) float32, of `rope_table`.
+        table: (seq, head_dim / 2, 2) float32, from `rope_table`.
 
     Returns:
-        Like x; the rotation itself is computed in float32.
+        Same shape and dtype as x; the rotation is computed in float32.
     """
     pairs = x.float().unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
+    if torch.compiler.is_compiling():  # inductor does not generate code for complex numbers
         (even, odd), (cos, sin) = pairs.unbind(-1), table[:, None].unbind(-1)
         rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    else:  # one complex product is three times as fast as the six real operations
+    else:  # one complex multiplication is three times as fast as six real operations
         rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table)[:, None])
     return rotated.flatten(-2).to(x.dtype)

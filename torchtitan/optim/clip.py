@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scales gradients in place so that their total 2-norm is at most `max_norm`; inf leaves them as they are.
+    """Scales gradients in place so that their total 2-norm is at most `max_norm`; inf does not scale.
 
-    The norm is that of the whole model, wherever its parameters lie: on other shards, tensor-parallel ranks or
-    pipeline stages. One all-reduce of one number does it. All ranks call this, each with what it holds.
+    The norm is that of the full model, over all shards, tensor-parallel ranks and pipeline stages, with one all-reduce
+    of one number. Collective: each rank passes the parameters it holds.
 
     Returns:
         The norm before clipping, a float32 scalar on the device, the same on every rank.
@@ -28,12 +28,12 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
 
 @torch.no_grad()
 def squared_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """This rank's share of the square of the norm of these parameters' gradients; a float64 scalar."""
+    """This rank's contribution to the squared norm of these parameters' gradients; a float64 scalar."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     if locals_[0].device.type == "cpu":
-        # torch's CPU kernel sums in float32 one number after the other: 1e-4 off for a large sparse gradient, and
-        # differently so for each layout. Rows are short enough; their norms are summed in float64.
+        # torch's CPU kernel accumulates in float32 one number at a time: 1e-4 off for a large sparse gradient, and
+        # different for each layout. Rows are short enough; their norms are summed in float64.
         rows = [torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32) for grad in locals_]
         norms = [torch.linalg.vector_norm(norms, dtype=torch.float64) for norms in rows]
     else:
@@ -46,14 +46,14 @@ def squared_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def norm_over_ranks(square: torch.Tensor) -> torch.Tensor:
-    """The norm, from every rank's share of its square (which is overwritten); float32. Collective."""
+    """The norm from every rank's contribution to its square (which is overwritten); float32. Collective."""
     if dist.is_initialized():
         dist.all_reduce(square)
     return square.sqrt().float()
 
 
 def _replicas(grad: torch.Tensor) -> int:
-    """How many ranks hold the same as this one."""
+    """How many ranks hold the same gradient."""
     if not isinstance(grad, DTensor):
         return 1
     replicas = 1

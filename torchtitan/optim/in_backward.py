@@ -1,4 +1,4 @@
-"""Updates during the backward pass: a gradient is used as soon as it is whole, and freed."""
+"""Optimizer updates during the backward pass: each gradient is used and freed as soon as it is complete."""
 
 from collections.abc import Iterable
 
@@ -9,14 +9,15 @@ from torchtitan.optim.clip import norm_over_ranks, squared_norm
 
 
 class StepInBackward:
-    """Updates each parameter when FSDP has summed its gradient over the ranks, instead of all after the backward pass.
+    """Updates each parameter once FSDP has reduced its gradient, instead of all after the backward pass.
 
-    So no more gradients are held at a time than a block has. What must know the whole gradient before anything is
-    updated cannot be had: clipping, leaving an update out, several backward passes in a step (`config_checks.check`).
+    So only one block's gradients exist at a time. Features that need the full gradient before any update do not work:
+    clipping, skipping the optimizer step, gradient accumulation (`config_checks.check`).
 
     Args:
-        parameters: of the optimizer; sharded, so that FSDP calls what waits for their gradients, once a backward pass.
-        optimizer: to call for one parameter at a time.
+        parameters: of the optimizer; sharded, so that FSDP calls their post-accumulate-grad hooks once per backward
+            pass.
+        optimizer: called for one parameter at a time.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -38,6 +39,6 @@ class StepInBackward:
         parameter.grad = None
 
     def grad_norm(self) -> torch.Tensor:
-        """Of the whole model in the backward pass that is over, a float32 scalar. Collective."""
+        """Norm over the full model in the last backward pass, a float32 scalar. Collective."""
         squares, self._squares = self._squares, []
         return norm_over_ranks(torch.stack(squares).sum())

@@ -1,9 +1,9 @@
-"""AdamW with fewer bytes a parameter: moments in bfloat16 or in codes, weights in bfloat16.
+"""AdamW with less memory per parameter: moments in bfloat16 or quantized, weights in bfloat16.
 
-torchao has such optimizers, and this one computes as they do. It is here because theirs keep blocks that cross the
-borders of rows, so that a checkpoint fits other ranks only where blocks happen to end with shards; because their
-compiled update of DTensors ends a process on CPU; and because they round by the one random generator of the process,
-which is in no checkpoint and may differ between ranks with the same weights.
+torchao has such optimizers, and this one computes the same. It exists because theirs quantize blocks that cross row
+boundaries, so that a checkpoint loads under a different number of ranks only if blocks happen to end at shard
+boundaries; because their compiled update of DTensors crashes on CPU; and because they round with the process's global
+random generator, which is not checkpointed and may differ between ranks that hold the same weights.
 """
 
 import functools
@@ -22,16 +22,16 @@ from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) whose moments are held in a smaller format than float32.
+    """AdamW (arXiv 1711.05101) with moments in a smaller format than float32.
 
-    Parameters in bfloat16 are rounded stochastically after the update, which is computed in float32. The noise depends
-    on seed, step, parameter and shard alone: a resumed run draws it again, and copies of a shard draw the same.
+    The update is computed in float32; bfloat16 parameters are then rounded stochastically. The noise depends only on
+    seed, step, parameter and shard: a resumed run draws the same noise, and so do replicas of a shard.
 
     Args:
-        state_dtype: of moments that are no codes: all of them with `codes = ""`, else those of vectors and of matrices
-            whose rows have no blocks (`state_formats.block_size`).
-        root: hold the square root of the second moment.
-        seed: of stochastic rounding.
+        state_dtype: dtype of unquantized moments: all of them if `quantization` is "", else those of vectors and of
+            matrices whose rows do not divide into blocks (`state_formats.block_size`).
+        root: store the square root of the second moment.
+        seed: for stochastic rounding.
 
     Attributes:
         quantization: "8bit", "4bit" or "fp8"; "" for none.
@@ -56,7 +56,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.seed = seed
         all_parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._numbers = {parameter: number for number, parameter in enumerate(all_parameters)}
-        make = functools.cache(self._make_formats)  # one for all alike, so that the compiler sees the same one
+        make = functools.cache(self._make_formats)  # shared between equal parameters, so that the compiler sees one
         self._formats = {
             parameter: make(local_row_length(parameter) if parameter.ndim > 1 else 0, parameter.device)
             for parameter in all_parameters
@@ -68,9 +68,9 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """An update of all parameters that have a gradient."""
+        """Updates all parameters that have a gradient."""
         for group in self.param_groups:
-            lr = torch.tensor(group["lr"], dtype=torch.float32)  # as a number it would be compiled anew each step
+            lr = torch.tensor(group["lr"], dtype=torch.float32)  # a Python float would recompile at each step
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step(parameter, parameter.grad, lr, group)
@@ -82,7 +82,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         weight = local_tensor(parameter)
         dtypes = [weight.dtype, *(moment[""].dtype if "" in moment else None for moment in moments)]
         noise = self._noise(parameter, weight, [dtype == torch.bfloat16 for dtype in dtypes], state["step"])
-        with recompile_limit(64):  # one for each shape
+        with recompile_limit(64):  # one compilation per shape
             self._update(
                 weight,
                 local_tensor(grad),
@@ -99,13 +99,13 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def moments(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and second moment of what this rank holds, as the next update will see them; float32."""
+        """First and second moment of this rank's shard, as the next update will read them; float32."""
         pairs = zip(self._formats[parameter], self._parts(parameter), strict=True)
         first, second = (form.read(parts) for form, parts in pairs)
         return first, second.square() if self.root else second
 
     def _parts(self, parameter: nn.Parameter) -> list[State]:
-        """Of the first and the second moment; in their own memory."""
+        """Local tensors of the first and the second moment, sharing the state's memory."""
         state = self.state_of(parameter)
         return [
             {part: local_tensor(state[_join(key, part)]) for part in form.parts}
@@ -117,7 +117,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         return "exp_avg", "exp_avg_sq_root" if self.root else "exp_avg_sq"
 
     def _make_formats(self, row: int, device: torch.device) -> tuple[StateFormat, StateFormat]:
-        """Of the first and the second moment of a parameter with rows of this length."""
+        """Formats of the first and the second moment of a parameter with rows of this length."""
         if not self.quantization or not block_size(row):
             return Unquantized(self.state_dtype), Unquantized(self.state_dtype)
         return BlockQuantized(self.quantization, True, row, device), BlockQuantized(
@@ -125,7 +125,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         )
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The state by name, made of zeros where there is none yet. Parts are divided over ranks as the parameter."""
+        """The state by name, initialized to zeros on first use. It is sharded like the parameter."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -139,7 +139,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _noise(
         self, parameter: nn.Parameter, like: torch.Tensor, needs_noise: list[bool], step: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """For the weight and its two moments: 16 random bits for each number that is to be rounded."""
+        """For the weight and its two moments: 16 random bits per number, for those that are rounded stochastically."""
         if not any(needs_noise):
             return [None] * len(needs_noise)
         key = f"{self.seed}:{int(step)}:{self._numbers[parameter]}:{shard_number(parameter)}"
@@ -150,19 +150,19 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 class AdamW8bit(LowBitAdamW):
-    """Moments in 8 bits."""
+    """AdamW with 8-bit moments."""
 
     quantization = "8bit"
 
 
 class AdamW4bit(LowBitAdamW):
-    """Moments in 4 bits."""
+    """AdamW with 4-bit moments."""
 
     quantization = "4bit"
 
 
 class AdamWFp8(LowBitAdamW):
-    """Moments in float8 e4m3."""
+    """AdamW with float8 e4m3 moments."""
 
     quantization = "fp8"
 
@@ -181,11 +181,11 @@ def update(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One update of a parameter and its moments, in place; what lies on this rank.
+    """One update of this rank's shard of a parameter and its moments, in place.
 
     Args:
-        step: which update it is, from 1.
-        noise: for weight, first and second moment.
+        step: number of the update, from 1.
+        noise: for the weight, first and second moment.
     """
     value, grad = weight.float(), grad.float()
     first, second = (form.read(state) for form, state in zip(formats, moments, strict=True))
@@ -207,7 +207,7 @@ def _join(key: str, part: str) -> str:
 
 
 def local_row_length(parameter: torch.Tensor) -> int:
-    """Numbers in a row of what a rank holds, be it no row at all."""
+    """Length of the rows of a rank's shard, even if it has none."""
     row = parameter.shape[-1]
     if isinstance(parameter, DTensor):
         for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
@@ -216,7 +216,7 @@ def local_row_length(parameter: torch.Tensor) -> int:
 
 
 def shard_number(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Which part of a divided parameter this rank holds; the same for ranks that hold the same."""
+    """Which shard of a parameter this rank holds; the same on ranks with the same shard."""
     if not isinstance(parameter, DTensor):
         return ()
     coordinate = parameter.device_mesh.get_coordinate() or ()

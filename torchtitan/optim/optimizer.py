@@ -12,7 +12,7 @@ from torchtitan.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8, LowBi
 from torchtitan.registry import Registry
 
 QUANTIZED_OPTIMIZERS = {"AdamW8bit": AdamW8bit, "AdamW4bit": AdamW4bit, "AdamWFp8": AdamWFp8}
-"""Those that hold their moments in codes."""
+"""Optimizers that quantize their moments."""
 
 OPTIMIZERS: Registry[type[torch.optim.Optimizer]] = Registry(
     "optimizer", "optimizer.name", {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, **QUANTIZED_OPTIMIZERS}
@@ -23,11 +23,12 @@ WITHOUT_DECAY: dict[str, Callable[[nn.Module, nn.Parameter], bool]] = {
     "norms": lambda module, parameter: parameter.ndim < 2,  # and biases
     "embeddings": lambda module, parameter: isinstance(module, nn.Embedding),
 }
-"""What `optimizer.no_weight_decay` names: from a module and a parameter of its own to whether it is meant."""
+"""Values of `optimizer.no_weight_decay`: predicates of a module and one of its own parameters."""
 
 
 def decay_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]]:
-    """The model's parameters, apart from those that `optimizer.no_weight_decay` leaves alone. No group is empty."""
+    """The model's parameters, those without weight decay (`optimizer.no_weight_decay`) in their own group. No group is
+    empty."""
     meant = [WITHOUT_DECAY[name] for name in config.no_weight_decay]
     without = {
         parameter
@@ -46,13 +47,13 @@ def decay_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]]:
 def build_optimizer(
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], config: Optimizer, seed: int = 0
 ) -> torch.optim.Optimizer:
-    """The optimizer over these parameters, this rank's, or groups of them (`decay_groups`).
+    """The optimizer for these parameters (this rank's), or for groups of them (`decay_groups`).
 
-    torch's AdamW and Adam where everything is float32 (`implementation` chooses the for-loop, foreach or fused
-    update); what is smaller goes to `LowBitAdamW`.
+    If everything is float32, torch's AdamW or Adam (`implementation` chooses the for-loop, foreach or fused update);
+    for smaller dtypes `LowBitAdamW`.
 
     Args:
-        seed: of stochastic rounding.
+        seed: for stochastic rounding.
     """
     given: Any = list(parameters)
     all_parameters = [one for group in given for one in (group["params"] if isinstance(group, dict) else [group])]
@@ -76,14 +77,14 @@ def build_optimizer(
 
 
 def bytes_of_state(config: Optimizer) -> float:
-    """Of both moments, for each parameter, at least; 0 for an optimizer of a user's own."""
+    """Minimum bytes per parameter of both moments together; 0 for a user's own optimizer."""
     if config.name in QUANTIZED_OPTIMIZERS:
         return 1 if config.name == "AdamW4bit" else 2
     return {"Adam": 8, "AdamW": 2 * getattr(torch, config.state_dtype).itemsize}.get(config.name, 0)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """For the next update. A rate that is a tensor stays one: compiled updates, such as torchao's, ask for it."""
+    """Sets the rate of the next update. A tensor is updated in place, as compiled optimizers such as torchao's need."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)
@@ -92,13 +93,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def optimizer_step(optimizer: Any, skip: torch.Tensor | None) -> bool:
-    """Skips the optimizer step where `skip`, a scalar on the device, is above 0.
+    """Runs the optimizer step unless `skip`, a scalar on the device, is above 0.
 
-    torch's fused optimizers read it on the device (`found_inf`, which they have for gradient scaling). For the others
-    the host must read it, which waits for the device.
+    torch's fused optimizers read it on the device (as `found_inf`, meant for gradient scaling). For the others the host
+    must read it, which waits for the device.
 
     Returns:
-        False where the host knows that it was skipped.
+        False if the host knows that the step was skipped.
     """
     if skip is None:
         optimizer.step()

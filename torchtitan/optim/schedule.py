@@ -1,4 +1,4 @@
-"""Learning-rate schedule: warm-up, stable, decay (WSD, arXiv 2404.06395). A pure function of the step: no state."""
+"""Learning-rate schedule: warm-up, stable, decay (WSD, arXiv 2404.06395). A stateless function of the step."""
 
 import math
 
@@ -6,11 +6,12 @@ from torchtitan.config.training import LRScheduler
 
 
 def lr_factor(step: int, steps: int, config: LRScheduler) -> float:
-    """Factor on the peak learning rate for update number `step`, counted from 1 to `steps`.
+    """Factor on the peak learning rate for update `step`, from 1 to `steps`.
 
-    Warm-up: step / W up to 1 at step W. Decay: the last D updates, from 1 at the first of them towards lr_min, which
-    would be reached one update after the last (so that the last one still moves the weights). D is decay_ratio * steps,
-    or all that follow the warm-up. Where W + D exceed the run, first the warm-up, then the decay is cut short.
+    Warm-up: step / W, up to 1 at step W. Decay: over the last D updates, from 1 at the first of them towards lr_min,
+    which would be reached one update after the last (so that the last update still changes the weights). D is
+    decay_ratio * steps, or all updates after the warm-up. If the run is shorter than W + D, the decay is shortened; if
+    it is shorter than W, so is the warm-up.
     """
     warmup = min(config.warmup_steps, steps)
     decay = steps - warmup

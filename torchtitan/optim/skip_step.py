@@ -13,8 +13,8 @@ from torchtitan.config.training import Training
 from torchtitan.errors import TrainingError
 from torchtitan.logging import logger
 
-WINDOW = 100  # gradient norms whose median an outlier is compared with
-ENOUGH = 20  # with fewer norms nothing is an outlier
+WINDOW = 100  # recent gradient norms whose median defines an outlier
+ENOUGH = 20  # with fewer norms, nothing is an outlier
 SHOWN = 8  # sample ids in a message
 SATURATED = "a number that a low-precision layer multiplies is not finite"
 
@@ -22,16 +22,16 @@ SATURATED = "a number that a low-precision layer multiplies is not finite"
 class UpdateGuard:
     """Decides after each backward pass whether to skip the optimizer step.
 
-    With `skip_nonfinite`, it skips where the loss of any rank, the gradient norm, or a number that a low-precision
-    layer has saturated is not finite. With `skip_grad_norm_outliers`, it skips where the norm is above that factor
+    With `skip_nonfinite`, it skips if the loss of any rank or the gradient norm is not finite, or if a low-precision
+    layer has saturated a nonfinite number. With `skip_grad_norm_outliers`, it skips if the norm exceeds that factor
     times the median of the last 100. Without `skip_nonfinite`, it still warns of saturated infinities.
 
     Args:
-        training: the section.
-        record: called on rank 0 with the step of each skipped update, and its reason, gradient norm and sample ids.
+        training: the configuration section.
+        record: called on rank 0 for each skipped update, with its step, reason, gradient norm and sample ids.
 
     Attributes:
-        skipped: updates since the run began, as of the last `read`.
+        skipped: updates skipped since the run began, as of the last `read`.
     """
 
     def __init__(self, training: Training, record: Callable[[int, Mapping[str, Any]], None]) -> None:
@@ -52,17 +52,17 @@ class UpdateGuard:
         saturated: torch.Tensor | None,
         sample_ids: list[str],
     ) -> torch.Tensor | None:
-        """A scalar on the device, the same on every rank: above 0 to skip the optimizer step of `step`. None to make
-        it, where nothing is watched. Collective.
+        """A scalar on the device, the same on every rank: above 0 to skip the optimizer step of `step`. None if there
+        is nothing to check: do not skip. Collective.
 
-        Waits for the device only where outliers are skipped, since the median is on the host. Else the device alone
-        decides, and the host learns by `read` what was skipped.
+        Waits for the device only with `skip_grad_norm_outliers`, since the median is on the host. Otherwise the device
+        alone decides, and the host learns from `read` what was skipped.
 
         Args:
-            loss: of this rank, a scalar; 0 where it has none.
+            loss: this rank's loss, a scalar; 0 if it has none.
             grad_norm: of the full model, a scalar.
-            saturated: whether layers on this rank have saturated an infinity or NaN; None where none can.
-            sample_ids: that this rank has read for this step.
+            saturated: whether layers on this rank have saturated an infinity or NaN; None if no layer can.
+            sample_ids: samples that this rank has read for this step.
         """
         if not self.nonfinite and self.factor is None and saturated is None:
             return None
@@ -83,7 +83,7 @@ class UpdateGuard:
         the device. Collective.
 
         Returns:
-            How many updates were skipped since the run began.
+            Number of updates skipped since the run began.
 
         Raises:
             TrainingError: `max_skips_in_a_row` is reached.
@@ -128,13 +128,13 @@ class UpdateGuard:
         if self.factor is None:
             return ""
         usual = statistics.median(self.norms) if len(self.norms) >= ENOUGH else math.inf
-        self.norms.append(norm)  # outliers too, so that a lasting change becomes usual
+        self.norms.append(norm)  # include outliers, so that a lasting change becomes normal
         if norm > self.factor * usual:
             return f"the gradient norm {norm:.3g} is above {self.factor:g} times the usual {usual:.3g}"
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON. With it a resumed run skips the steps that an uninterrupted one would. Collective, as `read`."""
+        """JSON. With it, a resumed run skips the same steps as an uninterrupted one. Collective, like `read`."""
         self.read()
         return {"skipped": self.skipped, "in_a_row": self.in_a_row, "norms": list(self.norms)}
 

@@ -1,8 +1,8 @@
-"""How the moments of an optimizer are held between two updates: in float32, in bfloat16, or in blocks of codes.
+"""Storage formats of optimizer moments between updates: float32, bfloat16, or quantized in blocks.
 
-The codes are those of torchao's optimizers: 8 bits by a table (arXiv 2110.02861), 4 bits by a table (arXiv 2309.01507),
-and float8 e4m3. Their layout is our own: a block lies within a row, so that a matrix that is divided by rows, over any
-number of ranks, has the same blocks, and its codes and scales are divided as it is itself.
+The quantization codes are those of torchao's optimizers: 8 bits by a table (arXiv 2110.02861), 4 bits by a table (arXiv
+2309.01507), and float8 e4m3. The layout is our own: a block lies within a row. So a matrix that is sharded by rows has
+the same blocks under any number of ranks, and its codes and scales are sharded like the matrix.
 """
 
 import math
@@ -11,35 +11,35 @@ from typing import Protocol
 
 import torch
 
-BLOCK = 128  # numbers that share a scale, at most
-LEAST_BLOCK = 32  # below, the scales would take more room than they save
+BLOCK = 128  # maximum numbers per scale
+LEAST_BLOCK = 32  # below, the scales would take more memory than the codes save
 SMALLEST_SCALE = 1e-30
 
 State = Mapping[str, torch.Tensor]
-"""What is held of one moment, by name; this rank's shares."""
+"""The tensors that store one moment, by name; this rank's shards."""
 
 
 class StateFormat(Protocol):
-    """How the numbers of one moment are held."""
+    """How the numbers of one moment are stored."""
 
     parts: tuple[str, ...]
-    """Names of the tensors that hold them; "" of an only one."""
+    """Names of the tensors that store them; "" if there is only one."""
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part, for a parameter of this shape."""
 
     def read(self, state: State) -> torch.Tensor:
-        """The numbers, float32."""
+        """Dequantizes to float32."""
 
     def write(self, state: State, value: torch.Tensor, noise: torch.Tensor | None) -> None:
-        """Holds the float32 numbers of `value` from now on, as well as the format can."""
+        """Stores the float32 numbers of `value`, rounded to the format."""
 
 
 class Unquantized:
-    """As they are; bfloat16 is rounded stochastically.
+    """Plain numbers; bfloat16 is rounded stochastically.
 
-    A number that moves by less than half of bfloat16's step (1/512 of itself) would stay where it is for ever if it
-    were rounded to the nearest: the second moment does with beta2 = 0.999, when gradients become small.
+    Rounded to nearest, a number that changes by less than half of bfloat16's spacing (1/512 of itself) would never
+    change. That happens to the second moment with beta2 = 0.999 once gradients become small.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -57,12 +57,12 @@ class Unquantized:
 
 
 class BlockQuantized:
-    """Codes of numbers between -1 and 1, and for each block of a row the float32 scale they are to be multiplied by.
+    """Codes of numbers between -1 and 1, and a float32 scale for each block of a row.
 
     Args:
         name: "8bit", "4bit" or "fp8".
         signed: whether there are negative numbers.
-        row: numbers in a row of this rank's share.
+        row: length of a row of this rank's shard.
         device: of the parameter.
     """
 
@@ -107,24 +107,24 @@ class BlockQuantized:
 
 
 def block_size(row: int) -> int:
-    """Numbers that share a scale, for rows of this length; 0 where they do not divide into blocks."""
+    """Numbers per scale for rows of this length; 0 if they do not divide into blocks."""
     block = math.gcd(BLOCK, row)
     return block if row and block >= LEAST_BLOCK else 0
 
 
 def _table(name: str, signed: bool) -> torch.Tensor:
-    """The numbers that the codes stand for, in rising order."""
-    from torchtitan.compat.torchao_optim import create_dynamic_map  # takes its time
+    """The numbers that the codes represent, in increasing order."""
+    from torchtitan.compat.torchao_optim import create_dynamic_map  # slow import
 
     if name == "4bit" and not signed:
-        return torch.arange(1, 17) / 16  # no 0: it is what the step is divided by
+        return torch.arange(1, 17) / 16  # no 0, since the update divides by it
     return torch.tensor(create_dynamic_map(signed) if name == "8bit" else create_dynamic_map(signed, 3, 4))
 
 
 def store(target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor | None) -> None:
-    """Writes float32 numbers into `target`; with noise (int32, 0 to 65535), rounded to bfloat16 up or down with the
-    probability that makes the mean right."""
+    """Writes float32 numbers to `target`. With noise (int32, 0 to 65535), rounds stochastically to bfloat16, so that
+    the expected value is exact."""
     if noise is not None:
-        # The noise is added to the 16 bits that bfloat16 lacks; where it carries over, the number has been rounded up.
+        # Add the noise to the 16 bits that bfloat16 drops; a carry rounds the number up.
         value = ((value.view(torch.int32) + noise) & -65536).view(torch.float32)
     target.copy_(value)

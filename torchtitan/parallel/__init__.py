@@ -1,1 +1,1 @@
-"""Degrees of parallelism, and one file for each technique."""
+"""Degrees of parallelism, and one file per technique."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing (arXiv 1604.06174): compute activations again in backward instead of keeping them."""
+"""Activation checkpointing (arXiv 1604.06174): recomputes activations in the backward pass instead of saving them."""
 
 import functools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torchtitan.kernels import cpu_gemm  # noqa: F401  registers its operators
 
 
 def _expensive_operations() -> set[Any]:
-    """Operations whose results selective-by-operation checkpointing keeps: GEMMs and attention."""
+    """Operations whose results selective ("op") checkpointing saves: GEMMs and attention."""
     aten = torch.ops.aten
     return {
         aten.mm.default,
@@ -31,9 +31,10 @@ def _expensive_operations() -> set[Any]:
 
 
 def apply_activation_checkpoint(blocks: Sequence[nn.Module], config: ActivationCheckpoint) -> None:
-    """Wraps the forward of blocks in place: every block ("full"), every n-th, or all but expensive operations ("op").
+    """Wraps the forward of blocks in place: every block ("full"), every n-th, or every block with the results of
+    expensive operations saved ("op").
 
-    The forward method is replaced rather than the module, so that names in state dicts and filters stay as they are.
+    Replaces the forward method instead of wrapping the module, so that names in state dicts and filters do not change.
     """
     if config.mode == "none":
         return

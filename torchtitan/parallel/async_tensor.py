@@ -1,5 +1,5 @@
-"""Asynchronous tensor parallelism: the compiler cuts a collective and the GEMM beside it into pieces, and one piece
-travels while another is computed (arXiv 2105.05720). Pieces travel through symmetric memory, which needs CUDA."""
+"""Asynchronous tensor parallelism: the compiler splits a collective and its adjacent GEMM into chunks and overlaps them
+(arXiv 2105.05720). Chunks are exchanged through symmetric memory, which requires CUDA."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,10 +18,10 @@ FUSED = (
 
 
 class FusedGemms(CustomGraphPass):
-    """Counts the GEMMs that the compiler has fused with a collective.
+    """Counts the GEMMs that the compiler fused with a collective.
 
-    It stands behind the compiler's own passes and sees each graph as it will run. The compiler silently leaves a
-    collective as it is where it knows no pattern for it.
+    Runs after the compiler's own passes, so it sees each graph in its final form. The compiler silently leaves a
+    collective alone if no pattern matches it.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class FusedGemms(CustomGraphPass):
         self.count += sum(any(name in str(node.target) for name in FUSED) for node in graph.nodes)
 
     def uuid(self) -> None:
-        """No key: a graph from the compiler's cache would not be counted."""
+        """Disables caching of compiled graphs, since a cached graph would not be counted."""
 
     def check(self) -> None:
-        """After the first step.
+        """Call it after the first step.
 
         Raises:
-            ConfigError: nothing was fused, so communication is as synchronous as without the key.
+            ConfigError: nothing was fused, so communication is still synchronous.
         """
         if self.count == 0:
             raise ConfigError(
@@ -48,7 +48,7 @@ class FusedGemms(CustomGraphPass):
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> FusedGemms:
-    """Sets up symmetric memory for the tensor-parallel ranks and turns the compiler's pass on. Before compilation.
+    """Sets up symmetric memory for the tensor-parallel ranks and enables the compiler pass. Call it before compiling.
 
     Args:
         mesh: the tensor-parallel ranks, one dimension, on CUDA.

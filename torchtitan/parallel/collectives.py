@@ -1,4 +1,4 @@
-"""Collectives that gradients flow through, in eager and in compiled code. They return when the result is there."""
+"""Differentiable collectives for eager and compiled code, and variants without gradients. All wait for the result."""
 
 from typing import Any
 
@@ -9,8 +9,7 @@ from torchtitan.compat.distributed import functional_collectives as funcol
 
 
 def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """Joins the parts of all ranks along `dim`, in the order of ranks. Backward sums the ranks' gradients, and each
-    rank gets its part of the sum.
+    """Concatenates the shards of all ranks along `dim`, in rank order. Backward reduce-scatters the gradient.
 
     Args:
         group: name of the process group.
@@ -19,18 +18,18 @@ def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """Sums over the ranks; each gets its part along `dim`. Backward joins the gradients of all parts."""
+    """Sums over the ranks and scatters the sum along `dim`. Backward all-gathers the gradient."""
     return _ReduceScatter.apply(x, dim, group)
 
 
 def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, group: str, world_size: int) -> torch.Tensor:
-    """Each of `world_size` ranks sends a part along `split_dim` to every other, and joins what it gets along
-    `concat_dim`."""
+    """Each of `world_size` ranks splits x along `split_dim`, sends one chunk to every rank, and concatenates what it
+    receives along `concat_dim`."""
     return _AllToAll.apply(x, split_dim, concat_dim, group, world_size)
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What a functional collective gave, when it is there."""
+    """Waits for the result of a functional collective."""
     return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
 
 
@@ -45,7 +44,7 @@ def reduce_scatter_no_grad(x: torch.Tensor, dim: int, group: str) -> torch.Tenso
 
 
 def all_reduce_no_grad(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Without gradients."""
+    """Sums over the ranks, without gradients."""
     return wait_tensor(funcol.all_reduce(x, "sum", group))  # type: ignore[arg-type]
 
 

@@ -1,8 +1,8 @@
-"""Context parallelism: ranks share each sequence, and exchange keys and values, or heads, around attention.
+"""Context parallelism: ranks share each sequence and exchange keys and values, or heads, around attention.
 
-Everything else in the model works token by token and needs to know nothing but its positions. Gathering keys and values
-is what Llama 3 was trained with (arXiv 2407.21783, section 3.3.2); exchanging heads is DeepSpeed-Ulysses (arXiv
-2309.14509). Both run on any device, through torch's own attention.
+Everything else in the model works token by token and only needs position ids. Llama 3 was trained with all-gathered
+keys and values (arXiv 2407.21783, section 3.3.2); exchanging heads is DeepSpeed-Ulysses (arXiv 2309.14509). Both run on
+any device, through torch's own attention.
 
 Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a head.
 """
@@ -23,11 +23,10 @@ HEADS, SEQUENCE = 1, 2  # dimensions of queries, keys and values, (B, H, S, D)
 
 
 def own_positions(seq_len: int, rank: int, ranks: int, method: Method) -> torch.Tensor:
-    """Which positions of each sequence a rank has: (seq_len / ranks,) int64, rising.
+    """Position ids of this rank's tokens in each sequence: (seq_len / ranks,) int64, increasing.
 
-    With "allgather" a rank has one part from the front and its mirror image from the end: then each has as much
-    attention to compute as the others, though a late token sees more than an early one. With "alltoall" all have the
-    whole sequence in attention, and a rank's part is in one piece.
+    With "allgather", a rank has a chunk from the front and the mirrored chunk from the end. This balances the work:
+    later tokens attend to more keys. With "alltoall", attention sees full sequences and a rank's chunk is contiguous.
     """
     if method == "alltoall":
         return torch.arange(seq_len).chunk(ranks)[rank]
@@ -36,9 +35,9 @@ def own_positions(seq_len: int, rank: int, ranks: int, method: Method) -> torch.
 
 
 def _mask(queries: int, keys: int, device: torch.device, document_ids: torch.Tensor | None) -> torch.Tensor:
-    """Which of the first `keys` positions the last `queries` of them see."""
+    """The causal (and document) mask of the last `queries` of the first `keys` positions."""
     if document_ids is None and not torch.compiler.is_compiling():
-        return causal_lower_right(queries, keys)  # flash attention knows it; the compiler does not
+        return causal_lower_right(queries, keys)  # keeps flash attention; the compiler does not support it
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     if document_ids is not None:
         ids = document_ids[:, None, :keys]
@@ -47,10 +46,10 @@ def _mask(queries: int, keys: int, device: torch.device, document_ids: torch.Ten
 
 
 def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, method: Method) -> AttentionFunction:
-    """Causal attention between queries, keys and values of `own_positions`. Document ids are those of whole sequences.
+    """Causal attention over queries, keys and values at `own_positions`. Document ids are those of full sequences.
 
     Args:
-        attend: attention on one device, over whole sequences.
+        attend: attention over full sequences on one device.
         mesh: the ranks that share a sequence, one dimension.
     """
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
@@ -59,7 +58,7 @@ def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, meth
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
         k, v = all_gather(torch.stack([k, v]), SEQUENCE + 1, group).unbind()
-        # Gathered are the ranks' parts (first, mirrored); in order they are all the first, then back the mirrored.
+        # Gathered order: (first, mirrored) of each rank. Sequence order: all first chunks, then the mirrored reversed.
         parts = 2 * size
         order = [*range(0, parts, 2), *range(parts - 1, 0, -2)]
         k, v = (torch.cat([t.chunk(parts, SEQUENCE)[part] for part in order], SEQUENCE) for t in (k, v))

@@ -1,27 +1,27 @@
-"""Degrees of parallelism: how they fit the number of processes, and the meshes that they make."""
+"""Degrees of parallelism: how they fit the number of processes, and the device meshes they define."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torchtitan.config.system import Parallelism
 
-if TYPE_CHECKING:  # degrees are checked before torch is needed
+if TYPE_CHECKING:  # degrees are checked before torch is imported
     from torch.distributed.device_mesh import DeviceMesh
 
 Style = Literal["embedding", "sequence", "sequence_gather", "gather", "colwise", "rowwise"]
-"""How tensor parallelism divides a module; see `tensor.apply_tensor_parallel`."""
+"""How tensor parallelism shards a module; see `tensor.apply_tensor_parallel`."""
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees that multiply to the number of processes.
+    """Degrees whose product is the number of processes.
 
-    From the outermost, whose ranks are furthest apart, to the innermost, whose ranks are neighbours.
+    Ordered from the outermost, whose ranks are furthest apart, to the innermost, whose ranks are neighbours.
 
     Attributes:
-        pp: stages of the pipeline, in ranks.
-        dp_replicate: copies of the (sharded) model, each with rows of its own.
-        dp_shard: ranks that one copy is sharded over, each with rows of its own.
+        pp: ranks that the pipeline stages are spread over.
+        dp_replicate: replicas of the (sharded) model, each with its own rows of the batch.
+        dp_shard: ranks that one replica is sharded over, each with its own rows.
         cp: ranks that share each sequence. Weights are sharded over them too.
         tp: ranks that share each GEMM.
     """
@@ -34,7 +34,7 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Ranks with rows of their own: how many slices a global batch is cut into."""
+        """Ranks with their own rows: how many slices a global batch is split into."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -54,14 +54,15 @@ class ParallelDims:
         return " x ".join(parts) or "one process"
 
     def build_mesh(self, device_type: str) -> "DeviceMesh":
-        """The mesh (pp, dp_replicate, fsdp, tp). The process group must be there."""
+        """The mesh (pp, dp_replicate, fsdp, tp). The process group must be initialized."""
         from torch.distributed.device_mesh import init_device_mesh
 
         sizes = (self.pp, self.dp_replicate, self.fsdp, self.tp)
         return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
 
     def build_context_mesh(self, device_type: str) -> "DeviceMesh | None":
-        """The ranks that share a sequence with this one: a part of the dimension fsdp. None where there are none."""
+        """The ranks that share a sequence with this one, a part of the fsdp dimension. None without context
+        parallelism."""
         if self.cp == 1:
             return None
         from torch.distributed.device_mesh import init_device_mesh
@@ -71,7 +72,7 @@ class ParallelDims:
 
 
 def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) -> ParallelDims | None:
-    """The degrees for `world_size` processes; what is wrong with them goes to `problems`, a sentence each."""
+    """The degrees for `world_size` processes. On a mismatch, appends a sentence to `problems` and returns None."""
     pp, cp, tp = (getattr(parallelism, f"{kind}_parallel_degree") for kind in ("pipeline", "context", "tensor"))
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     others = pp * replicate * cp * tp
@@ -105,13 +106,13 @@ def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) ->
 
 
 def _valid_degrees(degrees: dict[str, int], world_size: int) -> str:
-    """For each degree the values with which, the others as they are, all would fit."""
+    """For each degree, the values that would fit with the others unchanged."""
     fitting = []
     for key, degree in degrees.items():
         others = 1
         for other, value in degrees.items():
             others *= value if other != key and value != -1 else 1
-        free = degrees["data_parallel_shard_degree"] == -1  # it takes what the others leave
+        free = degrees["data_parallel_shard_degree"] == -1  # it takes whatever the others leave
         values = [
             value
             for value in range(1, world_size + 1)

@@ -1,7 +1,7 @@
-"""Tensor parallelism gathers activations in float8 where every layer that takes them multiplies in float8 with one
-scale a tensor: half of bf16's bytes, and one cast for all these layers instead of one each.
+"""Tensor parallelism that all-gathers activations in float8, if all layers that use them multiply in tensorwise float8:
+half the bytes of bf16, and one cast for all these layers.
 
-(Other recipes have a scale for each row, or for each column in the backward pass, and communicate in high precision.)
+(Other recipes have a scale per row, or per column in the backward pass, and communicate in high precision.)
 """
 
 import functools
@@ -19,14 +19,14 @@ from torchtitan.parallel.tensor import AllGather
 
 
 def all_gather_for(linears: Sequence[nn.Module]) -> AllGather:
-    """How the input of these layers is all-gathered: in the dtype that each of them names as its `all_gather_dtype`, or
-    else as it is."""
+    """Chooses how to all-gather the input of these layers: in their `all_gather_dtype` if all name the same, else in
+    its own dtype."""
     dtypes = {getattr(linear, "all_gather_dtype", None) for linear in linears}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return all_gather if dtype is None else _float8_all_gather(dtype)
 
 
-@functools.cache  # one for all layers: what is compiled for one block then serves all
+@functools.cache  # one function for all layers, so that one block's compiled code serves all
 def _float8_all_gather(dtype: torch.dtype) -> AllGather:
     from torchtitan.compat.torchao_float8 import Float8TrainingTensor, GemmInputRole, LinearMMConfig
 
@@ -39,7 +39,7 @@ def _float8_all_gather(dtype: torch.dtype) -> AllGather:
             amax = wait_tensor(funcol.all_reduce(rounding.amax(flat).amax(), "max", group))  # type: ignore[arg-type]
             scale = float8_scale(amax, dtype)
             data = rounding.round_to(flat, scale, dtype).view(x.shape)
-            if data.device.type == "cpu":  # gloo knows no float8
+            if data.device.type == "cpu":  # gloo does not support float8
                 data = all_gather_no_grad(data.view(torch.uint8), dim, group).view(dtype)
             else:
                 data = all_gather_no_grad(data, dim, group)

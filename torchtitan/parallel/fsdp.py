@@ -1,7 +1,7 @@
 """Data parallelism: FSDP2, HSDP, DDP and one process, all through `fully_shard`.
 
-One process is a shard of one, DDP a copy of a shard of one: the same code computes in the same precision under every
-layout, with float32 weights and gradients around a computation in `param_dtype`.
+One process is a single shard, DDP replicates a single shard. So every layout runs the same code in the same precision:
+float32 weights and gradients around a computation in `param_dtype`.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from torchtitan.errors import ConfigError
 
 
 def require_parts(model: Any) -> None:
-    """A ConfigError where a model, such as a user's own, lacks the parts by which it is divided into groups of FSDP."""
+    """Raises a ConfigError if a model, such as a user's own, lacks the parts that define the FSDP groups."""
     if not isinstance(getattr(model, "layers", None), nn.ModuleDict) or not hasattr(model, "tok_embeddings"):
         raise ConfigError(
             f"model.name: {type(model).__name__} needs an embedding named tok_embeddings and its blocks in layers, an "
@@ -34,20 +34,20 @@ def apply_fsdp(
     reshard_after_forward: bool,
     cpu_offload: bool = False,
 ) -> None:
-    """Shards each block, then what is left (the root).
+    """Shards each block, then the remaining parameters (the root).
 
-    The root's weights stay gathered from the beginning of the forward pass to the end of the backward pass. The output
-    layer must be among them: the chunked loss takes its gradient while the forward pass is running.
+    The root's weights stay gathered from the start of the forward pass to the end of the backward pass. The output
+    layer must be among them: the chunked loss computes its gradient during the forward pass.
 
     Args:
-        blocks: modules to gather and free one by one.
+        blocks: modules to gather and reshard one by one.
         mesh: (fsdp,), or (dp_replicate, fsdp).
-        param_dtype: of gathered weights, and so of the computation.
-        reduce_dtype: in which gradients are summed.
+        param_dtype: dtype of gathered weights, and so of the computation.
+        reduce_dtype: dtype in which gradients are summed.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
-        # Weights decide the dtype of activations; casting inputs would also round the table of rotations.
+        # Weights set the dtype of activations; casting inputs would also round the RoPE table.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
@@ -57,8 +57,8 @@ def apply_fsdp(
 
 
 def set_last_microbatch(models: Iterable[nn.Module], last: bool) -> None:
-    """Copies of a model exchange gradients after the last microbatch only. (Shards are summed after each one, which
-    keeps no more than a shard of the gradient.)"""
+    """Makes replicas all-reduce gradients after the last microbatch only. (Shards reduce-scatter after each one, so no
+    rank holds more than a gradient shard.)"""
     for model in models:
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(last)
@@ -66,7 +66,7 @@ def set_last_microbatch(models: Iterable[nn.Module], last: bool) -> None:
 
 
 def reshard(models: Iterable[nn.Module]) -> None:
-    """Frees gathered weights after a forward pass that no backward pass followed."""
+    """Frees gathered weights after a forward pass without a backward pass."""
     for model in models:
         if isinstance(model, FSDPModule):
             model.reshard()

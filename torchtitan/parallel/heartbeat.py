@@ -1,7 +1,7 @@
-"""Which ranks are still there, and where: each says so once a second, in the store through which the run has met.
+"""Which ranks are alive, and where in the code: each rank reports once a second to the store of the process group.
 
-A rank that dies or is stopped leaves the others with a broken connection or a collective that does not end, and
-neither tells them which rank it was. Its heartbeat does, on every machine and with every backend.
+When a rank dies or is stopped, the others see a broken connection or a collective that never ends, and neither names
+the rank. Its missing heartbeat does, on every machine and with every backend.
 """
 
 import atexit
@@ -20,25 +20,25 @@ from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 
 INTERVAL = 1.0  # seconds between two beats
-PATIENCE = 3.0  # seconds in which a living rank is heard, however busy
-SILENCE = 20.0  # seconds without a beat after which the next rank says so, though nothing has failed yet
-MOST = 8  # late ranks that are told of
-LOST = "lost contact"  # how a rank ends that has lost another
+PATIENCE = 3.0  # seconds within which a living rank beats, however busy
+SILENCE = 20.0  # seconds without a beat until the previous rank logs a warning, even if nothing has failed
+MOST = 8  # late ranks to list
+LOST = "lost contact"  # end of a rank that lost another one
 FINISHED = "finished"
 
 Result = TypeVar("Result")
 
 
 class Heartbeat:
-    """The beats of all ranks, as one of them sees them.
+    """The heartbeats of all ranks, as seen by one of them.
 
     Args:
-        store: of the process group. Another connection to it is opened, since a thread that waits for a key keeps all
-            others from using its own.
-        rank: this one.
+        store: of the process group. The heartbeat opens a second connection to it, since a thread that waits for a key
+            blocks all others on the same connection.
+        rank: this rank.
         world_size: number of ranks.
-        stop: a request to stop is passed on through the store. It reaches ranks that come to no step boundary, where
-            they would agree: one that compiles must not wait for one that has given up.
+        stop: a stop request is forwarded through the store. Normally ranks agree to stop at a step boundary; this
+            reaches those that get to none: a rank that is compiling must not wait for one that has given up.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, stop: Stop | None = None) -> None:
@@ -49,7 +49,7 @@ class Heartbeat:
         self.others = [other for other in range(world_size) if other != rank]
 
     def start(self, silence: float = SILENCE) -> None:
-        """Beats, in a thread, until the process ends; watches the next rank, and says where it is silent."""
+        """Starts a thread that beats until the process ends, and warns if the next rank is silent."""
         stop = threading.Event()
         self.store.set(f"beat/{self.rank}", "0")
         self.store.set(f"end/{self.rank}", "")
@@ -65,11 +65,11 @@ class Heartbeat:
         atexit.register(finish)
 
     def end(self, how: str) -> None:
-        """Leaves word of how this rank ends, so that it is not taken for dead."""
+        """Records how this rank ends, so that it does not look dead."""
         with_timeout(PATIENCE, lambda: self.store.set(f"end/{self.rank}", how))
 
     def account(self) -> str:
-        """A sentence on the ranks that are gone or late. Takes PATIENCE where some are gone, a second where none is."""
+        """One sentence on missing or late ranks. Takes PATIENCE if some are missing, a second if none is."""
         silent = with_timeout(2 * PATIENCE, self._silent)
         if silent is None:
             return "The store of the run, where the launchers have met, does not answer: that machine is gone."
@@ -86,12 +86,12 @@ class Heartbeat:
         return "All ranks answer, and all have failed: the network is broken, or the time too short."
 
     def places(self) -> dict[int, str]:
-        """Where each rank was a second ago; '' where it has not said so yet."""
+        """Where each rank was a second ago; '' if it has not reported yet."""
         beats = self._read("beat", range(self.world_size))
         return {rank: beat.partition(" ")[2] for rank, beat in beats.items()}
 
     def process(self, rank: int) -> str:
-        """'4242 on node7'."""
+        """Process id and host of a rank, as in '4242 on node7'."""
         return self._read("process", [rank])[rank]
 
     def _run(self, stop: threading.Event, silence: float) -> None:
@@ -109,7 +109,7 @@ class Heartbeat:
                     warned = True
                     for other in self._silent():
                         logger.warning(f"nothing has been heard from rank {other} for {silence:g} s")
-        except dist.DistError:  # the store is gone, and the run will notice soon
+        except dist.DistError:  # the store is gone; the run will notice soon
             return
 
     def _forward_stop_request(self) -> None:
@@ -128,7 +128,7 @@ class Heartbeat:
         return silent
 
     def _read(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
-        """In one request: on a failure every rank asks for all others. '' for a rank that has not started yet."""
+        """One request for all ranks: after a failure, every rank asks for all others. '' for a rank not yet started."""
         keys = [f"{kind}/{rank}" for rank in ranks]
         if self.store.check(keys):
             values = self.store.multi_get(keys)
@@ -142,7 +142,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
-    """What `call` returns; None where it fails or takes longer, as a store may whose machine is gone."""
+    """Result of `call`, or None if it fails or takes longer, as a store does whose machine is gone."""
     results: list[Result] = []
 
     def run() -> None:

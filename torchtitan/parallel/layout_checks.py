@@ -1,4 +1,4 @@
-"""Whether a model, a batch and a schedule can be divided by the degrees of parallelism."""
+"""Checks that a model, a batch and a pipeline schedule fit the degrees of parallelism."""
 
 import os
 from typing import Any
@@ -12,10 +12,10 @@ PREFIX = "parallelism."
 
 
 def check_model(args: Any, dims: ParallelDims, parallelism: Parallelism, seq_len: int, problems: list[str]) -> None:
-    """What does not divide goes to `problems`, a sentence each, with the degrees that would do.
+    """Appends a sentence to `problems` for each size that a degree does not divide, with degrees that do.
 
     Args:
-        args: sizes of the model: `n_heads`, `n_kv_heads`, `n_layers`, `vocab_size`, and perhaps `ffn_dim`.
+        args: model sizes: `n_heads`, `n_kv_heads`, `n_layers`, `vocab_size`, and optionally `ffn_dim`.
     """
     kv_heads = args.n_kv_heads
     if dims.tp > 1:
@@ -61,8 +61,8 @@ def _check_divides(key: str, degree: int, size: int, what: str, problems: list[s
 
 
 def check_schedule(parallelism: Parallelism, problems: list[str]) -> None:
-    """Whether there is a schedule of this name. With a CSV file the name of torch's runtime for such files will do."""
-    from torchtitan.parallel.pipeline import OF_CSV, SCHEDULES  # takes its time
+    """Checks that the schedule exists. With a CSV file, torch's names for schedules from files are allowed too."""
+    from torchtitan.parallel.pipeline import OF_CSV, SCHEDULES  # slow import
 
     name = parallelism.pipeline_parallel_schedule
     known = [*SCHEDULES, *OF_CSV] if parallelism.pipeline_parallel_schedule_csv else SCHEDULES
@@ -82,7 +82,7 @@ def check_pipeline(
     validation: Validation,
     problems: list[str],
 ) -> None:
-    """Whether stages and schedule fit each other, the model's layers and the batch."""
+    """Checks that stages and schedule fit each other, the model's layers and the batch."""
     from torchtitan.parallel.pipeline import (
         OF_CSV,
         SCHEDULES,
@@ -96,7 +96,7 @@ def check_pipeline(
     name = parallelism.pipeline_parallel_schedule
     key = f"{PREFIX}pipeline_parallel_schedule"
     if name.lower() not in map(str.lower, [*SCHEDULES, *OF_CSV]):
-        return  # `check_schedule` says so
+        return  # reported by `check_schedule`
     per_rank = stages_per_rank(name)
     if training.compile and splits_backward(parallelism):
         problems.append(

@@ -1,4 +1,4 @@
-"""Cross-entropy where each tensor-parallel rank has the logits of its part of the vocabulary.
+"""Cross-entropy over logits that tensor parallelism shards along the vocabulary.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -12,7 +12,7 @@ from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 
 
 def vocab_parallel_cross_entropy(mesh: DeviceMesh) -> CrossEntropyFunction:
-    """`loss.cross_entropy` from logits (T, V / ranks): the ranks exchange three numbers a token (Megatron,
+    """`loss.cross_entropy` for logits (T, V / ranks): the ranks exchange three numbers per token (Megatron,
     arXiv 1909.08053, section 3)."""
     rank, group = mesh.get_local_rank(), mesh.get_group()
 
@@ -38,7 +38,7 @@ def vocab_parallel_cross_entropy(mesh: DeviceMesh) -> CrossEntropyFunction:
 
 
 def all_gather_cross_entropy(cross_entropy: CrossEntropyFunction, mesh: DeviceMesh) -> CrossEntropyFunction:
-    """`cross_entropy` from logits (T, V / ranks): every rank all-gathers the logits, (T, V)."""
+    """`cross_entropy` for logits (T, V / ranks): every rank all-gathers the logits to (T, V)."""
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
 
     def gathered(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What ranks tell each other, so that all of them decide the same."""
+"""Collectives of Python objects, so that all ranks decide the same."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,24 +11,24 @@ T = TypeVar("T")
 
 
 def all_gather_object(value: T) -> list[T]:
-    """What each rank has, on every rank."""
+    """The values of all ranks, in rank order, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def broadcast_from_rank_0(read: Callable[[], T]) -> T:
-    """What rank 0 reads, on every rank: a folder may look different from another machine."""
+    """Reads on rank 0 and broadcasts the result: a folder may look different from another machine."""
     values = [read() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(values)
     return values[0]  # type: ignore[return-value]
 
 
 def raise_on_all_ranks(read: Callable[[], T]) -> T:
-    """What `read` gives on this rank.
+    """Calls `read` on every rank and returns this rank's result.
 
     Raises:
-        UserError: on every rank, where it is raised on any.
+        UserError: on every rank, if it was raised on any.
     """
     result, error = None, None
     try:

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: the layers of a model in stages on different ranks, microbatches flowing through them.
+"""Pipeline parallelism: a model's layers are split into stages on different ranks, and microbatches flow through them.
 
-Schedules are torch's (torch.distributed.pipelining): GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), its
-interleaved form (arXiv 2104.04473), zero-bubble forms (arXiv 2401.10241).
+Schedules are torch's (torch.distributed.pipelining): GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), interleaved
+1F1B (arXiv 2104.04473), zero bubble (arXiv 2401.10241).
 """
 
 import contextlib
@@ -35,7 +35,7 @@ SCHEDULES = (
     "LoopedBFS",
     "DualPipeV",
 )
-# Names that torch takes for a schedule from a CSV file; there they say only whether a rank has one stage or several.
+# Names that torch uses for schedules from a CSV file; there they only say whether a rank has one stage or several.
 OF_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
 AFTER_LAYERS = ("norm", "output")
 SINGLE_OF_CSV = OF_CSV[0].lower()
@@ -44,45 +44,45 @@ SPLITS_BACKWARD = ("interleavedzerobubble", *V_SHAPED)
 
 
 class Passes(NamedTuple):
-    """How often something runs forward and backward."""
+    """Number of forward and backward passes."""
 
     forward: int
     backward: int
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
-    """Whether the schedule computes the gradients of inputs and of weights one after the other."""
+    """Whether the schedule computes input gradients and weight gradients in separate passes."""
     name = parallelism.pipeline_parallel_schedule.lower()
     return parallelism.pipeline_parallel_degree > 1 and name in SPLITS_BACKWARD
 
 
 def stages_per_rank(schedule: str) -> int:
-    """How many stages a rank has where the configuration leaves it open."""
+    """Default number of stages per rank."""
     if schedule.lower() in map(str.lower, OF_CSV):
         return 1 if schedule.lower() == SINGLE_OF_CSV else 2
     return 2 if issubclass(get_schedule_class(schedule), PipelineScheduleMulti) else 1
 
 
 def stages_of(rank: int, ranks: int, stages: int, schedule: str) -> list[int]:
-    """Numbers of the stages on a rank: round robin, or down and up again for V-shaped schedules."""
+    """The stage numbers of a rank: round robin, or down and back up for V-shaped schedules."""
     if schedule.lower() in V_SHAPED:
         return [rank, stages - 1 - rank]
     return list(range(rank, stages, ranks))
 
 
 def first_layers(costs: Sequence[float], stages: int) -> list[int]:
-    """Divides layers into so many stages that the most expensive stage is as cheap as can be.
+    """Splits layers into stages so that the most expensive stage is as cheap as possible.
 
     Args:
-        costs: of each layer, in order. There must be as many as stages.
+        costs: cost of each layer, in order; at least as many as stages.
 
     Returns:
-        The number of the first layer of each stage.
+        The first layer of each stage.
     """
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[i] = (cost of the dearest stage, firsts) for the layers from i on, in so many stages as rounds have passed
+    # best[i] = (cost of the most expensive stage, first layers) for layers i on, split into as many stages as rounds
     best: dict[int, tuple[float, list[int]]] = {i: (sums[-1] - sums[i], [i]) for i in range(len(costs))}
     for _ in range(stages - 1):
         best = {
@@ -96,8 +96,8 @@ def first_layers(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def split_points(parallelism: Parallelism, layers: int) -> list[int] | None:
-    """The first layer of each stage but the first, as the configuration names them; `layers` where it names what comes
-    after the layers. None for a name that is neither."""
+    """The configured first layer of each stage but the first; `layers` for a stage that begins after the layers. None
+    if a name is neither."""
     numbers = []
     for point in parallelism.pipeline_parallel_split_points:
         number = point.removeprefix("layers.")
@@ -108,25 +108,25 @@ def split_points(parallelism: Parallelism, layers: int) -> list[int] | None:
 
 
 def count_stages(parallelism: Parallelism, layers: int) -> int:
-    """How many stages the configuration makes of a model of so many layers."""
+    """How many stages the configuration gives a model with this many layers."""
     ranks = parallelism.pipeline_parallel_degree
     if parallelism.pipeline_parallel_split_points:
         return len(parallelism.pipeline_parallel_split_points) + 1
     if each := parallelism.pipeline_parallel_layers_per_stage:
         stages = -(-layers // each)
-        # A stage for the output layer alone, and one for the embedding, where the ranks need them to come out even.
+        # Add a stage for the output layer alone, and one for the embedding, if that makes the stages divide evenly.
         return next((count for count in (stages, stages + 1, stages + 2) if count % ranks == 0), stages)
     if csv := parallelism.pipeline_parallel_schedule_csv:
-        with contextlib.suppress(OSError, ValueError):  # said where it is loaded
+        with contextlib.suppress(OSError, ValueError):  # reported when the file is loaded
             return 1 + max(map(int, re.findall(r"\b(\d+)[A-Z]", Path(csv).read_text(encoding="utf-8"))))
     return ranks * stages_per_rank(parallelism.pipeline_parallel_schedule)
 
 
 def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[int]:
-    """The first layer of each stage, as the configuration says: at split points, every so many layers, or by cost.
+    """The first layer of each stage: from the configured split points, at a fixed number of layers, or by cost.
 
-    Where there are more stages than that makes, the last has the output layer alone (and begins after all layers), and
-    the first the embedding alone.
+    If that gives fewer stages than required, the last stage has the output layer alone (and begins after all layers),
+    and the first has the embedding alone.
     """
     layers, stages = len(costs), count_stages(parallelism, len(costs))
     if parallelism.pipeline_parallel_split_points:
@@ -139,9 +139,9 @@ def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[
 
 
 def layer_costs(model: Any, seq_len: int) -> list[float]:
-    """Multiplications for one token in each layer of a model; the output layer counts to the last.
+    """Multiplications per token in each layer of a model; the output layer is added to the last.
 
-    Those of attention are 2 for each channel and each token that a token sees: half of the sequence on average.
+    Attention takes 2 per channel and visible token; on average half of the sequence is visible.
     """
 
     require_parts(model)
@@ -156,15 +156,19 @@ def layer_costs(model: Any, seq_len: int) -> list[float]:
 
 
 def split(model: Any, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Any]:
-    """The stages with these numbers, by number, and leaves in the model the modules of them alone.
+    """Builds the stages with these numbers, and removes all other modules from the model.
 
-    A stage is a view: it shares its modules with the model, under the same names; so optimizer and checkpoints go on
-    working with the model. The first stage of all has the embedding, the last the norm and the output layer; what a
-    stage does not have is None there.
+    A stage is a view: it shares its modules with the model, under the same names, so the optimizer and checkpoints keep
+    working with the model. The first stage has the embedding, the last one the norm and the output layer; in other
+    stages these are None.
 
     Args:
-        model: with `tok_embeddings`, a ModuleDict `layers` by number, `norm` and `output`.
+        model: has `tok_embeddings`, a ModuleDict `layers` keyed by number, `norm` and `output`.
         firsts: first layer of each stage.
+        numbers: stages to build.
+
+    Returns:
+        The stages by number.
     """
     layers, last = dict(model.layers.items()), len(firsts) - 1
     ends = [*firsts[1:], len(layers)]
@@ -188,15 +192,14 @@ def split(model: Any, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int
 
 
 class Pipeline:
-    """Runs batches through the stages. All ranks of a pipeline call it together.
+    """Runs batches through the stages. Collective over the ranks of the pipeline.
 
     Args:
         modules: the stages on this rank, by number.
-        stages: how many there are in all.
-        tokens, hidden: tensors on the meta device like what the first stage is given for a microbatch, and what a stage
-            gives the next.
-        microbatches: that a batch is cut into.
-        scale: of the loss before backward.
+        stages: total number of stages.
+        tokens, hidden: meta tensors shaped like one microbatch of the first stage's input, and of a stage's output.
+        microbatches: number of microbatches per batch.
+        scale: factor on the loss before backward.
 
     Raises:
         ConfigError: the CSV file does not hold a schedule for these stages.
@@ -250,24 +253,24 @@ class Pipeline:
                 ) from None
 
     def passes(self, number: int) -> Passes:
-        """Of this stage's layers for a batch. Where a schedule computes the gradients of inputs and of weights one
-        after the other, torch runs the whole backward pass of a linear layer for each."""
+        """Passes through this stage's layers per batch. With separate passes for input and weight gradients, torch runs
+        the full backward pass of a linear layer in each."""
         if isinstance(self.schedule, PipelineScheduleSingle):
             return Passes(self.microbatches, self.microbatches)
         kinds = computations(self.schedule, self.group.rank(), number)
-        by_inputs = kinds[ComputationType.BACKWARD_INPUT] if number > 0 else 0  # the first stage's are tokens
+        by_inputs = kinds[ComputationType.BACKWARD_INPUT] if number > 0 else 0  # the first stage's inputs are tokens
         backward = kinds[ComputationType.FULL_BACKWARD] + by_inputs + kinds[ComputationType.BACKWARD_WEIGHT]
         return Passes(self.microbatches, backward)
 
     def train(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        """Forward and backward. Gradients are left in the parameters.
+        """Forward and backward; leaves the gradients in the parameters.
 
         Args:
             tokens, labels: (rows, seq).
-            inputs: by name, for every stage; (rows, ...).
+            inputs: keyword inputs of every stage; (rows, ...).
 
         Returns:
-            The summed loss, on the rank of the last stage; elsewhere 0.
+            The summed loss on the rank of the last stage; 0 on the others.
         """
         return self._run(self.schedule.step, tokens, labels, **inputs)
 

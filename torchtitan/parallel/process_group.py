@@ -1,4 +1,4 @@
-"""The process group: started with patience, then held to a shorter timeout; what is said when a rank is lost."""
+"""The process group: set up with a long timeout, which training shortens; failures name the lost rank."""
 
 import contextlib
 import os
@@ -21,9 +21,9 @@ from torchtitan.errors import LostRankError
 from torchtitan.launcher.signals import Stop
 from torchtitan.parallel.heartbeat import LOST, Heartbeat
 
-_heartbeat: Heartbeat | None = None  # this process's: with the store's machine gone, no other connection can be made
-GLOO_CLOSED = "Application timeout caused pair closure"  # by an earlier collective
-TRACES = "comm_traces"  # in the dump folder; a file rank_N of each rank
+_heartbeat: Heartbeat | None = None  # created at start: no new connection is possible once the store's machine is gone
+GLOO_CLOSED = "Application timeout caused pair closure"  # raised by collectives that follow one that timed out
+TRACES = "comm_traces"  # in the dump folder; one file rank_N per rank
 
 
 def world_from_environment() -> tuple[int, int, int]:
@@ -35,16 +35,16 @@ def world_from_environment() -> tuple[int, int, int]:
 
 
 def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop | None = None) -> None:
-    """The default group. Without torchrun it is a group of this process alone. From now on a request to `stop` any
-    rank reaches all.
+    """Creates the default group; without torchrun, a group of this process alone. From then on, a request to `stop`
+    that reaches any rank is forwarded to all.
 
     Args:
-        dump_folder: of the run; the flight recorder writes to its subfolder `comm_traces`.
+        dump_folder: the flight recorder writes to its subfolder `comm_traces`.
 
     Raises:
-        LostRankError: a rank has not come within `comm.init_timeout_seconds`.
+        LostRankError: a rank did not join within `comm.init_timeout_seconds`.
     """
-    # What torch's flight recorder keeps of the last collectives; NCCL's watchdog dumps it, `named_failures` gloo's.
+    # torch's flight recorder of recent collectives. NCCL's watchdog dumps it; for gloo, `named_failures` does.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(dump_folder / TRACES / "rank_"))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1" if comm.trace_buf_size else "0")
@@ -62,7 +62,7 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
             f"rank 0, or the store that torchrun keeps on its machine, did not answer within "
             f"comm.init_timeout_seconds = {comm.init_timeout_seconds}."
         ) from None
-    if device.type == "cuda":  # the watchdog makes no folder
+    if device.type == "cuda":  # the watchdog does not create the folder
         (dump_folder / TRACES).mkdir(parents=True, exist_ok=True)
     dist.init_process_group(
         device.backend, timeout=timeout, store=dist.PrefixStore(start, store), rank=rank, world_size=world_size
@@ -74,8 +74,8 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
 
 
 def _stay_on_this_machine() -> None:
-    """Where all ranks are on one machine, the ports that they open to each other are on loopback. gloo would listen on
-    the address of the machine's name, NCCL on that of a network card."""
+    """If all ranks run on one machine, makes them listen on loopback only. By default gloo listens on the address of
+    the host name, NCCL on that of a network interface."""
     _, _, world_size = world_from_environment()
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_size:
@@ -84,18 +84,18 @@ def _stay_on_this_machine() -> None:
 
 
 def _rendezvous(store: dist.Store, rank: int, world_size: int, seconds: int) -> str:
-    """A name for this start of the run, the same on all ranks, once all are there.
+    """Waits for all ranks and returns a name for this start of the run, the same on every rank.
 
-    torchrun hands the same store to every restart, with the addresses of processes that are gone, and machines may
-    have counted different numbers of restarts. So rank 0 draws a name, tells it to every rank that says hello, and
-    again where the hello was one left over from an earlier start, until the rank confirms.
+    torchrun passes the same store to every restart, with the addresses of dead processes in it, and machines may
+    disagree on the number of restarts. So rank 0 draws a name and answers each rank's hello with it. The hello may be
+    left over from an earlier start, so rank 0 repeats this until the rank confirms.
     """
     me = uuid.uuid4().hex
     if rank > 0:
         store.set(f"hello/{rank}", me)
         start = store.get(f"welcome/{me}").decode()
         store.set(f"{start}/here/{rank}", "")
-        store.wait([f"{start}/absent"], timedelta(seconds=seconds + 10))  # rank 0 may have come later than this one
+        store.wait([f"{start}/absent"], timedelta(seconds=seconds + 10))  # rank 0 may have started later
         absent = store.get(f"{start}/absent").decode()
     else:
         start, waiting, deadline = me, list(range(1, world_size)), time.monotonic() + seconds
@@ -115,12 +115,12 @@ def _rendezvous(store: dist.Store, rank: int, world_size: int, seconds: int) -> 
 
 
 def set_timeout(seconds: int) -> None:
-    """From now on a collective of the default group, or of a mesh, fails after `seconds`.
+    """Sets the timeout of collectives of the default group and of meshes.
 
-    Call it on all ranks at the same place. Groups that serve something else keep the timeout that they have: a
-    checkpoint written in the background may take longer than a step.
+    Call it on all ranks at the same point. Other groups keep their timeout: a checkpoint written in the background may
+    take longer than a step.
     """
-    dist.barrier()  # nobody is held to the shorter time while others still start up
+    dist.barrier()  # nobody gets the shorter timeout while others are still starting up
     for group in process_groups():
         if group.group_desc == "default_pg" or group.group_desc.startswith("mesh_"):
             set_group_timeout(group, timedelta(seconds=seconds))
@@ -128,9 +128,9 @@ def set_timeout(seconds: int) -> None:
 
 @contextlib.contextmanager
 def named_failures(comm: Comm, dump_folder: Path) -> Iterator[None]:
-    """Around a run: a collective that fails because of another rank is a LostRankError that names the rank.
+    """Wraps a run: turns a collective that failed because of another rank into a LostRankError that names the rank.
 
-    With NCCL there is nothing to catch: its watchdog dumps the flight recorder and ends the process.
+    With NCCL nothing is raised: its watchdog dumps the flight recorder and ends the process.
     """
     try:
         yield
@@ -146,7 +146,7 @@ def named_failures(comm: Comm, dump_folder: Path) -> Iterator[None]:
 
 
 def failed_collective(error: BaseException | None) -> str:
-    """The message of the collective that has failed, wherever in the chain of causes it is; '' for another error."""
+    """The message of the failed collective anywhere in the chain of causes; '' for other errors."""
     while error is not None:
         if isinstance(error, dist.DistError) or "gloo/transport" in str(error) or GLOO_CLOSED in str(error):
             return str(error)
@@ -164,11 +164,11 @@ def _describe_failure(message: str, comm: Comm) -> str:
 
 
 def _dump_flight_recorder(comm: Comm, dump_folder: Path) -> str:
-    """Writes what this rank has done last, as NCCL's watchdog does by itself; a sentence that says where."""
+    """Dumps this rank's recent collectives, as NCCL's watchdog does by itself. Returns a sentence that says where."""
     if not comm.trace_buf_size or dist.get_backend() != "gloo":
         return ""
     trace = pickle.loads(flight_recorder_trace())
-    trace["pg_config"] = {  # gloo leaves it empty, and torchfrtrace needs it
+    trace["pg_config"] = {  # empty with gloo, but required by torchfrtrace
         group.group_name: {
             "name": group.group_name,
             "desc": group.group_desc,

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor that is sharded over the mesh."""
+"""The local part of tensors that are sharded over the mesh."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 
 def unwrapped(tensor: Any) -> torch.Tensor:
-    """The tensor inside a subclass that tells FSDP how to all-gather it; any other tensor as it is."""
+    """The tensor inside a subclass that customizes FSDP's all-gather; any other tensor unchanged."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor
     (name, *_), _ = tensor.__tensor_flatten__()
@@ -15,13 +15,13 @@ def unwrapped(tensor: Any) -> torch.Tensor:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard as a plain tensor, in the same memory; a tensor that is not sharded, detached."""
+    """This rank's shard as a plain tensor that shares its memory; an unsharded tensor, detached."""
     return unwrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
 
 
 def sharded_like(like: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`local` as this rank's shard of a tensor of this shape, sharded as `like` is. `local` itself where `like` is not
-    sharded."""
+    """`local` as this rank's shard of a tensor of this global shape, sharded like `like`. `local` itself if `like` is
+    not sharded."""
     if not isinstance(like, DTensor):
         return local
     return DTensor.from_local(

@@ -1,8 +1,8 @@
 """Tensor parallelism (Megatron, arXiv 1909.08053) with sequence parallelism (arXiv 2205.05198).
 
-Weights become DTensors, so that FSDP, checkpoints and initialization know what a rank holds. A module's forward sees
-its rank's share as a plain tensor, and the collectives stand in hooks at the borders of blocks: so the arithmetic in
-between, be it torch's, a converter's or the compiler's, is that of a smaller model on one device.
+Weights become DTensors, so that FSDP, checkpoints and initialization know which shard a rank holds. A module's forward
+sees its local shard as a plain tensor, and the collectives run in hooks at block boundaries. So the computation in
+between, whether by torch, a converter or the compiler, is that of a smaller model on one device.
 
 Shapes: B batch, S sequence, D channels.
 """
@@ -25,7 +25,7 @@ SEQUENCE = 1  # dimension of activations, (B, S, D)
 
 
 AllGather = Callable[[torch.Tensor, int, str], torch.Tensor]
-"""(tensor, dimension, group), as `collectives.all_gather`."""
+"""(tensor, dimension, group name), like `collectives.all_gather`."""
 
 
 def apply_tensor_parallel(
@@ -34,18 +34,18 @@ def apply_tensor_parallel(
     mesh: DeviceMesh,
     all_gather_for: Callable[[Sequence[nn.Module]], AllGather] = lambda linears: all_gather,
 ) -> None:
-    """Divides the modules that the plan names, in place. The model is on the meta device.
+    """Shards the modules that the plan names, in place. The model is on the meta device.
 
     Args:
-        plan: from the end of a module's path to
-            "embedding": vocabulary over the ranks; gives sequences divided over the ranks,
-            "sequence": computes on divided sequences, with the whole weight (a norm),
-            "sequence_gather": the same, and gives whole sequences,
-            "gather": takes divided sequences, and its children get them whole,
-            "colwise": a linear layer's outputs over the ranks,
-            "rowwise": its inputs over the ranks; gives divided sequences.
-        mesh: the ranks, one dimension.
-        all_gather_for: how the input of these colwise layers is gathered.
+        plan: maps the end of a module's path to a style:
+            "embedding": shards the vocabulary; the output is sharded along the sequence.
+            "sequence": works on sequence shards, with the full weight (a norm).
+            "sequence_gather": "sequence", then all-gathers the output along the sequence.
+            "gather": all-gathers the input along the sequence for its children.
+            "colwise": shards the outputs of a linear layer.
+            "rowwise": shards its inputs; reduce-scatters the output along the sequence.
+        mesh: the tensor-parallel ranks, one dimension.
+        all_gather_for: chooses how to all-gather the input of these colwise layers.
     """
     group = mesh.get_group().group_name
     for name, module in model.named_modules():
@@ -71,7 +71,7 @@ def apply_tensor_parallel(
 
 
 class _AllGatherInput:
-    """A hook before the forward of a module whose children `linears` take its input whole."""
+    """A forward pre-hook that all-gathers a module's input for its children `linears`."""
 
     def __init__(
         self, linears: Sequence[nn.Module], all_gather_for: Callable[[Sequence[nn.Module]], AllGather], group: str
@@ -84,7 +84,7 @@ class _AllGatherInput:
 
 
 def choose_all_gathers(model: nn.Module) -> None:
-    """Chooses anew how the inputs of layers are gathered, after layers have changed."""
+    """Chooses again how layer inputs are all-gathered, after layers have changed."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, _AllGatherInput):
@@ -92,16 +92,16 @@ def choose_all_gathers(model: nn.Module) -> None:
 
 
 def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
-    """What the plan says of the module at this path."""
+    """The plan's style for the module at this path."""
     return next((style for end, style in plan.items() if f".{name}".endswith(f".{end}")), None)
 
 
 def _shard_parameters(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Makes DTensors of the module's parameters; its forward sees the local share of them.
+    """Replaces the module's parameters with DTensors; its forward sees their local shards.
 
     Raises:
-        NotImplementedError: a parameter that the style does not provide for (the bias of a rowwise layer, of which
-            every rank would add its own).
+        NotImplementedError: the style does not cover a parameter (such as the bias of a rowwise layer, which every
+            rank would add).
     """
     views: dict[str, LocalView] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -115,7 +115,7 @@ def _shard_parameters(module: nn.Module, placements: Mapping[str, Placement], me
             local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
         module.register_parameter(name, nn.Parameter(full, requires_grad=parameter.requires_grad))
-        # The gradient of a whole weight on a part of the sequence is a partial sum.
+        # The gradient of a full weight on a sequence shard is a partial sum.
         views[name] = LocalView(placement, mesh.get_group().group_name if isinstance(placement, Replicate) else None)
     if views:
         cls: Any = type(module)
@@ -123,15 +123,15 @@ def _shard_parameters(module: nn.Module, placements: Mapping[str, Placement], me
 
 
 class LocalView(NamedTuple):
-    """How a forward sees a parameter: as the local share of this placement. The gradients of the ranks in `group`, a
-    name, are summed."""
+    """How a forward sees a parameter: as its local shard under this placement. Gradients are summed over the ranks of
+    `group`, a group name."""
 
     placement: Placement
     group: str | None
 
 
 class _SumGradients(torch.autograd.Function):
-    """Nothing, and in the backward pass a sum over ranks in float32. (DTensor's would be in the gradient's dtype.)"""
+    """The identity, with a float32 all-reduce in the backward pass. (DTensor would use the gradient's dtype.)"""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:  # type: ignore[override]
@@ -144,11 +144,11 @@ class _SumGradients(torch.autograd.Function):
 
 
 def _local_shard(name: str, view: LocalView) -> property:
-    """With it, `module.<name>` gives the local share; the parameter itself stays registered under its name."""
+    """A property that returns the parameter's local shard; the parameter itself stays registered under its name."""
 
     def local(self: nn.Module) -> torch.Tensor:
         parameter: Any = self._parameters[name]
-        # For the forward pass FSDP puts what it has gathered in the parameter's place, divided over `mesh` alone.
+        # For the forward pass FSDP replaces the parameter with the gathered one, which is sharded over `mesh` alone.
         if parameter.device_mesh.ndim > 1:
             return parameter
         shard = parameter.to_local(grad_placements=[view.placement])
@@ -157,12 +157,12 @@ def _local_shard(name: str, view: LocalView) -> property:
     return property(local)
 
 
-@functools.cache  # modules alike have one class: what is compiled for one layer then serves all
+@functools.cache  # one class for identical modules, so that one layer's compiled code serves all
 def _with_local_views(cls: Any, views: tuple[tuple[str, LocalView], ...]) -> Any:
-    """A subclass that shows the local shares of these parameters, as `torch.nn.utils.parametrize` does it.
+    """A subclass whose attributes are the local shards of these parameters, as in `torch.nn.utils.parametrize`.
 
     Args:
-        views: by name.
+        views: (parameter name, view) pairs.
     """
     return type(
         cls.__name__, (cls,), {**{name: _local_shard(name, view) for name, view in views}, "_local_views": views}
@@ -170,10 +170,10 @@ def _with_local_views(cls: Any, views: tuple[tuple[str, LocalView], ...]) -> Any
 
 
 def set_class(module: nn.Module, cls: Any) -> None:
-    """Makes an instance of the class `cls` of a module, divided or not.
+    """Changes the class of a module, sharded or not, to `cls`.
 
     Raises:
-        NotImplementedError: FSDP has given the module itself a class.
+        NotImplementedError: FSDP has already changed the class of this very module.
     """
     if isinstance(module, FSDPModule):
         raise NotImplementedError(f"{type(module).__name__} is an FSDP group by itself, so its class cannot change")
@@ -182,7 +182,7 @@ def set_class(module: nn.Module, cls: Any) -> None:
 
 
 def _embed_own_tokens(module: nn.Module, tokens: torch.Tensor, rank: int, group: str) -> torch.Tensor:
-    """The forward of an embedding that holds a part of the vocabulary."""
+    """Forward of an embedding that holds a vocabulary shard."""
     weight: Any = module.weight
     rows = tokens - rank * weight.shape[0]
     is_local = (rows >= 0) & (rows < weight.shape[0])

@@ -7,14 +7,14 @@ from torchtitan.models.rope import RopeScaling
 
 @dataclass(frozen=True)
 class LlamaArgs:
-    """Shape of one Llama.
+    """Sizes of one Llama model.
 
     Attributes:
         dim: width of the residual stream.
-        n_kv_heads: heads of keys and values; fewer than n_heads is grouped-query attention.
-        ffn_dim: width inside the SwiGLU feed-forward.
+        n_kv_heads: key-value heads; grouped-query attention if fewer than n_heads.
+        ffn_dim: inner width of the SwiGLU feed-forward.
         vocab_size: None takes the tokenizer's.
-        tied_embeddings: the output layer uses the embedding's weight.
+        tied_embeddings: the output layer shares the embedding's weight.
     """
 
     dim: int
@@ -33,7 +33,7 @@ class LlamaArgs:
         return self.dim // self.n_heads
 
     def with_vocab_size(self, vocab_size: int) -> "LlamaArgs":
-        """These sizes with a vocabulary, where the flavor leaves it to the tokenizer."""
+        """Fills in the vocabulary size if the flavor leaves it to the tokenizer."""
         return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
 
 
@@ -66,7 +66,7 @@ LLAMA3_2 = {
 }
 LLAMA3 = {
     "debugmodel": _DEBUG,
-    # 1B and 3B exist as Llama 3.2 alone, 405B as 3.1 alone.
+    # 1B and 3B exist only in Llama 3.2, 405B only in 3.1.
     **LLAMA3_2,
     "8B": _llama3(4096, 32, 32, 14336),
     "70B": _llama3(8192, 80, 64, 28672),

@@ -1,4 +1,4 @@
-"""Llama as Hugging Face `transformers` and Meta's releases have it."""
+"""Llama in Hugging Face `transformers` and in Meta's releases."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,10 +40,10 @@ def to_config(args: LlamaArgs) -> dict[str, Any]:
 
 
 def from_config(config: dict[str, Any]) -> LlamaArgs:
-    """The sizes in a `config.json`.
+    """The model sizes in a `config.json`.
 
     Raises:
-        ValueError: it is not of a Llama that this project can compute.
+        ValueError: the model is not a Llama that this project supports.
     """
     for key, only in (("model_type", "llama"), ("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if config.get(key, only) != only:
@@ -51,7 +51,7 @@ def from_config(config: dict[str, Any]) -> LlamaArgs:
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     if (config.get("head_dim") or dim // heads) * heads != dim:
         raise ValueError(f"head_dim is {config['head_dim']}, and only hidden_size / num_attention_heads is supported")
-    # transformers 5 keeps all of it in rope_parameters.
+    # transformers 5 puts everything in rope_parameters.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "llama3"):
@@ -79,8 +79,8 @@ def from_config(config: dict[str, Any]) -> LlamaArgs:
 
 
 def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
-    """The sizes in Meta's `params.json`. The width of the feed-forward follows from three of its numbers, as in Meta's
-    code (github.com/meta-llama/llama-models, models/llama3/model.py).
+    """The model sizes in Meta's `params.json`. The feed-forward width is computed from three of its numbers, as in
+    Meta's code (github.com/meta-llama/llama-models, models/llama3/model.py).
 
     Args:
         vocab_size: rows of the embedding; Llama 2's files say -1.
@@ -101,7 +101,7 @@ def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
         rope_theta=float(params.get("rope_theta", 10000.0)),
     )
     if params.get("use_scaled_rope"):
-        # params.json does not tell the factor: 32 for Llama 3.2's small models, 8 for Llama 3.1.
+        # params.json does not contain the factor: 32 for Llama 3.2's small models, 8 for Llama 3.1.
         args = replace(args, rope_scaling=RopeScaling(factor=32.0 if args.dim < 4096 else 8.0))
     return args
 
@@ -126,7 +126,7 @@ HUGGING_FACE = HuggingFaceNaming(
     rotary=frozenset({f"{LAYER}.attention.wq.weight", f"{LAYER}.attention.wk.weight"}),
     to_config=to_config,
     from_config=from_config,
-    # Old files keep a table that is computed; tied ones may hold the embedding twice.
+    # Old files contain the RoPE table, which is computed here.
     ignored=r".*\.rotary_emb\.inv_freq|rope\.freqs",
     from_params=from_params,
 )

@@ -1,4 +1,4 @@
-"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783) as plain math. It knows nothing of parallelism or precision.
+"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783) as plain math, independent of parallelism and precision.
 
 Shapes: B batch, S sequence, D channels, V vocabulary.
 """
@@ -18,7 +18,7 @@ OUTPUT_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary position embedding."""
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
-        """(B, S, D) to the same. Heads are counted from the projections, which may hold a share of them."""
+        """(B, S, D) to (B, S, D). The number of heads comes from the projections, which may be sharded."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_ids)
@@ -51,7 +51,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each behind an RMSNorm and beside a residual connection."""
+    """Attention and feed-forward, each with an RMSNorm before it and a residual connection."""
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
@@ -66,11 +66,11 @@ class TransformerBlock(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """An output layer that multiplies by the embedding's weight. It has no parameter of its own."""
+    """An output layer that uses the embedding's weight. It has no parameter of its own."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
-        self._embedding = (embedding,)  # in a tuple, so that it is not registered as a child a second time
+        self._embedding = (embedding,)  # in a tuple, so that it is not registered a second time as a child
 
     @property
     def weight(self) -> torch.Tensor:
@@ -81,14 +81,14 @@ class TiedOutput(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder-only transformer, or some of its layers in a row: then the modules that it lacks are None.
+    """A decoder-only transformer, or one pipeline stage of it, in which the missing modules are None.
 
     Args:
-        args: the sizes; `vocab_size` must be set.
+        args: sizes; `vocab_size` must be set.
 
     Attributes:
-        cross_entropy: of the logits.
-        positions: (seq,) int64, the place of each of the tokens given in its sequence; None: all of it, in order.
+        cross_entropy: loss and gradient of logits.
+        positions: (seq,) int64 position ids of the input tokens; None for the full sequence in order.
     """
 
     tok_embeddings: nn.Embedding | None
@@ -101,7 +101,7 @@ class Llama(nn.Module):
             raise ValueError("LlamaArgs.vocab_size is None; set it with with_vocab_size()")
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        # A dict and not a list: a pipeline stage keeps the numbers of its layers.
+        # A dict, not a list: layers of a pipeline stage keep their numbers.
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
         self.norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.output = (
@@ -112,7 +112,7 @@ class Llama(nn.Module):
         self.cross_entropy: CrossEntropyFunction = cross_entropy
         self.positions: torch.Tensor | None = None
         self._rope: torch.Tensor | None = None
-        self._rope_positions: torch.Tensor | None = None  # that `_rope` is of
+        self._rope_positions: torch.Tensor | None = None  # the positions that `_rope` was computed for
 
     def forward(
         self, tokens: torch.Tensor, labels: torch.Tensor | None = None, document_ids: torch.Tensor | None = None
@@ -120,13 +120,13 @@ class Llama(nn.Module):
         """Logits, or with `labels` the summed cross-entropy.
 
         Args:
-            tokens: (B, S) int64; without an embedding (B, S, D), what the layers before gave.
-            labels: (B, S) int64, the token that follows each one; `IGNORE_INDEX` has no loss.
-            document_ids: (B, S); where given, attention stays within a document.
+            tokens: (B, S) int64; without an embedding, the hidden states of the previous stage, (B, S, D).
+            labels: (B, S) int64, the next token at each position; `IGNORE_INDEX` for positions without loss.
+            document_ids: (B, S); if given, attention stays within a document.
 
         Returns:
-            (B, S, V) logits, or the float32 sum of the loss over all tokens; without an output layer
-            (B, S, D) for the layers that follow.
+            (B, S, V) logits, or the float32 sum of the loss over all tokens; without an output layer, the hidden states
+            for the next stage, (B, S, D).
         """
         rope = self.rope(tokens.shape[1], tokens.device)
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
@@ -137,17 +137,17 @@ class Llama(nn.Module):
         h = self.norm(h)
         if labels is None:
             return self.output(h)
-        # The registered parameter, which gradients are for; `weight` may be a view of it.
+        # The registered parameter, which receives the gradient; `weight` may be a view of it.
         owner = self.output if self.tok_embeddings is None or not self.args.tied_embeddings else self.tok_embeddings
         weight = next(owner.parameters())
         return chunked_cross_entropy(self.output, weight, h, labels, self.cross_entropy)
 
     def passes(self, tokens: int) -> dict[str, int]:
-        """How often a linear layer runs for so many tokens, where that is not once."""
+        """Linear layers that run more than once per forward pass over this many tokens, and how often."""
         return {"output": chunks(tokens, self.args.vocab_size or 1)}
 
     def rope(self, seq_len: int, device: torch.device) -> torch.Tensor:
-        """The table of rotations, kept from call to call. Not a buffer: it has no place in a state dict."""
+        """The RoPE table, cached between calls. Not a buffer, since it does not belong in a state dict."""
         positions = self.positions
         length = seq_len if positions is None else len(positions)
         table = self._rope
@@ -158,11 +158,11 @@ class Llama(nn.Module):
         return table
 
     def init_std(self, name: str) -> float | None:
-        """Standard deviation with which a parameter starts; None for the ones (norms) that start at 1.
+        """Standard deviation for initialization; None for parameters (norms) that start at 1.
 
-        1 / sqrt(fan-in) keeps the scale of activations at any width (0.0156 for 4,096 channels); what writes into the
-        residual stream is divided by sqrt(2 * depth) (Megatron, arXiv 1909.08053). Embeddings start at 1, the scale of
-        what the norms give on; the output layer so small that the first loss is about ln(vocabulary).
+        1 / sqrt(fan-in) preserves the scale of activations at any width (0.0156 for 4,096 channels); layers that write
+        to the residual stream are scaled down by sqrt(2 * depth) (Megatron, arXiv 1909.08053). Embeddings start at 1,
+        the scale of the norms' outputs; the output layer is small enough that the first loss is about ln(vocabulary).
         """
         tied = self.args.tied_embeddings
         match name.split("."):

@@ -1,5 +1,5 @@
-"""How a Llama is divided: over tensor-parallel and context-parallel ranks; then what is checkpointed, compiled and
-sharded, in this order."""
+"""Parallelizes a Llama: tensor and context parallelism, then activation checkpointing, compile and FSDP, in this
+order."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,8 +32,8 @@ TENSOR_PARALLEL_PLAN: dict[str, Style] = {
     "norm": "sequence_gather",
     "output": "colwise",
 }
-"""Megatron's division (arXiv 1909.08053): heads and inner channels over the ranks, and the vocabulary; between them
-activations are divided along the sequence (arXiv 2205.05198)."""
+"""Megatron's plan (arXiv 1909.08053): heads, inner channels and the vocabulary are sharded over the ranks; in between,
+activations are sharded along the sequence (arXiv 2205.05198)."""
 
 
 def parallelize(
@@ -44,11 +44,11 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     training: Training,
 ) -> None:
-    """Divides the model, or a stage of it, in place. It is still on the meta device.
+    """Parallelizes the model, or a stage of it, in place. It is still on the meta device.
 
     Args:
-        mesh: (pp, dp_replicate, fsdp, tp), of `ParallelDims.build_mesh`.
-        context_mesh: the ranks that share a sequence; None where none do.
+        mesh: (pp, dp_replicate, fsdp, tp), from `ParallelDims.build_mesh`.
+        context_mesh: the ranks that share a sequence; None without context parallelism.
     """
     require_parts(model)
     blocks = list(model.layers.values())
@@ -67,7 +67,7 @@ def parallelize(
     apply_activation_checkpoint(blocks, activation_checkpoint)
     if training.compile:
         apply_compile(blocks, mesh.device_type)
-    # A tied embedding is the output layer's weight too and stays with the root.
+    # A tied embedding is also the output layer's weight, so it stays in the root group.
     groups = blocks if model.args.tied_embeddings or model.tok_embeddings is None else [model.tok_embeddings, *blocks]
     reshard = parallelism.fsdp_reshard_after_forward
     apply_fsdp(
@@ -76,7 +76,7 @@ def parallelize(
         mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"],
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        # With a pipeline, to gather again for each microbatch would cost more than it saves.
+        # With a pipeline, gathering again for each microbatch would cost more than it saves.
         reshard_after_forward=reshard == "always" or (reshard == "default" and mesh["pp"].size() == 1),
         cpu_offload=training.enable_cpu_offload,
     )
