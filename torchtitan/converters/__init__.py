@@ -1,4 +1,4 @@
-"""Converters: changes to a model before it is divided over devices. `CONVERTERS` is their registry."""
+"""Converters: changes to a model before it is parallelized. `CONVERTERS` is their registry."""
 
 from torchtitan.converters.conversion_report import conversion_report
 from torchtitan.converters.filter import Decision

@@ -1,4 +1,4 @@
-"""Largest magnitudes (amax) of tensors, over all ranks that share them."""
+"""Largest magnitudes (amax) of tensors that are spread over ranks."""
 
 import math
 
@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The ranks that have the same layers as this one, whole or divided: their batches, parts of sequences and shares
-    of GEMMs are parts of the same tensors. None for all. Collective.
+    """The ranks with the same layers as this one, sharded or not: their batches, sequence shards and GEMM shards belong
+    to the same tensors. None for all ranks. Collective.
 
     Args:
         mesh: (pp, dp_replicate, fsdp, tp).
@@ -22,14 +22,14 @@ def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 @torch.no_grad()
 def local_amaxes(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """(number of tensors,): of this rank's parts. NaN where there is one."""
-    if tensors[0].device.type == "cpu":  # where torch's norm is slow
+    """(number of tensors,): amax of each local tensor; NaN if it contains one."""
+    if tensors[0].device.type == "cpu":  # torch's norm is slow there
         return torch.stack([torch.stack(torch.aminmax(tensor)) for tensor in tensors]).abs().amax(1)
     return torch.stack(torch._foreach_norm(tensors, math.inf))
 
 
 def all_reduce_max(amaxes: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The largest of each over the ranks, in one all-reduce. What is not finite is inf: NaN has no order."""
+    """Maximum of each amax over the ranks, in one all-reduce. Nonfinite values become inf, since NaN has no order."""
     amaxes = amaxes.nan_to_num(nan=torch.inf, posinf=torch.inf)
     if dist.is_initialized():
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)

@@ -1,4 +1,4 @@
-"""From the amaxes of a step to the scales of the next, on all ranks alike."""
+"""Computes the next step's scales from a step's amaxes, the same on all ranks."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -14,11 +14,11 @@ from torchtitan.logging import logger
 
 
 class Histories:
-    """The amax histories of all delayed layers of a run.
+    """Amax histories of all delayed layers of a run.
 
     Args:
-        rule: which amax of a history makes the scale.
-        margin: powers of two left free above it.
+        rule: which amax of a history defines the scale.
+        margin: headroom above it, in powers of two.
     """
 
     def __init__(self, rule: Literal["max", "most_recent"], margin: int) -> None:
@@ -29,9 +29,9 @@ class Histories:
     def after_step(
         self, models: Sequence[nn.Module], learning_rate: float | None, group: dist.ProcessGroup | None
     ) -> None:
-        """Enters the amaxes of a step whose update was made. All ranks of the group call it together.
+        """Appends the amaxes of a step unless its update was skipped. Collective over the group.
 
-        An amax that is 0 or not finite is no measure of the next one: the one before is entered once more.
+        An amax that is 0 or not finite says nothing about the next one, so the previous one is repeated instead.
         """
         layers = list(delayed_layers(models).values())
         if not layers:
@@ -47,30 +47,30 @@ class Histories:
         torch._foreach_zero_(amaxes)
 
     def nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
-        """Whether an amax since the last step, on this rank, is not finite."""
+        """Whether an amax on this rank since the last step is not finite."""
         amaxes = [amax for layer in delayed_layers(models).values() for amax in layer.amaxes]
         return torch.stack(amaxes).isfinite().all().logical_not() if amaxes else None
 
     def set_scales(self, layers: Sequence[DelayedLinear]) -> None:
-        """The scales are a function of the history alone."""
+        """Computes the scales, which depend only on the history."""
         history = torch.stack([layer.history for layer in layers])
         amax = history[..., 0] if self.rule == "most_recent" else history.amax(-1)
         dtypes = layers[0].casts.dtypes
         scales = torch.stack([amax_to_scale(amax[:, i], dtype) for i, dtype in enumerate(dtypes)], 1)
         torch._foreach_copy_([layer.scales for layer in layers], list(scales / 2**self.margin))
-        if not all(layer.has_scales for layer in layers):  # in the first step: this waits for the device
+        if not all(layer.has_scales for layer in layers):  # only in the first step, since this waits for the device
             known = amax.gt(0) | amax.new_tensor(layers[0].casts.delayed).logical_not()
             for layer, all_known in zip(layers, known.all(1).tolist(), strict=True):
                 layer.has_scales = all_known
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """By path of the layer, its history. (A float32 is exact as a JSON number.)"""
+        """Histories by layer path. (JSON numbers represent float32 exactly.)"""
         return {fqn: layer.history.tolist() for fqn, layer in delayed_layers(models).items()}
 
     @torch.no_grad()
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """A layer without a history goes on with dynamic scales until it has one; a history of another length is cut,
-        or goes on from what is there."""
+        """Restores the histories. A layer without one uses dynamic scales until it has one; a history of another length
+        is truncated, or continues from what there is."""
         layers = delayed_layers(models)
         for fqn in layers.keys() & state.keys():
             saved = torch.tensor(state[fqn])[:, : layers[fqn].history.shape[1]]

@@ -1,4 +1,4 @@
-"""What became of every linear layer: the table, the summary line and `conversion.json`."""
+"""What happened to every linear layer: the table, the summary line and `conversion.json`."""
 
 import dataclasses
 import json
@@ -11,10 +11,10 @@ HIGH_PRECISION = "bf16"
 
 
 def conversion_report(decisions: Iterable[Sequence[Decision]]) -> list[Decision]:
-    """One decision for each linear layer: the converter's that took it, or else why each of them did not.
+    """One decision per linear layer: that of the converter which took it, or else why each converter did not.
 
     Args:
-        decisions: of each converter, in the order in which they were applied.
+        decisions: of each converter, in the order of application.
     """
     by_layer: dict[str, list[Decision]] = {}
     for of_converter in decisions:
@@ -38,11 +38,11 @@ def to_json(report: Sequence[Decision]) -> str:
 
 
 def phases_to_json(reports: Sequence[tuple[int | None, Sequence[Decision]]]) -> str:
-    """A list of objects, one for each phase of a precision schedule: phase (from 1), precision, last_step (null for
-    the end of the run), and `to_json` of its layers.
+    """A list of objects, one per phase of a precision schedule: phase (from 1), precision, last_step (null for the end
+    of the run), and layers (see `to_json`).
 
     Args:
-        reports: the last step of each phase, and its report.
+        reports: the last step and the report of each phase.
     """
     phases = [
         {"phase": number, "precision": precision_of(report), "last_step": last, "layers": _objects(report)}
@@ -61,13 +61,13 @@ def _objects(report: Sequence[Decision]) -> list[dict[str, object]]:
 
 
 def precision_of(report: Sequence[Decision]) -> str:
-    """What layers compute in: 'float8 rowwise', 'float8 rowwise + int8 rowwise', 'bf16'."""
+    """The precision of the layers: 'float8 rowwise', 'float8 rowwise + int8 rowwise', 'bf16'."""
     kinds = {f"{decision.converter} {decision.recipe}": None for decision in report if decision.converted}
     return " + ".join(kinds) or HIGH_PRECISION
 
 
 def to_table(report: Sequence[Decision]) -> str:
-    """A line for each layer. Layers of different blocks that fare alike share one."""
+    """One line per layer. Layers of different blocks with the same decision share a line."""
     rows: dict[tuple[object, ...], list[str]] = {}
     for decision in report:
         name = ".".join("*" if part.isdecimal() else part for part in decision.fqn.split("."))

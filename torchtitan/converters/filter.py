@@ -1,7 +1,7 @@
 """Which linear layers a converter takes, and why: one filter for all precisions.
 
-An entry of `filter_fqns` names whole components of a module's path, so `layers.1` is not `layers.10` and `w1` is not
-`w13`. A component may be a glob: `layers.*.attention`, `layers.[01]`.
+An entry of `filter_fqns` matches complete components of a module's path: `layers.1` does not match `layers.10`, nor
+`w1` `w13`. A component may be a glob: `layers.*.attention`, `layers.[01]`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ FLAGS = (AUTO_FILTER_SMALL_KN, AUTO_FILTER_MEASURED)
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one linear layer.
+    """The decision on one linear layer.
 
     Attributes:
         fqn: its path in the model.
         m, k, n: of the GEMM on one device, (m, k) x (k, n).
-        converter, recipe: that decided.
-        converted: whether the converter takes it.
-        reason: the rule that decided, for people.
+        converter, recipe: which decided.
+        converted: whether the layer is converted.
+        reason: the rule that applied, as text.
     """
 
     fqn: str
@@ -42,16 +42,16 @@ class Decision:
 
 
 SizeRule = Callable[[int, int, int], str | None]
-"""From (M, K, N) to the reason not to convert such a layer, or None."""
+"""From (M, K, N) to the reason not to convert a layer of this size, or None."""
 
 
 @dataclass(frozen=True)
 class FilterRules:
-    """What a recipe asks of a layer.
+    """A recipe's requirements on a layer.
 
     Attributes:
-        multiple_of: K, N and M must be multiples of this.
-        small_kn: thresholds of `auto_filter_small_kn`; None where a recipe has none.
+        multiple_of: M, K and N must be multiples of this.
+        small_kn: thresholds of `auto_filter_small_kn`; None if the recipe has none.
         measured: the measurement of `auto_filter_measured`.
     """
 
@@ -61,7 +61,7 @@ class FilterRules:
 
 
 def names_own_layers(section: Any) -> bool:
-    """Whether `filter_fqns` of a section is the user's rather than the section's default."""
+    """Whether a section's `filter_fqns` differs from its default."""
     return section.filter_fqns != type(section)().filter_fqns
 
 
@@ -74,12 +74,12 @@ def decide(
     target: Target,
     explicit: bool = True,
 ) -> list[Decision]:
-    """One decision for each linear layer of the model, in the model's order.
+    """One decision per linear layer of the model, in the model's order.
 
     Args:
-        entries: `filter_fqns`; never changed.
-        converter: its name, and that of its section.
-        explicit: whether entries are the user's; a default may match nothing.
+        entries: `filter_fqns`; not modified.
+        converter: name of the converter and of its section.
+        explicit: whether the entries are the user's; a default need not match anything.
 
     Raises:
         ConfigError: an entry matches no module, or asks for thresholds that the recipe does not have.
@@ -131,7 +131,7 @@ def decide(
 
 
 def matches(entry: str, fqn: str) -> bool:
-    """Whether the components of `entry` stand one after another among those of `fqn`."""
+    """Whether the components of `entry` are consecutive components of `fqn`."""
     wanted, path = entry.split("."), fqn.split(".")
     return any(
         all(fnmatchcase(part, pattern) for part, pattern in zip(path[start:], wanted, strict=False))
@@ -140,11 +140,11 @@ def matches(entry: str, fqn: str) -> bool:
 
 
 def suffixes(modules: Sequence[str]) -> list[str]:
-    """Every way to name a module from some component on."""
+    """All suffixes of module paths, each of which can name a module."""
     return sorted({".".join(parts[i:]) for parts in (name.split(".") for name in modules) for i in range(len(parts))})
 
 
-# The thresholds of torchao's `_auto_filter_for_recipe` (torchao/float8/float8_linear_utils.py), measured on an H100.
+# Thresholds of torchao's `_auto_filter_for_recipe` (torchao/float8/float8_linear_utils.py), measured on an H100.
 
 
 def too_small_for_tensorwise(m: int, k: int, n: int) -> str | None:

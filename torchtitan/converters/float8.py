@@ -1,4 +1,4 @@
-"""GEMMs in float8, with dynamic scales (`float8_linear.py`) or delayed ones (`float8_delayed.py`)."""
+"""Float8 GEMMs with dynamic scales (`float8_linear.py`) or delayed ones (`float8_delayed.py`)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,28 +24,28 @@ from torchtitan.logging import logger
 if TYPE_CHECKING:
     from torchtitan.converters.amax_history import Histories
 
-# float8 tensor cores begin with Ada (8.9): NVIDIA's CUDA programming guide, table of capabilities.
+# float8 tensor cores exist from Ada (8.9) on: NVIDIA's CUDA programming guide, table of capabilities.
 FIRST_CAPABILITY = (8, 9)
-MULTIPLE_OF = 16  # torch._scaled_mm on CUDA; the CPU kernel takes any shape, but a model must not depend on that
+MULTIPLE_OF = 16  # torch._scaled_mm on CUDA; the CPU kernel takes any shape, but the model must not differ
 
-# Relative errors of output, input gradient and weight gradient on normal data: tests/unit/test_float8.py
+# Relative errors of output, input gradient and weight gradient on normally distributed data: tests/unit/test_float8.py
 KNOWN_ERRORS = {
     "tensorwise": (0.037, 0.059, 0.059),
     "rowwise": (0.036, 0.036, 0.038),
     "rowwise_with_gw_hp": (0.036, 0.036, None),
     "delayed": (0.037, 0.059, 0.059),
 }
-E4M3_ERRORS = (0.037, 0.037, 0.037)  # one scale for each tensor, gradients too in e4m3
+E4M3_ERRORS = (0.037, 0.037, 0.037)  # one scale per tensor, gradients in e4m3 too
 
 
 class Float8Converter(LinearConverter):
-    """Swaps linear layers for `Float8Linear` or `DelayedLinear`, whose weights stay in high precision.
+    """Replaces linear layers with `Float8Linear` or `DelayedLinear`, whose weights stay in high precision.
 
-    Forward, input gradient and weight gradient each are a GEMM of float8 data (`kernels/matmul_8bit.py`);
+    Forward, input gradient and weight gradient are one float8 GEMM each (`kernels/matmul_8bit.py`);
     rowwise_with_gw_hp leaves the weight gradient in high precision.
 
     Attributes:
-        scaling_state: what makes the scales of the next step, where they are not computed anew.
+        scaling_state: computes the scales of the next step, for recipes whose scales have a history.
 
     Raises:
         ConfigError: the device has no float8 and `emulate` is not set, or keys contradict each other.
@@ -86,7 +86,7 @@ class Float8Converter(LinearConverter):
 
     def _build_scaling_state(self) -> "Histories | WeightBounds | None":
         if self.recipe == "delayed":
-            from torchtitan.converters.amax_history import Histories  # a second of import
+            from torchtitan.converters.amax_history import Histories  # slow import
 
             return Histories(self.config.delayed_amax, self.config.delayed_margin)
         return WeightBounds(self.target.optimizer, self.config.weight_scale_freq) if self.bound else None
@@ -113,14 +113,14 @@ class Float8Converter(LinearConverter):
         gradients = torch.float8_e5m2 if self.e5m2_gradients else torch.float8_e4m3fn
         settings = Casts(self.delayed, (torch.float8_e4m3fn, torch.float8_e4m3fn, gradients), self.emulate)
         device = linear.weight.device
-        if device.type == "meta":  # the model's memory comes later
+        if device.type == "meta":  # the model is allocated later
             device = torch.device("cuda" if self.target.device_type == "cuda" else "cpu")
         new = DelayedLinear.of(linear, settings, self.config.delayed_history_len, device)
-        new.has_scales = self.target.device_type == "meta"  # a plan shows a step in the middle of a run
+        new.has_scales = self.target.device_type == "meta"  # a plan simulates a step in the middle of a run
         return new
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
-        # Gradients in e5m2 where a tensor has one scale, everything else in e4m3, but for delayed_format = e4m3.
+        # Gradients are e5m2 if a tensor has one scale, unless delayed_format = e4m3; everything else is e4m3.
         e5m2 = role == "out_grad" and self.e5m2_gradients
         dtype = torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
         amax = tensor.abs().amax() if self.one_scale else tensor.abs().amax(1, keepdim=True)
@@ -133,7 +133,7 @@ class Float8Converter(LinearConverter):
         return self.swap(linear, self.all_gather and self.shards_evenly(linear, fqn))
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
-        """With precomputed scales: those of all weights, in one reduction."""
+        """With precomputed scales: computes those of all weights, in one reduction."""
         if self.precompute and (weights := float8_all_gather_weights(models)):
             set_scales(weights, measure_amaxes(weights, self.group))
 
@@ -142,13 +142,13 @@ class Float8Converter(LinearConverter):
             self.group = stage_group(mesh)
 
     def after_step(self, models: Sequence[nn.Module], learning_rate: float | None) -> None:
-        """Delayed scales or bounds of the next step."""
+        """Computes the delayed scales or weight bounds of the next step."""
         if self.scaling_state is not None:
             self.scaling_state.after_step(models, learning_rate, self.group)
         super().after_step(models, learning_rate)
 
     def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
-        """A known scale saturates infinities; a dynamic one would make them NaN."""
+        """Delayed scaling saturates infinities; a dynamic scale would turn them into NaN."""
         return self.scaling_state.nonfinite(models) if self.recipe == "delayed" else None  # type: ignore[union-attr]
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""Linear layers in float8 whose scales are known before their numbers are: delayed scaling.
+"""Float8 linear layers with delayed scaling: scales are known before the tensors are.
 
-A dynamic scale needs the largest magnitude (amax) of a tensor before its first number can be rounded. A delayed one
-comes from the amaxes of the steps before (NVIDIA's Transformer Engine), so rounding and looking for this step's amax
-are one pass over the data. `amax_history.py` makes scales of amaxes after each step.
+A dynamic scale needs the largest magnitude (amax) of a tensor before its first number can be rounded. A delayed scale
+comes from the amaxes of previous steps (NVIDIA's Transformer Engine), so rounding and measuring this step's amax take
+one pass over the data. `amax_history.py` computes scales from amaxes after each step.
 
 Shapes: M tokens, K inputs, N outputs of a layer.
 """
@@ -21,9 +21,9 @@ INPUT, WEIGHT, OUT_GRAD = range(3)
 
 
 class Casts(NamedTuple):
-    """How the three operands of a layer's GEMMs (input, weight, gradient of the output) are rounded.
+    """How the three operands of a layer's GEMMs (input, weight, output gradient) are rounded.
 
-    delayed: by a delayed scale, else by a dynamic one.
+    delayed: with a delayed scale, else with a dynamic one.
     """
 
     delayed: tuple[bool, ...]
@@ -34,25 +34,25 @@ class Casts(NamedTuple):
 class DelayedMatmul(torch.autograd.Function):
     """x @ weight.T in float8. x: (M, K), weight: (N, K), out: (M, N).
 
-    For the backward pass it keeps x in float8 with its scale inverse, and the scales that this pass has begun with, so
-    that its gradient is theirs, whatever becomes of the layer's. The weight is rounded again: in float8 it would lie
-    beside the one that FSDP frees.
+    Saves x in float8 with its scale inverse, and copies of the scales at the start of the forward pass, so that the
+    backward pass uses the same ones even if the layer's change. The weight is quantized again: saving it in float8
+    would take memory that FSDP frees.
 
     Args:
-        scales: (3,) of input, weight and output gradient, float32; None where there are none yet: all are dynamic.
-        amaxes: 0-dimensional, of the same three; raised to what is seen. None: nothing is recorded.
+        scales: (3,) float32, of input, weight and output gradient; None before there are any: all are dynamic then.
+        amaxes: three scalars for the same tensors, updated to the maximum seen. None records nothing.
     """
 
     @staticmethod
     def forward(ctx, x, weight, scales, amax_input, amax_weight, amax_out_grad, casts):  # type: ignore[no-untyped-def, override]
-        # Copies: the layer's own are filled anew after each step.
+        # Copies, since the layer's own scales are overwritten after each step.
         known = [scales[i].clone() if scales is not None and casts.delayed[i] else None for i in range(3)]
         x_scale = _scale(x, known[INPUT], amax_input, casts.dtypes[INPUT])
         weight_scale = _scale(weight, known[WEIGHT], amax_weight, casts.dtypes[WEIGHT])
         x_low = round_to_float8(x, x_scale, casts.dtypes[INPUT])
         weight_low = round_to_float8(weight, weight_scale, casts.dtypes[WEIGHT])
         ctx.save_for_backward(*x_low, weight, weight_scale, known[OUT_GRAD])
-        ctx.amax_out_grad = amax_out_grad  # to write to, so it may have changed
+        ctx.amax_out_grad = amax_out_grad  # written in backward; not via save_for_backward, since it may have changed
         ctx.casts = casts
         ctx.dtype = x.dtype
         return float8_matmul(x_low, weight_low.transpose(), x.dtype, casts.emulate, fast=True)
@@ -77,7 +77,7 @@ class DelayedMatmul(torch.autograd.Function):
 def _scale(
     x: torch.Tensor, known: torch.Tensor | None, record: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The scale for x: the known one, or else its own. Its amax is recorded."""
+    """The known scale for x, or else a dynamic one. Records the amax of x."""
     if known is not None and record is None:
         return known
     amax = rounding.amax(x).amax()
@@ -87,17 +87,17 @@ def _scale(
 
 
 class DelayedLinear(nn.Linear):
-    """A linear layer in float8. Its weight is a plain parameter, in whatever precision it is given.
+    """A linear layer in float8. Its weight is a plain parameter, in whatever precision it is passed.
 
-    What it remembers is the run's, not the model's: no buffers, so neither in state dicts nor emptied with the model's
-    memory.
+    Its scaling state belongs to the run, not the model. It is not in buffers, so state dicts do not include it and
+    allocating the model's memory does not clear it.
 
     Attributes:
         scales: (3,) float32, of input, weight and output gradient.
-        has_scales: whether they are known; until then all are dynamic. It changes once, since compiled code depends
-            on it.
-        amaxes: of each, the largest magnitude since the last step; 0 before the first number.
-        history: (3, steps) float32, those of the steps before, the last first; 0 where there was none.
+        has_scales: whether the scales are known; until then all are dynamic. Changes only once, since compiled code
+            depends on it.
+        amaxes: largest magnitude of each tensor since the last step; 0 initially.
+        history: (3, steps) float32, amaxes of previous steps, most recent first; 0 for none.
     """
 
     casts: Casts
@@ -108,10 +108,10 @@ class DelayedLinear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, casts: Casts, history_len: int, device: torch.device) -> "DelayedLinear":
-        """Takes the parameters of `linear`.
+        """A layer with the parameters of `linear`.
 
         Args:
-            device: where it will compute.
+            device: where it will run.
         """
         new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         new.weight, new.bias = linear.weight, linear.bias
@@ -123,7 +123,7 @@ class DelayedLinear(nn.Linear):
         return new
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Without gradients nothing is learned from x: a validation leaves no trace.
+        # Without gradients no amax is recorded: validation does not affect training.
         recorded: Any = zip(self.amaxes, self.casts.delayed, strict=True)
         amaxes = [amax if delayed and torch.is_grad_enabled() else None for amax, delayed in recorded]
         scales = self.scales if self.has_scales else None

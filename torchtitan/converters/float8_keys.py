@@ -1,4 +1,4 @@
-"""Keys of [float8] that contradict each other, or that would do nothing."""
+"""Keys of [float8] that contradict each other or have no effect."""
 
 import math
 
@@ -11,13 +11,13 @@ DELAYED_KEYS = ("delayed_history_len", "delayed_amax", "delayed_margin", "delaye
 
 
 def casts(config: Float8) -> tuple[Cast, Cast, Cast]:
-    """How input, weight and output gradient are scaled."""
+    """Whether input, weight and output gradient have delayed or dynamic scales."""
     usual: Cast = "delayed" if config.recipe_name == "delayed" else "dynamic"
     return config.cast_input or usual, config.cast_weight or usual, config.cast_grad_output or usual
 
 
 def find_problems(config: Float8, optimizer: Optimizer) -> list[str]:
-    """A sentence for each."""
+    """One sentence per problem."""
     delayed = _delayed_problems if config.recipe_name == "delayed" else _keys_of_delayed
     return [*_all_gather_problems(config), *delayed(config), *_weight_bound_problems(config, optimizer)]
 

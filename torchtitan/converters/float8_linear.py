@@ -1,4 +1,4 @@
-"""Linear layers in float8 whose scales come from the very numbers that are rounded: dynamic scaling.
+"""Float8 linear layers with dynamic scaling: scales are computed from the tensors that are rounded.
 
 Shapes: M tokens, K inputs, N outputs of a layer.
 """
@@ -17,10 +17,10 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Float8Recipe(NamedTuple):
-    """How a layer's three GEMMs are made; torchao's recipes of the same names.
+    """How a layer's three GEMMs are computed, following torchao's recipes of the same names.
 
-    rowwise: a scale for each row of the left and each column of the right operand, rounded down to a power of two, and
-        gradients in e4m3; else a scale for each tensor, and gradients in e5m2.
+    rowwise: one scale per row of the left and per column of the right operand, rounded down to a power of two, with
+        gradients in e4m3; else one scale per tensor, with gradients in e5m2.
     hp_weight_grad: the weight gradient stays in high precision.
     """
 
@@ -33,7 +33,8 @@ RECIPES = {"tensorwise": (False, False), "rowwise": (True, False), "rowwise_with
 
 
 def round_input(x: Any, recipe: Float8Recipe, trains: bool) -> QuantizedInput:
-    """
+    """Quantizes x for the GEMMs that use it.
+
     Args:
         trains: a backward pass follows.
     """
@@ -45,16 +46,16 @@ def round_input(x: Any, recipe: Float8Recipe, trains: bool) -> QuantizedInput:
     return QuantizedInput(_rowwise(x.flatten(0, -2)), None)
 
 
-# The compiler would look into subclasses (what FSDP or tensor parallelism gathered in float8) otherwise.
+# Otherwise the compiler would trace into tensor subclasses (from FSDP's or tensor parallelism's float8 all-gather).
 @torch.compiler.allow_in_graph
 class Float8Matmul(torch.autograd.Function):
     """x @ weight.T in float8. x: (..., K), weight: (N, K), out: (..., N).
 
-    Of x it keeps what the weight gradient takes, in float8. The weight is rounded again in the backward pass: in float8
-    it would lie beside the one that FSDP frees.
+    Saves x as the weight-gradient GEMM needs it, in float8 unless that GEMM stays in high precision. The weight is
+    quantized again in the backward pass: saving it in float8 would take memory that FSDP frees.
 
     Args:
-        low: x as `round_input` gives it.
+        low: x quantized by `round_input`.
     """
 
     @staticmethod
@@ -92,7 +93,7 @@ class Float8Matmul(torch.autograd.Function):
 
 
 def _tensorwise(x: Any, dtype: torch.dtype, power_of_two: bool = False) -> Quantized:
-    """(rows, columns) with one scale; x is in high precision, or was gathered in float8 already."""
+    """(rows, columns) with one scale; x is in high precision or was already gathered in float8."""
     if hasattr(x, "_scale"):  # torchao's Float8TrainingTensor
         return Quantized(x._data.flatten(0, -2), x._scale.reciprocal())
     x = x.flatten(0, -2)
@@ -110,7 +111,7 @@ def _columnwise(x: torch.Tensor) -> Quantized:
 
 
 def _rowwise_both(x: torch.Tensor) -> tuple[Quantized, Quantized]:
-    """With a scale for each row, and with one for each column."""
+    """Quantized with one scale per row, and with one per column."""
     rows, columns = (powers_of_two(float8_scale(amax, E4M3)) for amax in rounding.amax_both(x))
     by_row, by_column = rounding.round_to_both(x, rows, columns, E4M3)
     return Quantized(by_row, rows.reciprocal()), Quantized(by_column, columns.reciprocal())
@@ -123,13 +124,13 @@ class Float8Linear(nn.Linear):
 
     @property
     def all_gather_dtype(self) -> torch.dtype | None:
-        """In which tensor parallelism may all-gather inputs (`parallel.float8_tensor_parallel`): a scale for a tensor
-        holds for all of its parts. None: in high precision."""
+        """The dtype in which tensor parallelism may all-gather inputs (`parallel.float8_tensor_parallel`): a tensorwise
+        scale holds for all shards. None for high precision."""
         return None if self.recipe.rowwise else E4M3
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: Float8Recipe) -> "Float8Linear":
-        """Takes the parameters of `linear`."""
+        """A layer with the parameters of `linear`."""
         new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         new.weight, new.bias = linear.weight, linear.bias
         new.recipe = recipe

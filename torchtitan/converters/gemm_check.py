@@ -1,8 +1,8 @@
-"""The promise of the report, kept: low-precision GEMMs are counted in the first training step.
+"""Checks the conversion report: counts low-precision GEMMs in the first training step.
 
-Counting is done by torch's profiler, which sees operations in eager and in compiled code, in hooks and in the threads
-of the backward pass. The forward passes of converted layers are marked in its record, those of a recomputation with
-another mark: so each layer's count is exact, and what a recomputation adds makes up for nothing.
+torch's profiler does the counting. It sees operations in eager and compiled code, in hooks and in backward threads. The
+forward passes of converted layers are marked in its trace, recomputed ones with a different mark. So each layer's count
+is exact, and GEMMs of a recomputation cannot make up for missing ones.
 """
 
 from collections import Counter
@@ -32,16 +32,16 @@ def checked_gemms(
     recomputed: bool = False,
     others: Sequence[object] = (),
 ) -> Iterator[None]:
-    """Around one training step, in which nothing is compiled any more: low-precision GEMMs must run as promised.
+    """Wraps one training step that compiles nothing and checks that the promised low-precision GEMMs run.
 
     Args:
-        model: what this rank holds of it.
-        converters: of the run, after they have converted; others than `LinearConverter` promise nothing.
+        model: the part on this rank.
+        converters: of the run, after conversion; only `LinearConverter`s promise anything.
         passes: by path, how often the layers on this rank run in this step.
-        compiled: the compiler fuses the casts of emulated GEMMs, which then cannot be counted.
-        recomputed: activation checkpointing is on. What a compiled block recomputes is part of its backward pass, and
-            the compiler leaves out what nobody needs: so there the count has a range.
-        others: converters of other phases of the run, of which no GEMM may run.
+        compiled: the compiler fuses the casts of emulated GEMMs, so they cannot be counted.
+        recomputed: activation checkpointing is on. A compiled block recomputes in its backward pass, and the compiler
+            drops what is unused, so the expected count there is a range.
+        others: converters of the run's other phases, none of whose GEMMs may run.
 
     Raises:
         ConfigError: fewer or more GEMMs ran than promised.
@@ -67,7 +67,7 @@ def checked_gemms(
     ran = _count(recorded.profiler.kineto_results.events(), {*by_op, *unwanted})  # type: ignore[union-attr]
     for op in unwanted:
         found = sum(ran[op].values())
-        if found and not (op == EMULATED_FLOAT8 and by_op):  # beside real float8 GEMMs there are such casts
+        if found and not (op == EMULATED_FLOAT8 and by_op):  # real float8 GEMMs come with such casts as well
             raise ConfigError(
                 f"[[precision.phase]]: {op.operation} ran {found} times in this step, though no converter of this "
                 "phase uses it. Something (compile, a feature combined with it) keeps layers in the precision of "
@@ -90,7 +90,7 @@ def _compare(
     ran: Counter[str],
     recomputed: bool,
 ) -> None:
-    """Of the GEMMs of one kind: what ran, by the mark that it ran in, "" for the rest, against what was promised."""
+    """Compares the GEMMs of one kind that ran, by mark ("" for unmarked ones), with those promised."""
     forward: Counter[str] = Counter()  # by unit
     backward = slack = 0
     for converter in converters:
@@ -124,8 +124,8 @@ def _profiled() -> profile:
 
 
 def _compiled_with(model: nn.Module, fqn: str) -> str:
-    """The path of the module that is compiled with this layer in it, since marks inside would compile it anew; the
-    layer's own where none is."""
+    """Path of the compiled module that contains this layer, since marks inside it would recompile it; the layer's own
+    path if there is none."""
     parts = fqn.split(".")
     for length in range(len(parts)):
         path = ".".join(parts[:length])
@@ -136,7 +136,7 @@ def _compiled_with(model: nn.Module, fqn: str) -> str:
 
 @contextmanager
 def _marked(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
-    """Within it, the profiler's record shows when the forward passes of these modules run."""
+    """Marks the forward passes of these modules in the profiler's trace."""
     with ExitStack() as undo:
         for path in paths:
             module: Any = model.get_submodule(path)
@@ -152,7 +152,7 @@ def _run_marked(forward: Callable[..., Any], path: str, *inputs: Any, **more: An
 
 
 def _count(events: Sequence[Any], ops: Iterable[ProfilerOp]) -> dict[ProfilerOp, Counter[str]]:
-    """By trace, how many operations ran in each mark; those in none under ""."""
+    """For each operation, how often it ran within each mark; "" for unmarked ones."""
     counts: dict[ProfilerOp, Counter[str]] = {op: Counter() for op in ops}
     threads: dict[int, list[tuple[int, int, str | ProfilerOp]]] = {}
     for event in events:
@@ -171,7 +171,7 @@ def _count(events: Sequence[Any], ops: Iterable[ProfilerOp]) -> dict[ProfilerOp,
         for start, minus_end, kind in sorted(thread, key=lambda entry: entry[:2]):
             while around and around[-1][0] <= start:
                 around.pop()
-            # Within a dispatch mode, as selective checkpointing has one, an operation shows twice, one in the other.
+            # Under a dispatch mode (selective checkpointing), an operation appears twice, nested. Count it once.
             if isinstance(kind, ProfilerOp) and not (around and around[-1][1] == kind):
                 counts[kind][next((mark for _, mark in reversed(around) if isinstance(mark, str)), "")] += 1
             around.append((-minus_end, kind))

@@ -1,8 +1,8 @@
-"""GEMMs in INT8 during training: forward, input gradient and weight gradient.
+"""INT8 GEMMs in training: forward, input gradient and weight gradient.
 
-Operands are rounded to int8 with one float32 scale for each row of the left and each column of the right operand
-("rowwise") or for each tensor ("tensorwise"), multiplied with int32 sums (`kernels/matmul_8bit.py`), and scaled back.
-Weights stay in high precision. The idea: SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.12422).
+Operands are rounded to int8 with one float32 scale per row of the left and per column of the right operand ("rowwise")
+or per tensor ("tensorwise"), multiplied with int32 sums (`kernels/matmul_8bit.py`), and scaled back. Weights stay in
+high precision. Based on SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.12422).
 
 Shapes: M tokens, K inputs, N outputs of a layer.
 """
@@ -24,17 +24,17 @@ from torchtitan.kernels.matmul_8bit import int8_matmul
 from torchtitan.kernels.quantize import LARGEST, ScaleRecipe, quantize, quantize_both, quantize_columns, quantize_once
 from torchtitan.kernels.quantized import Quantized, QuantizedInput
 
-# int8 tensor cores that torch._int_mm uses begin with Turing (7.5), NVIDIA's CUDA programming guide.
+# torch._int_mm needs int8 tensor cores, from Turing (7.5) on: NVIDIA's CUDA programming guide.
 FIRST_CAPABILITY = (7, 5)
-MULTIPLE_OF = 16  # torch._int_mm on CUDA wants K and N in multiples of 8, cuBLASLt is fast for 16
+MULTIPLE_OF = 16  # on CUDA, torch._int_mm requires K and N to be multiples of 8; cuBLASLt is fast with 16
 
-# Relative errors of output, input gradient and weight gradient on normal data against float32, measured with
-# tests/unit/test_int8.py's layer.
+# Relative errors of output, input gradient and weight gradient against float32 on normally distributed data, measured
+# with the layer of tests/unit/test_int8.py.
 KNOWN_ERRORS = {"rowwise": (0.010, 0.010, 0.011), "tensorwise": (0.014, 0.014, 0.014)}
 
 
 class Int8Gemms(NamedTuple):
-    """Which of the three GEMMs are int8, and how their scales are laid out."""
+    """Which of the three GEMMs are int8, and whether scales are rowwise or tensorwise."""
 
     recipe: ScaleRecipe
     output: bool
@@ -44,9 +44,10 @@ class Int8Gemms(NamedTuple):
 
 
 def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> QuantizedInput:
-    """
+    """Quantizes x for the GEMMs that are int8.
+
     Args:
-        x: (M, K), or with more dimensions of tokens.
+        x: (M, K), or with several token dimensions.
         trains: a backward pass follows.
     """
     x, recipe, by_column = x.flatten(0, -2), gemms.recipe, gemms.grad_weight and trains
@@ -60,11 +61,11 @@ def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> QuantizedInp
 class Int8Matmul(torch.autograd.Function):
     """x @ weight.T with the chosen GEMMs in int8. x: (M, K), weight: (N, K), out: (M, N).
 
-    Of x it keeps what the weight gradient takes. The weight is rounded again in the backward pass: in int8 it would lie
-    beside the one that FSDP frees.
+    Saves x as the weight-gradient GEMM needs it. The weight is quantized again in the backward pass: saving it in int8
+    would take memory that FSDP frees.
 
     Args:
-        low: x as `round_input` gives it.
+        low: x quantized by `round_input`.
     """
 
     @staticmethod
@@ -90,11 +91,11 @@ class Int8Matmul(torch.autograd.Function):
             rows = quantize(out_grad, recipe)
         elif grad_weight and needs_weight:
             columns = quantize_columns(out_grad, recipe)
-        if rows is not None:  # sums over n: a scale for each column of the weight
+        if rows is not None:  # sums over N: one scale per column of the weight
             x_grad = int8_matmul(rows, quantize_columns(weight, recipe), ctx.dtype, emulate)
         elif needs_x:
             x_grad = out_grad @ weight
-        if columns is not None:  # sums over tokens: a scale for each column of both
+        if columns is not None:  # sums over tokens: one scale per column of both
             weight_grad = int8_matmul(columns.transpose(), Quantized(x, x_scale_inverse), weight.dtype, emulate)
         elif needs_weight:
             weight_grad = out_grad.T @ x
@@ -106,7 +107,7 @@ def _high_precision(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Int8Linear(nn.Linear):
-    """A linear layer whose GEMMs are int8. Its weight is a plain parameter, in whatever precision it is given."""
+    """A linear layer with int8 GEMMs. Its weight is a plain parameter, in whatever precision it is passed."""
 
     gemms: Int8Gemms
 
@@ -119,10 +120,10 @@ class Int8Linear(nn.Linear):
 
 
 class Int8Converter(LinearConverter):
-    """Swaps linear layers for `Int8Linear`.
+    """Replaces linear layers with `Int8Linear`.
 
     Raises:
-        ConfigError: the device has no int8 GEMMs and `emulate` is not set, or no GEMM is left on.
+        ConfigError: the device has no int8 GEMMs and `emulate` is not set, or all GEMMs are turned off.
     """
 
     name = "int8"
@@ -172,6 +173,6 @@ class Int8Converter(LinearConverter):
         return new
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
-        """The scales of weights that are gathered tensorwise, in one reduction."""
+        """Computes the scales of weights that are gathered tensorwise, in one reduction."""
         if self.all_gather and self.recipe == "tensorwise":
             set_tensorwise_scales(models)

@@ -1,8 +1,9 @@
-"""INT8 all-gather for FSDP2: sharded weights travel as int8 data with their float32 scales, in half of bf16's bytes.
+"""INT8 all-gather for FSDP2: shards are sent as int8 data with float32 scales, half the bytes of bf16.
 
-FSDP2 asks a sharded weight that has `fsdp_pre_all_gather` what to send, and `fsdp_post_all_gather` what to make of it.
-Shards are rows, so the scales of rows are a shard's own; the one scale of a whole tensor needs a reduction over the
-shards: one for all weights after each optimizer step (`set_tensorwise_scales`).
+For sharded weights that define them, FSDP2 calls `fsdp_pre_all_gather` for the tensors to send, and
+`fsdp_post_all_gather` to build the full weight. A shard consists of full rows, so row scales need no communication. A
+tensorwise scale needs a reduction over the shards: one for all weights after each optimizer step
+(`set_tensorwise_scales`).
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from torchtitan.kernels.quantize import (
 from torchtitan.kernels.quantized import Quantized
 
 aten = torch.ops.aten
-# What FSDP2, initialization and optimizers do to a sharded weight that must give a sharded weight again.
+# Operations of FSDP2, initialization and optimizers on a sharded weight whose result must be a sharded weight again.
 KEEP_TYPE = {
     aten.detach.default,
     aten.empty_like.default,
@@ -44,17 +45,17 @@ KEEP_TYPE = {
 
 
 class ShardedWeight(torch.Tensor):
-    """A weight in high precision, or a shard of it, that is gathered in int8.
+    """A high-precision weight, or a shard of one, that FSDP gathers in int8.
 
     Args:
         tensor: (rows, columns).
-        recipe: of the scales.
+        recipe: layout of the scales.
     """
 
     tensor: torch.Tensor
     recipe: ScaleRecipe
     scale_inverse: torch.Tensor | None
-    """(1, 1), of the whole tensor, where it has been computed already: for the next gather."""
+    """(1, 1): tensorwise scale inverse for the next gather, if already computed."""
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor, recipe: str) -> "ShardedWeight":
@@ -95,32 +96,32 @@ class ShardedWeight(torch.Tensor):
         return ShardedWeight(inner["tensor"], recipe)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
-        """((int8 data, scale inverses), metadata) of this shard; one scale for all travels as metadata."""
+        """((int8 data, scale inverses), metadata) of this shard; a tensorwise scale is sent as metadata."""
         if self.recipe == "rowwise":
             data, scale_inverse = quantize(self.tensor, "rowwise")
-            # FSDP2 on one rank copies the first tensor and no other; there the scales need no gathering.
+            # On one rank, FSDP2 copies only the first tensor, and the scales need no gathering.
             return ((data,), scale_inverse) if mesh.size() == 1 else ((data, scale_inverse), None)
         if self.scale_inverse is None:  # before the first optimizer step
             self.scale_inverse = tensorwise_scale(self.tensor.abs().amax().float(), mesh).view(1, 1)
-        scale_inverse = self.scale_inverse.clone()  # that of this data, whatever becomes of the weight's
+        scale_inverse = self.scale_inverse.clone()  # belongs to this data, even if the weight's scale changes later
         return (quantize_with(self.tensor, scale_inverse),), scale_inverse
 
     def fsdp_post_all_gather(self, outputs, scale_inverse, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
-        """The whole weight, and the tensors whose memory FSDP2 frees after use."""
+        """The full weight, and the tensors whose memory FSDP2 frees after use."""
         if out is None:
             scale_inverse = outputs[1] if scale_inverse is None else scale_inverse
             return GatheredWeight(Quantized(outputs[0], scale_inverse), param_dtype), outputs
-        # The same memory, filled anew. What was kept for the backward pass refers to it, so the scale's is filled too.
+        # FSDP2 refilled the same memory. Tensors saved for the backward pass refer to it, so refill the scale as well.
         weight: Any = out._local_tensor if isinstance(out, DTensor) else out
         if scale_inverse is not None:
-            weight.scale_inverse.data.copy_(scale_inverse)  # .data: as FSDP2 does it, unseen by autograd
+            weight.scale_inverse.data.copy_(scale_inverse)  # .data hides the write from autograd, as FSDP2 does
         return None
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight in int8, (rows, columns), with its scale inverse, (rows, 1) or (1, 1).
+    """A full weight in int8, (rows, columns), with its scale inverse, (rows, 1) or (1, 1).
 
-    It appears in high-precision `dtype` to autograd; only `Int8Matmul` can multiply by it.
+    To autograd it has the high-precision `dtype`; only `Int8Matmul` multiplies by its int8 data.
     """
 
     data_int8: torch.Tensor
@@ -144,11 +145,11 @@ class GatheredWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        # FSDP2 asks for the weight's own shape and strides (as_strided), DTensor.to_local() for a view of its shape.
+        # FSDP2 calls as_strided with the weight's own shape and strides, DTensor.to_local() view with its own shape.
         same = func is aten.view.default and list(args[1]) == list(args[0].shape)
         if same or func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
             return cls(args[0].quantized(), args[0].dtype)
-        # Anything else sees the weight in high precision.
+        # Any other operation gets the weight in high precision.
         args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.dequantize_all(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -164,7 +165,7 @@ class GatheredWeight(torch.Tensor):
 
 
 def tensorwise_scale(amax: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """Scale inverse of whole tensors from the largest magnitudes of their shards."""
+    """Tensorwise scale inverses from the largest magnitudes of the shards."""
     if mesh.size() > 1:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return (amax / LARGEST).clamp_min(SMALLEST_SCALE)
@@ -172,7 +173,7 @@ def tensorwise_scale(amax: torch.Tensor, mesh: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def set_tensorwise_scales(models: Sequence[nn.Module]) -> None:
-    """Computes the scales of all weights that are gathered with one scale each, in one reduction."""
+    """Computes the scales of all weights that are gathered tensorwise, in one reduction."""
     sharded = [
         (parameter.device_mesh, parameter._local_tensor)
         for model in models
@@ -181,7 +182,7 @@ def set_tensorwise_scales(models: Sequence[nn.Module]) -> None:
     ]
     if not sharded:
         return
-    mesh = sharded[0][0]["fsdp"]  # a tensor-parallel rank's part of a weight is a matrix with a scale of its own
+    mesh = sharded[0][0]["fsdp"]  # not over tensor-parallel ranks: each has its own matrix with its own scale
     amax = torch.stack([weight.tensor.abs().amax().float() for _, weight in sharded])
     for (_, weight), scale in zip(sharded, tensorwise_scale(amax, mesh), strict=True):
         weight.scale_inverse = scale.view(1, 1)

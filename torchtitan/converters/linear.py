@@ -1,4 +1,4 @@
-"""What all converters of linear layers share: filter, module swap, and the check that a swapped layer quantizes."""
+"""Base of the converters of linear layers: filter, module swap, and the check that a swapped layer quantizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from torchtitan.logging import logger
 
 @dataclass(frozen=True)
 class ProfilerOp:
-    """How the profiler sees low-precision GEMMs.
+    """How low-precision GEMMs appear in the profiler.
 
     Attributes:
-        operation: its name.
-        input_dtypes: where not empty, only those count whose first input has one of these dtypes, as the profiler
-            spells them.
-        per_gemm: how many of them a GEMM takes.
+        operation: name of the operation.
+        input_dtypes: if not empty, count only operations whose first input has one of these dtypes, in the profiler's
+            spelling.
+        per_gemm: number of these operations per GEMM.
     """
 
     operation: str
@@ -30,18 +30,18 @@ class ProfilerOp:
     per_gemm: int = 1
 
 
-# An emulated GEMM rounds both operands to float8 and back before a GEMM in high precision.
+# An emulated GEMM casts both operands to float8 and back, then multiplies in high precision.
 EMULATED_FLOAT8 = ProfilerOp("aten::_to_copy", ("c10::Float8_e4m3fn", "c10::Float8_e5m2"), 2)
 
 
 @dataclass(frozen=True)
 class LayerGemms:
-    """The GEMMs of one converted layer, and how exact they are.
+    """The GEMMs of one converted layer and their known errors.
 
     Attributes:
-        op: how they are recognized.
-        output, grad_input, grad_weight: relative error (2-norm) against float32 that the recipe is known to have on
-            normal data; None for a GEMM that stays in high precision.
+        op: how the profiler shows them.
+        output, grad_input, grad_weight: known relative error (2-norm) against float32 on normally distributed data;
+            None for a GEMM that stays in high precision.
     """
 
     op: ProfilerOp
@@ -51,7 +51,7 @@ class LayerGemms:
 
     @property
     def forward(self) -> int:
-        """Low-precision GEMMs in a forward pass."""
+        """Number of low-precision GEMMs in a forward pass."""
         return int(self.output is not None)
 
     @property
@@ -60,17 +60,17 @@ class LayerGemms:
 
 
 Role = Literal["input", "weight", "out_grad"]
-"""An operand of the three GEMMs: output takes input and weight, grad_input takes out_grad and weight, grad_weight
-takes out_grad and input."""
+"""An operand of the three GEMMs: output multiplies input and weight, grad_input out_grad and weight, grad_weight
+out_grad and input."""
 
 
 class Scaled(NamedTuple):
-    """An operand before and after rounding, in float32, both in the units of the recipe's numbers.
+    """An operand before and after rounding; both float32, in units of the recipe's format.
 
     Attributes:
         exact: the operand times its scale.
         rounded: the nearest number of the format.
-        largest: number of the format; what is beyond it saturates.
+        largest: largest number of the format; larger ones saturate.
     """
 
     exact: torch.Tensor
@@ -79,16 +79,17 @@ class Scaled(NamedTuple):
 
 
 class LinearConverter:
-    """Swaps linear layers for a subclass of `nn.Linear` whose weight stays a plain parameter.
+    """Replaces linear layers with a subclass of `nn.Linear` whose weight stays a plain parameter.
 
-    A subclass sets the attributes and writes `swap`.
+    A subclass sets the attributes and implements `swap`.
 
     Attributes:
-        name: of the converter and its section.
-        recipe: within the converter.
+        name: of the converter and its configuration section.
+        recipe: name of the recipe.
         gemms: of one layer.
-        decisions: one for each linear layer of the model, after `convert`.
-        warms_up: whether layers compute otherwise after the first step: compiled code is made anew then.
+        rules: requirements of the recipe on a layer.
+        decisions: one per linear layer of the model, set by `convert`.
+        warms_up: layers change behaviour after the first step, so recompile then.
     """
 
     name: str
@@ -98,31 +99,31 @@ class LinearConverter:
     warms_up: bool = False
 
     def __init__(self, filter_fqns: Sequence[str], target: Target, explicit: bool = True) -> None:
-        """`explicit`: the user's own list, which must match; False for a section's default."""
+        """`explicit`: the filter is the user's own and must match; False for a section's default."""
         self.filter_fqns = tuple(filter_fqns)
         self.explicit = explicit
         self.target = target
         self.decisions: list[Decision] = []
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
-        """A low-precision layer with the parameters of `linear`, on its device."""
+        """A low-precision layer that takes over the parameters of `linear`, on its device."""
         raise NotImplementedError
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
-        """How an operand in float32, (rows, columns) with GEMMs summing over columns, is rounded."""
+        """Rounds a float32 operand, (rows, columns), of GEMMs that sum over columns."""
         raise NotImplementedError
 
     def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
-        """`swap` for the layer of the model at this path, which may be gathered in low precision too."""
+        """`swap` for the model's layer at this path, whose weight may also be gathered in low precision."""
         return self.swap(linear)
 
     @property
     def description(self) -> str:
-        """All settings that bear on speed."""
+        """All settings that affect speed."""
         raise NotImplementedError
 
     def decide(self, model: nn.Module) -> list[Decision]:
-        """What `convert` would do with each linear layer of the model; changes nothing."""
+        """What `convert` would do with each linear layer of the model, without changing it."""
         return decide(model, self.filter_fqns, self.name, self.recipe, self.rules, self.target, self.explicit)
 
     def convert(self, model: nn.Module) -> None:
@@ -139,7 +140,7 @@ class LinearConverter:
             setattr(model.get_submodule(parent), child, self.swap_in_model(model.get_submodule(fqn), fqn))  # type: ignore[arg-type]
 
     def shards_evenly(self, linear: nn.Linear, fqn: str) -> bool:
-        """Whether FSDP divides the rows of a weight without padding, as a gather in low precision needs it."""
+        """Whether FSDP shards the weight's rows without padding, as a low-precision gather requires."""
         _, rows = self.target.per_device(fqn, linear.in_features, linear.out_features)
         if rows % self.target.shards == 0:
             return True
@@ -150,29 +151,29 @@ class LinearConverter:
         return False
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
-        """Nothing, unless a recipe keeps something between steps."""
+        """Does nothing by default; for recipes with state between steps."""
 
-    # What a recipe needs whose scales have a history; nothing for the others.
+    # Hooks for recipes whose scales have a history; by default they do nothing.
 
     def connect(self, mesh: DeviceMesh) -> None:
-        """Once, after `convert`: the ranks as (pp, dp_replicate, fsdp, tp)."""
+        """Called once after `convert`, with the mesh (pp, dp_replicate, fsdp, tp)."""
 
     def after_step(self, models: Sequence[nn.Module], learning_rate: float | None) -> None:
-        """`post_optimizer_hook`, knowing the learning rate of the update; None where it was skipped."""
+        """`post_optimizer_hook` with the learning rate of the update; None if the update was skipped."""
         self.post_optimizer_hook(models)
 
     def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
-        """Whether since the last step a layer on this rank has made finite numbers of what is not finite, so that
-        neither loss nor gradients show it: a scalar on the device. None where layers do not do so."""
+        """Whether a layer on this rank has hidden nonfinite numbers since the last step, by turning them into finite
+        ones that show in neither loss nor gradients: a scalar on the device. None if layers do not do that."""
         return None
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
-        """What a resumed run needs to go on exactly: JSON by path of the layer, of the layers on this rank. None, on
-        every rank, where there is no such thing."""
+        """What a resumed run needs to continue exactly: JSON of this rank's layers, by path. None, on every rank, if
+        there is no such state."""
         return None
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Takes up `state_dict`, joined over all ranks; {} of a checkpoint without it."""
+        """Restores a `state_dict` merged over all ranks; {} if the checkpoint has none."""
 
     def check_swap(self) -> None:
         """Compares a converted layer with its bf16 copy, forward and backward.
@@ -195,12 +196,12 @@ class LinearConverter:
                 )
 
 
-FAR_OUTSIDE = 3.0  # times the known error
+FAR_OUTSIDE = 3.0  # factor on the known error
 SAMPLE_TOKENS, SAMPLE_INPUTS, SAMPLE_OUTPUTS = 256, 256, 512
 
 
 def relative_errors(converter: LinearConverter, device_type: str) -> dict[str, float]:
-    """Relative 2-norm distance of a converted layer's GEMMs from those of its bf16 copy, on normal data."""
+    """Relative 2-norm difference between the GEMMs of a converted layer and of its bf16 copy, on normal data."""
     generator = torch.Generator(device=device_type).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -227,7 +228,7 @@ def relative_errors(converter: LinearConverter, device_type: str) -> dict[str, f
 
 
 def rules_against_all(decisions: Sequence[Decision]) -> str:
-    """The rules that took every layer, with how many each."""
+    """The reasons why no layer was converted, with the number of layers for each."""
     reasons: dict[str, list[str]] = {}
     for decision in decisions:
         reasons.setdefault(decision.reason, []).append(decision.fqn)

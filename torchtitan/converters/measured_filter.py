@@ -1,4 +1,4 @@
-"""`auto_filter_measured`: is a layer of this size faster in low precision, on this device?"""
+"""`auto_filter_measured`: whether a layer of this size is faster in low precision on this device."""
 
 import statistics
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 RESULTS = "measured_products.json"
 ROUNDS = 7
 FEW_ROWS, SOME_ROWS = 32, 1024
-HOPELESS = 50  # times as slow with a few rows, where rounding alone may be ten times the GEMM
+HOPELESS = 50  # times slower with a few rows, where rounding alone may cost ten times the GEMM
 
 
 def measured_reason(converter: "LinearConverter", m: int, k: int, n: int) -> str | None:
-    """Why a layer of this size stays in bf16, or None where low precision wins.
+    """Why a layer of this size stays in bf16; None if low precision is faster.
 
-    One rank measures and all follow it, so that they convert the same layers. Results are kept from run to run, by
-    device and versions.
+    One rank measures and broadcasts, so that all convert the same layers. Results are cached across runs, by device and
+    versions.
     """
     distributed = dist.is_initialized() and dist.get_world_size() > 1
     ratio = [0.0]
@@ -59,16 +59,16 @@ def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int) -> flo
 
 
 def speedup(converter: "LinearConverter", m: int, k: int, n: int) -> float:
-    """Time of bf16 over time of low precision, forward and backward of one layer; medians of interleaved rounds."""
+    """bf16 time divided by low-precision time, forward and backward of one layer; medians of interleaved rounds."""
     seconds = layer_seconds([None, converter], m, k, n, compiled=converter.target.compile)
     high_seconds, low_seconds = (statistics.median(map(sum, times)) for times in seconds)
     return high_seconds / low_seconds
 
 
 def slowness(converter: "LinearConverter", dtype: torch.dtype) -> list[float]:
-    """How many times as long a layer takes as in `dtype`, for each distinct size that the converter takes on a CPU.
+    """Time of a converted layer divided by its time in `dtype`, for each distinct layer size, on a CPU.
 
-    A few rows are tried first: a GEMM without a real kernel takes a thousand times as long, and nobody would wait.
+    Tries a few rows first: without a real kernel, a GEMM takes a thousand times as long.
     """
     sizes = {(decision.k, decision.n): decision.m for decision in converter.decisions if decision.converted}
     ratios = []
@@ -92,9 +92,9 @@ def layer_seconds(
     dtype: torch.dtype = torch.bfloat16,
     compiled: bool = False,
 ) -> list[list[tuple[float, float]]]:
-    """Seconds of (forward, backward) of one layer in `dtype` under each converter, None for none, in each round.
+    """(forward, backward) seconds of one layer in `dtype`, for each converter (None: unconverted) and round.
 
-    Rounds are interleaved, since the speed of a machine drifts. The layer has no bias; (m, k) x (k, n).
+    Rounds are interleaved, since a machine's speed drifts. The layer has no bias; (m, k) x (k, n).
     """
     target = next(converter.target for converter in converters if converter is not None)
     device = "cuda" if target.device_type == "cuda" else "cpu"
@@ -117,7 +117,7 @@ def layer_seconds(
         out.backward(out_grad)
         return middle - start, now() - middle
 
-    for forward in forwards:  # compile, load kernels, fill caches
+    for forward in forwards:  # warm up: compile, load kernels, fill caches
         seconds(forward)
         seconds(forward)
     rows = [[seconds(forward) for forward in forwards] for _ in range(rounds)]

@@ -1,7 +1,7 @@
 """GEMMs in microscaling formats: blocks of 32 numbers share a power-of-two scale (OCP MX specification 1.0).
 
-The layer is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it drops the bias, and stops quantizing
-under tensor parallelism without a word.)
+The layer is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it drops the bias and silently stops
+quantizing under tensor parallelism.)
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from torchtitan.logging import logger
 FIRST_CAPABILITY = (10, 0)  # Blackwell: NVIDIA's CUDA programming guide, table of capabilities
 BLOCK = 32
 
-# Relative errors of output, input gradient and weight gradient on normal data against float32, by the rounding of
-# scales: tests/unit/test_conversion_report.py.
+# Relative errors of output, input gradient and weight gradient against float32 on normally distributed data, by
+# rounding mode of the scales: tests/unit/test_conversion_report.py.
 KNOWN_ERRORS = {
     "rceil": (0.036, 0.036, 0.038),
     "ceil": (0.036, 0.036, 0.038),
@@ -31,7 +31,7 @@ KNOWN_ERRORS = {
 
 
 class MXConverter(LinearConverter):
-    """Swaps linear layers for torchao's `MXFP8Linear`.
+    """Replaces linear layers with torchao's `MXFP8Linear`.
 
     Raises:
         ConfigError: the device has no MX GEMMs and `emulate` is not set.

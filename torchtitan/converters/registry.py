@@ -14,29 +14,28 @@ from torchtitan.registry import Registry
 
 
 class ModelConverter(Protocol):
-    """One converter of one run."""
+    """A converter, built for one run."""
 
     def convert(self, model: nn.Module) -> None:
-        """Changes the model in place. It is on the meta device, whole: not yet divided, compiled or wrapped.
+        """Changes the full model in place, on the meta device: not yet parallelized, compiled or wrapped.
 
         Raises:
-            ConfigError: there is nothing in the model to convert, or a key of the section does not fit it.
+            ConfigError: nothing in the model can be converted, or a key of the section does not fit the model.
         """
         ...
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
-        """After each optimizer step, with the (parts of the) model on this rank."""
+        """Called after each optimizer step, with this rank's parts of the model."""
         ...
 
 
 @dataclass(frozen=True)
 class ConverterEntry:
-    """A converter as registered.
+    """A registered converter.
 
     Attributes:
-        section: name of the section of the configuration that `build` gets; "" for a converter without one, which
-            gets None.
-        build: (section, target) to the converter. Raises ConfigError where the target cannot run it.
+        section: name of the configuration section passed to `build`; "" passes None.
+        build: from (section, target) to the converter. Raises ConfigError if the target cannot run it.
     """
 
     section: str
@@ -57,10 +56,10 @@ CONVERTERS: Registry[ConverterEntry] = Registry(
 def apply_converters(
     model: nn.Module, names: Iterable[str], section_of: Callable[[str], Any], target: Target
 ) -> list[ModelConverter]:
-    """Builds the converters called `names`, and applies them in this order.
+    """Builds the converters called `names` and applies them in this order.
 
     Args:
-        section_of: from the name of a section to its content.
+        section_of: from a section's name to its content.
     """
     converters = []
     for name in names:

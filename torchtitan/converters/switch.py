@@ -1,8 +1,8 @@
-"""Changes the precision of a built model: its linear layers change what they compute with, and nothing else.
+"""Changes the precision of a built model by changing how its linear layers compute, and nothing else.
 
-A converter replaces a linear layer by a subclass with the same plain parameters. So the same layer in two precisions
-differs in its class and its own attributes alone: its variant. The module, its parameters and its hooks stay, and so
-FSDP, the optimizer and the callers of compiled code keep working with them.
+A converter replaces a linear layer with a subclass that has the same plain parameters. So in two precisions a layer
+differs only in its class and its own attributes: its variant. The module, its parameters and its hooks stay, so FSDP,
+the optimizer and callers of compiled code keep working with them.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.parallel.tensor import choose_all_gathers, set_class
 
 ConvertedModel = tuple[nn.Module, list[ModelConverter]]
-"""A full model on the meta device, and the converters that have changed it."""
+"""A full model on the meta device, and the converters applied to it."""
 
 
 class LayerVariant(NamedTuple):
@@ -24,8 +24,8 @@ class LayerVariant(NamedTuple):
 
     Attributes:
         layer_class: its class.
-        attributes: those that not every module has. A recipe's state (as amax histories) is among them, so it starts
-            anew with each phase.
+        attributes: those that not every module has. They include a recipe's state (such as amax histories), so each
+            phase starts with fresh state.
     """
 
     layer_class: type[nn.Module]
@@ -33,14 +33,14 @@ class LayerVariant(NamedTuple):
 
 
 LayerVariants = dict[str, LayerVariant]
-"""By path, of each layer that some phase converts."""
+"""Variants by path, of each layer that some phase converts."""
 
 
 def layer_variants(models: Sequence[ConvertedModel]) -> list[LayerVariants]:
-    """The variants of the layers of one model, by phase.
+    """The variants of a model's layers in each phase.
 
     Raises:
-        ConfigError: a converter changes other modules than linear layers, or adds more to them than attributes.
+        ConfigError: a converter changes modules other than linear layers, or adds more to them than attributes.
     """
     converted: dict[str, None] = {}
     for _, converters in models:
@@ -61,7 +61,7 @@ def layer_variants(models: Sequence[ConvertedModel]) -> list[LayerVariants]:
 
 
 def _registered(module: nn.Module) -> tuple[Any, ...]:
-    """What FSDP, the optimizer and checkpoints know of a layer."""
+    """What FSDP, the optimizer and checkpoints know about a layer."""
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return (
         tuple((name, tensor.shape, type(tensor.data)) for name, tensor in tensors),
@@ -76,7 +76,7 @@ def _variant_of(module: nn.Module) -> LayerVariant:
 
 
 def apply_variants(model: nn.Module, old: LayerVariants, new: LayerVariants) -> None:
-    """Changes the layers of a built model, or those on this rank, from their old to their new variants."""
+    """Changes the layers of a built model, or of this rank's part, from their old to their new variants."""
     for fqn, module in model.named_modules():
         if fqn in new:
             _apply(module, old[fqn], new[fqn])

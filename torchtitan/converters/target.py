@@ -1,4 +1,4 @@
-"""What a converter needs to know of the run."""
+"""What a converter needs to know about the run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ class Target:
     """Where a converted model will run.
 
     Attributes:
-        device_type: "cuda", "cpu", or "meta" where a conversion is only explained: then every device will do.
-        device_name: of the hardware.
+        device_type: "cuda", "cpu", or "meta" if a conversion is only explained, for which any device will do.
+        device_name: name of the hardware.
         compute_capability: of a CUDA device, such as (9, 0); None elsewhere.
         tokens: M of the GEMMs: sequences in a microbatch times tokens of a sequence on one device.
         compile: whether transformer blocks are compiled.
         tensor_parallel: the degree.
-        plan: by the end of a module's path, how tensor parallelism divides it.
-        shards: FSDP ranks that a weight's rows are divided over.
-        optimizer: of the weights.
+        plan: tensor-parallel style by the end of a module's path.
+        shards: FSDP ranks that a weight's rows are sharded over.
+        optimizer: its configuration section.
     """
 
     device_type: str
@@ -36,7 +36,7 @@ class Target:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether GEMMs are those of a CPU; a conversion that is only explained tries them on one."""
+        """Whether the CPU kernels are used; also true for a conversion that is only explained."""
         return self.device_type != "cuda"
 
     def per_device(self, fqn: str, k: int, n: int) -> tuple[int, int]:

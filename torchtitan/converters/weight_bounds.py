@@ -1,7 +1,7 @@
 """Upper bounds of the largest magnitudes of weights, known on every rank without communication.
 
-An update of AdamW moves no weight further than its learning rate allows, whatever the gradients are. So from a
-measured amax follows a bound of the next step's, and of the one after. Derivation: docs/low_precision.md.
+An AdamW update moves a weight no further than the learning rate allows, whatever the gradients. So a measured amax
+bounds the amax after the next update, and after later ones. Derivation: docs/low_precision.md.
 """
 
 import math
@@ -18,17 +18,17 @@ from torchtitan.converters.amax import all_reduce_max, local_amaxes
 from torchtitan.errors import TrainingError
 from torchtitan.logging import logger
 
-# A float32 operation is off by 2^-24 of its result at most. An update does four to a weight, hence a share of the
-# weight; and many to the moments, which weigh 1 / (1 - beta) of them at most: a share of the step.
+# A float32 operation has a relative error of at most 2^-24. An update applies four to a weight, hence an error relative
+# to the weight, and many to the moments, which amplify it by at most 1 / (1 - beta), hence one relative to the step.
 WEIGHT_ROUNDING = 2**-21
 STEP_ROUNDING = 2**-10
 
 
 def largest_ratio(beta1: float, beta2: float) -> float:
-    """The largest |m| / sqrt(v), with bias corrections, that Adam's moments can have after any gradients (eps = 0).
+    """The largest |m| / sqrt(v), bias-corrected, that Adam's moments can reach with any gradients (eps = 0).
 
-    (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), by Cauchy and Schwarz; infinite where beta1^2 >= beta2.
-    (Adam's paper, arXiv 1412.6980, section 2.1, gives 1 for usual betas: most gradients keep to it, not all.)
+    (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), by Cauchy-Schwarz; infinite if beta1^2 >= beta2.
+    (Adam's paper, arXiv 1412.6980, section 2.1, gives 1 for usual betas, which holds for most gradients, not for all.)
     """
     if not beta1**2 < beta2 < 1:
         return math.inf
@@ -36,10 +36,10 @@ def largest_ratio(beta1: float, beta2: float) -> float:
 
 
 def bound_after_update(bound: Any, learning_rate: float, ratio: float, decay: float) -> Any:
-    """The bound of magnitudes after an update, from that before it.
+    """The bound on magnitudes after an update.
 
     Args:
-        bound: a number, or a float64 tensor.
+        bound: the bound before it, a number or a float64 tensor.
         ratio: `largest_ratio`.
         decay: decoupled weight decay.
     """
@@ -48,17 +48,17 @@ def bound_after_update(bound: Any, learning_rate: float, ratio: float, decay: fl
 
 
 class WeightBounds:
-    """Scales of the weights that FSDP gathers in float8 (torchao's, one scale for each), from bounds.
+    """Scales from bounds, for the weights that FSDP gathers in float8 (torchao's, tensorwise).
 
     Args:
         optimizer: Adam or AdamW.
-        every: steps between measurements, which take an all-reduce.
+        every: steps between measurements, each of which takes an all-reduce.
     """
 
     def __init__(self, optimizer: Optimizer, every: int) -> None:
         self.betas = [optimizer.beta1, optimizer.beta2]
         self.ratio = largest_ratio(optimizer.beta1, optimizer.beta2)
-        # Adam's decay is part of the gradient, and the ratio holds for any gradient.
+        # Adam adds weight decay to the gradient, and the ratio holds for any gradient.
         self.decay = optimizer.weight_decay if optimizer.name == "AdamW" else 0.0
         self.every = every
         self.layers: list[str] = []
@@ -69,10 +69,10 @@ class WeightBounds:
     def after_step(
         self, models: Sequence[nn.Module], learning_rate: float | None, group: dist.ProcessGroup | None
     ) -> None:
-        """Moves the bounds by the step's update. Where they are `every` steps old, all ranks of the group measure.
+        """Updates the bounds after an optimizer step. Every `every` steps, measures instead; collective then.
 
         Raises:
-            TrainingError: a weight has moved beyond its bound.
+            TrainingError: a weight has exceeded its bound.
         """
         weights = float8_all_gather_weights(models)
         if not weights or learning_rate is None:
@@ -82,7 +82,7 @@ class WeightBounds:
         self.age += 1
         if self.bounds is None or self.age >= self.every:
             measured = measure_amaxes(weights, group).double()
-            # A look at the device, too dear for every step.
+            # This waits for the device, too expensive for every step.
             if self.bounds is not None and self.every > 1 and not bool((measured <= self.bounds).all()):
                 raise TrainingError(
                     "float8.weight_scale = bound: a weight has moved further than its optimizer can move it; was it "
@@ -93,14 +93,14 @@ class WeightBounds:
         set_scales(weights, self.bounds)
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """By path of the layer, its bound, how many steps ago it was measured, and the betas of the moments."""
+        """By layer path: its bound, steps since it was measured, and the betas of the moments."""
         if self.bounds is None:
             return {}
         bounds = zip(self.layers, self.bounds.tolist(), strict=True)
         return {layer: [bound, self.age, *self.betas] for layer, bound in bounds}
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Without all the bounds, the next step measures each weight before it is gathered, and then begins."""
+        """Restores the bounds. If any is missing, the first step measures each weight as it is gathered."""
         weights = float8_all_gather_weights(models)
         if not weights:
             return
@@ -113,7 +113,7 @@ class WeightBounds:
                 "float8.weight_scale = bound: the optimizer's betas have changed, and its moments come from the ones "
                 "before, so no bound is known; weights are measured after each step"
             )
-            self.betas, self.every = [0.0, 0.0], 1  # equal to none, so after the next resume too
+            self.betas, self.every = [0.0, 0.0], 1  # matches no optimizer, so this persists across later resumes
         device = next(iter(weights.values())).device
         self.bounds, self.age = torch.tensor(bounds, dtype=torch.float64, device=device), max(ages)
         self.layers = list(weights)
@@ -121,7 +121,7 @@ class WeightBounds:
 
 
 def float8_all_gather_weights(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """By path of the layer, this rank's shard of each weight that is gathered in float8."""
+    """This rank's shards of the weights that are gathered in float8, by layer path."""
     return {
         fqn: module.weight._local_tensor
         for model in models
@@ -133,12 +133,12 @@ def float8_all_gather_weights(models: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def measure_amaxes(weights: dict[str, Any], group: dist.ProcessGroup | None) -> torch.Tensor:
-    """(number of weights,): the amax of each whole weight, in one all-reduce over the ranks that hold shards."""
+    """(number of weights,): the amax of each full weight, in one all-reduce over the ranks that hold shards."""
     return all_reduce_max(local_amaxes([weight._tensor for weight in weights.values()]), group)
 
 
 def set_scales(weights: dict[str, Any], amaxes: torch.Tensor) -> None:
-    """With which the weights are gathered from now on."""
+    """Sets the scales with which the weights are gathered from now on."""
     from torchtitan.compat.torchao_float8 import amax_to_scale
 
     for weight, scale in zip(weights.values(), amax_to_scale(amaxes, torch.float8_e4m3fn), strict=True):
