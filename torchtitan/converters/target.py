@@ -16,7 +16,7 @@ class Target:
         device_type: "cuda", "cpu", or "meta" if a conversion is only explained, for which any device will do.
         device_name: name of the hardware.
         compute_capability: of a CUDA device, such as (9, 0); None elsewhere.
-        tokens: M of the GEMMs: sequences in a microbatch times tokens of a sequence on one device.
+        tokens: M of the GEMMs: sequences in a micro-batch times tokens of a sequence on one device.
         compile: whether transformer blocks are compiled.
         tensor_parallel: the degree.
         plan: tensor-parallel style by the end of a module's path.

@@ -57,7 +57,7 @@ def apply_fsdp(
 
 
 def set_last_microbatch(models: Iterable[nn.Module], last: bool) -> None:
-    """Makes replicas all-reduce gradients after the last microbatch only. (Shards reduce-scatter after each one, so no
+    """Makes replicas all-reduce gradients after the last micro-batch only. (Shards reduce-scatter after each one, so no
     rank holds more than a gradient shard.)"""
     for model in models:
         if isinstance(model, FSDPModule):

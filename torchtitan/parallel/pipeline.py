@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model's layers are split into stages on different ranks, and microbatches flow through them.
+"""Pipeline parallelism: a model's layers are split into stages on different ranks, and micro-batches flow through them.
 
 Schedules are torch's (torch.distributed.pipelining): GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), interleaved
 1F1B (arXiv 2104.04473), zero bubble (arXiv 2401.10241).
@@ -197,8 +197,8 @@ class Pipeline:
     Args:
         modules: the stages on this rank, by number.
         stages: total number of stages.
-        tokens, hidden: meta tensors shaped like one microbatch of the first stage's input, and of a stage's output.
-        microbatches: number of microbatches per batch.
+        tokens, hidden: meta tensors shaped like one micro-batch of the first stage's input, and of a stage's output.
+        microbatches: number of micro-batches per batch.
         scale: factor on the loss before backward.
 
     Raises:
