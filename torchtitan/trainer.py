@@ -80,7 +80,6 @@ class Trainer:
         if self.step >= steps:
             logger.info(f"this run has finished its {steps} steps already; raise training.steps to go on")
             self.checkpoints.export(self.step)
-            self.checkpoints.export(self.step)
             return
         self._log_settings()
         # Of the ranks that train on the same rows, the first records their samples.

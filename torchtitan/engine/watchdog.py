@@ -58,7 +58,7 @@ def _locations_of_all() -> str:
         ranks_at.setdefault(where, []).append(rank)
     # First those that the others wait for.
     groups = sorted(ranks_at.items(), key=lambda group: (COLLECTIVE in group[0], len(group[1])))
-    named = [f"{_ranks(ranks)}: at {where or 'an unknown main_thread_location'}" for where, ranks in groups[:MOST]]
+    named = [f"{_ranks(ranks)}: at {where or 'an unknown place'}" for where, ranks in groups[:MOST]]
     if others := sum(len(ranks) for _, ranks in groups[MOST:]):
         named.append(f"{others} others: elsewhere")
     first = groups[0][1][0]
