@@ -35,8 +35,8 @@ class DelayedMatmul(torch.autograd.Function):
     """x @ weight.T in float8. x: (M, K), weight: (N, K), out: (M, N).
 
     Saves x in float8 with its scale inverse, and copies of the scales at the start of the forward pass, so that the
-    backward pass uses the same ones even if the layer's change. The weight is quantized again: saving it in float8
-    would take memory that FSDP frees.
+    backward pass uses the same ones even if the layer's change. The weight is quantized again: a saved float8 copy
+    would take memory even after FSDP has freed the gathered weight.
 
     Args:
         scales: (3,) float32, of input, weight and output gradient; None before there are any: all are dynamic then.

@@ -52,7 +52,8 @@ class Float8Matmul(torch.autograd.Function):
     """x @ weight.T in float8. x: (..., K), weight: (N, K), out: (..., N).
 
     Saves x as the weight-gradient GEMM needs it, in float8 unless that GEMM stays in high precision. The weight is
-    quantized again in the backward pass: saving it in float8 would take memory that FSDP frees.
+    quantized again in the backward pass: a saved float8 copy would take memory even after FSDP has freed the gathered
+    weight.
 
     Args:
         low: x quantized by `round_input`.

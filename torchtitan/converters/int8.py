@@ -61,8 +61,8 @@ def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> QuantizedInp
 class Int8Matmul(torch.autograd.Function):
     """x @ weight.T with the chosen GEMMs in int8. x: (M, K), weight: (N, K), out: (M, N).
 
-    Saves x as the weight-gradient GEMM needs it. The weight is quantized again in the backward pass: saving it in int8
-    would take memory that FSDP frees.
+    Saves x as the weight-gradient GEMM needs it. The weight is quantized again in the backward pass: a saved
+    int8 copy would take memory even after FSDP has freed the gathered weight.
 
     Args:
         low: x quantized by `round_input`.

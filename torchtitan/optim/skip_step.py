@@ -52,8 +52,8 @@ class UpdateGuard:
         saturated: torch.Tensor | None,
         sample_ids: list[str],
     ) -> torch.Tensor | None:
-        """A scalar on the device, the same on every rank: above 0 to skip the optimizer step of `step`. None if there
-        is nothing to check: do not skip. Collective.
+        """A scalar on the device, the same on every rank: above 0 to skip the optimizer step of `step`. None if no
+        check is enabled. Collective.
 
         Waits for the device only with `skip_grad_norm_outliers`, since the median is on the host. Otherwise the device
         alone decides, and the host learns from `read` what was skipped.

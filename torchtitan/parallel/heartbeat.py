@@ -21,7 +21,7 @@ from torchtitan.logging import logger
 
 INTERVAL = 1.0  # seconds between two beats
 PATIENCE = 3.0  # seconds within which a living rank beats, however busy
-SILENCE = 20.0  # seconds without a beat until the previous rank logs a warning, even if nothing has failed
+SILENCE = 20.0  # seconds without a beat before a warning, even if nothing has failed
 MOST = 8  # late ranks to list
 LOST = "lost contact"  # end of a rank that lost another one
 FINISHED = "finished"
@@ -142,7 +142,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
-    """Result of `call`, or None if it fails or takes longer, as a store does whose machine is gone."""
+    """Result of `call`; None if it fails or times out, for example because the store's machine is gone."""
     results: list[Result] = []
 
     def run() -> None:
