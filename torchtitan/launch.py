@@ -111,7 +111,7 @@ def _set_threads(processes: int) -> None:
 
 
 def _plan(arguments: list[str]) -> NoReturn:
-    """Replaces this process by a single one that plans for NGPU processes, unless a world size is given."""
+    """Replaces this process with one that plans the run; the world size defaults to NGPU."""
     given = any(argument.startswith("--job.simulate_world_size") for argument in arguments)
     if "NGPU" in os.environ and not given:
         arguments = [*arguments, f"--job.simulate_world_size={os.environ['NGPU']}"]

@@ -103,7 +103,7 @@ class CheckpointManager:
         self._stager: DefaultStager | None = None
         self._pending: Future[None] | None = None
         if config.enable_checkpoint:
-            if config.async_mode != "disabled":  # background saves need a group of their own
+            if config.async_mode != "disabled":  # its thread's collectives need a group of their own
                 self._group = dist.new_group(backend="gloo")
             if dist.get_rank() == 0:
                 try:

@@ -154,7 +154,7 @@ def ignore_stop_signals() -> None:
 
 
 def exit_with_launcher() -> None:
-    """Makes this process exit when its launcher does: a new run of the command would find it in the dump folder."""
+    """Makes this process exit when its launcher does, or it would block a new run in the same dump folder."""
     parent = os.getppid()  # not the launcher, if that has exited already
     launcher = int(os.environ.get(LAUNCHER, parent))
 
