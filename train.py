@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Until `Stop` listens: inside an import a KeyboardInterrupt would end in a traceback, or be lost.
+    # Until `Stop` listens: a KeyboardInterrupt inside an import would print a traceback, or be swallowed.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
 
@@ -29,13 +29,13 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()) -> None:
-    """One run, from its configuration to the end of training, or until `stop` asks it to save and end.
+    """Runs one training run from its configuration to the end, or until `stop` asks it to save and exit.
 
     Args:
-        notices: about the configuration, logged first.
+        notices: messages about the configuration; logged first.
     """
     check_versions()
-    with quick_imports():  # imports torch: only now, so that --help and typos need not wait for it
+    with quick_imports():  # torch is imported only now, so that --help and typos do not wait for it
         from torchtitan.build_trainer import build_trainer
         from torchtitan.device import find_device
         from torchtitan.engine.config_checks import check, global_batch_size, is_plan
@@ -68,10 +68,10 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
 
 
 def status_of(error: Exception, stop: Stop) -> int:
-    """The exit status: with 1 torchrun restarts the processes, while restarts are left; with EXIT_STATUS it gives up.
+    """The exit status. On 1 torchrun restarts the processes while restarts are left; on EXIT_STATUS it gives up.
 
-    A restart does not mend a user's mistake. But data and files that were fine earlier in this run may only be
-    unavailable for a moment.
+    A restart cannot fix a user error. But data or files that were readable earlier in this run may be unavailable only
+    temporarily.
     """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     started_again = STARTED_AGAIN in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -93,7 +93,7 @@ if __name__ == "__main__":
         ignore_stop_signals()
     except UserError as error:
         stop.failed = True
-        if RANK > 0:  # mostly the same error on every rank: leave it to rank 0 to report it and to end the others
+        if RANK > 0:  # usually every rank has the same error: let rank 0 report it and end the others
             if stop.requested:
                 exit_now(EXIT_STATUS)
             time.sleep(PATIENCE)
@@ -102,7 +102,7 @@ if __name__ == "__main__":
         exit_now(status_of(error, stop))
     except LostRankError as error:
         stop.failed = True
-        if stop.requested:  # the lost rank got the signal too, and ended first
+        if stop.requested:  # the lost rank got the signal too, and exited first
             stop.give_up()
         print(f"{prefix}Error: {error}", file=sys.stderr)
         exit_now(1)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/config_keys.md, the table of all keys, from the dataclasses of torchtitan/config.
+"""Generates docs/config_keys.md, the table of all keys, from the dataclasses in torchtitan/config.
 
 python scripts/config_table.py
 """
@@ -34,7 +34,7 @@ a line each; a name of today that is given too wins. Values that ask for what is
 
 
 def render(config_class: type[JobConfig] = JobConfig) -> str:
-    """The whole page: a table for each section, in the order of the dataclass."""
+    """The whole page: one table per section, in the order of the dataclass."""
     keys = fields_by_key(config_class)
     parts = [HEAD]
     for section in dataclasses.fields(config_class):

@@ -1,9 +1,9 @@
-"""Makes a checkpoint of published weights: a Hugging Face folder (safetensors) or Meta's (consolidated.*.pth).
+"""Makes a checkpoint from published weights: a Hugging Face folder (safetensors) or Meta's (consolidated.*.pth).
 
 python scripts/convert_from_hf.py FOLDER OUT [--family llama3] [--custom-import MODULE]
 
-The checkpoint is OUT/step-0; start from it with --checkpoint.initial_load_path=OUT/step-0. (initial_load_path takes
-FOLDER itself just as well.) Weights are read and written one at a time.
+The checkpoint is OUT/step-0; start from it with --checkpoint.initial_load_path=OUT/step-0. (initial_load_path also
+accepts FOLDER directly.) Weights are read and written one at a time.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 python scripts/convert_to_hf.py CHECKPOINT OUT [--dtype bfloat16] [--custom-import MODULE]
 
-CHECKPOINT is a step-N folder. Weights are read and written one file at a time (5 GB at most).
+CHECKPOINT is a step-N folder. Weights are read and written one file at a time (at most 5 GB).
 """
 
 import argparse

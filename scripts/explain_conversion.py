@@ -1,4 +1,4 @@
-"""Says which layers a run would convert to low precision, and why, without training.
+"""Prints which layers a run would convert to low precision, and why, without training.
 
 python scripts/explain_conversion.py [--json out.json] --job.config_file=FILE.toml --section.key=value ...
 """

@@ -1,10 +1,10 @@
-"""Writes on from prompts with a trained model.
+"""Continues prompts with a trained model.
 
 python scripts/generate.py --checkpoint FOLDER --prompt "def main(" [--prompt ...] [--temperature 0.8 --top-p 0.95]
 
-FOLDER is a checkpoint (step-N), a run's dump folder, whose newest checkpoint is taken, or a folder of Hugging Face's or
-Meta's form. Several prompts are written on together. A prompt is a document's beginning. A single one is shown as it
-grows.
+FOLDER is a checkpoint (step-N), a run's dump folder (its newest checkpoint is used), or a folder in Hugging Face's or
+Meta's format. Several prompts are continued as one batch. A prompt is the start of a document. The text of a single
+prompt is printed as it is generated.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _read_prompts(path: Path) -> list[str]:
-    """Lines; those that are JSON strings (`"a\\nb"`) stand for what they spell."""
+    """Reads one prompt per line; a line that is a JSON string (`"a\\nb"`) is decoded."""
 
     def read(line: str) -> str:
         try:

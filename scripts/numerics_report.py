@@ -1,11 +1,11 @@
-"""How exact a recipe is on a model in training, layer by layer and GEMM by GEMM.
+"""Measures the accuracy of a recipe on a model in training, per layer and GEMM.
 
 python scripts/numerics_report.py --output numerics --steps 20 --job.config_file=FILE.toml --model.converters=float8 ...
 
-Trains that many steps in bf16 and in the recipe, on the same data. In the last step in bf16 it takes the operands of
-each linear layer, and computes its three GEMMs in the recipe and in float32. OUTPUT.json and OUTPUT.png hold, for
-each: the signal-to-quantization-noise ratio in dB, and of its operands the share that saturated and the share that
-was flushed to zero (the larger of the two operands').
+Trains `--steps` steps in bf16 and in the recipe, on the same data. In the last bf16 step it captures the operands of
+each linear layer, and computes the layer's three GEMMs in the recipe and in float32. OUTPUT.json and OUTPUT.png hold
+for each GEMM the signal-to-quantization-noise ratio in dB, and the fractions of operand values that saturated and that
+were flushed to zero (the larger of the two operands' fractions).
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
 
 GEMMS = {"output": ("input", "weight"), "grad_input": ("out_grad", "weight"), "grad_weight": ("out_grad", "input")}
-WORST_DB = 6.0  # below the median of its GEMM: a layer that the recipe fits badly
+WORST_DB = 6.0  # this far below the median of its GEMM, a layer is unsuited to the recipe
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def judge(config: JobConfig) -> dict[str, Any]:
 
 
 def train(config: JobConfig) -> tuple[float, dict[str, Any]]:
-    """The last loss, and by layer (input, weight, out_grad) of the last step's first microbatch."""
+    """The last loss; and per layer (input, weight, out_grad) of the last step's first micro-batch."""
     import torch
     from torch import nn
 
@@ -110,7 +110,7 @@ def train(config: JobConfig) -> tuple[float, dict[str, Any]]:
 
 
 def judge_layer(converter: Any, x: Any, weight: Any, out_grad: Any) -> dict[str, dict[str, float]]:
-    """By GEMM: sqnr_db, saturated, flushed."""
+    """Per GEMM: sqnr_db, saturated, flushed."""
     import torch
     from torch import nn
 
@@ -124,7 +124,7 @@ def judge_layer(converter: Any, x: Any, weight: Any, out_grad: Any) -> dict[str,
     found = [out.detach(), *torch.autograd.grad(out, [leaf, layer.weight], out_grad)]
     x, weight, out_grad = x.float(), weight.float(), out_grad.float()
     exact = [x @ weight.T, out_grad @ weight, out_grad.T @ x]
-    # Each GEMM sums over other columns of its operands.
+    # Each GEMM sums over a different dimension of its operands.
     columns = {
         "output": (x, weight),
         "grad_input": (out_grad, weight.T),
@@ -144,7 +144,7 @@ def judge_layer(converter: Any, x: Any, weight: Any, out_grad: Any) -> dict[str,
 
 
 def worst(layers: dict[str, Any]) -> list[str]:
-    """Layers with a GEMM more than WORST_DB below the median of its kind."""
+    """Layers with a GEMM more than WORST_DB below the median of that GEMM."""
     from statistics import median
 
     proposed = []
@@ -169,7 +169,7 @@ def print_table(report: dict[str, Any]) -> None:
 
 
 def draw(layers: dict[str, Any], title: str, path: Path) -> None:
-    """A heat map: a row for each layer, a column for each GEMM, the colour its dB."""
+    """A heat map: one row per layer, one column per GEMM, colored by dB."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/plan.md: what a plan is, and the plans of three big jobs, made by `--job.plan` on this machine.
+"""Generates docs/plan.md: what a plan is, and the plans of three big jobs, made by `--job.plan` on this machine.
 
 python scripts/plan_big_jobs.py
 """

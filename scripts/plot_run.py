@@ -1,4 +1,4 @@
-"""Draw curves of one or several runs from their metrics.jsonl as a PNG.
+"""Plots curves of one or several runs from their metrics.jsonl as a PNG.
 
 python scripts/plot_run.py outputs/a outputs/b --keys loss,grad_norm --smooth 10 --output loss.png
 """
@@ -34,7 +34,7 @@ TITLES = {
 
 
 class PlotError(Exception):
-    """A mistake of the user's, in one sentence."""
+    """A user error, in one sentence."""
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def metrics_file(run: str) -> Path:
 
 
 def labels(files: list[Path]) -> list[str]:
-    """The folder's name for each run, with as many folders above as it takes to tell the runs apart."""
+    """The folder name of each run, with as many parent folders as needed to tell the runs apart."""
     paths = [file.resolve().parent if file.name == "metrics.jsonl" else file.resolve() for file in files]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -82,7 +82,7 @@ def load(file: Path) -> list[Entry]:
         try:
             entry = json.loads(line)
         except ValueError:
-            continue  # the line that a running job is writing now
+            continue  # the line that a running job is still writing
         if isinstance(entry, dict):
             entries.append(entry)
     if not entries:
@@ -91,7 +91,7 @@ def load(file: Path) -> list[Entry]:
 
 
 def points(run: str, entries: list[Entry], x: str, y: str) -> Points:
-    """The values of `y` over `x`. A number written as null (NaN in the run) leaves a gap in the curve."""
+    """The values of `y` over `x`. A null (NaN in the run) leaves a gap in the curve."""
     found = [entry for entry in entries if x in entry and y in entry and entry[x] is not None]
     if not found:
         for key in (x, y):
@@ -104,7 +104,7 @@ def points(run: str, entries: list[Entry], x: str, y: str) -> Points:
 
 
 def moving_average(values: list[float], width: int) -> list[float]:
-    """Mean over the last `width` values; over fewer at the start."""
+    """Mean over the last `width` values; fewer at the start."""
     windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
 

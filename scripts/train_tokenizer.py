@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a lossless byte-fallback sentencepiece tokenizer on any text that the data layer reads.
+"""Trains a lossless byte-fallback sentencepiece tokenizer on any text that the data layer can read.
 
 python scripts/train_tokenizer.py --output=my.model                          # on python_stdlib: the shipped model
 python scripts/train_tokenizer.py --dataset=corpus/ --vocab_size=32000 --output=my.model
@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from torchtitan.data.datasets import DATASETS, documents_of
 from torchtitan.errors import EXIT_STATUS, UserError
 
-SENTENCE_BYTES = 4096  # the trainer takes text in sentences; ours are runs of whole lines up to this length
+SENTENCE_BYTES = 4096  # the trainer takes text in sentences; ours are groups of whole lines up to this length
 
 
 def sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Runs of lines. A longer line stands alone, without what is beyond the length."""
+    """Groups of lines. A line longer than the limit stands alone, truncated."""
     for text in texts:
         lines: list[str] = []
         length = 0
@@ -39,7 +39,7 @@ def sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train(texts: Iterable[str], vocab_size: int) -> bytes:
-    """The model's file. The same texts give the same bytes."""
+    """The content of the model file. The same texts give the same bytes."""
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -48,7 +48,7 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
         model_writer=model,
         vocab_size=vocab_size,
         model_type="bpe",
-        # Lossless: no normalization, all blanks kept, and bytes for what no piece covers.
+        # Lossless: no normalization, all whitespace preserved, and bytes for what no piece covers.
         normalization_rule_name="identity",
         add_dummy_prefix=False,
         remove_extra_whitespaces=False,

@@ -1,4 +1,4 @@
-"""Builds all parts of a run, in order, and the trainer that runs them."""
+"""Builds all parts of a run, in dependency order, and the trainer that drives them."""
 
 import contextlib
 import dataclasses
@@ -36,15 +36,15 @@ def build_trainer(
     stop: Stop | None = None,
     lock: FolderLock | None = None,
 ) -> Trainer:
-    """Builds the trainer of one run, top to bottom. Collective.
+    """Builds the trainer, top to bottom. Collective.
 
     Args:
-        config: of the run; checked (`checks.check`).
-        dims: its degrees of parallelism.
-        global_batch_size: sequences in an optimizer step.
-        device: of this process.
-        stop: says when the run is to save and end.
-        lock: of the dump folder, taken here; None where no other run can use it.
+        config: checked configuration (`config_checks.check`).
+        dims: degrees of parallelism.
+        global_batch_size: sequences per optimizer step.
+        device: this process's device.
+        stop: says when the run is to save and exit.
+        lock: the dump folder's lock, taken here; None where no other run can use the folder.
 
     Raises:
         UserError: data, tokenizer, model or checkpoint cannot be used as configured.
@@ -57,7 +57,7 @@ def build_trainer(
         torch.backends.cudnn.benchmark = False
     torch.manual_seed(training.seed)
 
-    # Tokenizer first: a wrong path is found before anything expensive begins.
+    # Tokenizer first: a wrong path fails before anything expensive begins.
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     args = _model_args(config, tokenizer)
 
@@ -71,7 +71,7 @@ def build_trainer(
     meshes = build_meshes(dims, device.type)
     set_timeout(config.comm.init_timeout_seconds)
 
-    # Data: the loader begins to read ahead.
+    # Data: the loader starts prefetching.
     validation = config.validation
     loader = build_loader(
         training,

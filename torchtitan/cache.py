@@ -1,4 +1,4 @@
-"""Where results are kept from run to run. Compiled code only where nobody else may put some."""
+"""The cache across runs. Compiled code is cached only in a folder that no other user can write to."""
 
 import atexit
 import functools
@@ -20,16 +20,16 @@ def cache_folder() -> Path:
 
 
 def cached_results(name: str) -> dict[str, Any]:
-    """What earlier runs measured, by what was measured; nothing where there is no such file that can be read."""
+    """Earlier runs' measurements by key; empty if the file is missing or unreadable."""
     try:
         found = json.loads((cache_folder() / name).read_text())
-    except (OSError, ValueError, RuntimeError):  # the last: this user has no home
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home folder
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def cache_result(name: str, key: str, value: float) -> None:
-    """For later runs; where it cannot be written, they measure again."""
+    """Caches a measurement for later runs. If that fails, they measure again."""
     try:
         file = cache_folder() / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -41,11 +41,11 @@ def cache_result(name: str, key: str, value: float) -> None:
 
 
 def private_folder(name: str) -> Path:
-    """A folder in the cache that this user alone may look into.
+    """A folder in the cache that only this user can access.
 
     Raises:
-        OSError: it cannot be made, or is not this user's alone.
-        RuntimeError: this user has no home.
+        OSError: it cannot be created, or others can write to it.
+        RuntimeError: this user has no home folder.
     """
     folder = cache_folder() / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -58,10 +58,10 @@ def private_folder(name: str) -> Path:
 
 
 def check_owned(folder: Path) -> None:
-    """Whether a folder is this user's, and others may neither write to it nor put another in its place.
+    """Checks that this user owns the folder and that others can neither write to it nor replace it.
 
     Raises:
-        OSError: it is not so, or there is no such folder.
+        OSError: the check fails, or there is no such folder.
     """
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
@@ -74,8 +74,8 @@ def check_owned(folder: Path) -> None:
 
 @functools.cache
 def keep_compiled_code_private() -> None:
-    """Before the first compilation by inductor. Its own choice is a folder of a well-known name in /tmp, from which it
-    would load what somebody else has put there."""
+    """Sets inductor's cache folder; call it before the first compilation. By default inductor uses a predictable path
+    in /tmp, and would load whatever another user has put there."""
     preset = os.environ.get(INDUCTOR)
     try:
         if preset is None:

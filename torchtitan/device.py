@@ -1,4 +1,4 @@
-"""Which device a process computes on, and what it can tell about itself."""
+"""The device a process computes on, and its properties."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ from torchtitan.logging import logger
 
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
-# oneDNN's developer guide, "CPU dispatcher control".
+# From oneDNN's developer guide, "CPU dispatcher control".
 ONEDNN_ISAS = [
     *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"),
     *("AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16", "AVX10_1_512", "AVX10_1_512_AMX"),
@@ -28,8 +28,8 @@ class Device:
 
     Attributes:
         type: "cuda" or "cpu".
-        name: of the hardware, such as "NVIDIA H100 80GB HBM3".
-        torch_device: with the index of this process's GPU.
+        name: hardware name, such as "NVIDIA H100 80GB HBM3".
+        torch_device: includes the index of this process's GPU.
     """
 
     type: str
@@ -38,7 +38,7 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """torch.distributed's backend. Beside NCCL, gloo serves tensors in host memory."""
+        """torch.distributed backend. On GPUs, gloo handles tensors in host memory beside NCCL."""
         return "cpu:gloo,cuda:nccl" if self.type == "cuda" else "gloo"
 
     def memory_capacity_bytes(self) -> int:
@@ -52,7 +52,7 @@ class Device:
         return min(installed, int(limit)) if limit.isdecimal() else installed
 
     def peak_memory_bytes(self) -> int:
-        """Most memory held so far: by torch's allocator on a GPU, by the whole process on CPU."""
+        """Peak memory so far: of torch's allocator on a GPU, of the process on CPU."""
         if self.type == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -68,7 +68,7 @@ class Device:
 
 
 def find_device(local_rank: int) -> Device:
-    """The GPU with this process's local rank where there are GPUs, the CPU otherwise; made ready."""
+    """The GPU with this process's local rank, or the CPU if there are no GPUs; initialized."""
     if not torch.cuda.is_available():
         _keep_freed_memory()
         _warn_of_unknown_isa()
@@ -79,20 +79,20 @@ def find_device(local_rank: int) -> Device:
 
 
 def _keep_freed_memory() -> None:
-    """Tells glibc to keep the memory of freed tensors for the next ones.
+    """Makes glibc reuse the memory of freed tensors.
 
-    It would return it to the system and get it back page by page: 20,000 to 30,000 faults in each step of the debug
-    model, which `getrusage` counts. The most that a run holds at once stays the same.
+    By default it returns the memory to the system and gets it back page by page: 20,000 to 30,000 page faults in each
+    step of the debug model, as counted by `getrusage`. Peak memory stays the same.
     """
-    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):  # another libc
+    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):  # not glibc
         return
-    trim_threshold, mmap_threshold = -1, -3  # mallopt(3)
+    trim_threshold, mmap_threshold = -1, -3  # from mallopt(3)
     libc.mallopt(mmap_threshold, 2**30)
     libc.mallopt(trim_threshold, -1)
 
 
 def _warn_of_unknown_isa() -> None:
-    """oneDNN takes no notice of a name that it does not know, and uses all that the CPU has."""
+    """oneDNN silently ignores an unknown name and uses every instruction set of the CPU."""
     name = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     if name and name.upper() not in ONEDNN_ISAS:
         logger.warning(

@@ -1,18 +1,18 @@
-"""The errors that a user can cause: one sentence that names the key and the remedy, exit status 2, no traceback."""
+"""Errors that a user can cause: one sentence with the key and the remedy, exit status 2, no traceback."""
 
 EXIT_STATUS = 2
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has stopped
+INTERRUPTED = 130  # a shell's exit status for a program stopped by Ctrl-C
 
 
 class UserError(Exception):
-    """Something the user can put right. `train.py` prints the message alone and exits with status 2."""
+    """Something the user can fix. `train.py` prints only the message and exits with status 2."""
 
 
 class ConfigError(UserError):
     """A mistake in the TOML file, on the command line, or between keys.
 
     Args:
-        problems: one sentence each. All that were found are reported at once.
+        problems: one sentence per mistake; all are reported at once.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -29,17 +29,17 @@ class CheckpointError(UserError):
 
 
 class TrainingError(UserError):
-    """Training that cannot sensibly go on."""
+    """Training cannot sensibly continue."""
 
 
 class LostRankError(Exception):
-    """Another rank is gone or does not come to a collective. `train.py` prints the message alone, with status 1."""
+    """Another rank has died or does not reach a collective. `train.py` prints only the message; exit status 1."""
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """' (did you mean ...?)' with the closest of `known`, or '' where nothing is close.
+    """' (did you mean ...?)' with the closest match in `known`, or '' if nothing is close.
 
-    In a dotted name the last part counts first: a key is often right but for its section.
+    In a dotted name the last part counts first: often only the section of a key is wrong.
     """
     from difflib import SequenceMatcher
 

@@ -1,9 +1,9 @@
 """torchrun with short messages: `python -m torchtitan.launch train.py --job.config_file=... --section.key=value`.
 
-It starts NGPU processes on this machine (by default one for each GPU, or one), and ends with the exit status of the
-process that failed first. Each process has said itself what was wrong, so torchrun's own report of it is left out. A
-single process needs no torchrun: this one becomes it. torchrun's options may stand before train.py, or in the
-environment as it reads them (`PET_MAX_RESTARTS=3`); they make a run of several machines (docs/multinode.md).
+Starts NGPU processes on this machine (default: one per GPU, or one) and exits with the status of the process that
+failed first. Each process reports its own error, so torchrun's failure report is omitted. A single process needs no
+torchrun: the launcher becomes that process. torchrun's options may precede train.py, or be set in the environment
+variables that it reads (`PET_MAX_RESTARTS=3`); they set up multi-node runs (docs/multinode.md).
 `torchrun train.py ...` works just as well.
 """
 
@@ -20,12 +20,12 @@ from torchtitan.launcher.signals import STOP_SIGNALS, exit_before_start, set_sig
 from torchtitan.logging import outlive_readers
 
 PLANS = ("--job.plan", "--memory_estimation.enabled")
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, either on Windows: there where a GPU is
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA; AMD; either on Windows. Present if there is a GPU.
 
 
 def launch(arguments: list[str]) -> int:
     """Runs `arguments` in NGPU processes and returns the exit status."""
-    # Until the agent takes signals over; a KeyboardInterrupt inside torch's import would be a traceback, or be lost.
+    # Until the agent handles signals: a KeyboardInterrupt in torch's import would print a traceback, or be swallowed.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     set_signal_handlers(STOP_SIGNALS, lambda number, _: exit_before_start(number))
     outlive_readers()
@@ -38,7 +38,7 @@ def launch(arguments: list[str]) -> int:
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         return EXIT_STATUS
-    # torch's C++ part shows a page of stack frames for each lost connection. It reads this once, while it is imported.
+    # torch's C++ part prints a page of stack frames per lost connection. It reads this variable once, when imported.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
     with quick_imports():
@@ -53,7 +53,7 @@ def launch(arguments: list[str]) -> int:
         from torchtitan.launcher.rendezvous import find_rendezvous
 
     if level is None:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the processes
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the processes should not inherit it
     try:
         processes = int(os.environ.get("NGPU") or max(1, torch.cuda.device_count()))
         if processes < 1:
@@ -66,16 +66,16 @@ def launch(arguments: list[str]) -> int:
         print(f"Error: NGPU is {processes}, but this machine has {gpus} GPUs.", file=sys.stderr)
         return EXIT_STATUS
     _set_threads(processes)
-    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+    for name in list(logging.root.manager.loggerDict):  # each logger has its own level
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010  torchrun has no option for it
+    setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010  torchrun has no option for this
     setattr(launcher.rdzv_registry, "get_rendezvous_handler", find_rendezvous)  # noqa: B010
     try:
         torchrun([f"--nproc-per-node={processes}", "--signals-to-handle=SIGINT,SIGQUIT", *arguments])
     except ChildFailedError as error:
         exitcode = root_cause(error.failures)[1].exitcode
-        if -exitcode in STOP_SIGNALS:  # before the process could take it
+        if -exitcode in STOP_SIGNALS:  # it arrived before the process could handle it
             exit_before_start(-exitcode)
         return exitcode if exitcode >= 0 else 128 - exitcode
     except RendezvousError as error:
@@ -83,22 +83,22 @@ def launch(arguments: list[str]) -> int:
         return 1
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
-    except OSError as error:  # such as no room for torchrun's folder of logs
+    except OSError as error:  # such as no disk space for torchrun's log folder
         print(f"Error: the processes cannot be started: {error}.", file=sys.stderr)
         return EXIT_STATUS
     return 0
 
 
 def _is_single(arguments: list[str]) -> bool:
-    """Whether one process is all that torchrun would start, and nothing was asked of torchrun itself."""
+    """Whether torchrun would start just one process, and no torchrun options were given."""
     processes = os.environ.get("NGPU") or ("all" if any(map(os.path.exists, GPU_DRIVERS)) else "1")
-    # What a cluster says of ranks (or torchrun's options in the environment) is torchrun's to read.
+    # If a cluster sets ranks (or the environment sets torchrun's options), torchrun has to read them.
     is_managed = any(name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith("PET_") for name in os.environ)
     return processes == "1" and bool(arguments) and arguments[0].endswith(".py") and not is_managed
 
 
 def _run_alone(arguments: list[str]) -> NoReturn:
-    """Becomes the one process, which saves importing torch twice. Signals are taken here until it takes them."""
+    """Becomes the one process, which saves a second import of torch. It replaces these signal handlers once it can."""
     _set_threads(1)
     sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
     runpy.run_path(arguments[0], run_name="__main__")
@@ -106,12 +106,12 @@ def _run_alone(arguments: list[str]) -> NoReturn:
 
 
 def _set_threads(processes: int) -> None:
-    """torchrun would give each process one thread, however many cores there are."""
+    """torchrun would give each process one thread, regardless of the number of cores."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
 
 
 def _plan(arguments: list[str]) -> NoReturn:
-    """One process plans for NGPU, where the size of the world is not given."""
+    """Replaces this process with one that plans the run; the world size defaults to NGPU."""
     given = any(argument.startswith("--job.simulate_world_size") for argument in arguments)
     if "NGPU" in os.environ and not given:
         arguments = [*arguments, f"--job.simulate_world_size={os.environ['NGPU']}"]

@@ -1,4 +1,4 @@
-"""How to say something: `from torchtitan.logging import logger`, and `init_logging` once at start."""
+"""Logging: `from torchtitan.logging import logger`, and `init_logging` once at startup."""
 
 import contextlib
 import logging
@@ -8,15 +8,15 @@ from typing import Any, TextIO, cast
 
 logger = logging.getLogger("torchtitan")
 
-# What these say is of no use to our users: kernels of torchao not built for this torch, a deprecation inside torchao.
+# Their messages are of no use to users: torchao kernels not built for this torch, a deprecation inside torchao.
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 GREY, YELLOW, RED, RESET = "\033[90m", "\033[33m", "\033[31m", "\033[0m"
 
 
 class Lossy:
-    """A stream that loses what cannot be written, where Python's raises: its reader is gone (`| head`, a closed
-    terminal), or its disk is full."""
+    """A stream that drops output it cannot write, where Python's would raise: its reader is gone (`| head`, a closed
+    terminal) or the disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -35,14 +35,14 @@ class Lossy:
 
 
 def outlive_readers() -> None:
-    """From now on no run ends for want of somebody who reads its output."""
+    """From now on, a closed stdout or stderr does not end the run."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  None where the shell has closed it (`>&-`)
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  None if the shell closed it (`>&-`)
         setattr(sys, name, cast(TextIO, Lossy(stream)))
 
 
 class ConsoleFormatter(logging.Formatter):
-    """`time message`; from warnings up also the level and, in a run of several processes, the rank."""
+    """`time message`; warnings and errors add the level and, in multi-process runs, the rank."""
 
     def __init__(self, rank: int, world_size: int, color: bool) -> None:
         super().__init__("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
@@ -64,19 +64,19 @@ class ConsoleFormatter(logging.Formatter):
 
 
 def init_logging(rank: int, world_size: int, color: bool) -> None:
-    """Send the "torchtitan" logger to stdout: INFO and above on rank 0, WARNING and above on the others.
+    """Sends the "torchtitan" logger to stdout: INFO and above on rank 0, WARNING and above on the others.
 
-    Call it before torchao is imported, for it to silence torchao's start-up messages. Calling it again replaces what
-    the call before set.
+    Call it before torchao is imported, so that it silences torchao's startup messages. Calling it again replaces the
+    previous setup.
 
     Args:
-        color: use ANSI colors where stdout is a terminal.
+        color: use ANSI colors if stdout is a terminal.
     """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(ConsoleFormatter(rank, world_size, color and sys.stdout.isatty()))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logger.propagate = False  # a library that configures the root logger must not print our lines a second time
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler prints a line at each start and stop
+    logger.propagate = False  # or a library that configures the root logger would print our lines twice
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler prints a line at each start and stop
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""A table from the names in a TOML file to what they stand for, open to a user's own entries."""
+"""Maps names in a TOML file to what they stand for; users can register their own entries."""
 
 from collections.abc import Mapping
 from typing import Generic, TypeVar
@@ -9,12 +9,12 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names of one kind of thing.
+    """The names of one kind of thing.
 
     Args:
         kind: what an entry is, for messages ("model").
-        key: the configuration key whose value is looked up ("model.name").
-        builtin: entries that are there from the start.
+        key: configuration key whose value is looked up ("model.name").
+        builtin: predefined entries.
     """
 
     def __init__(self, kind: str, key: str, builtin: Mapping[str, T]) -> None:
@@ -23,13 +23,13 @@ class Registry(Generic[T]):
         self._entries = dict(builtin)
 
     def register(self, name: str, entry: T) -> None:
-        """Adds an entry; a taken name is a ConfigError, since two meanings of one name help nobody."""
+        """Adds an entry; a name that is already taken is a ConfigError."""
         if self._entries.get(name, entry) is not entry:
             raise ConfigError(f"A {self.kind} named {name!r} is registered already; choose another name.")
         self._entries[name] = entry
 
     def get(self, name: str, key: str = "") -> T:
-        """The entry, or a ConfigError that lists the names that exist. `key` is at fault then, if it is another."""
+        """The entry, or a ConfigError listing the known names. `key`: the key to blame, if not `self.key`."""
         if name not in self._entries:
             raise ConfigError(
                 f"{key or self.key}: unknown {self.kind} {name!r}{nearest(name, self.names())}; "

@@ -1,4 +1,4 @@
-"""The training loop, over the parts that `build_trainer` has built."""
+"""The training loop, over the parts built by `build_trainer`."""
 
 import contextlib
 import dataclasses
@@ -31,17 +31,17 @@ from torchtitan.optim.schedule import lr_factor
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.process_group import set_timeout
 
-DATA_ENDED = 64  # given to `Stop` in place of a signal's number; larger than any of those
+DATA_ENDED = 64  # passed to `Stop` in place of a signal number; larger than any of them
 
 
 @dataclasses.dataclass
 class Trainer:
-    """One run, as `build_trainer` builds it. Use it as a context: leaving it closes what was opened.
+    """One run, built by `build_trainer`. Use it as a context manager: leaving it closes what was opened.
 
     Attributes:
-        dtype_reason: why GEMMs run in their dtype; "" where the configuration says so.
-        step: number of the last optimizer step, made or skipped.
-        data_error: why this rank cannot read its data any more.
+        dtype_reason: why GEMMs run in their dtype; "" if the configuration says so.
+        step: number of the last optimizer step, performed or skipped.
+        data_error: why this rank can no longer read its data.
     """
 
     config: JobConfig
@@ -68,7 +68,7 @@ class Trainer:
         if error is None:
             self.closing.close()
             self.folder.write_report()
-        else:  # other ranks may be gone: wait for nobody
+        else:  # other ranks may be gone: do not wait for them
             self.loader.close()
 
     def train(self) -> None:
@@ -82,7 +82,7 @@ class Trainer:
             self.checkpoints.export(self.step)
             return
         self._log_settings()
-        # Of the ranks that train on the same rows, the first records their samples.
+        # Of the ranks that train on the same rows, the first records the sample ids.
         recording = config.training.record_sample_ids and self.engine.meshes.is_first_of_dp_rank
         self.folder.open_records(self.step, sample_ids=recording)
         self.folder.record_event(
@@ -140,7 +140,7 @@ class Trainer:
         logger.info(f"training finished after step {self.step}; everything is in {self.folder.path}")
 
     def train_step(self, microbatches: Sequence[Batch], reporter: MetricsReporter) -> None:
-        """One training step, and its report."""
+        """Runs one training step and reports it."""
         config = self.config
         lr = config.optimizer.lr * lr_factor(self.step, config.training.steps, config.lr_scheduler)
         loss, grad_norm = train_step(self.engine, microbatches, lr, self.guard, self.step)
@@ -162,7 +162,7 @@ class Trainer:
         return self.global_batch_size * self.config.training.seq_len
 
     def _enter_phase(self, phases: PrecisionPhases, step: int) -> bool:
-        """Enters the precision phase of `step`; whether that is another than before."""
+        """Enters the precision phase of `step`; returns whether the phase changed."""
         changed = phases.enter(step, self.engine.model, self.config.training.compile)
         if changed:
             self.engine = dataclasses.replace(self.engine, converters=phases.converters)
@@ -178,7 +178,7 @@ class Trainer:
                 reporter.validation(self.step, loss)
 
     def _validation_batches(self) -> Iterator[Batch | None]:
-        """The batches; None where this rank cannot read its data: then all agree to save and stop."""
+        """The batches, then None if this rank cannot read its data: all ranks then agree to save and stop."""
         try:
             yield from self.validation_loader or ()
         except DataError as error:
@@ -201,7 +201,7 @@ class Trainer:
         self.checkpoints.save(0, self._state)
 
     def _state(self) -> dict[str, Any]:
-        """The JSON part of a checkpoint; complete on rank 0."""
+        """The JSON part of a checkpoint. Complete on rank 0."""
         states: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(states, self.loader.state_dict())
         phases = self.engine.phases
@@ -215,7 +215,7 @@ class Trainer:
         }
 
     def load_checkpoint(self) -> None:
-        """Resumes from the checkpoint that `checkpoint` names, if there is one."""
+        """Resumes from the checkpoint selected by `checkpoint`, if there is one."""
         state = self.checkpoints.load(self._before_loading)
         if state is None:
             return
@@ -230,7 +230,7 @@ class Trainer:
             load_converter_state(self.engine, state.get("converters", {}))
 
     def _before_loading(self, state: Mapping[str, Any]) -> None:
-        """Enters the checkpoint's precision phase, and warns where its schedule was another."""
+        """Enters the checkpoint's precision phase; warns if its schedule was different."""
         phases = self.engine.phases
         if phases is not None and state["step"] > 0:
             self._enter_phase(phases, state["step"])
@@ -245,8 +245,8 @@ class Trainer:
             )
 
     def _should_stop(self, reporter: MetricsReporter) -> bool:
-        """Waits for the next batches, or a signal. Then all ranks agree whether to save and stop: for a signal to any
-        of them, or because data cannot be read. Collective."""
+        """Waits for the next batches or a signal. Then all ranks agree whether to save and stop, because any of them
+        got a signal or cannot read its data. Collective."""
         try:
             with reporter.waiting_for_data():
                 self.loader.wait(cancelled=lambda: self.stop.requested)
@@ -258,7 +258,7 @@ class Trainer:
         return self.stop.agreed(DATA_ENDED if self.data_error else 0)
 
     def _end_early(self) -> None:
-        """Saves, and says how to go on."""
+        """Saves, and tells the user how to resume."""
         self.guard.read()
         if self.stop.agreed_on == DATA_ENDED:
             errors: list[str | None] = [None] * dist.get_world_size()

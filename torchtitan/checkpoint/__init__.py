@@ -1,4 +1,4 @@
-"""The state of a run on disk and back."""
+"""Saves the state of a run to disk and loads it back."""
 
 from torchtitan.checkpoint.manager import CheckpointManager
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it fits. Every rank calls these and gets the same answer."""
+"""Which checkpoint a run resumes from, and whether it fits. Collective; every rank gets the same answer."""
 
 import contextlib
 import json
@@ -17,20 +17,20 @@ from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
 from torchtitan.parallel.object_collectives import all_gather_object, broadcast_from_rank_0, raise_on_all_ranks
 
-NAMED = 3  # damaged files or differences that a message names
+NAMED = 3  # damaged files or differences listed in a message
 
 
 def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) -> int | None:
-    """The step to go on from: `wanted`, or with -1 the newest that is intact. None for a new run.
+    """The step to resume from: `wanted`, or for -1 the newest intact one. None for a new run.
 
     Args:
-        folder: of the checkpoints.
-        steps: that are there, in rising order.
-        dump_folder: of the run.
+        folder: checkpoint folder.
+        steps: steps of the existing checkpoints, ascending.
+        dump_folder: dump folder of the run.
 
     Raises:
-        CheckpointError: the wanted one is not there or is damaged, or all are damaged, or there are none and yet signs
-            of an earlier run.
+        CheckpointError: the wanted checkpoint is missing or damaged, or all are damaged, or there are none but there
+            are signs of an earlier run.
     """
     if wanted != -1 and wanted not in steps:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there is none at all"
@@ -54,7 +54,7 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
 
 
 def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]]:
-    """The last of `steps` whose checkpoint is intact, None where there is none; what is wrong with those after it."""
+    """The last of `steps` with an intact checkpoint, or None; and what is wrong with the later ones."""
     damaged: list[str] = []
     for step in reversed(steps):
         path = step_folder(folder, step)
@@ -70,10 +70,10 @@ def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]
 
 
 def newest_of_same_command(folder: Path, steps: list[int], configuration: Any) -> int | None:
-    """The step of the newest intact checkpoint that this same command has saved; None where there is none.
+    """The step of the newest intact checkpoint saved by this same command; None if there is none.
 
-    `load_step` and `exclude_from_loading` are for the first start of a command: a restart would throw away what they
-    began.
+    `load_step` and `exclude_from_loading` apply only to a command's first start: on a restart they would discard its
+    progress.
     """
     step, _ = newest_intact(folder, broadcast_from_rank_0(lambda: _steps_of_same_command(folder, steps, configuration)))
     if step is not None:
@@ -85,8 +85,8 @@ def newest_of_same_command(folder: Path, steps: list[int], configuration: Any) -
 
 
 def _steps_of_same_command(folder: Path, steps: list[int], configuration: Any) -> list[int]:
-    """Those of `steps` that were saved under the same configuration, but for the job's folder and description, and for
-    how many steps it was to go."""
+    """Those of `steps` that were saved under the same configuration, except for [job] and the number of training
+    steps."""
 
     def command(configuration: Any) -> Any:
         sections = {name: section for name, section in configuration.items() if name != "job"}
@@ -94,17 +94,17 @@ def _steps_of_same_command(folder: Path, steps: list[int], configuration: Any) -
 
     this_run, own = command(json.loads(json.dumps(configuration, default=str))), []
     for step in steps:
-        with contextlib.suppress(CheckpointError, AttributeError, KeyError, TypeError):  # damaged, or someone else's
+        with contextlib.suppress(CheckpointError, AttributeError, KeyError, TypeError):  # damaged or foreign
             if command(read_manifest(step_folder(folder, step)).configuration) == this_run:
                 own.append(step)
     return own
 
 
 def check_start(path: Path) -> None:
-    """A checkpoint of another run, to start from, is intact.
+    """Checks that another run's checkpoint, from which this run starts, is intact.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: it is damaged.
     """
     found = damage_over_ranks(path)
     if found:
@@ -117,7 +117,7 @@ def check_start(path: Path) -> None:
 
 
 def damage_over_ranks(path: Path) -> list[str]:
-    """What is wrong with a checkpoint. The ranks share the reading."""
+    """What is wrong with a checkpoint. The ranks divide the reading."""
     found = all_gather_object(damage(path, dist.get_rank(), dist.get_world_size()))
     return sorted({fault for part in found for fault in part})
 
@@ -125,7 +125,7 @@ def damage_over_ranks(path: Path) -> list[str]:
 def check_identity(path: Path, theirs: dict[str, Any], this_run: dict[str, Any]) -> None:
     """
     Raises:
-        CheckpointError: another model made the checkpoint.
+        CheckpointError: the checkpoint is of another model.
     """
     different = [key for key in this_run if theirs.get(key) != this_run[key]]
     if different:
@@ -139,13 +139,13 @@ def check_identity(path: Path, theirs: dict[str, Any], this_run: dict[str, Any])
 def check_tensors(
     path: Path, metadata: Metadata, model: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]
 ) -> None:
-    """Every tensor of every rank is in the checkpoint in its shape, and no weight is there that no rank has.
+    """Checks that the checkpoint has every rank's tensors in the right shapes, and no weight that no rank has.
 
     Args:
-        model, optimizer: to be loaded; this rank's, which need not be all. Empty on all ranks where not loaded.
+        model, optimizer: this rank's tensors to load, perhaps not all. Empty on all ranks if not loaded.
 
     Raises:
-        CheckpointError: with the first that differ.
+        CheckpointError: listing the first differences.
     """
     for what, tensors, remedy in (
         ("the model", model, "Use the model that it is of, or another checkpoint."),
@@ -158,7 +158,7 @@ def check_tensors(
             )
     weights = {name for name in metadata.state_dict_metadata if not name.startswith(OPTIMIZER)}
     unknown = set.intersection(*all_gather_object(weights - model.keys()))
-    if unknown and unknown != weights:  # all of them: the model is not loaded
+    if unknown and unknown != weights:  # all are unknown if the model is not loaded
         raise CheckpointError(
             f"{path} is a checkpoint of another model: it has {abbreviated(sorted(unknown))}, which this one has not. "
             "Use the model that it is of, or another checkpoint."
@@ -166,6 +166,6 @@ def check_tensors(
 
 
 def abbreviated(faults: list[str]) -> str:
-    """The first few of a list, and how many more there are."""
+    """The first few faults, and how many more there are."""
     more = len(faults) - NAMED
     return "; ".join(faults[:NAMED]) + (f"; and {more} more" if more > 0 else "")

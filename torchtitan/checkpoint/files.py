@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's files: written with hashes, and read without running what is in them."""
+"""Files of torch.distributed.checkpoint: written with hashes, and read without executing anything in them."""
 
 import pickle
 from collections.abc import Callable, Collection, Iterator
@@ -20,11 +20,11 @@ from torchtitan.errors import CheckpointError
 
 Files = dict[str, FileRecord]
 
-INTERCHANGEABLE = {torch.float32, torch.bfloat16, torch.float16}  # a weight saved in one is loaded in another
+INTERCHANGEABLE = {torch.float32, torch.bfloat16, torch.float16}  # a weight saved in one loads into another
 
 
 class HashingFileSystem(FileSystem):
-    """torch's, but for a record of every file that is written."""
+    """torch's file system, plus a record of every file written."""
 
     def __init__(self) -> None:
         self.written: Files = {}
@@ -42,18 +42,18 @@ class HashingFileSystem(FileSystem):
 
 @dataclass(frozen=True)
 class WriteResults:
-    """What one rank has written: torch's own list, and the files."""
+    """What one rank has written: torch's own result list, and the files."""
 
     results: Any
     files: Files
 
 
 class Writer(dcp.FileSystemWriter):
-    """torch's writer, with hashes of the files, and errors that tell the cause.
+    """torch's writer, plus file hashes, and errors that name their cause.
 
     Args:
-        path: the folder to write.
-        finished: called on rank 0 with all ranks' files when all are on disk. What it raises fails the save on every
+        path: folder to write.
+        finished: called on rank 0 with all ranks' files once all are on disk. If it raises, the save fails on every
             rank.
     """
 
@@ -63,14 +63,14 @@ class Writer(dcp.FileSystemWriter):
         self.fs = self.hashing = HashingFileSystem()
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # torch's has the path on this machine
+        return StorageMeta()  # torch's contains the path on this machine
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         before = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # on top of SHA-256 it would take as long as all the rest
+        torch.serialization.set_crc32_options(False)  # besides SHA-256 it would take as long as everything else
         try:
             results = super().write_data(plan, planner).value()
-        except RuntimeError as error:  # torch.save hides the error of a full disk behind one of its own
+        except RuntimeError as error:  # torch.save hides a full disk's OSError behind an error of its own
             cause = error.__context__
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
@@ -88,7 +88,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader, with metadata that have been read (`read_metadata`). Tensors it reads by weights-only loading."""
+    """torch's reader, for metadata that are already read (`read_metadata`). It loads tensors weights-only."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -99,14 +99,14 @@ class Reader(dcp.FileSystemReader):
 
 
 class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
-    """torch's planner, which would unpickle whatever an entry that is no tensor holds."""
+    """torch's planner would unpickle any entry that is not a tensor; this one refuses it."""
 
     def load_bytes(self, read_item: Any, value: BytesIO) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
-# All that the metadata of tensors are made of. No function but constructors of plain data is among them, and of torch
-# no other attributes than dtypes.
+# Everything that tensor metadata consist of. The only functions are constructors of plain data, and the only attributes
+# of torch are dtypes.
 ALLOWED = {
     **dict.fromkeys(
         (
@@ -121,13 +121,13 @@ ALLOWED = {
         "torch.distributed.checkpoint.metadata",
     ),
     "_StorageInfo": "torch.distributed.checkpoint.filesystem",
-    "_get_layout": "torch.serialization",  # a name to one of torch's layouts
+    "_get_layout": "torch.serialization",  # maps a name to one of torch's layouts
     "Size": "torch",
 }
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of torch's metadata and nothing else, so that a pickle cannot call anything."""
+    """Knows only the classes of torch's metadata, so a pickle cannot call anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if ALLOWED.get(name) == module or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
@@ -136,13 +136,13 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
-    """The names, shapes and places of the tensors of a checkpoint. Runs nothing that is in it.
+    """The names, shapes and locations of a checkpoint's tensors. Executes nothing that is in it.
 
     Args:
-        files: of the checkpoint; the tensors must be in these.
+        files: the checkpoint's files; the tensors must be in these.
 
     Raises:
-        CheckpointError: it is not such metadata, or points elsewhere. The message is the reason alone.
+        CheckpointError: invalid metadata, or they point elsewhere. The message is only the reason.
     """
     try:
         metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA))).load()
@@ -160,12 +160,12 @@ def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
         return metadata
     except OSError as error:
         raise CheckpointError(f"{METADATA} cannot be read ({error.strerror})") from None
-    except Exception as error:  # a pickle that was made to harm can fail in any way
+    except Exception as error:  # a malicious pickle can fail in any way
         raise CheckpointError(f"{METADATA} is refused: {error}") from None
 
 
 def _is_complete(tensor: TensorStorageMetadata) -> bool:
-    """Whether the chunks make up the tensor: what none of them holds would stay as it is, without a word."""
+    """Whether the chunks cover the tensor: anything missing would silently keep its initial value."""
     chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks if prod(chunk.sizes) > 0}
     return sum(prod(sizes) for sizes in chunks.values()) == prod(tensor.size) and all(
         0 <= offset <= offset + size <= full
@@ -175,7 +175,7 @@ def _is_complete(tensor: TensorStorageMetadata) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The cause in a line. A CheckpointException holds one error for each rank."""
+    """The cause in one line. A CheckpointException holds one error per rank."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {first_line(cause)}"
@@ -183,7 +183,7 @@ def first_line(error: BaseException) -> str:
 
 
 def differences(metadata: Metadata, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Which of `tensors` a checkpoint does not hold, or holds in another shape or kind; a few words for each."""
+    """Which of `tensors` are missing from a checkpoint or differ in shape or dtype; a few words each."""
     found = []
     for name, tensor in tensors.items():
         saved: Any = metadata.state_dict_metadata.get(name)

@@ -1,7 +1,7 @@
-"""Where checkpoints lie: `step-N` folders that exist whole or not at all.
+"""The checkpoint folder: `step-N` folders, each of them complete or absent.
 
-A checkpoint is written as `step-N.tmp` and renamed when everything is on disk; one that goes is renamed before it is
-removed. What bears another name than `step-N` is never read.
+A checkpoint is written as `step-N.tmp` and renamed once everything is on disk; an old one is renamed before it is
+removed. Folders with names other than `step-N` are never read.
 """
 
 import os
@@ -28,12 +28,12 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def exported_folder(folder: Path, step: int) -> Path:
-    """Where the weights after `step` are exported to."""
+    """Where the weights after `step` are exported."""
     return folder / f"step-{step}-hf"
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of the published checkpoints, in rising order."""
+    """Steps of the published checkpoints, ascending."""
     if not folder.is_dir():
         return []
     found = (re.fullmatch(r"step-(0|[1-9]\d*)", entry.name) for entry in folder.iterdir() if entry.is_dir())
@@ -41,24 +41,24 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def temporary_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written to before it is published."""
+    """Where the checkpoint of `step` is written before it is published."""
     return folder / f"step-{step}.tmp"
 
 
 def publish(
     folder: Path, step: int, train_state: dict[str, Any], about: Mapping[str, Any], files: dict[str, FileRecord]
 ) -> None:
-    """Adds the JSON parts to a checkpoint whose tensors are on disk, and gives it its name. Rank 0 alone does this.
+    """Adds the JSON parts to a checkpoint whose tensors are on disk, and renames it to its final name. Only on rank 0.
 
-    Checkpoints of this step and later ones are of a course that was given up: they were damaged, or `load_step` went
-    back. They are renamed, so that the next start does not take them for the newest.
+    Existing checkpoints of this step and later ones belong to an abandoned branch: they were damaged, or `load_step`
+    went back. They are renamed, so that the next start does not take them for the newest.
 
     Args:
         about: for the manifest.
-        files: what was written so far, by name.
+        files: files written so far, by name.
 
     Raises:
-        OSError: it could not be written, or is not on disk as it was written.
+        OSError: it could not be written, or a file on disk differs in size from what was written.
     """
     temporary, final = temporary_folder(folder, step), step_folder(folder, step)
     files = {**files, TRAIN_STATE: write_json(temporary / TRAIN_STATE, train_state)}
@@ -80,7 +80,7 @@ def _set_aside(checkpoint: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Waits until a folder's list of names is on disk."""
+    """Waits until a folder's directory entries are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -89,23 +89,23 @@ def _sync(folder: Path) -> None:
 
 
 def remove_left_overs(folder: Path) -> None:
-    """Removes what saves and removals that never finished have left."""
+    """Removes what interrupted saves and removals have left behind."""
     for path in folder.glob("step-*.tmp"):
         logger.info(f"removing {path.name}, which was interrupted")
         shutil.rmtree(path, ignore_errors=True)
 
 
 def keep_latest(folder: Path, keep: int, newest: int) -> None:
-    """Removes all but the `keep` newest whole checkpoints up to step `newest`; 0 keeps all.
+    """Removes all but the `keep` newest complete checkpoints up to step `newest`; 0 keeps all.
 
-    One that lacks a file, or has a short one, does not count and is left.
+    Checkpoints with missing or truncated files are not counted and not removed.
     """
     if keep == 0:
         return
     try:
         complete = [step for step in saved_steps(folder) if step <= newest and is_complete(step_folder(folder, step))]
         for step in complete[:-keep]:
-            doomed = folder / f"step-{step}.removed.tmp"  # not even a kill leaves half a checkpoint with a good name
+            doomed = folder / f"step-{step}.removed.tmp"  # so that not even a kill leaves a partial step-N
             step_folder(folder, step).rename(doomed)
             shutil.rmtree(doomed)
     except OSError as error:
@@ -113,10 +113,10 @@ def keep_latest(folder: Path, keep: int, newest: int) -> None:
 
 
 def refuse_foreign(folder: Path, dump_folder: Path) -> None:
-    """Where no checkpoint is found: what suggests that there are some all the same.
+    """Call if no checkpoint is found: refuses to start a new run if there are signs of an earlier one.
 
     Raises:
-        CheckpointError: the folder holds other things, or a folder beside it holds checkpoints.
+        CheckpointError: the folder holds other things, or another folder in the dump folder holds checkpoints.
     """
     entries = sorted(folder.iterdir()) if folder.is_dir() and folder.resolve() != dump_folder.resolve() else []
     foreign = [

@@ -1,4 +1,4 @@
-"""When to save and what to load; the writing itself is torch.distributed.checkpoint's."""
+"""Decides when to save and what to load; torch.distributed.checkpoint writes and reads the tensors."""
 
 import gc
 import platform
@@ -46,7 +46,7 @@ TrainState = dict[str, Any]
 
 
 class Exchange(Protocol):
-    """Folders of others' forms, as `interchange.Exchange` reads and writes them."""
+    """Imports and exports folders in other formats (`interchange.Exchange`)."""
 
     def load(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool: ...
 
@@ -54,25 +54,25 @@ class Exchange(Protocol):
 
 
 class CheckpointManager:
-    """Saves and loads the state of one run. All ranks make one, and call its methods at the same steps.
+    """Saves and loads the state of one run. Every rank creates one, and calls its methods at the same steps.
 
     Args:
-        config: the section; with `enable_checkpoint` off, only `initial_load_path` is looked at.
-        dump_folder: the run's.
-        model, optimizer: whose tensors are saved, and loaded in place.
-        identity: what makes this model itself (family, flavor, sizes), JSON-able. A checkpoint of another identity is
+        config: the [checkpoint] section; with `enable_checkpoint` off, only `initial_load_path` is used.
+        dump_folder: dump folder of the run.
+        model, optimizer: their tensors are saved, and loaded in place.
+        identity: identifies the model (family, flavor, sizes); JSON-able. A checkpoint with another identity is
             refused.
-        about: what else the manifest tells of the run: its `configuration`, and for people the layout; JSON-able.
-        on_saved: called on rank 0 with the step of each checkpoint that is on disk, perhaps in another thread.
+        about: further manifest entries: the run's `configuration`, and for people the layout; JSON-able.
+        on_saved: called on rank 0 with the step of each checkpoint once it is on disk, perhaps in another thread.
         exchange: for `initial_load_path` and `last_save_in_hf`.
 
     Attributes:
-        failed_saves: how many failed so far.
-        last_save_failed: whether the last one did.
-        step_on_disk: of the checkpoint that was loaded or saved last; None where there is none.
+        failed_saves: number of failed saves so far.
+        last_save_failed: whether the last save failed.
+        step_on_disk: step of the checkpoint last loaded or saved; None if there is none.
 
     Raises:
-        CheckpointError: the folder cannot be made.
+        CheckpointError: the folder cannot be created.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CheckpointManager:
         self._stager: DefaultStager | None = None
         self._pending: Future[None] | None = None
         if config.enable_checkpoint:
-            if config.async_mode != "disabled":  # the background thread must not meet the main thread's collectives
+            if config.async_mode != "disabled":  # its thread's collectives need a group of their own
                 self._group = dist.new_group(backend="gloo")
             if dist.get_rank() == 0:
                 try:
@@ -118,21 +118,21 @@ class CheckpointManager:
     # Loading
 
     def load(self, prepare: Callable[[TrainState], None] = lambda state: None) -> TrainState | None:
-        """Loads the checkpoint that the configuration asks for into model and optimizer.
+        """Loads the configured checkpoint into model and optimizer.
 
-        With `load_step = -1` it is the newest that is intact; those that are not are named. A new run is begun only
-        where nothing speaks of an old one.
+        With `load_step = -1` that is the newest intact one; damaged ones are reported. A new run starts only if there
+        are no signs of an earlier one.
 
         Args:
-            prepare: gets the state of a run that is gone on with, before its tensors are loaded; it may change what
-                the model computes with.
+            prepare: gets the state of a resumed run before its tensors are loaded; it may change what the model
+                computes with.
 
         Returns:
-            The state that `save` was given, where the run goes on from it; None for a new run (perhaps with loaded
-            weights). Parts in `exclude_from_loading` are missing from it.
+            The state passed to `save`, if the run resumes from it, without the parts in `exclude_from_loading`. None
+            for a new run (perhaps with loaded weights).
 
         Raises:
-            CheckpointError: the step asked for is not there, or the checkpoint does not fit, or none is intact.
+            CheckpointError: the requested step is missing, or the checkpoint does not fit, or none is intact.
         """
         steps = broadcast_from_rank_0(lambda: saved_steps(self.folder))
         if not self.config.enable_checkpoint:
@@ -159,11 +159,11 @@ class CheckpointManager:
 
     def _resume(self, step: int, prepare: Callable[[TrainState], None]) -> TrainState:
         state = self._load(step_folder(self.folder, step), False, prepare)
-        self.step_on_disk = state.get("step")  # None where it is left out: steps are counted anew
+        self.step_on_disk = state.get("step")  # None if it was excluded: steps then count from 0
         return state
 
     def _load(self, path: Path, weights_only: bool, prepare: Callable[[TrainState], None]) -> TrainState:
-        """Loads an intact checkpoint, if it is of this model."""
+        """Loads an intact checkpoint, after checking that it is of this model."""
 
         def read() -> tuple[TrainState, Any]:
             try:
@@ -197,7 +197,7 @@ class CheckpointManager:
                 f"{path} could not be loaded: {first_line(error)}. Choose another with --checkpoint.load_step, "
                 "or move the folder away."
             ) from error
-        if optimizer:  # the model's tensors were read into place
+        if optimizer:  # the model's tensors were loaded in place
             load_optimizer_tensors(self.model, self.optimizer, {key: tensors[key] for key in optimizer})
         left_out = f", without {', '.join(sorted(excluded))}" if excluded else ""
         logger.info(f"loaded {'the weights of ' if weights_only else ''}{path}{left_out}")
@@ -205,25 +205,25 @@ class CheckpointManager:
             key: value
             for key, value in state.items()
             if not (key == "dataloader" and "dataloader" in excluded)
-            and not (key == "converters" and "model" in excluded)  # what they keep is of its weights
+            and not (key == "converters" and "model" in excluded)  # their state depends on the weights
             and not (key in ("step", "tokens_seen", "guard") and "train_state" in excluded)
         }
 
     # Saving
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether a checkpoint is saved after `step`."""
+        """Whether to save a checkpoint after `step`."""
         if not self.config.enable_checkpoint:
             return False
         return last or step % self.config.interval == 0 or (step == 1 and self.config.enable_first_step_checkpoint)
 
     def save(self, step: int, state: Callable[[], TrainState], last: bool = False) -> None:
-        """Saves after `step`. A save that fails (a full disk) is reported and counted; training goes on, and the
-        checkpoints before it stay.
+        """Saves after `step`. A failed save (such as a full disk) is reported and counted; training continues, and
+        earlier checkpoints stay.
 
         Args:
-            state: gives the JSON part; called on every rank, what rank 0 gets is written.
-            last: of the run; then `last_save_model_weights_only` applies.
+            state: returns the JSON part; called on every rank, rank 0's result is written.
+            last: whether this is the last save of the run, to which `last_save_model_weights_only` applies.
         """
         self.wait()
         self.last_save_failed = False
@@ -231,7 +231,7 @@ class CheckpointManager:
         train_state = {"weights_only": weights_only, "identity": self.identity, **state()}
         if dist.get_rank() == 0 and not self.folder.exists():
             logger.warning(f"{self.folder} was removed, and with it the checkpoints so far; it is made again")
-        # To ask a new optimizer for its state makes it count a step.
+        # Asking a new optimizer for its state makes it count a step.
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)
         about = {"versions": _versions(), **self.about}
         writer = Writer(
@@ -244,16 +244,16 @@ class CheckpointManager:
                 return
             dcp.save(tensors, storage_writer=writer)
         except (CheckpointException, OSError, RuntimeError) as failure:
-            if failed_collective(failure):  # no save that failed but a rank that is lost
+            if failed_collective(failure):  # a lost rank, not a failed save
                 raise
             error = failure
         self._finish(step, error)
 
     def export(self, step: int) -> None:
-        """Exports the weights after the last step for Hugging Face, where that is asked for and not done yet.
+        """Exports the weights after the last step for Hugging Face, if configured and not done yet.
 
         Raises:
-            CheckpointError: on every rank, where it could not be written.
+            CheckpointError: on every rank, if the export could not be written.
         """
         if not (self.config.enable_checkpoint and self.config.last_save_in_hf and self.exchange):
             return
@@ -262,7 +262,7 @@ class CheckpointManager:
             self.exchange.export(folder, model_tensors(self.model), getattr(torch, self.config.export_dtype))
 
     def save_before_stop(self, step: int, state: Callable[[], TrainState]) -> bool:
-        """Saves after `step` and waits for it, unless that is done. Returns whether the step is on disk."""
+        """Saves after `step` unless that is done, and waits. Returns whether the step is on disk."""
         self.wait()
         if self.config.enable_checkpoint and step > 0 and step != self.step_on_disk:
             self.save(step, state)
@@ -270,7 +270,7 @@ class CheckpointManager:
         return step == self.step_on_disk
 
     def wait(self) -> None:
-        """Waits for a save in the background to be on disk."""
+        """Waits until a background save is on disk."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -284,8 +284,8 @@ class CheckpointManager:
         return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def _start(self, tensors: dict[str, torch.Tensor], writer: Writer, step: int) -> "Future[None]":
-        """Copies the tensors and starts to write them. The future is done when the checkpoint is published."""
-        if self._stager is None:  # it keeps the memory it copies to for the next save
+        """Copies the tensors and starts writing them. The future completes when the checkpoint is published."""
+        if self._stager is None:  # reused, since it keeps the memory of its copies for the next save
             pinned = self.config.async_mode == "async_with_pinned_mem"
             self._stager = DefaultStager(StagingOptions(pinned, False, False, False))
         started = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=self._stager)
@@ -296,14 +296,14 @@ class CheckpointManager:
             try:
                 self._finish(step, written.exception())
                 finished.set_result(None)
-            except BaseException as error:  # else `wait` would wait for ever
+            except BaseException as error:  # or `wait` would block forever
                 finished.set_exception(error)
 
         written.add_done_callback(finish)
         return finished
 
     def _finish(self, step: int, error: BaseException | None) -> None:
-        """After the checkpoint is published, or has failed: the same on every rank."""
+        """After the checkpoint is published or has failed; the same outcome on every rank."""
         if error is not None:
             self._failed(step, error)
             return
@@ -314,7 +314,7 @@ class CheckpointManager:
             keep_latest(self.folder, self.config.keep_latest_k, newest=step)
 
     def _failed(self, step: int, error: BaseException) -> None:
-        gc.collect()  # the error's traceback holds the copies of all tensors, in cycles
+        gc.collect()  # reference cycles in the error's traceback hold the copies of all tensors
         self.failed_saves += 1
         self.last_save_failed = True
         if dist.get_rank() == 0:

@@ -1,7 +1,7 @@
-"""`manifest.json`: what a checkpoint consists of, so that damage is seen before anything is loaded.
+"""`manifest.json` lists a checkpoint's files, so that damage is found before anything is loaded.
 
-It holds the size and the SHA-256 of every other file, a SHA-256 of itself, and what people want to know of a
-checkpoint without loading it: step, layout, versions, configuration.
+It holds the size and SHA-256 of every other file, a SHA-256 of itself, and what people want to know without loading
+the checkpoint: step, layout, versions, configuration.
 """
 
 import errno
@@ -23,8 +23,8 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 TRAIN_STATE = "train_state.json"
 FORMAT = 1
-PIECE = 4 << 20  # bytes read at a time
-WORTH_A_THREAD = 1 << 20  # bytes; hashing fewer takes less time than handing them over
+PIECE = 4 << 20  # bytes per read
+WORTH_A_THREAD = 1 << 20  # bytes; hashing fewer is faster than handing them to a thread
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says of a checkpoint: its step, the run's configuration, its files by name."""
+    """Content of `manifest.json`: the checkpoint's step, the run's configuration, its files by name."""
 
     step: int
     configuration: Any
@@ -45,7 +45,7 @@ class Manifest:
 
 
 class HashingFile(BufferedWriter):
-    """A file that is hashed while it is written, so that nothing need be read back."""
+    """A file that is hashed while it is written, so that it need not be read back."""
 
     def __init__(self, path: Path) -> None:
         self._size = 0
@@ -59,7 +59,7 @@ class HashingFile(BufferedWriter):
             if view.nbytes < WORTH_A_THREAD:
                 self._hash.update(view)
                 return super().write(view)
-            hashed = self._thread.submit(self._hash.update, view)  # beside the writing: neither holds the GIL
+            hashed = self._thread.submit(self._hash.update, view)  # in parallel: hashing and writing release the GIL
             try:
                 return super().write(view)
             finally:
@@ -70,7 +70,7 @@ class HashingFile(BufferedWriter):
         super().close()
 
     def record(self) -> FileRecord:
-        """Of what was written."""
+        """Size and hash of what was written."""
         return FileRecord(self._size, self._hash.hexdigest())
 
 
@@ -84,20 +84,20 @@ def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
 
 
 def write_manifest(checkpoint: Path, about: Mapping[str, Any], files: Mapping[str, FileRecord]) -> None:
-    """Adds the manifest to a checkpoint that is otherwise complete.
+    """Adds the manifest to an otherwise complete checkpoint.
 
     Args:
         about: JSON-able: step, layout, versions, configuration.
-        files: by name, as they were written.
+        files: files by name, as written.
 
     Raises:
-        OSError: a file on disk has not the size of what was written.
+        OSError: a file's size on disk differs from what was written.
     """
     for name, record in files.items():
         if (size := (checkpoint / name).stat().st_size) != record.size:
             raise OSError(f"{name} has {size} bytes on disk of {record.size} that were written")
     content = {"format": FORMAT, **about, "files": {name: asdict(files[name]) for name in sorted(files)}}
-    content = json.loads(json.dumps(content, default=str))  # as it will be read, for its hash
+    content = json.loads(json.dumps(content, default=str))  # as it will be read back, for its hash
     write_json(checkpoint / MANIFEST, {**content, "sha256": _digest(content)})
 
 
@@ -108,8 +108,8 @@ def _digest(content: Mapping[str, Any]) -> str:
 def read_manifest(checkpoint: Path) -> Manifest:
     """
     Raises:
-        CheckpointError: the manifest is missing, damaged, of another step than the folder's name says, or names other
-            files than those of a checkpoint; its message is the reason alone.
+        CheckpointError: the manifest is missing, damaged, of another step than the folder's name says, or lists files
+            that a checkpoint cannot have; the message is only the reason.
     """
     try:
         content = json.loads(read_file(checkpoint / MANIFEST))
@@ -127,7 +127,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         if not inside(name):
             raise CheckpointError(f"{MANIFEST} names {name!r}, which is not a file in the checkpoint")
     for name in (METADATA, TRAIN_STATE):
-        if name not in files:  # it would be read without a look at its hash
+        if name not in files:  # its hash would not be checked
             raise CheckpointError(f"{MANIFEST} does not name {name}")
     named = re.fullmatch(r"step-(\d+)", checkpoint.name)
     if named and int(named[1]) != manifest.step:
@@ -138,7 +138,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 def read_file(path: Path) -> bytes:
     """
     Raises:
-        OSError: it cannot be read, or is no file: a link leads elsewhere, a pipe never ends.
+        OSError: it cannot be read or is not a regular file: a link may lead elsewhere, a pipe may never end.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(errno.EINVAL, "it is a link, a folder or a pipe, not a file")
@@ -146,12 +146,12 @@ def read_file(path: Path) -> bytes:
 
 
 def inside(name: str) -> bool:
-    """Whether `name` is that of a file in the checkpoint's own folder, not a path that leads elsewhere."""
+    """Whether `name` is a file name in the checkpoint's own folder, not a path that leads elsewhere."""
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether every file is there in its size: a look that reads nothing but the manifest."""
+    """Whether every file exists with the right size. Reads only the manifest."""
     try:
         files = read_manifest(checkpoint).files
         return all(_has_size(checkpoint / name, record.size) for name, record in files.items())
@@ -168,11 +168,11 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, a few words for each file; nothing where it is intact.
+    """What is wrong with a checkpoint, a few words per file; empty if it is intact.
 
     Args:
-        part, parts: only this share of the files is looked at, so that ranks can divide the reading. Shares are of
-            about equal size.
+        part, parts: check only one of `parts` subsets of the files, so that ranks can divide the reading. The subsets
+            are of about equal size.
     """
     try:
         files = read_manifest(checkpoint).files

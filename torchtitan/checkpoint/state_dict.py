@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the tensors of model and optimizer by name. Everything else is JSON beside them."""
+"""The tensors in a checkpoint: those of model and optimizer, by name. Everything else is JSON beside them."""
 
 from typing import Any
 
@@ -14,30 +14,30 @@ from torch.distributed.tensor import DTensor
 from torchtitan.optim.low_bit_adamw import LowBitAdamW
 from torchtitan.parallel.sharded_tensors import sharded_like, unwrapped
 
-# By parameter name and not by number: so that another layout, and another order, can load it.
+# By parameter name, not number, so that another layout or parameter order can load it.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 OPTIMIZER = "optimizer."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights, under the names of the model's modules, in their own memory; DTensors where the model is sharded.
+    """The weights under their module names, without copying; DTensors where the model is sharded.
 
-    They are in plain high precision, whatever the run computes or gathers in: any other run can load them.
+    They are in plain high precision, whatever dtype the run computes or all-gathers in, so any other run can load them.
     """
     return {name: _plain(tensor) for name, tensor in model.state_dict().items()}
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded weight without the subclass that tells FSDP to gather it in low precision. Shares memory with it."""
+    """Removes the subclass that makes FSDP gather a sharded weight in low precision. Shares memory with it."""
     if not isinstance(tensor, DTensor) or (local := unwrapped(tensor._local_tensor)) is tensor._local_tensor:
         return tensor
     return sharded_like(tensor, local, tensor.shape)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state, as `optimizer.state.<parameter>.<name>`. Learning rates and the like are left out: they
-    are the configuration's, and would bring old settings back. Moments in codes are saved as they are."""
-    if isinstance(optimizer, LowBitAdamW):  # torch's function for this makes float32 of them
+    """The optimizer's state, as `optimizer.state.<parameter>.<name>`. Learning rates and other settings are left out:
+    they come from the configuration. Quantized moments are saved as they are."""
+    if isinstance(optimizer, LowBitAdamW):  # torch's function would convert them to float32
         return {
             f"{OPTIMIZER}state.{name}.{key}": tensor
             for name, parameter in model.named_parameters()
@@ -49,9 +49,9 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Any]) -> None:
-    """Puts `optimizer_tensors`, read back, into the optimizer."""
+    """Loads `optimizer_tensors`, read back, into the optimizer."""
     if isinstance(optimizer, LowBitAdamW):
-        return  # they are its own, and were read into place
+        return  # the tensors are the optimizer's own, and were loaded in place
     full = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
     full.update({key.removeprefix(OPTIMIZER): value for key, value in tensors.items()})
     set_optimizer_state_dict(model, optimizer, full, options=BY_NAME)

@@ -1,4 +1,4 @@
-"""`train_state.json`: all of a checkpoint that is no tensor. Whoever made it may have written anything there."""
+"""`train_state.json`: the part of a checkpoint that is not tensors. Its content is not trusted."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from torchtitan.checkpoint.manifest import TRAIN_STATE, read_file
 from torchtitan.errors import CheckpointError
 from torchtitan.parallel.process_group import failed_collective
 
-# The types of the parts; the last are not in every checkpoint.
+# Types of the parts; those only in PARTS are optional.
 NEEDED = {"identity": dict, "weights_only": bool, "step": int}
 PARTS = {
     **NEEDED,
@@ -23,13 +23,13 @@ PARTS = {
 
 
 def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
-    """The JSON part of a checkpoint. What is in the parts, those know that load them.
+    """The JSON part of a checkpoint. Only the types of its parts are checked here; their contents, by who loads them.
 
     Args:
-        step: that the manifest tells.
+        step: the step in the manifest.
 
     Raises:
-        CheckpointError: it is missing or is not one; the message is the reason alone.
+        CheckpointError: it is missing or invalid; the message is only the reason.
     """
     try:
         state = json.loads(read_file(checkpoint / TRAIN_STATE))
@@ -47,10 +47,10 @@ def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def refuse_wrong_values() -> Iterator[None]:
-    """Around taking up the parts of `train_state.json`: an error in it is one of what is written there.
+    """Wraps loading the parts of `train_state.json`: an error there means that the file has a wrong value.
 
     Raises:
-        CheckpointError: instead of the error.
+        CheckpointError: in place of the error.
     """
     try:
         yield
@@ -66,8 +66,8 @@ def refuse_wrong_values() -> Iterator[None]:
 def check_kind(value: Any, like: Any, where: str) -> None:
     """
     Raises:
-        ValueError: a value is of another type than its counterpart in `like`, or is a number below 0. None there stands
-            for any.
+        ValueError: a value differs in type from its counterpart in `like`, or is a number below 0. None in `like`
+            accepts anything.
     """
     if isinstance(like, dict) and isinstance(value, dict):
         for key in like.keys() & value.keys():

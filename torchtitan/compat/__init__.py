@@ -1,8 +1,8 @@
-"""The private names of torch and torchao that this project relies on, and nothing else imports (`test_layers.py`).
+"""The private names of torch and torchao that this project uses; only this package imports them (`test_layers.py`).
 
-There is one module for each part of torch, which says what each name is for; this one imports no torch. All names exist
-in every version of docs/versions.md: torch 2.11 to 2.15, torchao 0.18. Where one differs between versions, its module
-says so. Private operators (`torch._scaled_mm`, `torch._int_mm`, `torch._foreach_*`) are called where they are needed.
+Each module covers one part of torch and says what each name is for; this one does not import torch. All names exist in
+every version listed in docs/versions.md: torch 2.11 to 2.15, torchao 0.18. Where a name differs between versions, its
+module says so. Private operators (`torch._scaled_mm`, `torch._int_mm`, `torch._foreach_*`) are called where needed.
 """
 
 from importlib.metadata import version
@@ -11,8 +11,8 @@ from torchtitan.errors import UserError
 
 
 def require(owner: type, names: tuple[str, ...], purpose: str) -> None:
-    """Refuses a torch whose class `owner` lacks private methods or attributes that we override: without them our own
-    would never be called, and nobody would notice.
+    """Refuses a torch whose class `owner` lacks private methods or attributes that we override: our overrides would
+    silently never be called.
 
     Raises:
         UserError: one of `names` is missing.

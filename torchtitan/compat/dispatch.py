@@ -1,13 +1,13 @@
 """Tensor subclasses and fake tensors.
 
-- `utils._pytree`: mapping over the arguments of an operation
-- `utils._python_dispatch.TorchDispatchMode`: a plan sees every operation
+- `utils._pytree`: maps over the arguments of an operation
+- `utils._python_dispatch.TorchDispatchMode`: lets a plan see every operation
 - `_subclasses.fake_tensor`, its `FakeTensor` and `FakeTensorMode`: tensors without memory, for plans
-- `distributed.tensor._sharding_prop.ShardingPropagator`: DTensor finds shapes by fake tensors of the full size, which a
-  plan must not count; the method `PROPAGATE`
-- `distributed.tensor.debug._clear_sharding_prop_cache`: it remembers meshes of process groups that are gone
-- `testing._internal.distributed.fake_pg.FakeStore`: a process group of one process for many
-- `_C._current_graph_task_id`: whether a forward pass is a recomputation, within a backward pass
+- `distributed.tensor._sharding_prop.ShardingPropagator`: DTensor infers shapes with full-size fake tensors, which a
+  plan must not count; its method is `PROPAGATE`
+- `distributed.tensor.debug._clear_sharding_prop_cache`: the cache refers to meshes of destroyed process groups
+- `testing._internal.distributed.fake_pg.FakeStore`: lets one process simulate a process group of many
+- `_C._current_graph_task_id`: whether a forward pass is a recomputation inside a backward pass
 """
 
 import torch.utils._pytree as pytree
@@ -39,12 +39,12 @@ def clear_sharding_cache() -> None:
 
 
 def fake_store() -> Store:
-    """The store of a process group of backend "fake", in which collectives do nothing."""
+    """The store of a process group with backend "fake", in which collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def in_backward_pass() -> bool:
-    """Whether this thread is inside a backward pass, as where activations are computed again."""
+    """Whether this thread is inside a backward pass, as it is during activation recomputation."""
     return _C._current_graph_task_id() >= 0

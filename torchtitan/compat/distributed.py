@@ -1,10 +1,10 @@
 """Process groups, functional collectives, symmetric memory.
 
-- `distributed_c10d._get_default_store`: heartbeats and the watchdog talk through the store of the run
-- `distributed_c10d._set_pg_timeout`, `_world.pg_map`: another timeout for groups that are there already
-- `distributed_c10d._resolve_process_group`: a plan finds the ranks of a collective by its group's name
-- `_C._distributed_c10d._dump_fr_trace`: the flight recorder's last collectives under gloo; in no stub
-- `_functional_collectives`: collectives that the compiler sees; 2.13 renamed two, and warns of the old names
+- `distributed_c10d._get_default_store`: the run's store, used by heartbeats and the watchdog
+- `distributed_c10d._set_pg_timeout`, `_world.pg_map`: change the timeout of existing groups
+- `distributed_c10d._resolve_process_group`: lets a plan find the ranks of a collective by its group's name
+- `_C._distributed_c10d._dump_fr_trace`: the flight recorder's last collectives under gloo; missing from the type stubs
+- `_functional_collectives`: collectives visible to the compiler; 2.13 renamed two, and warns about the old names
 - `_symmetric_memory.enable_symm_mem_for_group`: asynchronous tensor parallelism; CUDA only
 """
 
@@ -43,7 +43,7 @@ reduce_scatter_tensor: Any = (
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """All groups that this process is in."""
+    """All process groups that this process is in."""
     return list(_world.pg_map)
 
 
@@ -52,7 +52,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def ranks_of_group(name: str) -> list[int]:
-    """Global ranks of the group of this name."""
+    """Global ranks of the group with this name."""
     return dist.get_process_group_ranks(_resolve_process_group(name))  # type: ignore[arg-type]
 
 

@@ -1,11 +1,11 @@
 """torchrun's agent, whose private methods `launcher/agent.py` overrides.
 
-- `_initialize_workers`, `_start_workers`, `_restart_workers`: a signal that comes while processes are started or
-  started again
-- `_invoke_run`, `_monitor_workers`: our own words on a failure, and time for the last words of processes
-- `_remaining_restarts`, `_worker_group`: set in `__init__`: no restart after a mistake of the user's; the state of the
-  processes
-- `_pcontext`: set while processes run: signals are handed on to them
+- `_initialize_workers`, `_start_workers`, `_restart_workers`: handle a signal that arrives while processes are starting
+  or restarting
+- `_invoke_run`, `_monitor_workers`: concise errors, and time for processes to write their last messages
+- `_remaining_restarts`, `_worker_group`: set in `__init__`; used to prevent restarts after a user error, and to read
+  the state of the processes
+- `_pcontext`: set while processes run; used to forward signals to them
 
 `torch.distributed.launcher.api.LocalElasticAgent`, a public name, is replaced by `launch.py`.
 """

@@ -1,6 +1,6 @@
 """Pipeline schedules.
 
-- `schedules._PipelineScheduleRuntime`, `_load_csv`: a schedule from a CSV file
+- `schedules._PipelineScheduleRuntime`, `_load_csv`: run a schedule from a CSV file
 - `schedules._ComputationType`, `pipeline_order_with_comms`: how often a stage runs forward and backward
 """
 
@@ -14,12 +14,12 @@ __all__ = ["ComputationType", "PipelineScheduleRuntime", "computations", "load_c
 
 
 def load_csv(schedule: Any, path: str) -> None:
-    """Errors are torch's: AssertionError, ValueError, KeyError, RuntimeError."""
+    """Loads a schedule. Errors are torch's: AssertionError, ValueError, KeyError, RuntimeError."""
     schedule._load_csv(path)
 
 
 def computations(schedule: Any, rank: int, stage: int) -> Counter[Any]:
-    """How often a rank runs each `ComputationType` of one of its stages in a step."""
+    """How often a rank runs each `ComputationType` of one of its stages per step."""
     order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
     counts: Counter[Any] = Counter()
     for action in order.get(rank, []):

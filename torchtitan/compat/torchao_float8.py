@@ -1,10 +1,9 @@
-"""torchao's float8 (0.18): tensors that FSDP or tensor parallelism gathers. Importing it takes about a second.
+"""torchao's float8 (0.18): tensors that FSDP or tensor parallelism gathers. Importing this takes about a second.
 
-- `float8_training_tensor`: `Float8TrainingTensor`, `GemmInputRole`, `LinearMMConfig`: an input that was gathered in
-  float8
+- `float8_training_tensor`: `Float8TrainingTensor`, `GemmInputRole`, `LinearMMConfig`: an input gathered in float8
 - `fsdp_utils.WeightWithDynamicFloat8CastTensor`, its `_tensor` and `_precomputed_scale`: FSDP's all-gather of weights
   in float8
-- `float8_utils.amax_to_scale`: scales of weights and of delayed layers
+- `float8_utils.amax_to_scale`: scales of weights and of layers with delayed scaling
 """
 
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig

@@ -1,7 +1,7 @@
-"""torchao's MX formats, prototypes of 0.18; 0.17 has no `mxfp8_linear`.
+"""torchao's MX formats, prototypes in 0.18; 0.17 has no `mxfp8_linear`.
 
 - `prototype.moe_training.mxfp8_linear.MXFP8Linear`: the layer
-- `prototype.mx_formats`: `MXTensor`, `ScaleCalculationMode`: rounding of one tensor, for reports
+- `prototype.mx_formats`: `MXTensor`, `ScaleCalculationMode`: round one tensor, for reports
 - `quantization.quantize_.common.kernel_preference.KernelPreference`: emulation
 """
 

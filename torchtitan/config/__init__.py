@@ -1,4 +1,4 @@
-"""The configuration: defaults, then a TOML file, then the command line. Imports no torch."""
+"""The configuration: defaults, then a TOML file, then the command line. Does not import torch."""
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.manager import ConfigManager, to_toml

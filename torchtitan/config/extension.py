@@ -1,4 +1,4 @@
-"""A user's own module and the sections that it adds to the configuration."""
+"""Imports a user's module, and merges the sections that it adds to the configuration."""
 
 import dataclasses
 import importlib
@@ -14,9 +14,9 @@ from torchtitan.errors import ConfigError
 
 
 def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
-    """`config_class` with the sections and keys of the dataclass `JobConfig` in a user's module.
+    """`config_class` plus the sections and keys of the dataclass `JobConfig` in a user's module.
 
-    A section that exists already gains the user's keys; a new section is added as it is.
+    The user's keys are added to an existing section; a new section is added unchanged.
     """
     where = "experimental.custom_args_module"
     theirs = getattr(import_user_module(module_name, where), "JobConfig", None)
@@ -36,8 +36,8 @@ def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
 
 
 def _frozen(section: Any, base: Any) -> Any:
-    """A frozen copy of a user's section, on top of ours of the same name where there is one. A key that both have is
-    the user's, with its default."""
+    """A frozen copy of a user's section, derived from ours if we have one of that name. For a key that both have, the
+    user's type and default win."""
     hints = typing.get_type_hints(section, include_extras=True)
     fields: list[Any] = []
     for field in dataclasses.fields(section):
@@ -55,16 +55,16 @@ def _frozen(section: Any, base: Any) -> Any:
 
 
 def import_user_module(name: str, key: str) -> types.ModuleType:
-    """Imports a user's module, which may lie in the working directory."""
+    """Imports a user's module, which may be in the working directory."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        if name.startswith("."):  # relative to nothing
+        if name.startswith("."):  # a relative import, with nothing to be relative to
             raise ModuleNotFoundError(name=name)
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise  # the module exists, something that it imports does not
+            raise  # the module exists; one of its imports does not
         raise ConfigError(
             f"{key}: there is no module {name!r} in the working directory or on PYTHONPATH; give a dotted name such as "
             "my_package.my_module."

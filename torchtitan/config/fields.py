@@ -1,4 +1,4 @@
-"""The vocabulary of the section dataclasses: `Annotated[type, Doc(one line of help)]`, with ranges by name."""
+"""Types for the section dataclasses: `Annotated[type, Doc(one line of help)]`, and named ranges."""
 
 from typing import Annotated
 
@@ -29,12 +29,12 @@ NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
-LearningRate = Annotated[float, Gt(0), Le(100)]  # AdamW moves a weight by about so much in a step
+LearningRate = Annotated[float, Gt(0), Le(100)]  # roughly how far AdamW moves a weight per step
 Decay = Annotated[float, Ge(0), Le(100)]
 PositiveFraction = Annotated[float, Gt(0), Le(1)]
-Seed = Annotated[int, Ge(0), Lt(2**63)]  # a 64-bit integer, for torch and TOML
+Seed = Annotated[int, Ge(0), Lt(2**63)]  # a signed 64-bit integer, as torch and TOML need
 Entries = Annotated[int, Ge(0), Le(10**7)]
 Seconds = Annotated[int, Gt(0), Le(365 * 24 * 3600)]
-NotEmpty = Annotated[str, MinLen(1)]  # else an unset variable of the shell would mean the working directory
+NotEmpty = Annotated[str, MinLen(1)]  # or an unset shell variable would mean the working directory
 TimesMore = Annotated[float, Gt(1)]
-WorldSize = Annotated[int, Gt(0), Le(1 << 16)]  # a plan of more would take many minutes
+WorldSize = Annotated[int, Gt(0), Le(1 << 16)]  # planning for more would take many minutes

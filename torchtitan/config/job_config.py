@@ -10,7 +10,7 @@ from torchtitan.config.training import LRScheduler, Model, Optimizer, Training, 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """One run, resolved. Each part of the code gets the section that it needs and never changes it."""
+    """One resolved run. Each part of the code gets the section it needs and never changes it."""
 
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)

@@ -1,4 +1,4 @@
-"""The keys of a configuration, read off its dataclasses: annotation, default, help, and what a value must be."""
+"""The configuration's keys, read from its dataclasses: annotation, default, help, and valid values."""
 
 import dataclasses
 import types
@@ -11,7 +11,7 @@ from typing_extensions import Doc
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of the configuration: its annotation, default and help."""
+    """One configuration key: its annotation, default and help."""
 
     annotation: Any
     default: Any
@@ -27,7 +27,7 @@ class Key:
 
     @property
     def entry(self) -> Any:
-        """The dataclass of the entries, where the value is a list of tables; else None."""
+        """The dataclass of the entries if the value is a list of tables, else None."""
         plain = _plain(self.annotation)
         of_list = typing.get_args(plain)[0] if typing.get_origin(plain) is list else None
         return of_list if dataclasses.is_dataclass(of_list) else None
@@ -83,7 +83,7 @@ def fields_by_key(config_class: type) -> dict[str, Key]:
 
 
 def keys_of_entry(entry: Any) -> dict[str, Key]:
-    """The keys of an entry in a list of tables; a field without help is none."""
+    """The keys of an entry in a list of tables; fields without help are not keys."""
     return {name: key for name, key in _keys_of(entry).items() if key.help}
 
 
@@ -106,12 +106,12 @@ def _constraints(annotation: Any) -> list[Any]:
 
 
 def _plain(annotation: Any) -> Any:
-    """The annotation without `Annotated` around it."""
+    """The annotation without its `Annotated` wrapper."""
     return annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation
 
 
 def _union_members(annotation: Any) -> list[Any]:
-    """The members of a union, or the one type."""
+    """The members of a union; for any other type, that type alone."""
     plain = _plain(annotation)
     return list(plain.__args__) if typing.get_origin(plain) in (typing.Union, types.UnionType) else [annotation]
 

@@ -1,6 +1,7 @@
-"""Keys and values of other versions of torchtitan (2024 to early 2026), and what takes their place here.
+"""Keys and values of other torchtitan versions (2024 to early 2026), and their replacements here.
 
-A file or a flag that has them loads; each is said in one line. What cannot be taken over is refused, with the reason.
+Files and flags that use them still load; each is reported in one line. What cannot be translated is refused, with the
+reason.
 """
 
 import json
@@ -16,8 +17,9 @@ class LegacyKey:
     """A key of another version.
 
     Attributes:
-        now: what takes its place, for people.
-        translate: from its value to keys and values of today. A ValueError says why a value cannot be taken over.
+        now: its replacement, for messages.
+        translate: maps its value to current keys and values. Raises a ValueError that says why a value cannot be
+            translated.
     """
 
     now: str
@@ -41,7 +43,7 @@ def without_effect(why: str) -> LegacyKey:
 
 
 def accept_only(harmless: list[Any], why: str) -> LegacyKey:
-    """For a key of something that is not here: these values ask for nothing."""
+    """For a key of a feature that does not exist here: accepts only values that do not request it."""
 
     def translate(value: Any) -> Values:
         if parse_text(value) not in harmless:
@@ -52,7 +54,7 @@ def accept_only(harmless: list[Any], why: str) -> LegacyKey:
 
 
 def parse_text(value: Any) -> Any:
-    """The value that a flag's text stands for."""
+    """The value that a flag's text represents."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -74,7 +76,7 @@ def from_components(value: Any) -> Values:
 
 
 def from_modules_per_part(value: Any) -> Values:
-    """Each part begins at its first module, which has to be a layer (or what comes after them) here too."""
+    """Each part starts at its first module, which here too must be a layer (or a module after the layers)."""
     parts = parse_text(value)
     if parts in (None, []):
         return {}
@@ -245,7 +247,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
 SECTIONS = {key.split(".", 1)[0] for key in LEGACY_KEYS}
 
 DOCUMENT_MASK = {"training.document_mask": True}
-# Values of keys that are here too; of a list, its entries. None drops the entry, or leaves the key at its default.
+# Legacy values of current keys; for a list, of its entries. None drops the entry, or leaves the key at its default.
 LEGACY_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
     "model.name": {"llama": ("llama2", {})},
     "model.flavor": {
@@ -267,7 +269,7 @@ LEGACY_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
 
 
 def translate_value(key: str, value: Any) -> tuple[Any, Values, list[str]]:
-    """A value of a key that is here, in words of today; keys that come with it; and what to say of it."""
+    """For a value of a current key: the current value, other keys that it sets, and notices for the user."""
     table = LEGACY_VALUES.get(key, {})
     others: Values = {}
     notices = []

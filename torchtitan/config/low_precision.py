@@ -1,4 +1,4 @@
-"""Sections of the low-precision converters, and the schedule of them."""
+"""Sections of the low-precision converters, and the precision schedule."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -55,7 +55,7 @@ class Int8:
     grad_input: Annotated[bool, Doc("GEMM of the input's gradient in int8.")] = True
     grad_weight: Annotated[bool, Doc("GEMM of the weight's gradient in int8.")] = True
     enable_fsdp_int8_all_gather: Annotated[bool, Doc("Gather sharded weights in int8, half the bytes of bf16.")] = False
-    # The gradient of logits spans many orders of magnitude in a row: in int8 nearly all of it would be 0
+    # The gradient of the logits spans many orders of magnitude within a row: in int8 nearly all of it would be 0
     # (docs/low_precision.md).
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
     emulate: Annotated[bool, Doc("Compute in high precision with int8 rounding, where the device has none.")] = False

@@ -1,7 +1,6 @@
-"""From the command line and a TOML file to one frozen `JobConfig`.
+"""Merges the command line and a TOML file into one frozen `JobConfig`.
 
-pydantic checks types and ranges, argparse splits the command line and prints help; what is written here is the
-merging and the sentences that a user reads.
+pydantic checks types and ranges; argparse splits the command line. This module does the merging and words the errors.
 """
 
 import argparse
@@ -30,10 +29,10 @@ class ConfigManager:
     """Fills a `JobConfig`.
 
     Args:
-        config_class: the dataclass of sections; a user's `experimental.custom_args_module` is merged into it.
+        config_class: dataclass of the sections; a user's `experimental.custom_args_module` is merged into it.
 
     Attributes:
-        notices: one line for each key or value of another version that was taken over.
+        notices: one line per translated key or value of another version.
     """
 
     def __init__(self, config_class: type[JobConfig] = JobConfig) -> None:
@@ -41,10 +40,10 @@ class ConfigManager:
         self.notices: list[str] = []
 
     def parse_args(self, argv: Sequence[str] | None = None) -> JobConfig:
-        """Merges defaults, the TOML file of `--job.config_file`, and `argv` (without the program's name).
+        """Merges defaults, the TOML file given by `--job.config_file`, and `argv` (without the program name).
 
         Raises:
-            ConfigError: with one sentence for each mistake, all of them at once.
+            ConfigError: with one sentence per mistake, all of them at once.
         """
         argv = list(sys.argv[1:] if argv is None else argv)
         early = _raw_flags(argv)
@@ -58,7 +57,7 @@ class ConfigManager:
             ),
             None,
         )
-        # what is no string is reported below, with all other wrong types
+        # a module that is not a string is reported below, with all other wrong types
         config_class = extend(self.config_class, module) if module and isinstance(module, str) else self.config_class
         if {"--help", "-h"} & set(argv):
             print_help(config_class)
@@ -75,7 +74,7 @@ class ConfigManager:
 
 
 def build(config_class: type[JobConfig], values: Values) -> JobConfig:
-    """The configuration with `values`, already checked, in place of defaults."""
+    """The configuration with `values`, which are already checked, in place of defaults."""
     sections = {}
     for section in dataclasses.fields(config_class):
         mine = {key.split(".", 1)[1]: value for key, value in values.items() if key.split(".", 1)[0] == section.name}
@@ -84,7 +83,7 @@ def build(config_class: type[JobConfig], values: Values) -> JobConfig:
 
 
 def to_toml(config: JobConfig) -> str:
-    """The resolved configuration as TOML that loads again to an equal one. TOML has no null: None is written "none"."""
+    """The resolved configuration as TOML, which loads to an equal one. TOML has no null, so None is written "none"."""
     import tomli_w
 
     return tomli_w.dumps(
@@ -100,14 +99,14 @@ def _in_toml(value: Any) -> Any:
         return "none"
     if isinstance(value, list):
         return [_in_toml(item) for item in value]
-    if isinstance(value, dict):  # an entry in a list of tables, which in the file holds its sections directly
+    if isinstance(value, dict):  # an entry in a list of tables, whose sections become tables inside it
         own = {key: item for key, item in value.items() if key != "sections"}
         return {key: _in_toml(item) for key, item in {**own, **value.get("sections", {})}.items()}
     return value
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """The tables of a TOML file, or a ConfigError that names the file."""
+    """The tables of a TOML file; any failure is a ConfigError that names the file."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -121,7 +120,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def _raw_flags(argv: list[str]) -> dict[str, str]:
-    """The two flags that decide which keys exist, before the keys are known."""
+    """The flags that decide which keys exist, parsed before the keys are known."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--job.config_file")
     for section, key in CUSTOM_ARGS_MODULE:
@@ -139,7 +138,7 @@ def _of_table(table: dict[str, Any], section: str, key: str) -> Any:
 
 
 def print_help(config_class: type[JobConfig]) -> None:
-    """Every key with its help, type and default."""
+    """Prints every key with its help, type and default."""
     print("usage: train.py [--job.config_file FILE.toml] [--section.key=value ...]\n")
     print("Defaults, then the TOML file, then these flags. A list is one comma-separated value;")
     print("a boolean is --section.key or --section.no_key (or =true, =false).")

@@ -1,4 +1,4 @@
-"""Sections about what a run leaves behind: the job itself, metrics, profiling, checkpoints."""
+"""Sections about a run's output: the job itself, metrics, profiling, checkpoints."""
 
 from dataclasses import dataclass, field
 from typing import Literal

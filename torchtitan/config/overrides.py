@@ -1,4 +1,4 @@
-"""Values from the TOML file and from flags, each checked against its key; those of other versions are taken over."""
+"""Values from the TOML file and from flags, each checked against its key; legacy keys and values are translated."""
 
 import argparse
 import dataclasses
@@ -16,14 +16,14 @@ __all__ = ["ValueChecks", "values_of_file", "values_of_flags"]
 
 @dataclasses.dataclass
 class ValueChecks:
-    """What values are checked against, and what is said of them."""
+    """The keys that values are checked against; collects problems and notices."""
 
     keys: dict[str, Key]
     problems: list[str]
     notices: list[str]
 
     def take(self, values: Values, key: str, value: Any, strict: bool, where: str) -> None:
-        """Adds the checked value of a key, or a problem. What other versions wrote is put in words of today."""
+        """Adds the checked value of a key, or a problem. Translates legacy values."""
         value, others, notices = translate_value(key, value)
         self.notices += notices
         for other in others:
@@ -32,7 +32,7 @@ class ValueChecks:
             _take(values, key, self.keys[key], value, strict, where, self.problems)
 
     def take_legacy(self, values: Values, key: str, value: Any, of_flag: bool, where: str) -> None:
-        """Adds what a key of another version means now. A key of today wins over it."""
+        """Adds the translation of a legacy key. A current key that is given too wins."""
         legacy = LEGACY_KEYS[key]
         try:
             translated = legacy.translate(value)
@@ -75,7 +75,7 @@ def values_of_file(path: str, table: dict[str, Any], checks: ValueChecks) -> Val
 
 
 def _leaves(name: str, content: dict[str, Any], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]:
-    """Keys and values of a table and of the tables in it, such as [quantize.linear.float8]."""
+    """Keys and values of a table, including nested tables such as [quantize.linear.float8]."""
     for key, value in content.items():
         full = f"{name}.{key}"
         if isinstance(value, dict) and full not in keys:
@@ -89,7 +89,7 @@ def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
     values: Values = {}
     try:
         flags, left_over = _Parser(keys).parse_known_args(argv)
-    except ConfigError as error:  # a flag without its value; argparse stops at the first
+    except ConfigError as error:  # a flag without a value; argparse stops at the first one
         problems.extend(error.problems)
         return values
     before = ""
@@ -97,7 +97,7 @@ def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
         name = argument.split("=", 1)[0]
         if name.startswith("-"):
             problems.append(f"Command line: unknown flag {name}{nearest(name.lstrip('-'), list(keys))}.")
-        elif not before.startswith("-") or "=" in before:  # else it is an unknown flag's value
+        elif not before.startswith("-") or "=" in before:  # else it is the value of an unknown flag
             problems.append(f"Command line: {argument!r} belongs to no flag; flags are --section.key=value.")
         before = argument
     legacy = {key: text for key, text in vars(flags).items() if key not in keys}
@@ -117,13 +117,13 @@ def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
 def _value_of_text(spec: Key, text: str) -> Any:
     if spec.is_list:
         return [item.strip() for item in text.split(",") if item.strip()]
-    if spec.is_bool:  # only these two words, where pydantic would also take "yes" or "1"
+    if spec.is_bool:  # accept only these words; pydantic would also accept "yes" and "1"
         return {"true": True, "false": False}.get(text.lower(), text)
     return text
 
 
 def _take(values: Values, key: str, spec: Key, value: Any, strict: bool, where: str, problems: list[str]) -> None:
-    """Adds the checked value, or a problem. `strict` refuses a string for a number. "none" is None if that may be."""
+    """Adds the checked value, or a problem. `strict` refuses a string for a number. "none" is None if optional."""
     if spec.optional and isinstance(value, str) and value.lower() == "none":
         values[key] = None
         return
@@ -134,7 +134,7 @@ def _take(values: Values, key: str, spec: Key, value: Any, strict: bool, where: 
 
 
 def _take_tables(values: Values, key: str, keys: dict[str, Key], tables: Any, path: str, problems: list[str]) -> None:
-    """Adds a list of tables as entries of its dataclass. A table within a table holds keys of that section."""
+    """Adds a list of tables as entries of its dataclass. A nested table holds keys of the section of that name."""
     entry = keys[key].entry
     own = keys_of_entry(entry)
     if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
@@ -163,7 +163,7 @@ def _take_tables(values: Values, key: str, keys: dict[str, Key], tables: Any, pa
 
 
 class _Parser(argparse.ArgumentParser):
-    """Flags for every key, without defaults: what is not on the command line is not in the result."""
+    """Flags for every key, without defaults: the result holds only what is on the command line."""
 
     def __init__(self, keys: dict[str, Key]) -> None:
         super().__init__(prog="train.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)

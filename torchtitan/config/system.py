@@ -1,4 +1,4 @@
-"""Sections about devices: parallelism, activation checkpointing, communication, estimation, extension."""
+"""Sections about devices: parallelism, activation checkpointing, communication, memory estimation, extension."""
 
 from dataclasses import dataclass, field
 from typing import Literal

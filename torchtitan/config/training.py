@@ -1,4 +1,4 @@
-"""Sections about what is trained, on what, and how: model, optimizer, schedule, data and batch, validation."""
+"""Sections about what is trained and how: model, optimizer, learning rate, data and batch, validation."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,1 +1,1 @@
-"""The engine: what one rank trains with, and one training step. docs/tour.md reads it in order."""
+"""The engine: what one rank trains with, and one training step. docs/tour.md walks through it."""

@@ -1,4 +1,4 @@
-"""The dtype that a run computes in, where `training.mixed_precision_param` leaves it open."""
+"""The compute dtype of a run with `training.mixed_precision_param = "auto"`."""
 
 import dataclasses
 from pathlib import Path
@@ -17,10 +17,9 @@ SLOW_BFLOAT16 = "bfloat16 GEMMs are slower than float32 ones on this CPU"
 
 
 def decide_compute_dtype(config: JobConfig, device_type: str) -> JobConfig:
-    """`config` with "auto" replaced by "bfloat16", or by "float32" on a CPU that multiplies float32 faster.
+    """`config` with "auto" replaced by "bfloat16", or by "float32" on a CPU whose float32 GEMMs are faster.
 
-    A run that goes on from a checkpoint stays in what it began with. All ranks get the same answer; within a process
-    group they call this together.
+    A resumed run keeps its dtype. All ranks get the same answer; within a process group this is collective.
     """
     if config.training.mixed_precision_param != "auto":
         return config
@@ -31,13 +30,13 @@ def decide_compute_dtype(config: JobConfig, device_type: str) -> JobConfig:
 
 
 def _dtype_of_checkpoint(config: JobConfig) -> str | None:
-    """What the run in this dump folder computes in, if there is one to go on with."""
+    """The dtype of the run in this dump folder, if it has a checkpoint to resume from."""
     folder = Path(config.job.dump_folder)
     if not config.checkpoint.enable_checkpoint or not saved_steps(folder / config.checkpoint.folder):
         return None
     try:
         dtype = read_toml(str(folder / "config.toml")).get("training", {}).get("mixed_precision_param")
-    except ConfigError:  # gone, or cut short
+    except ConfigError:  # missing or truncated
         return None
     return dtype if dtype in ("bfloat16", "float32") else None
 

@@ -1,4 +1,4 @@
-"""Mistakes between keys, found before a process group or a model is made, and reported all at once."""
+"""Checks across keys, before a process group or a model is built. All mistakes are reported at once."""
 
 import math
 import os
@@ -25,14 +25,14 @@ PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state"]
 
 
 def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
-    """The degrees of parallelism of a configuration that makes sense as a whole.
+    """Checks the configuration as a whole and returns its degrees of parallelism.
 
     Args:
         world_size: number of processes.
         device_type: "cuda" or "cpu".
 
     Raises:
-        ConfigError: with a sentence for each mistake.
+        ConfigError: with one sentence per mistake.
     """
     problems: list[str] = []
     _collect(problems, lambda: MODELS.get(config.model.name).flavor(config.model.flavor))
@@ -43,7 +43,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
         _collect(problems, lambda: parse_phases(config))
     if len(set(config.model.converters)) < len(config.model.converters):
         problems.append("model.converters: a converter is named twice; each can be applied once.")
-    # Names are looked up whether they are used or not: a typo in what is off would bite when it is turned on.
+    # Names are checked even if unused: a typo in a disabled feature would fail once it is enabled.
     _collect(problems, lambda: DATASETS.get(config.training.dataset))
     _collect(problems, lambda: DATASETS.get(config.validation.dataset or "c4", "validation.dataset"))
     if config.parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule:
@@ -67,7 +67,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
 
 
 def global_batch_size(config: JobConfig, dims: ParallelDims) -> int:
-    """Sequences in an optimizer step."""
+    """Sequences per optimizer step."""
     given = config.training.global_batch_size
     return config.training.local_batch_size * dims.dp if given == -1 else given
 
@@ -96,7 +96,7 @@ def _check_batch(config: JobConfig, dims: ParallelDims, problems: list[str]) -> 
 
 
 def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, problems: list[str]) -> None:
-    """Whether the model can be divided so. What keeps a model from being built is said elsewhere."""
+    """Whether the model can be sharded this way. What prevents building it at all is reported elsewhere."""
     parallelism = config.parallelism
     if parallelism.enable_async_tensor_parallel:
         _check_async_tensor_parallel(dims.tp, config.training.compile, device_type, problems)
@@ -108,7 +108,7 @@ def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, pro
         return
     check_model(args, dims, parallelism, config.training.seq_len, problems)
     if dims.pp > 1:
-        from torchtitan.parallel.pipeline import splits_backward  # takes its time to import
+        from torchtitan.parallel.pipeline import splits_backward  # slow to import
 
         phases = config.precision.phase
         if (config.model.converters or any(phase.converters for phase in phases)) and splits_backward(parallelism):
@@ -182,7 +182,7 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
 
 
 def _check_one_backward_pass(config: JobConfig, dims: ParallelDims, problems: list[str]) -> None:
-    """What cannot be with several microbatches in a step."""
+    """Rejects what does not work with several micro-batches per step."""
     rows, size = global_batch_size(config, dims), config.training.local_batch_size * dims.dp
     early, weight_dtype = config.optimizer.early_step_in_backward, config.training.weight_dtype
     if early and dims.pp > 1:
@@ -236,7 +236,7 @@ def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, prob
 
 
 def is_plan(config: JobConfig) -> bool:
-    """Whether the run is to be planned, not made."""
+    """Whether to plan the run instead of training."""
     return config.job.plan or config.memory_estimation.enabled
 
 
@@ -262,7 +262,7 @@ def _check_plan(config: JobConfig, problems: list[str]) -> None:
 
 
 def _check_not_built(config: JobConfig, device_type: str, problems: list[str]) -> None:
-    """A key that is switched on works or stops the run; these do not work yet."""
+    """A key that is switched on either works or stops the run; these do not work yet."""
     for key, on in {
         "parallelism.enable_compiled_autograd": config.parallelism.enable_compiled_autograd,
     }.items():
@@ -305,7 +305,7 @@ def _check_dump_folder(config: JobConfig, problems: list[str]) -> None:
     try:
         theirs = read_toml(str(saved)).get("model", {})
     except ConfigError:
-        return  # cut short by a crash; the run writes it anew
+        return  # truncated by a crash; the run rewrites it
     mine = config.model
     if (theirs.get("name"), theirs.get("flavor")) != (mine.name, mine.flavor):
         problems.append(

@@ -1,4 +1,4 @@
-"""The full model in low precision, before it is parallelized."""
+"""Converts the full model to low precision, before it is parallelized."""
 
 import functools
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from torchtitan.models import MODELS
 def build_converted_model(
     config: JobConfig, args: Any, target: Target, mesh: DeviceMesh
 ) -> tuple[Any, list[ModelConverter]]:
-    """The full model on the meta device, and the converters that have changed it. Collective.
+    """The full model on the meta device, and the converters applied to it. Collective.
 
     Args:
-        args: sizes of the model.
+        args: model sizes.
         target: where low-precision layers will run.
         mesh: (pp, dp_replicate, fsdp, tp).
     """
@@ -41,10 +41,10 @@ def build_converted_model(
 
 
 def decisions_of(converters: Sequence[ModelConverter]) -> list[Decision]:
-    """What became of each linear layer; nothing where no converter is one of linear layers."""
+    """What became of each linear layer; empty without a converter of linear layers."""
     return conversion_report(c.decisions for c in converters if isinstance(c, LinearConverter))
 
 
 def steps_that_compile(converters: Sequence[ModelConverter], compiled: bool) -> int:
-    """How many steps may compile something, from the first with these converters."""
+    """How many steps may compile, from the first one with these converters on."""
     return int(compiled) + (compiled and any(isinstance(c, LinearConverter) and c.warms_up for c in converters))

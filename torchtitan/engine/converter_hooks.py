@@ -1,4 +1,4 @@
-"""What a run asks of its converters: in each step, for a checkpoint, and for the proof that their GEMMs run."""
+"""Calls into the converters: in each step, for checkpoints, and to prove that their GEMMs run."""
 
 import contextlib
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from torchtitan.parallel.pipeline import Passes
 
 
 def saturated_nonfinite(engine: Engine) -> torch.Tensor | None:
-    """Whether low-precision layers on this rank have saturated an infinity or NaN to a finite number, so that neither
-    loss nor gradients show it: a bool on the device. None where no layer does so."""
+    """Whether a low-precision layer on this rank has saturated an infinity or NaN to a finite number, which hides it
+    from loss and gradients: a bool on the device. None if no layer can do so."""
     flags = [c.hidden_nonfinite([engine.model]) for c in engine.converters if isinstance(c, LinearConverter)]
     found = [flag for flag in flags if flag is not None]
     return torch.stack(found).any() if found else None
 
 
 def after_optimizer_step(engine: Engine, learning_rate: float | None) -> None:
-    """Calls the converters' hooks. `learning_rate` None: the host knows that the optimizer step was skipped."""
+    """Calls the converters' hooks. `learning_rate` is None if the host knows that the optimizer step was skipped."""
     for converter in engine.converters:
         if isinstance(converter, LinearConverter):
             converter.after_step([engine.model], learning_rate)
@@ -31,7 +31,7 @@ def after_optimizer_step(engine: Engine, learning_rate: float | None) -> None:
 
 
 def converter_state(engine: Engine) -> dict[str, Any]:
-    """What converters keep from step to step, by their names: JSON, of the full model. Collective."""
+    """State that converters keep between steps, by converter name: JSON, for the full model. Collective."""
     own = {c.name: c.state_dict([engine.model]) for c in engine.converters if isinstance(c, LinearConverter)}
     dims, mesh = engine.meshes.dims, engine.meshes.mesh
     stages: list[Any] = [own]
@@ -46,15 +46,15 @@ def converter_state(engine: Engine) -> dict[str, Any]:
 
 
 def load_converter_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Loads the `converter_state` of a checkpoint, and ignores that of converters this run does not have."""
+    """Loads `converter_state` from a checkpoint; ignores converters that this run does not have."""
     for converter in engine.converters:
         if isinstance(converter, LinearConverter):
             converter.load_state_dict([engine.model], state.get(converter.name, {}))
 
 
 def steps_to_check(engine: Engine, first_step: int) -> set[int]:
-    """The steps in which to count low-precision GEMMs: the first of the run, and of each precision phase, in which
-    nothing is compiled any more, since the GEMMs of a compiler's tracing would be counted too."""
+    """The steps in which to count low-precision GEMMs: the first of the run, and of each precision phase, that compiles
+    nothing. The GEMMs of a compiler's tracing would be counted too."""
     compiled = engine.config.training.compile
     if engine.phases is not None:
         return engine.phases.steps_to_check(first_step, compiled)
@@ -64,10 +64,10 @@ def steps_to_check(engine: Engine, first_step: int) -> set[int]:
 
 
 def checked_step(engine: Engine, microbatches: int) -> contextlib.AbstractContextManager[None]:
-    """Around a training step in which nothing is compiled any more: as many low-precision GEMMs must run as promised.
+    """Wraps a training step that compiles nothing; checks that as many low-precision GEMMs run as promised.
 
     Args:
-        microbatches: in the step.
+        microbatches: number in the step.
     """
     return checked_gemms(
         engine.model,
@@ -80,13 +80,13 @@ def checked_step(engine: Engine, microbatches: int) -> contextlib.AbstractContex
 
 
 def _passes_of_layers(engine: Engine, microbatches: int) -> dict[str, Passes]:
-    """How often each module on this rank runs in a step."""
+    """How often each module on this rank runs per step."""
     found = {}
     for number, stage in engine.stages.items():
         passes = Passes(1, 1) if engine.pipeline is None else engine.pipeline.passes(number)
         for name, _ in stage.named_modules():
             calls = engine.calls.get(name, 1)
-            # What is outside of the blocks, the output layer, has its gradients from the loss in the forward pass.
+            # The output layer, which is outside the blocks, gets its gradients from the loss in the forward pass.
             backward = passes.backward if name.startswith("layers.") else passes.forward
             found[name] = Passes(microbatches * passes.forward * calls, microbatches * backward * calls)
     return found

@@ -1,6 +1,6 @@
-"""The engine: one rank's model, optimizer and process mesh. `build_engine` makes it, in the order of its lines.
+"""The engine: one rank's model, optimizer and device mesh. `build_engine` builds it, top to bottom.
 
-It knows no data set, no checkpoint and no metrics: the trainer feeds it, and a plan simulates it.
+It knows nothing of data sets, checkpoints or metrics: the trainer feeds it, and a plan simulates it.
 """
 
 import functools
@@ -31,7 +31,7 @@ from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_cost
 
 @dataclass(frozen=True)
 class Meshes:
-    """This rank's place among the others.
+    """This rank's position among the others.
 
     Attributes:
         mesh: (pp, dp_replicate, fsdp, tp).
@@ -57,7 +57,7 @@ class Meshes:
 
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
-    """The process group must exist. Collective."""
+    """Needs a process group. Collective."""
     return Meshes(dims, dims.build_mesh(device_type), dims.build_context_mesh(device_type))
 
 
@@ -66,22 +66,22 @@ class Engine:
     """What one rank trains with.
 
     Attributes:
-        config: of the run.
-        meshes: this rank's place among the others.
-        device: of this process.
-        model: the modules on this rank, under the names they have in the full model.
+        config: configuration of the run.
+        meshes: this rank's position among the others.
+        device: this process's device.
+        model: the modules on this rank, under their names in the full model.
         stages: views of the model by pipeline stage; {0: model} without a pipeline.
-        positions: position ids of the tokens this rank computes, of each sequence; None for all of them.
-        converters: that have changed the model; under a precision schedule, those of the current phase.
-        phases: of the precision schedule; None without [[precision.phase]].
-        optimizer: of this rank's parameters.
-        step_in_backward: the hooks that step the optimizer during the backward pass; None where it steps after it.
+        positions: position ids, within each sequence, of the tokens this rank computes; None for all of them.
+        converters: applied to the model; under a precision schedule, those of the current phase.
+        phases: the precision schedule; None without [[precision.phase]].
+        optimizer: for this rank's parameters.
+        step_in_backward: hooks that step the optimizer during the backward pass; None if it steps afterwards.
         pipeline, validation_pipeline: run the stages; None without a pipeline, or without validation.
-        fused_gemms: the compiler pass of asynchronous tensor parallelism; None without it.
-        loss_scale: what the summed loss of a micro-batch is multiplied by before the backward pass.
-        parameters: of the full model.
+        fused_gemms: compiler pass of asynchronous tensor parallelism; None without it.
+        loss_scale: factor applied to the summed loss of a micro-batch before the backward pass.
+        parameters: parameter count of the full model.
         flops_per_token: of the full model, forward and backward.
-        calls: by path, how often a linear layer runs in a forward pass where that is not once.
+        calls: by path, how often a linear layer runs per forward pass, if not once.
         converted_model: the full model as text, for model.print_after_conversion; "" without it.
     """
 
@@ -106,7 +106,7 @@ class Engine:
 
 
 def materialize(model: Any, stages: Sequence[Any], config: JobConfig, device: Device) -> None:
-    """Allocates this rank's shards and draws their initial values."""
+    """Allocates this rank's shards and initializes them."""
     offload = config.training.enable_cpu_offload
     if not offload:
         check_memory(model, config, device)
@@ -129,12 +129,12 @@ def build_engine(
     """Builds the engine, top to bottom. Collective.
 
     Args:
-        config: of the run; checked (`checks.check`).
-        args: sizes of the model.
-        global_batch_size: sequences in an optimizer step.
-        target: where low-precision layers will run; by default on this device.
-        first_layers: of each pipeline stage; by default as the configuration divides the model.
-        materialize: allocates and fills the parameters; a plan allocates fake ones.
+        config: checked configuration (`config_checks.check`).
+        args: model sizes.
+        global_batch_size: sequences per optimizer step.
+        target: where low-precision layers will run; default: this device.
+        first_layers: first layer of each pipeline stage; default: split as configured.
+        materialize: allocates and initializes the parameters; a plan allocates fake ones.
 
     Raises:
         ConfigError: a converter does not fit the model or the device, or the model does not fit into memory.
@@ -143,7 +143,7 @@ def build_engine(
     spec = MODELS.get(config.model.name)
     fused_gemms = enable_async_tensor_parallel(mesh["tp"]) if config.parallelism.enable_async_tensor_parallel else None
 
-    # The full model on the meta device, then converters: they see plain layers under their own names.
+    # The full model on the meta device, then converters: they see unwrapped layers under their original names.
     if target is None:
         target = conversion_target(config, spec, device, shards=dims.fsdp)
     convert = functools.partial(build_converted_model, args=args, target=target, mesh=mesh)
@@ -158,7 +158,7 @@ def build_engine(
     calls = model.passes(target.tokens) if hasattr(model, "passes") else {}
     converted_model = str(model) if config.model.print_after_conversion else ""
 
-    # Parallelize: pipeline stages, then in each of them tensor and context parallelism, activation checkpointing,
+    # Parallelize: split into pipeline stages; then in each, tensor and context parallelism, activation checkpointing,
     # compile, FSDP.
     stages, stage_count = {0: model}, 1
     if dims.pp > 1:
@@ -174,8 +174,8 @@ def build_engine(
 
     materialize(model, list(stages.values()), config, device)
 
-    # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks and micro-batches
-    # are summed, so the summed loss of a rank counts times the number of those ranks, over all tokens.
+    # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
+    # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.
     loss_scale = dims.dp_replicate * dims.fsdp / (global_batch_size * training.seq_len)
     pipeline = validation_pipeline = None
     if dims.pp > 1:
@@ -216,7 +216,7 @@ def _position_ids(config: JobConfig, meshes: Meshes) -> torch.Tensor | None:
     if meshes.context_mesh is not None:
         method = config.parallelism.context_parallel_rotate_method
         return own_positions(seq_len, meshes.context_mesh.get_local_rank(), meshes.dims.cp, method)
-    # A later stage sees no tokens, and under tensor parallelism only a part of the sequence.
+    # A later stage sees no tokens, and under tensor parallelism only part of the sequence.
     return torch.arange(seq_len) if meshes.dims.pp > 1 else None
 
 
@@ -230,7 +230,7 @@ def _build_pipeline(
     local_batch_size: int,
     scale: float = 1.0,
 ) -> Pipeline:
-    """Runs local batches of this many sequences through the stages."""
+    """A pipeline for local batches of `local_batch_size` sequences."""
     training, parallelism = config.training, config.parallelism
     rows, seq_len = parallelism.pipeline_parallel_microbatch_size, training.seq_len // meshes.dims.cp
     dtype = getattr(torch, training.mixed_precision_param)

@@ -10,7 +10,7 @@ from torchtitan.models import MODELS, ModelSpec
 
 
 def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None, shards: int = 1) -> Target:
-    """Where the converted model of this configuration will run; without a device, on any."""
+    """Where the converted model of this configuration will run; without a device, anywhere."""
     training, parallelism = config.training, config.parallelism
     pipeline = parallelism.pipeline_parallel_degree > 1
     rows = parallelism.pipeline_parallel_microbatch_size if pipeline else training.local_batch_size
@@ -28,10 +28,10 @@ def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None,
 
 
 def explain_conversion(config: JobConfig) -> list[Decision]:
-    """One decision for each linear layer of the configured model, as `conversion.json` would hold them.
+    """One decision per linear layer of the configured model, as in `conversion.json`.
 
     Raises:
-        ConfigError: as the training run would, zero converted layers included.
+        ConfigError: as a training run would, also if no layer is converted.
     """
     spec = MODELS.get(config.model.name)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Python's garbage collector at the same steps on every rank, so that no rank waits for another's collection."""
+"""Runs Python's garbage collector at the same steps on every rank, so that no rank waits for another's collection."""
 
 import contextlib
 import gc
@@ -9,11 +9,11 @@ from torchtitan.logging import logger
 
 @contextlib.contextmanager
 def garbage_collection(freq: int, debug: bool) -> Iterator[Callable[[int], None]]:
-    """Turns automatic collection off. Yields what is to be called in each step, with its number.
+    """Disables automatic collection. Yields a function to call in each step, with the step number.
 
     Args:
-        freq: steps from one collection to the next.
-        debug: collect everything in each step, and log what was found.
+        freq: steps between collections.
+        debug: run a full collection in each step, and log what it found.
     """
 
     def collect(step: int) -> None:

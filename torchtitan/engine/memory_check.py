@@ -1,4 +1,4 @@
-"""Whether weights, gradients and optimizer state fit the memory that is there, before any of it is taken."""
+"""Checks that weights, gradients and optimizer state fit in memory, before allocating them."""
 
 import math
 import socket
@@ -14,7 +14,7 @@ from torchtitan.optim.optimizer import bytes_of_state
 
 
 def state_bytes(model: nn.Module, config: JobConfig) -> float:
-    """What this rank will hold from the first step to the last, at least. The model may be on the meta device."""
+    """Lower bound of what this rank holds throughout training. The model may be on the meta device."""
     gradients = 0 if config.optimizer.early_step_in_backward else 1
     total = 0.0
     for parameter in model.parameters():
@@ -24,7 +24,7 @@ def state_bytes(model: nn.Module, config: JobConfig) -> float:
 
 
 def check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:
-    """A ConfigError, the same on every rank, where any machine or GPU has too little. Collective."""
+    """Raises a ConfigError, the same on every rank, if any machine or GPU has too little memory. Collective."""
     place = (socket.gethostname(), device.torch_device.index if device.type == "cuda" else None)
     ranks: list[tuple[object, float, int]] = [(place, 0.0, 0)] * dist.get_world_size()
     dist.all_gather_object(ranks, (place, state_bytes(model, config), device.memory_capacity_bytes()))

@@ -8,7 +8,7 @@ from torchtitan.models import MODELS
 
 
 def find_model_args(model: Model) -> Any:
-    """Sizes of the flavor; its vocabulary is the tokenizer's where the flavor leaves it open.
+    """Sizes of the flavor; the vocabulary size is the tokenizer's if the flavor does not set it.
 
     Raises:
         ConfigError: there is no such model or flavor.

@@ -1,4 +1,4 @@
-"""Keeps the threads of a CPU run from spinning where other processes need the cores."""
+"""Keeps the threads of a CPU run from spinning while other processes need the cores."""
 
 import contextlib
 import ctypes
@@ -14,20 +14,20 @@ from torchtitan.logging import logger
 
 TASKS = Path("/proc/self/task")
 INTERVAL = 0.5  # seconds
-BUSY, QUIET = 0.2, 0.05  # cores' worth of threads that were ready to run and had no core
+BUSY, QUIET = 0.2, 0.05  # average number of threads that are ready to run but have no core
 
 
 @contextlib.contextmanager
 def limit_spinning() -> Iterator[None]:
-    """Around a run on CPU.
+    """Wraps a CPU run.
 
-    A thread of libgomp that waits for others spins 300,000 times, 16 ms on an Intel CPU, before it sleeps. That is
-    fastest on a machine that does nothing else. But where another process has the core of the one that all wait for,
-    spinning keeps that one from the other cores, and a run with 2 threads loses nine tenths of its speed and more.
-    libgomp spins only 100 times while there are more OpenMP threads than cores (GCC's manual, GOMP_SPINCOUNT), idle
-    ones too: so as long as the machine is busy, we keep some.
+    A waiting libgomp thread spins 300,000 times (16 ms on an Intel CPU) before it sleeps. That is fastest on an idle
+    machine. But if another process has the core of the thread that all wait for, spinning keeps that thread off the
+    other cores, and a run with 2 threads loses 90% of its speed or more. libgomp spins only 100 times while there are
+    more OpenMP threads than cores, counting idle ones (GCC's manual, GOMP_SPINCOUNT); so we keep idle threads while the
+    machine is busy.
     """
-    decided = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))  # by the user
+    decided = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))  # set by the user
     if decided or not _libgomps() or torch.get_num_threads() == 1 or not TASKS.exists():
         yield
         return
@@ -42,14 +42,14 @@ def limit_spinning() -> Iterator[None]:
 
 
 def _watch(ended: threading.Event) -> None:
-    quiet: threading.Event | None = None  # set when the idle threads may go
+    quiet: threading.Event | None = None  # set it to end the idle threads
     said, last = False, 0.0
     before, delay_before = perf_counter(), _seconds_without_a_core()
     while not ended.wait(INTERVAL):
         now, delay = perf_counter(), _seconds_without_a_core()
         lacking = (delay - delay_before) / (now - before)
         before, delay_before = now, delay
-        if quiet is None and min(lacking, last) > BUSY:  # for longer than a moment
+        if quiet is None and min(lacking, last) > BUSY:  # for two intervals in a row
             quiet = threading.Event()
             threading.Thread(target=_keep_idle_threads, args=(quiet,), daemon=True).start()
             if not said:
@@ -67,7 +67,7 @@ def _watch(ended: threading.Event) -> None:
 
 
 def _keep_idle_threads(quiet: threading.Event) -> None:
-    """Teams of this thread's own, which libgomp ends with the thread."""
+    """Starts an idle team of this thread's own, which libgomp ends with the thread."""
     nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # free(NULL)
     count = max(2, len(os.sched_getaffinity(0)) - torch.get_num_threads() + 2)
     for libgomp in _libgomps():
@@ -76,7 +76,7 @@ def _keep_idle_threads(quiet: threading.Event) -> None:
 
 
 def _libgomps() -> list[ctypes.CDLL]:
-    """Those in this process: torch's, and the compiler's if it has another name; none where OpenMP is another's."""
+    """libgomp in this process: torch's, and the compiler's if it has another name. Empty for another OpenMP."""
     try:
         with open("/proc/self/maps") as lines:
             return [ctypes.CDLL(path) for path in sorted({line.split()[-1] for line in lines if "/libgomp" in line})]
@@ -85,9 +85,9 @@ def _libgomps() -> list[ctypes.CDLL]:
 
 
 def _seconds_without_a_core() -> float:
-    """Of all threads of this process, since they began: ready to run, while others ran."""
+    """Total time that this process's threads were ready to run but had no core."""
     total = 0
     for task in TASKS.iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended
             total += int((task / "schedstat").read_text().split()[1])
     return total / 1e9

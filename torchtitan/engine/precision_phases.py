@@ -1,4 +1,4 @@
-"""The phases of a precision schedule. Only a run with [[precision.phase]] comes here."""
+"""The phases of a precision schedule. Used only by runs with [[precision.phase]]."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ class Phase:
     Attributes:
         title: for messages.
         last_step: None for the end of the run.
-        config: of a run that stays in this phase: `model.converters` and their sections are the phase's.
+        config: as for a run that stays in this phase: `model.converters` and their sections are the phase's.
     """
 
     title: str
@@ -39,7 +39,7 @@ class Phase:
 
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """Begins the message of a ConfigError with the title."""
+        """Prefixes the message of a ConfigError with the title."""
         try:
             yield
         except ConfigError as error:
@@ -49,10 +49,10 @@ class Phase:
 
 
 class PrecisionPhases:
-    """The phases of a run, and the one its model is in. A built model enters a phase by `enter`.
+    """The phases of a run, and the one its model is in. `enter` switches an already built model to a phase.
 
     Args:
-        models: of each phase, the full model on the meta device, and the converters that have changed it.
+        models: per phase, the full model on the meta device and the converters applied to it.
 
     Attributes:
         current: index of the phase that the model is in.
@@ -66,17 +66,17 @@ class PrecisionPhases:
 
     @property
     def converters(self) -> list[ModelConverter]:
-        """Of the current phase."""
+        """The converters of the current phase."""
         return self.converters_by_phase[self.current]
 
     @property
     def all_converters(self) -> list[ModelConverter]:
-        """Of all phases."""
+        """The converters of all phases."""
         return [converter for converters in self.converters_by_phase for converter in converters]
 
     @property
     def reports(self) -> list[list[Decision]]:
-        """What becomes of each linear layer, by phase."""
+        """What becomes of each linear layer, per phase."""
         return [decisions_of(converters) for converters in self.converters_by_phase]
 
     @property
@@ -87,8 +87,8 @@ class PrecisionPhases:
         ]
 
     def steps_to_check(self, first_step: int, compiled: bool) -> set[int]:
-        """The first step of each phase, from `first_step` on, in which nothing is compiled any more; none where no
-        phase converts linear layers."""
+        """The first step of each phase, from `first_step` on, that compiles nothing; empty if no phase converts linear
+        layers."""
         if not any(isinstance(converter, LinearConverter) for converter in self.all_converters):
             return set()
         steps, first_of_phase = set(), 1
@@ -100,16 +100,16 @@ class PrecisionPhases:
         return steps
 
     def enter(self, step: int, model: Any, compiled: bool) -> bool:
-        """Changes the layers of the model to the phase of `step`; whether that is another than the current one.
+        """Switches the model's layers to the phase of `step`; returns whether the phase changed.
 
-        Parameters, their sharding and the optimizer's state stay. Compiled blocks are compiled again.
+        Parameters, their sharding and the optimizer state stay. Compiled blocks are recompiled.
         """
         new = phase_of(step, self.phases)
         if new == self.current:
             return False
         apply_variants(model, self._variants[self.current], self._variants[new])
         self.current = new
-        if compiled:  # else the code of the phase before would count towards the limit of recompilations
+        if compiled:  # or the previous phase's code would count towards the recompile limit
             torch.compiler.reset()
         return True
 
@@ -120,10 +120,10 @@ def build_precision_phases(
     """The full model on the meta device in its first phase, and the phases.
 
     Args:
-        convert: builds the full model of a configuration on the meta device, and the converters that have changed it.
+        convert: builds the full model of a configuration on the meta device, and the converters applied to it.
 
     Raises:
-        ConfigError: a converter of some phase does not fit the model, or cannot change a built one.
+        ConfigError: a converter of some phase does not fit the model, or cannot switch a built one.
     """
     phases = parse_phases(config)
     models = []
@@ -137,7 +137,7 @@ def parse_phases(config: JobConfig) -> list[Phase]:
     """The phases of a run with [[precision.phase]], in order.
 
     Raises:
-        ConfigError: with a sentence for each mistake in the schedule.
+        ConfigError: with one sentence per mistake in the schedule.
     """
     entries = config.precision.phase
     problems = []
@@ -185,7 +185,7 @@ def _last_step(entry: PrecisionPhase, steps: int) -> int | None:
 
 
 def _problems(entry: PrecisionPhase, config: JobConfig) -> list[str]:
-    """What is wrong with the converters of a phase and their tables."""
+    """What is wrong with the converters and tables of a phase."""
     known = CONVERTERS.names()
     problems: list[str] = []
     for name in entry.converters:

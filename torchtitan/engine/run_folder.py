@@ -1,4 +1,4 @@
-"""What a run writes into its dump folder, beside checkpoints and metrics."""
+"""What a run writes to its dump folder, apart from checkpoints and metrics."""
 
 import contextlib
 import time
@@ -18,7 +18,7 @@ class RunFolder:
     `sample_ids/rank_R.jsonl` of a run.
 
     Args:
-        config: as it runs, with all that was decided at its start.
+        config: the resolved configuration, including all decisions made at startup.
     """
 
     def __init__(self, path: Path, config: JobConfig) -> None:
@@ -29,12 +29,12 @@ class RunFolder:
         self._sample_ids: JSONLWriter | None = None
 
     def write_config(self) -> None:
-        """On rank 0."""
+        """Acts on rank 0 only."""
         if dist.get_rank() == 0:
             (self.path / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
 
     def restore_config(self) -> None:
-        """Writes `config.toml` again where somebody has removed it during the run."""
+        """Rewrites `config.toml` if it was removed during the run."""
         path = self.path / "config.toml"
         if dist.get_rank() == 0 and not path.exists():
             logger.warning(f"{path} was removed, perhaps with other files of this run; it is written again")
@@ -43,10 +43,10 @@ class RunFolder:
                 self.write_config()
 
     def open_records(self, step: int, sample_ids: bool) -> None:
-        """Before the first step after `step`. What earlier processes of the run recorded of later steps is dropped.
+        """Call before the first step after `step`. Drops what earlier processes of the run recorded for later steps.
 
         Args:
-            sample_ids: whether this rank records them.
+            sample_ids: whether this rank records sample ids.
         """
         rank = dist.get_rank()
         if sample_ids:
@@ -58,23 +58,23 @@ class RunFolder:
             self._events = JSONLWriter(self.path / "events.jsonl", step)
 
     def record_skipped_update(self, step: int, values: Mapping[str, Any]) -> None:
-        """On rank 0."""
+        """Acts on rank 0 only."""
         if self._skipped_updates is not None:
             self._skipped_updates.write(step, values)
 
     def record_event(self, step: int, event: str, **values: Any) -> None:
-        """What the report marks on its time axis. On rank 0."""
+        """Records an event that the report marks on its time axis. Acts on rank 0 only."""
         if self._events is not None:
             self._events.write(step, {"event": event, "time": round(time.time(), 3), **values})
 
     def write_report(self) -> None:
-        """`report.html`, where `metrics.report` asks for it and this process has trained. On rank 0."""
+        """Writes `report.html` if `metrics.report` is set and this process has trained. Acts on rank 0 only."""
         if self.config.metrics.report and self._events is not None:
-            from torchtitan.report import write_at_end  # needs packages that training does not
+            from torchtitan.report import write_at_end  # needs packages that training does not need
 
             write_at_end(self.path)
 
     def record_sample_ids(self, step: int, rows: list[list[str]]) -> None:
-        """Of each row that this rank has trained on."""
+        """Records the sample ids of each row that this rank has trained on."""
         if self._sample_ids is not None:
             self._sample_ids.write(step, {"ids": rows})

@@ -1,4 +1,4 @@
-"""What a run logs before its first step: what was decided, and why."""
+"""What a run logs before its first step: the decisions made, and why."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from torchtitan.engine.engine import Engine
 from torchtitan.kernels.cpu_gemm import cpu_kernel
 from torchtitan.logging import logger
 
-SLOW = 4  # times the time of a bf16 layer: beyond that a step takes too long even for an experiment
+SLOW = 4  # times the time of a bf16 layer; slower than this is too slow even for experiments
 
 
 def log_conversion(engine: Engine, dump_folder: Path) -> None:
-    """The precision of each linear layer, and the rule that decided it; also as `conversion.json`."""
+    """Logs the precision of each linear layer and the rule that decided it; also writes `conversion.json`."""
     if engine.phases is None:
         titles, reports = ["conversion to low precision"], [decisions_of(engine.converters)]
         text = to_json(reports[0])
@@ -38,7 +38,7 @@ def log_conversion(engine: Engine, dump_folder: Path) -> None:
 
 
 def log_cost_of_low_precision(engine: Engine) -> None:
-    """How much longer converted layers take on a CPU: measured before anyone waits for a step."""
+    """Logs how much slower converted layers are on a CPU, measured before the first step."""
     if engine.device.type != "cpu" or dist.get_rank() > 0:
         return
     dtype = engine.config.training.mixed_precision_param
@@ -56,12 +56,12 @@ def log_cost_of_low_precision(engine: Engine) -> None:
 def log_settings(
     engine: Engine, *, dtype_reason: str, data: str, global_batch_size: int, first_step: int, checkpoints: Path
 ) -> None:
-    """A line for each decision.
+    """Logs one line per decision.
 
     Args:
-        dtype_reason: why the run computes in its dtype; "" where the configuration says so.
-        data: what the loader reads.
-        checkpoints: their folder.
+        dtype_reason: why the run computes in its dtype; "" if the configuration says so.
+        data: description of what the loader reads.
+        checkpoints: checkpoint folder.
     """
     config, training, dims, device = engine.config, engine.config.training, engine.meshes.dims, engine.device
     accumulation_steps = global_batch_size // (training.local_batch_size * dims.dp)

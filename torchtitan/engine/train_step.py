@@ -1,4 +1,4 @@
-"""One training step: forward, backward, clip, optimizer step, converters' hooks."""
+"""One training step: forward, backward, clipping, optimizer step, converter hooks."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ from torchtitan.parallel.fsdp import reshard, set_last_microbatch
 
 
 class SkipGuard(Protocol):
-    """Decides whether to skip an optimizer step: `optim.skip_step.UpdateGuard`, or what a plan simulates of it."""
+    """Decides whether to skip an optimizer step: `optim.skip_step.UpdateGuard`, or a plan's simulation of it."""
 
     def should_skip(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, saturated: torch.Tensor | None, ids: list[str]
@@ -33,11 +33,11 @@ def train_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Trains on one global batch: a micro-batch per grad-accumulation step, then one optimizer step.
 
-    A profiler trace shows its parts as "forward", "backward" and "optimizer".
+    A profiler trace labels its parts "forward", "backward" and "optimizer".
 
     Returns:
         This rank's loss, summed over its tokens (see `sum_over_ranks`), and the gradient norm of the full model before
-        clipping: float32 scalars on the device. Nothing here waits for the device, unless the guard looks for outliers
+        clipping: float32 scalars on the device. This does not wait for the device, unless the guard checks for outliers
         or the optimizer is not fused.
     """
     set_learning_rate(engine.optimizer, learning_rate)
@@ -57,7 +57,7 @@ def train_step(
         if guard is not None:
             skip = guard.should_skip(step, loss, grad_norm, saturated_nonfinite(engine), sample_ids(microbatches))
         stepped = True
-        if engine.step_in_backward is None:  # else the parameters are updated already, and the guard can only report
+        if engine.step_in_backward is None:  # else the parameters are already updated, and the guard can only report
             stepped = optimizer_step(engine.optimizer, skip)
             engine.optimizer.zero_grad()
 
@@ -66,7 +66,7 @@ def train_step(
 
 
 def forward_backward(engine: Engine, batch: Batch) -> torch.Tensor:
-    """Adds to the gradients. Returns the loss, summed over the tokens of the micro-batch."""
+    """Accumulates gradients. Returns the loss, summed over the tokens of the micro-batch."""
     tokens, labels, inputs = on_device(engine, batch)
     if engine.pipeline is not None:
         with record_function("forward and backward"):
@@ -89,21 +89,21 @@ def on_device(engine: Engine, batch: Batch) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def sample_ids(microbatches: Sequence[Batch]) -> list[str]:
-    """Of the documents in these micro-batches; a document in two rows is there twice."""
+    """Sample ids of the documents in these micro-batches; a document in two rows appears twice."""
     return [sample for batch in microbatches for row in batch.sample_ids or [] for sample in row]
 
 
 def sum_over_ranks(engine: Engine, loss: torch.Tensor) -> torch.Tensor:
-    """The loss of all ranks' tokens, from each rank's own sum. Collective."""
+    """The total loss over all ranks' tokens, from each rank's own sum. Collective."""
     loss = loss.clone()
     dist.all_reduce(loss)
-    return loss / engine.meshes.dims.tp  # tensor-parallel ranks have the same loss; without the last stage it is 0
+    return loss / engine.meshes.dims.tp  # tensor-parallel ranks have the same loss; ranks without the last stage have 0
 
 
 @torch.no_grad()
 def evaluate(engine: Engine, batches: Iterable[Batch | None], should_stop: Callable[[], bool]) -> torch.Tensor | None:
-    """Mean loss over the tokens of all ranks' batches; None where the run is to stop before their end, as it is after a
-    batch that is None. Collective."""
+    """Mean loss over the tokens of all ranks' batches. None if the run is to stop before they end; a batch that is None
+    has the same effect. Collective."""
     loss, tokens = torch.zeros((), device=engine.device.torch_device), 0
     for batch in batches:
         if should_stop() or batch is None:

@@ -1,4 +1,4 @@
-"""Keys that somebody set and that nothing in this run will read: said, since a line of silence looks like success."""
+"""Reports keys that were set but have no effect in this run."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,9 +9,10 @@ from torchtitan.converters import CONVERTERS
 
 @dataclass(frozen=True)
 class Group:
-    """Keys of one section that are of use only with something that is off.
+    """Keys of one section that only matter together with something else.
 
     Attributes:
+        off: whether that is switched off.
         keys: names in the section; empty for all of them.
         remedy: what would make them matter.
     """
@@ -23,7 +24,7 @@ class Group:
 
 
 def unused_keys(config: JobConfig) -> list[str]:
-    """A sentence for each group of keys that differ from their defaults in vain."""
+    """One sentence per group of keys that are set to non-default values without effect."""
     sentences = []
     for group in _groups(config):
         changed = [key for key in _changed(getattr(config, group.section)) if key in group.keys or not group.keys]

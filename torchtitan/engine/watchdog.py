@@ -1,4 +1,4 @@
-"""Says what a run is doing where a step takes unexpectedly long."""
+"""Reports what a run is doing when a step takes unexpectedly long."""
 
 import contextlib
 import os
@@ -13,14 +13,14 @@ from torchtitan.launcher.progress import COLLECTIVE, Progress, main_thread_locat
 from torchtitan.logging import logger
 from torchtitan.parallel.heartbeat import PATIENCE, Heartbeat, with_timeout
 
-FIRST = 60.0  # seconds without the end of a step until the first line; each further one takes twice as long
-MOST = 4  # places that a line names
+FIRST = 60.0  # seconds without a finished step until the first warning; each further one takes twice as long
+MOST = 4  # locations that a warning names
 
 
 @contextlib.contextmanager
 def watch_progress(progress: Progress, rank: int) -> Iterator[None]:
-    """Around a run. Rank 0 speaks for all ranks, whose places it reads in the store; a step is unexpectedly long also
-    where it takes more than twice as long as any before, saves and validation included."""
+    """Wraps a run. Rank 0 reports for all ranks, whose locations it reads from the store. A step is unexpectedly long
+    if it takes over FIRST seconds and over twice as long as any before it, including saves and validation."""
     stop = threading.Event()
     if rank == 0:
         threading.Thread(target=_watch, args=(progress, stop), daemon=True, name="watch").start()
@@ -42,9 +42,9 @@ def _watch(progress: Progress, stop: threading.Event) -> None:
 
 
 def _places() -> str:
-    """Where the ranks are, and how to see more of them."""
+    """Where the ranks are, and how to find out more."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        # Another connection, and not for long: the store may be what does not answer.
+        # On a separate connection, with a timeout: the store itself may not be answering.
         all_ranks = with_timeout(PATIENCE, _locations_of_all)
         return all_ranks or f"The store of the run does not answer; rank 0 is at {main_thread_location()}."
     location, pid = main_thread_location(), os.getpid()
@@ -56,7 +56,7 @@ def _locations_of_all() -> str:
     ranks_at: dict[str, list[int]] = {}
     for rank, where in heart.places().items():
         ranks_at.setdefault(where, []).append(rank)
-    # First those that the others wait for.
+    # First the ranks that the others wait for.
     groups = sorted(ranks_at.items(), key=lambda group: (COLLECTIVE in group[0], len(group[1])))
     named = [f"{_ranks(ranks)}: at {where or 'an unknown place'}" for where, ranks in groups[:MOST]]
     if others := sum(len(ranks) for _, ranks in groups[MOST:]):

@@ -1,1 +1,1 @@
-"""The processes of a run: starting and watching them, signals, the lock of their folder, how far they are."""
+"""The processes of a run: starting and monitoring them, signals, progress, and the lock of the dump folder."""

@@ -1,4 +1,4 @@
-"""torchrun's agent of a machine, with words of its own: which process failed, and what happens then."""
+"""torchrun's LocalElasticAgent with concise errors: which process failed, and what happens next."""
 
 import contextlib
 import os
@@ -25,19 +25,19 @@ from torchtitan.launcher.signals import (
     set_signal_handlers,
 )
 
-LAST_WORDS = 6.0  # seconds; above what a rank takes to find out which other rank is gone
+LAST_WORDS = 6.0  # seconds; longer than a rank takes to find out which other rank is gone
 
 
 class Agent(LocalElasticAgent):
-    """Starts this machine's processes and watches them; on a failure starts them again, while restarts are left.
+    """Starts and monitors this machine's processes; after a failure restarts them while restarts are left.
 
-    A scheduler's announcement that it will take the machine away is handed on. The processes save and end by
-    themselves, however long that takes, while torchrun would kill them after 30 s.
+    A scheduler's preemption signal is forwarded. The processes then save and exit by themselves, however long that
+    takes; torchrun would kill them after 30 s.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._asked = 0  # the signal that the run ends for
+        self._asked = 0  # the stop signal received; 0 for none
         self._starting = False
         os.environ[LAUNCHER] = str(os.getpid())
         set_signal_handlers(STOP_SIGNALS, self._forward)
@@ -47,7 +47,7 @@ class Agent(LocalElasticAgent):
         try:
             return super().run(*arguments)
         finally:
-            ignore_stop_signals()  # how the processes have ended is what counts
+            ignore_stop_signals()  # from here on only the exit statuses of the processes count
             remove_empty(self._logs_specs.root_log_dir)
 
     def _forward(self, number: int, frame: FrameType | None = None) -> None:
@@ -56,13 +56,13 @@ class Agent(LocalElasticAgent):
         if state == WorkerState.HEALTHY:
             self._remaining_restarts = 0
             for process in self._processes():
-                process.send_signal(number)  # to none that has ended
+                process.send_signal(number)  # does nothing for a process that has exited
         elif state in (WorkerState.INIT, WorkerState.STOPPED) and not self._starting:
             exit_before_start(number)  # there are no processes
-        # Else they are being started, and get it then; or they have ended, and are not started again.
+        # Otherwise they are starting, and get the signal afterwards; or they have exited, and are not restarted.
 
     def _hear_of_rank(self, number: int, frame: FrameType | None = None) -> None:
-        """A rank was asked to end; unless it was by torchrun, which ends them all where one has failed."""
+        """A rank got a stop signal. Ignored if it came from torchrun, which ends all ranks when one has failed."""
         if all(process.poll() in (None, 0, *(-stop for stop in STOP_SIGNALS)) for process in self._processes()):
             self._forward(signal.SIGTERM)
 
@@ -80,7 +80,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._starting = True
-        # A KeyboardInterrupt while Python itself starts would be a traceback: train.py takes Ctrl-C when it can.
+        # A KeyboardInterrupt during Python's startup would print a traceback: train.py unblocks Ctrl-C once it can.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return super()._start_workers(worker_group)
@@ -90,7 +90,7 @@ class Agent(LocalElasticAgent):
     def _invoke_run(self, *arguments: Any) -> RunResult:
         try:
             return super()._invoke_run(*arguments)
-        except RendezvousError:  # the launcher that keeps the store of them all has ended
+        except RendezvousError:  # the launcher that hosts the store has exited
             self._await_last_words()
             raise
 
@@ -98,7 +98,7 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             rank, failure = root_cause(result.failures)
-            # A mistake of the user's is not mended by trying again, and a run that was asked to end is not wanted.
+            # Restarting does not fix a user error, and a run that was asked to stop should not restart.
             if failure.exitcode in (EXIT_STATUS, INTERRUPTED, *(128 + number for number in STOP_SIGNALS)):
                 self._remaining_restarts = 0
             message = _message(rank, failure.exitcode, self._remaining_restarts)
@@ -114,13 +114,13 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _await_last_words(self) -> None:
-        """A process on another machine has failed. Ours are about to notice, and name it."""
+        """A process on another machine has failed. Ours are about to notice, and report it."""
         if self._pcontext is not None:
             self._pcontext.wait(LAST_WORDS)
 
 
 def remove_empty(folder: str) -> None:
-    """Of the folder that torchrun makes for logs where it is given none, all that holds no log."""
+    """Removes torchrun's default log folder, except for folders that hold logs."""
     if os.path.basename(folder).startswith("torchelastic_"):
         for path, _, _ in os.walk(folder, topdown=False):
             with contextlib.suppress(OSError):
@@ -128,9 +128,8 @@ def remove_empty(folder: str) -> None:
 
 
 def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that was killed (it could not say so itself, and the others failed for want of it), or else one that
-    found a mistake of the user's, or else the one that failed first. What is ended by SIGTERM, or is killed later, was
-    ended by torchrun."""
+    """The rank that was killed (it could not report that itself, and made the others fail); else one with a user error;
+    else the first to fail. Ranks ended by SIGTERM or killed later were ended by torchrun."""
     first = min(failure.timestamp for failure in failures.values())  # whole seconds
 
     def later(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
@@ -142,7 +141,7 @@ def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure
 
 
 def _message(rank: int, exitcode: int, restarts: int) -> str:
-    """'' where the process has said itself what was wrong, and nothing follows."""
+    """'' if the process has reported its error itself and there is no restart."""
     message = f"Error: the process of rank {rank} "
     if exitcode >= 0:
         message += f"ended with status {exitcode}."

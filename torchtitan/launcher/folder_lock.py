@@ -1,8 +1,8 @@
-"""One run at a time in a dump folder: a second one would rename and cut what the first has just written.
+"""One run at a time per dump folder: a second one would rename and truncate the files of the first.
 
-Rank 0 locks the file `.lock` there. On one machine the kernel decides: it frees the lock when the process ends, however
-that comes. Between machines some file systems keep no such locks, and others keep those of a machine that is lost. So
-the holder also touches the file every few seconds, and for another machine that alone counts.
+Rank 0 locks the file `.lock` there. Within a machine the kernel decides: it releases the lock when the process ends,
+for whatever reason. Across machines, some file systems have no such locks, and others hold those of a dead machine.
+So the holder also touches the file every few seconds, and other machines look only at that.
 """
 
 import contextlib
@@ -23,24 +23,24 @@ from torchtitan.launcher.signals import exit_now
 from torchtitan.logging import logger
 
 INTERVAL = 5.0  # seconds between two touches
-SILENCE = 30.0  # seconds without one after which a holder on another machine is taken for dead
-PATIENCE = 3.0  # seconds for a holder on this machine to end, as processes do whose launcher was killed
+SILENCE = 30.0  # seconds without a touch after which a holder on another machine is presumed dead
+PATIENCE = 3.0  # seconds to wait for a holder on this machine to exit, as processes do after their launcher was killed
 HELD = (errno.EACCES, errno.EAGAIN)
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-LOCAL = (None, "localhost", "127.0.0.1", "::1")  # of one machine alone, and of any
+LOCAL = (None, "localhost", "127.0.0.1", "::1")  # the same on every machine, so they identify no launcher
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class FolderLock:
-    """Use as a context around a run; inside, rank 0 calls `take`. It holds until the context or the process ends.
+    """Use as a context around a run; inside it, rank 0 calls `take`. Held until the context or the process ends.
 
     Args:
-        folder: of the run; it exists.
+        folder: dump folder of the run; must exist.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / ".lock"
-        # Of launchers on several machines, the same for all their restarts, whichever machine has rank 0.
+        # For a multi-node run: the same across restarts, whichever machine has rank 0.
         launcher = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
         self._me = {
             "id": uuid.uuid4().hex,
@@ -53,10 +53,10 @@ class FolderLock:
         self._thread = threading.Thread(target=self._keep, daemon=True, name="folder lock")
 
     def take(self) -> None:
-        """Takes the lock, where need be after a wait for somebody who is about to end or may be dead.
+        """Takes the lock; waits for a holder that may be dead or about to exit.
 
         Raises:
-            ConfigError: another run has it, or it cannot be written.
+            ConfigError: another run holds it, or the file cannot be written.
         """
         try:
             self._file = self._open()
@@ -79,13 +79,13 @@ class FolderLock:
             self._thread.join()
             with contextlib.suppress(OSError):
                 if self._holder().get("id") == self._me["id"]:
-                    os.ftruncate(self._file, 0)  # so that another machine need not wait
+                    os.ftruncate(self._file, 0)  # so that another machine does not wait
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def _wait(self) -> None:
-        """Until nobody else has it."""
+        """Waits until no other run holds the lock."""
         started, touched, said = time.monotonic(), self._touched(), False
         while True:
             holder, locked = self._holder(), self._lock()
@@ -118,7 +118,7 @@ class FolderLock:
         )
 
     def _keep(self) -> None:
-        """Says that this run lives; ends it where the folder was taken over, as it is from a process long stopped."""
+        """Touches the file. Ends this run if another has taken the folder, as happens after a long suspension."""
         while not self._stop.wait(INTERVAL):
             try:
                 if not self._in_place():
@@ -133,11 +133,11 @@ class FolderLock:
                     print(f"Error: {self._sentence(holder)}", file=sys.stderr)
                     exit_now(EXIT_STATUS)
                 os.utime(self._file)
-            except OSError:  # the disk is full, or away for a while
+            except OSError:  # the disk is full, or temporarily unavailable
                 continue
 
     def _in_place(self) -> bool:
-        """Whether the path still leads to the open file: somebody may have removed the folder."""
+        """Whether the path still leads to the open file: the folder may have been removed."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file))
         except OSError as error:
@@ -149,8 +149,8 @@ class FolderLock:
         return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def _lock(self) -> bool | None:
-        """Whether this process has the kernel's lock; None where the file system has none. It is not inherited by
-        forks, which may outlive this process; to close any descriptor of the file gives it up."""
+        """Whether this process has the kernel's lock; None if the file system has no locks. Forked processes, which
+        may outlive this one, do not inherit the lock. Closing any descriptor of the file releases it."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True

@@ -1,4 +1,4 @@
-"""Importing torch, and all that comes with it: a version that fits, and in less time."""
+"""Importing torch and its dependencies: checks versions first, and saves time."""
 
 import contextlib
 import gc
@@ -9,14 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 from torchtitan.errors import UserError
 
 LEAST = {"torch": (2, 11), "torchao": (0, 18)}
-"""The oldest versions that have been run (docs/versions.md); pyproject.toml has the same."""
+"""The oldest tested versions (docs/versions.md), as in pyproject.toml."""
 
 
 def check_versions() -> None:
-    """Refuses a torch or torchao older than promised, by what is installed: importing it might fail anywhere.
+    """Refuses a torch or torchao that is too old. Reads package metadata: importing an old version may fail anywhere.
 
     Raises:
-        UserError: with the version that is needed.
+        UserError: with the required version.
     """
     for name, least in LEAST.items():
         wanted = f"{name} {'.'.join(map(str, least))} or later is needed"
@@ -31,7 +31,7 @@ def check_versions() -> None:
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Without the garbage collector, which would look again and again, now and later, through what modules keep."""
+    """Disables garbage collection during imports, and exempts the imported objects from later collections."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""When steps begin and end, and where the main thread is: to tell what takes unexpectedly long."""
+"""When steps begin and end, and where the main thread is: to report what takes unexpectedly long."""
 
 import linecache
 import os
@@ -21,14 +21,14 @@ ACTIVITIES = {
 
 
 class Progress:
-    """The steps of this start of the run. The main thread calls `begins` and `ends`, other threads read.
+    """Steps of this process since it started. The main thread calls `begins` and `ends`; other threads read.
 
     Attributes:
-        steps: how many have ended.
-        began: when the step began that is being computed; None between two.
-        ended: when the last one ended, or the run began.
-        longest_step: seconds. The first, which compiles, counts only until there is another.
-        longest_interval: seconds from one end to the next, with saves and validation.
+        steps: number of completed steps.
+        began: start time of the current step; None between steps.
+        ended: end time of the last step, or start time of the run.
+        longest_step: seconds. The first step, which compiles, counts only until the second one ends.
+        longest_interval: seconds between the ends of two steps, including saves and validation.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Progress:
     def ends(self) -> None:
         now = time.monotonic()
         step, interval = now - (self.began or now), now - self.ended
-        alone = self.steps < 2  # nothing that counts came before
+        alone = self.steps < 2  # no earlier step that counts
         self.longest_step = step if alone else max(self.longest_step, step)
         self.longest_interval = interval if alone else max(self.longest_interval, interval)
         self.began, self.ended = None, now
@@ -51,8 +51,8 @@ class Progress:
 
 
 def main_thread_location() -> str:
-    """Where the main thread is: the innermost frame of this project or of a user's module, the statement that it is at,
-    and what that has called: 'llama/model.py:88, in forward (`self.wq(x)`), now in nn/linear.py:12, in forward'."""
+    """Where the main thread is: the innermost frame of this project or of a user's module, its current statement, and
+    what that has called: 'llama/model.py:88, in forward (`self.wq(x)`), now in nn/linear.py:12, in forward'."""
     innermost = sys._current_frames()[threading.main_thread().ident or 0]
     frame, activity = innermost, ""
     while _is_foreign(frame) and frame.f_back is not None:
@@ -70,9 +70,9 @@ def main_thread_location() -> str:
 
 
 def _is_foreign(frame: FrameType) -> bool:
-    """Whether it is a library's, or what a compiler has made."""
+    """Whether the frame belongs to a library or to compiled code."""
     path = frame.f_code.co_filename
-    if path.startswith(PACKAGE):  # perhaps installed among the libraries
+    if path.startswith(PACKAGE):  # also if it is installed in site-packages
         return False
     return path.startswith(("<", STANDARD_LIBRARY)) or any(name in path for name in LIBRARIES)
 

@@ -1,5 +1,5 @@
-"""Where the launcher and its processes meet. On one machine that is a port which no other machine reaches: who reaches
-it runs code as this user, since torch unpickles what it reads there."""
+"""Where the launcher and its processes meet. On one machine that is a port on loopback: torch unpickles what it reads
+there, so whoever can reach the port runs code as this user."""
 
 import socket
 
@@ -12,12 +12,12 @@ LOOPBACK = "127.0.0.1"
 
 
 def find_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    """torchrun's own for several machines; for one, whatever the backend, a store on loopback."""
+    """torchrun's own rendezvous for several machines; a store on loopback for one, whatever the backend."""
     return get_rendezvous_handler(parameters) if parameters.max_nodes > 1 else OneMachine(parameters.run_id)
 
 
 class OneMachine(StaticTCPRendezvous):
-    """A store that listens on loopback alone: torch's would listen on all addresses, but takes a socket instead."""
+    """A store that listens only on loopback. torch would listen on all addresses, but accepts a given socket."""
 
     def __init__(self, run_id: str) -> None:
         listener = socket.create_server((LOOPBACK, 0))

@@ -1,4 +1,4 @@
-"""Signals: Ctrl-C ends a process at once; SIGTERM, SIGUSR1 and SIGHUP ask the run to save and end at the next step
+"""Signals. Ctrl-C ends a process at once; SIGTERM, SIGUSR1 and SIGHUP ask the run to save and exit at the next step
 boundary."""
 
 import contextlib
@@ -14,32 +14,32 @@ from typing import Any
 from torchtitan.errors import INTERRUPTED
 from torchtitan.launcher.progress import Progress
 
-# `nohup` has a command ignore SIGHUP, and so it does. Read before a handler is set.
+# SIGHUP stays ignored under `nohup`. Read before a handler is set.
 STOP_SIGNALS = (
     signal.SIGTERM,
     signal.SIGUSR1,
     *([] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]),
 )
-# Variables that a launcher sets for the processes that it starts: its own, and that this start is not the first.
+# Environment variables that a launcher sets for its processes: its process id, and that this start is a restart.
 LAUNCHER, STARTED_AGAIN = "TORCHTITAN_LAUNCHER", "TORCHTITAN_STARTED_AGAIN"
-GIVEN_UP = signal.SIGUSR2  # to the launcher, of a rank that was asked to end before it could tell the others
+GIVEN_UP = signal.SIGUSR2  # to the launcher, from a rank that was asked to stop before it could tell the others
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
-OUTPUT = 1  # seconds for a message: whoever reads the screen may have stopped to
+OUTPUT = 1  # seconds for a message: output may be blocked, for example in a paused terminal
 
 
 class Stop:
-    """Whether the run is to save and end: asked for by a signal to any rank, then agreed on by all.
+    """Whether the run is to save and exit: requested by a signal to any rank, then agreed on by all.
 
-    A run that comes to no step boundary ends all the same: GRACE seconds after the signal before its first step is done
-    (it loads or compiles, and there is nothing to save); later, GRACE seconds after the step should have been done. A
-    validation or a save may take its time. All this happens in threads: the main thread may be inside a long GEMM, a
-    collective that waits for a rank that is gone, or an import that would swallow a KeyboardInterrupt.
+    A run that reaches no step boundary exits anyway. Before its first step is done (it is loading or compiling, and has
+    nothing to save), it exits GRACE seconds after the signal; later, GRACE seconds after the step should have ended. A
+    validation or a save is not cut short. All of this runs in threads: the main thread may be inside a long GEMM, a
+    collective that waits for a lost rank, or an import that would swallow a KeyboardInterrupt.
 
     Attributes:
-        requested: the signal that this process got, or that another rank has passed on; 0 for none.
-        agreed_on: the signal that all ranks end for; 0 for none.
-        progress: of the steps; the trainer says when they begin and end.
-        failed: set it where the process is about to end anyway; then a signal ends it at once.
+        requested: the signal that this process got or another rank passed on; 0 for none.
+        agreed_on: the signal that all ranks stop for; 0 for none.
+        progress: the trainer reports to it when steps begin and end.
+        failed: set it if the process is about to exit anyway; a signal then ends it at once.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -51,7 +51,7 @@ class Stop:
         self._group: Any = None
 
     def listen(self) -> None:
-        """From now on signals are taken."""
+        """Starts to handle signals."""
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
 
@@ -60,12 +60,12 @@ class Stop:
                 self._take(os.read(read_end, 1)[0])
 
         threading.Thread(target=wait, daemon=True).start()
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # written to by the signal itself, not by Python
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # written in C, even while Python code cannot run
         set_signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda *_: None)
 
     def _take(self, number: int) -> None:
         if number == signal.SIGINT or self.failed:
-            # Every file is written in one piece or flushed line by line, so there is nothing to bring to an end.
+            # Files are written atomically or flushed line by line, so there is nothing to finish.
             name = signal.Signals(number).name
             self._say(f"\nStopped by {name}. The same command goes on from the last checkpoint, if there is one.")
             exit_now(INTERRUPTED)
@@ -73,7 +73,7 @@ class Stop:
             self.request(number)
 
     def request(self, number: int) -> None:
-        """That the run ends for this signal, to whichever rank it was sent. Only the first counts."""
+        """Requests that the run stop, for a signal to whichever rank. Only the first request counts."""
         if self.requested:
             return
         self.requested = number
@@ -92,7 +92,7 @@ class Stop:
                 self.give_up()
 
     def give_up(self) -> None:
-        """Ends the process without a save."""
+        """Exits without saving."""
         if not self.has_trained:
             self._say(f"Stopped by {self.name} before a step was done. The same command starts it again.")
             if self._group is None and os.environ.get(LAUNCHER) == str(os.getppid()):
@@ -115,21 +115,21 @@ class Stop:
 
     @property
     def name(self) -> str:
-        """Of the signal."""
+        """Name of the signal."""
         return signal.Signals(self.agreed_on or self.requested).name
 
     def connect(self) -> None:
-        """Once the process group is there: a group over host memory to agree in, so that no device is waited for."""
+        """Once the process group exists: makes a gloo group to agree in, so that no GPU is waited for."""
         import torch.distributed as dist
 
         self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def agreed(self, reason: int = 0) -> bool:
-        """Whether to end now: the same on every rank. Collective; call it on all at the same step boundaries. It costs
-        an all-reduce of one number between hosts.
+        """Whether to stop now; the same on every rank. Collective: call it on all ranks at the same step boundaries. It
+        costs an all-reduce of one number between hosts.
 
         Args:
-            reason: of this rank to end without a signal, a number above theirs; 0 for none.
+            reason: of this rank to stop without a signal, a number above all signal numbers; 0 for none.
         """
         import torch
         import torch.distributed as dist
@@ -149,13 +149,13 @@ def set_signal_handlers(
 
 
 def ignore_stop_signals() -> None:
-    """For a process that is about to end well: Python gives signals their defaults back while it ends."""
+    """For a process about to exit successfully: Python restores the default handlers during shutdown."""
     set_signal_handlers(STOP_SIGNALS, signal.SIG_IGN)
 
 
 def exit_with_launcher() -> None:
-    """A process that torchrun started does not outlive it: a new start of the command would meet it in its folder."""
-    parent = os.getppid()  # another than the launcher where that has ended already
+    """Makes this process exit when its launcher does, or it would block a new run in the same dump folder."""
+    parent = os.getppid()  # not the launcher, if that has exited already
     launcher = int(os.environ.get(LAUNCHER, parent))
 
     def watch() -> None:
@@ -169,21 +169,21 @@ def exit_with_launcher() -> None:
 
 
 def exit_before_start(number: int) -> None:
-    """Ends a launcher whose processes have not begun, so that there is nothing to save."""
-    with contextlib.suppress(OSError):  # in a signal handler, so perhaps inside a print
+    """Ends a launcher whose processes have not started: there is nothing to save."""
+    with contextlib.suppress(OSError):  # runs in a signal handler, which may have interrupted a print
         os.write(2, f"Stopped by {signal.Signals(number).name} before the run has begun.\n".encode())
     os._exit(0)
 
 
 def exit_now(status: int) -> None:
-    """Ends the process at once: threads and groups of a run that has failed are not waited for."""
+    """Exits at once, without waiting for the threads and process groups of a failed run."""
     with_timeout(OUTPUT, sys.stdout.flush)
     with_timeout(OUTPUT, sys.stderr.flush)
     os._exit(status)
 
 
 def with_timeout(seconds: float, action: Callable[[], Any]) -> None:
-    """Does it in a thread, and goes on after so long. What cannot be written is lost."""
+    """Runs `action` in a thread for at most this long. Output that cannot be written is lost."""
 
     def run() -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Numbers about a run: console, `metrics.jsonl`, TensorBoard, Weights & Biases; traces of time and memory."""
+"""Metrics of a run: console, `metrics.jsonl`, TensorBoard, Weights & Biases; time and memory traces."""
 
 from torchtitan.metrics.flops import Peak, find_peak, flops_per_token
 from torchtitan.metrics.profiling import Profiler

@@ -9,10 +9,10 @@ import torch
 
 from torchtitan.cache import cache_result, cached_results
 
-# Dense bf16 with float32 accumulation, FLOP/s, by the first pattern found in the device's name. Vendors' data sheets
-# often print the figure "with sparsity", twice these. Sources: NVIDIA data sheets of A100, A800, A10, A40, L4, L40,
-# L40S, H100 (one for SXM, PCIe, NVL), H200, GH200, HGX B200, GB200 NVL72; NVIDIA whitepapers of the GeForce Ampere, Ada
-# and Blackwell architectures for RTX cards; AMD data sheets of the Instinct MI300X, MI325X, MI350X, MI355X.
+# Dense bf16 with float32 accumulation, FLOP/s; the first pattern that matches the device's name counts. Vendors' data
+# sheets often give the figure "with sparsity", twice these. Sources: NVIDIA data sheets of A100, A800, A10, A40, L4,
+# L40, L40S, H100 (one for SXM, PCIe, NVL), H200, GH200, HGX B200, GB200 NVL72; NVIDIA whitepapers of the GeForce
+# Ampere, Ada and Blackwell architectures for RTX cards; AMD data sheets of the Instinct MI300X, MI325X, MI350X, MI355X.
 BF16_PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bA[18]00\b", 312e12),
     (r"\bH100 PCIe", 756e12),
@@ -37,18 +37,18 @@ BF16_PEAKS: tuple[tuple[str, float], ...] = (
 )
 
 RESULTS = "measured_peaks.json"
-MEASUREMENTS = 5  # of a run, each of
+MEASUREMENTS = 5  # per run, each of
 MEASUREMENT_SECONDS = 0.05
-MORE = 10  # where the run was faster than all of them
+MORE = 10  # further ones, if the run was faster than all of them
 
 
 @dataclass
 class Peak:
-    """What MFU is measured against.
+    """The reference for MFU.
 
     Attributes:
         flops: FLOP/s of one device.
-        source: where the number is from, for people.
+        source: where the number comes from, for messages.
     """
 
     flops: float
@@ -56,21 +56,21 @@ class Peak:
 
     @property
     def uncertain(self) -> bool:
-        """Whether `measure` may find a better one."""
+        """Whether `measure` may find a higher peak."""
         return False
 
     def measure(self) -> None:
-        """Nothing, where the peak is from a data sheet."""
+        """Does nothing for a peak from a data sheet."""
 
     def mfu(self, rate: float) -> float | None:
-        """Of a run that does `rate` FLOP/s."""
+        """MFU of a run at `rate` FLOP/s."""
         return rate / self.flops
 
 
 class MeasuredPeak(Peak):
-    """That of a CPU: the best of some GEMMs, in this run and in earlier ones with the same CPU, threads and dtype.
+    """A CPU's peak: the fastest of several GEMMs, in this run and in earlier ones with the same CPU, threads and dtype.
 
-    The most is right, since whatever else the machine does makes a measurement too low, and nothing makes it too high.
+    The maximum is right, since other load on the machine can only slow a measurement down.
     """
 
     def __init__(self, device_name: str, dtype: torch.dtype) -> None:
@@ -99,20 +99,19 @@ class MeasuredPeak(Peak):
             cache_result(RESULTS, self.key, self.now)
 
     def mfu(self, rate: float) -> float | None:
-        """None from when the run was faster than all measurements until there is a better one: a share of a peak that
-        is known to be wrong would be wrong too."""
+        """None while the run is faster than all measurements: the MFU of a peak known to be too low would be wrong."""
         self.reached = max(self.reached, rate)
         return rate / self.flops if self.reached <= self.flops else None
 
 
 def find_peak(device_type: str, device_name: str, dtype: torch.dtype) -> Peak | None:
-    """The peak of one device for GEMMs in `dtype`; None where it is unknown, as for float32 on a GPU.
+    """The peak of one device for GEMMs in `dtype`; None if unknown, as for float32 on a GPU.
 
     Args:
-        device_type: "cuda" (looked up by name) or "cpu" (measured for a moment, and again by `Peak.measure`).
+        device_type: "cuda" (looked up by name) or "cpu" (measured briefly, and again by `Peak.measure`).
         device_name: as `torch.cuda.get_device_name()` spells it.
-        dtype: of the GEMMs in training. Float8 and int8 training are measured against bf16 too, as is usual,
-            so that their MFU can be compared with bf16's.
+        dtype: dtype of training GEMMs. As is customary, float8 and int8 training are also measured against bf16, so
+            that MFUs are comparable.
     """
     if device_type == "cpu":
         return MeasuredPeak(device_name, dtype)
@@ -122,15 +121,15 @@ def find_peak(device_type: str, device_name: str, dtype: torch.dtype) -> Peak | 
 
 def known_peak(device_name: str) -> float | None:
     """Dense bf16 FLOP/s from the table above, or None."""
-    if " MIG " in device_name:  # a slice of the device; its share of the peak is not in the name
+    if " MIG " in device_name:  # a slice of the device; the name does not say what fraction of the peak it has
         return None
     return next((flops for pattern, flops in BF16_PEAKS if re.search(pattern, device_name)), None)
 
 
 def measure_peak(dtype: torch.dtype, budget_seconds: float = 0.1) -> float:
-    """FLOP/s of the best of several square GEMMs on this CPU with the threads that torch has now.
+    """FLOP/s of the fastest of several square GEMMs on this CPU, with torch's current number of threads.
 
-    Sizes double while the next GEMM is likely to fit in what is left of the budget; then the largest is repeated.
+    Sizes double while the next GEMM is likely to fit into the remaining budget; then the largest is repeated.
     """
     best, size, repetitions = 0.0, 256, 0
     matrix = torch.ones(size, size, dtype=dtype)
@@ -144,7 +143,7 @@ def measure_peak(dtype: torch.dtype, budget_seconds: float = 0.1) -> float:
         seconds = now - start
         best = max(best, 2 * size**3 / seconds)
         repetitions += 1
-        # Larger GEMMs come closer to the peak, up to about 2048: eight times the work, with room to repeat it.
+        # GEMMs up to about 2048 come closer to the peak; doubling is eight times the work, so leave time to repeat it.
         if size < 2048 and now + 3 * 8 * seconds < end:
             size *= 2
             matrix = torch.ones(size, size, dtype=dtype)
@@ -156,22 +155,22 @@ def measure_peak(dtype: torch.dtype, budget_seconds: float = 0.1) -> float:
 def flops_per_token(
     num_params_without_embedding: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int
 ) -> float:
-    """FLOPs of forward and backward for one token: 6 N + 12 L H Dh S.
+    """FLOPs of forward and backward per token: 6 N + 12 L H Dh S.
 
-    The formula of PaLM (Chowdhery et al. 2022, appendix B), the field's convention: a multiply-add is two FLOPs, the
-    backward pass costs twice the forward, N leaves out the embedding table (a lookup) but not the output projection,
-    and attention counts as if every token saw the whole sequence. Causal attention needs only half of that term,
-    6 L H Dh S. Recomputation (activation checkpointing) does not count: it is no progress.
+    This is PaLM's formula (Chowdhery et al. 2022, appendix B), the field's convention: a multiply-add is two FLOPs, the
+    backward pass costs twice the forward, N excludes the embedding table (a lookup) but not the output projection, and
+    attention counts as if every token attended to the whole sequence. Causal attention needs only half of that term,
+    6 L H Dh S. Recomputation (activation checkpointing) is not counted, since it is no progress.
 
     Args:
-        num_params_without_embedding: N of the whole model, not of one rank's shard.
+        num_params_without_embedding: N of the full model, not of one rank's shard.
         n_heads: query heads, also under grouped-query attention.
     """
     return 6.0 * num_params_without_embedding + 12.0 * n_layers * n_heads * head_dim * seq_len
 
 
 def describe_mfu(peak: Peak | None) -> str:
-    """One line for the start of a run."""
+    """One line for the startup log."""
     if peak is None:
         return "MFU is unknown: no peak FLOP/s is known for this device and dtype"
     teraflops = peak.flops / 1e12

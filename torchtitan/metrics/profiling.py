@@ -1,4 +1,4 @@
-"""Traces of time (Chrome format, any device) and of memory (CUDA) while a run goes on."""
+"""Traces of time (Chrome format, any device) and of memory (CUDA) during a run."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,15 +11,15 @@ from torchtitan.config.output import Profiling
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 
-WARMUP_STEPS = 3  # traced and thrown away before each trace, which else would show the profiler's own start-up
-MAX_MEMORY_EVENTS = 100_000  # allocations and frees that a snapshot reaches back
+WARMUP_STEPS = 3  # discarded steps before each trace, or it would show the profiler's own startup
+MAX_MEMORY_EVENTS = 100_000  # allocations and frees that a snapshot covers
 
 
 class Profiler:
-    """Use as a context around the training loop, with `step()` at the end of each step; does nothing where both keys
+    """Use as a context around the training loop, and call `step()` at the end of each step; does nothing if both keys
     are off.
 
-    With `enable_profiling`, step N of every `profile_freq` (N a multiple of it) is written to
+    With `enable_profiling`, every step N that is a multiple of `profile_freq` is written to
     `<dump_folder>/<save_traces_folder>/iteration_N/rankR_trace.json`, for chrome://tracing or Perfetto. With
     `enable_memory_snapshot`, `<dump_folder>/<save_memory_snapshot_folder>/iteration_N/rankR_memory_snapshot.pickle`
     is written at the same steps, and `iteration_N_oom/...` when the device runs out of memory in step N, for
@@ -28,12 +28,12 @@ class Profiler:
     Args:
         rank: every rank writes its own files.
         device_type: "cuda" or "cpu".
-        start_step: the step resumed from; 0 for a new run.
-        busy: steps in which torch's profiler serves somebody else, and of which there is no trace: two at a time end
-            the process.
+        start_step: step resumed from; 0 for a new run.
+        busy: steps that use torch's profiler for something else, and get no trace: two profilers at a time crash the
+            process.
 
     Raises:
-        ConfigError: memory snapshots are wanted on a device other than CUDA.
+        ConfigError: memory snapshots are enabled on a device other than CUDA.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Profiler:
         return self
 
     def step(self) -> None:
-        """At the end of each training step."""
+        """Call at the end of each training step."""
         self.finished_step += 1
         if self.profile is not None:
             self.profile.step()
@@ -95,7 +95,7 @@ class Profiler:
                 self._save_snapshot(f"iteration_{self.finished_step + 1}_oom")
             torch.cuda.memory._record_memory_history(enabled=None)
         if self.profile is not None:
-            # Stopping hands over a step that has begun and not ended; a trace of that would mislead.
+            # Stopping would hand over the unfinished step; a trace of it would mislead.
             self.profile.on_trace_ready = None
             self.profile.__exit__(kind, error, trace)
             if error is None and self.traces_written == 0:
@@ -114,7 +114,7 @@ class Profiler:
 
 
 def _write(path: Path, write: Callable[[str], object]) -> None:
-    """A file that cannot be written is no reason to end a run."""
+    """Writes a file; failing to do so does not end the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(str(path))
@@ -125,9 +125,9 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
 
 
 def trace_schedule(start_step: int, freq: int, busy: Collection[int]) -> Callable[[int], ProfilerAction]:
-    """Record the steps that are multiples of `freq`, counted from the start of the run also after a resume.
+    """Records the steps that are multiples of `freq`, counted from the start of the run even after a resume.
 
-    Neither a trace nor its warm-up reaches into a busy step; after one, a warm-up may be shorter.
+    Neither a trace nor its warm-up overlaps a busy step; after one, a warm-up may be shorter.
     """
 
     def action(steps_done: int) -> ProfilerAction:

@@ -1,4 +1,4 @@
-"""`MetricsReporter`: measures the time of steps, and reports every `log_freq` of them."""
+"""`MetricsReporter` measures step times and reports every `log_freq` steps."""
 
 import math
 import sys
@@ -18,15 +18,15 @@ from torchtitan.metrics.flops import Peak, describe_mfu
 from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value, WandbWriter, Writer
 
 Reading = float | int | torch.Tensor | Callable[[], float | int | torch.Tensor]
-"""A number, a tensor of one element, or a function that gives one: looked at only when a report is due."""
+"""A number, a one-element tensor, or a function that returns one of them. Read only when a report is due."""
 
 Record = dict[str, Value]
 
 
 class MetricsReporter:
-    """Reports on the run at step 1, every `log_freq` steps, and the last step. Every rank makes one.
+    """Reports at step 1, every `log_freq` steps, and at the last step. Every rank creates one.
 
-    A step costs two clock readings: tensors are read, which waits for the device, only when a report is due. Use:
+    A step costs two clock readings: tensors are read, which waits for the device, only when a report is due. Usage:
 
         with MetricsReporter(...) as reporter:
             for step in range(start_step + 1, total_steps + 1):
@@ -39,23 +39,24 @@ class MetricsReporter:
                     checkpoint, validate
 
     A report holds `loss` and `grad_norm` (of this step), `lr`, `tokens_per_second` (per device), `mfu` (0 to 1),
-    `step_seconds`, `data_wait_share` (0 to 1 of the time), `peak_memory_bytes` and `memory_share` (of the device, 0 to
-    1), `tokens_seen`, and what else `step` was given. Times and peak memory are since the report before. A number
-    that is unknown or not finite is None. Validation has entries of its own, with `validation_loss` and no `loss`.
+    `step_seconds`, `data_wait_share` (fraction of the time, 0 to 1), `peak_memory_bytes` and `memory_share` (fraction
+    of the device's memory, 0 to 1), `tokens_seen`, and anything else passed to `step`. Times and peak memory cover the
+    steps since the previous report. An unknown or non-finite number is None. Validation has its own entries, with
+    `validation_loss` and without `loss`.
 
     Args:
-        dump_folder: gets `metrics.jsonl` (from rank 0) and the TensorBoard folder.
-        start_step: the step resumed from; 0 for a new run.
-        tokens_per_step: of the global batch.
+        dump_folder: receives `metrics.jsonl` (from rank 0) and the TensorBoard folder.
+        start_step: step resumed from; 0 for a new run.
+        tokens_per_step: tokens of the global batch.
         flops_per_token: forward and backward; see `flops.flops_per_token`.
-        peak: FLOP/s of one device; None where unknown, then so is MFU, as while a measured one is too low.
-        peak_memory_bytes, reset_peak_memory: of this rank's device.
-        memory_capacity_bytes: of this rank's device; None where unknown.
-        synchronize: waits for the device, so that a pause begins when the steps before it have ended.
-        config: shown by Weights & Biases beside the numbers.
+        peak: FLOP/s of one device. None if unknown; MFU is then None too, as it is while a measured peak is too low.
+        peak_memory_bytes, reset_peak_memory: for this rank's device.
+        memory_capacity_bytes: of this rank's device; None if unknown.
+        synchronize: waits for the device, so that a pause starts when the preceding steps have ended.
+        config: shown by Weights & Biases beside the metrics.
 
     Raises:
-        ConfigError: the dump folder cannot be written, or wandb is wanted and not installed.
+        ConfigError: the dump folder is not writable, or wandb is enabled but not installed.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class MetricsReporter:
         self._described = peak.flops if peak else 0.0
         self._stack = ExitStack()
         self._bar = self._stack.enter_context(progress_bar(total_steps, start_step)) if rank == 0 else None
-        self._first_report: tuple[int, float] | None = None  # step and time; later ones estimate the time left
+        self._first_report: tuple[int, float] | None = None  # step and time; the time left is estimated from here
         self._start_window(start_step)
 
     def __enter__(self) -> "MetricsReporter":
@@ -107,18 +108,18 @@ class MetricsReporter:
         self.close()
 
     def close(self) -> None:
-        """Close the files and the progress bar."""
+        """Closes the files and the progress bar."""
         self._stack.close()
         for writer in self.writers:
             writer.close()
 
     def due(self, step: int) -> bool:
-        """Whether `step` ends with a report: the same answer on every rank."""
+        """Whether `step` ends with a report; the same on every rank."""
         return step == 1 or step % self.log_freq == 0 or step == self.total_steps
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Around getting a batch: its time is the data wait."""
+        """Wraps getting a batch: its time is the data wait."""
         start = perf_counter()
         try:
             yield
@@ -127,7 +128,7 @@ class MetricsReporter:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Around what is not training (checkpoints, validation): its time counts in no rate. Waits for the device."""
+        """Wraps what is not training (checkpoints, validation), to exclude its time. Waits for the device."""
         self.synchronize()
         start = perf_counter()
         try:
@@ -137,9 +138,9 @@ class MetricsReporter:
             self._paused_seconds += perf_counter() - start
 
     def step(self, step: int, *, loss: Reading, grad_norm: Reading, lr: Reading, **extra: Reading) -> Record | None:
-        """At the end of each step. Returns the report where one was due.
+        """Call at the end of each step. Returns the report, if one was due.
 
-        Readings that are functions are called on every rank, in the order given, so they may be collective.
+        Readings that are functions are called on every rank in the given order, so they may be collective.
         """
         if self._bar is not None:
             self._bar.update(1)
@@ -147,7 +148,7 @@ class MetricsReporter:
             return None
         readings = {"loss": loss, "grad_norm": grad_norm, "lr": lr, **extra}
         values = {name: read(reading) for name, reading in readings.items()}
-        # Only now, for reading waits for the device: the clock then tells the time of finished work.
+        # After reading, which waits for the device: the measured time then covers finished work.
         measured = self._measure(step)
         record = {name: values[name] for name in ("loss", "grad_norm", "lr")} | measured
         record |= {name: values[name] for name in extra}
@@ -157,7 +158,7 @@ class MetricsReporter:
         return record
 
     def measure_peak(self) -> None:
-        """After each step, on every rank. Measures in some of the first ones, and where the run was too fast."""
+        """Call after each step, on every rank. Measures in some of the first steps, and while the peak is too low."""
         if self.peak is None or not self.peak.uncertain:
             return
         with self.pause():
@@ -166,7 +167,7 @@ class MetricsReporter:
             logger.info(describe_mfu(self.peak))
 
     def validation(self, step: int, loss: Reading, **extra: Reading) -> Record:
-        """Report the loss on held-out text after `step`: an entry of its own with `validation_loss`."""
+        """Reports the loss on held-out text after `step`, as a separate entry with `validation_loss`."""
         record: Record = {"validation_loss": read(loss), "tokens_seen": step * self.tokens_per_step}
         record |= {name: read(reading) for name, reading in extra.items()}
         logger.info(f"step {step} | validation loss {record['validation_loss']:.4f}")
@@ -225,7 +226,7 @@ class MetricsReporter:
         return " | ".join(parts)
 
     def _time_left(self, step: int) -> str:
-        """From the mean pace since the first report, pauses and all; the steps before it had start-up costs."""
+        """From the mean pace since the first report, including pauses; earlier steps had startup costs."""
         now = perf_counter()
         if self._first_report is None:
             self._first_report = (step, now)
@@ -236,7 +237,7 @@ class MetricsReporter:
 
 
 def read(reading: Reading) -> float | int:
-    """The number itself. Waits for the device where it is a tensor there."""
+    """The number itself. Waits for the device if it is a tensor there."""
     value = reading() if callable(reading) else reading
     return value.item() if isinstance(value, torch.Tensor) else value
 
@@ -252,7 +253,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(total_steps: int, start_step: int) -> Iterator[Any]:
-    """A tqdm bar below the log lines where stderr is a terminal; elsewhere None, and plain lines."""
+    """A tqdm bar below the log lines if stderr is a terminal; otherwise None."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -274,7 +275,7 @@ def make_writers(
     start_step: int,
     config: Mapping[str, Any] | None,
 ) -> list[Writer]:
-    """The writers of this rank. wandb comes first: where it is missing, nothing has been touched yet."""
+    """The writers of this rank. wandb comes first: if it is missing, nothing has been written yet."""
     writers: list[Writer] = []
     selected = rank == 0 or metrics.save_for_all_ranks
     try:

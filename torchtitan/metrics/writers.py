@@ -1,4 +1,4 @@
-"""Where numbers go: each writer takes the values of one step and has `close()`."""
+"""Destinations of metrics: each writer takes the values of one step and has `close()`."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 
 Value = float | int | None
-"""Finite; None where a number is unknown or was not finite."""
+"""Finite; None if the number is unknown or was not finite."""
 
 
 class Writer(Protocol):
@@ -24,14 +24,14 @@ class Writer(Protocol):
 
 
 class JSONLWriter:
-    """`metrics.jsonl`: one strict JSON object a line, on disk as soon as it is written. The first line makes the file,
-    and so does one after somebody has removed it.
+    """`metrics.jsonl`: one strict JSON object per line, written out at once. The first line creates the file, and so
+    does the next line after someone has removed it.
 
-    Lines of steps after `start_step` are what a killed run wrote past its last checkpoint; they are dropped, since
-    those steps run again, and so is a line that the kill cut short. A run from step 0 starts a new file, and moves an
-    old one to `metrics.1.jsonl`, `metrics.2.jsonl`, ...
+    On resume, lines of steps after `start_step` are dropped, since those steps run again: a killed run wrote them after
+    its last checkpoint. A line truncated by the kill is dropped too. A run from step 0 starts a new file, and renames
+    an old one to `metrics.1.jsonl`, `metrics.2.jsonl`, ...
 
-    A line that cannot be written (a full disk, no new files) is left out and counted: no run ends for want of it.
+    A line that cannot be written (such as on a full disk) is dropped and counted; the run does not end for it.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -80,7 +80,7 @@ def _is_at(path: Path, file: FileIO) -> bool:
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """The line, or nothing of it and an OSError."""
+    """Appends the whole line, or nothing and raises an OSError."""
     size = os.fstat(file.fileno()).st_size
     try:
         if file.write(line) != len(line):
@@ -92,7 +92,7 @@ def _append(file: FileIO, line: bytes) -> None:
 
 
 def keep_earlier_file(path: Path) -> None:
-    """Move a file that holds anything to the first free numbered name."""
+    """Renames a non-empty file to the first free numbered name."""
     if not path.exists() or path.stat().st_size == 0:
         return
     number = 1
@@ -103,7 +103,7 @@ def keep_earlier_file(path: Path) -> None:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Keep the whole lines up to `step`. The file is replaced in one move, so a kill here loses nothing."""
+    """Keeps only the complete lines up to `step`. The file is replaced atomically, so a kill here loses nothing."""
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
@@ -121,9 +121,9 @@ def drop_after(path: Path, step: int) -> None:
 
 
 def remove_left_overs(path: Path) -> None:
-    """Of starts that were killed while they dropped lines."""
+    """Removes temporary files of starts that were killed while dropping lines."""
     rewritten(path).unlink(missing_ok=True)
-    former = re.compile(re.escape(path.name) + "[a-z0-9_]{8}")  # `mkstemp`'s names, which version 0.1 wrote to
+    former = re.compile(re.escape(path.name) + "[a-z0-9_]{8}")  # names by `mkstemp`, as version 0.1 wrote them
     for entry in path.parent.iterdir() if path.parent.is_dir() else ():
         if former.fullmatch(entry.name) and entry.is_file():
             entry.unlink(missing_ok=True)
@@ -135,7 +135,7 @@ def rewritten(path: Path) -> Path:
 
 
 def step_of(line: bytes) -> int:
-    """The step of a line, or -1 where it is not one of ours."""
+    """The step of a line, or -1 if it is not one of ours."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
@@ -143,13 +143,13 @@ def step_of(line: bytes) -> int:
 
 
 class TensorBoardWriter:
-    """Event files, one tag for each key. TensorBoard hides what an earlier run wrote after `start_step`.
+    """Event files, one tag per key. TensorBoard hides what an earlier run wrote after `start_step`.
 
-    Its own writer is of no use any more after a full disk; then it gets no more numbers, and the run goes on.
+    TensorBoard's writer does not recover from a full disk; it then gets no more values, and the run continues.
     """
 
     def __init__(self, folder: Path, start_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and an optional dependency
 
         self._begin = lambda step: SummaryWriter(str(folder), purge_step=step)
         self.folder = folder
@@ -172,7 +172,7 @@ class TensorBoardWriter:
             logger.error(f"TensorBoard's files cannot be written ({error.strerror}) and end here. Training goes on.")
 
     def close(self) -> None:
-        with suppress(OSError):  # said already
+        with suppress(OSError):  # already reported
             self.summary.close()
 
 
