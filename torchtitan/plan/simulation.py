@@ -33,11 +33,11 @@ from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
 
 Measures = dict[tuple[Any, ...], float]
-"""What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",), ("flops_8bit",);
-("count", group, kind) and ("bytes", group, kind) of collectives; ("peak", label): bytes, of everything, at moments with
-this label.
-Numbers of a step; with ("each accumulation step", ...) or ("each microbatch", ...) in front: of one of several that
-are alike."""
+"""Results of a simulation, by key: ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",), ("flops_8bit",);
+("count", group, kind) and ("bytes", group, kind) of collectives; ("peak", label): total bytes, at moments with this
+label.
+The numbers are per step. With ("each accumulation step", ...) or ("each microbatch", ...) in front they are for one of
+several identical ones."""
 
 
 @contextlib.contextmanager
