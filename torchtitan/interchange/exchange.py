@@ -51,10 +51,10 @@ class Exchange:
         return True
 
     def export(self, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-        """Writes the folder for `transformers`, replacing an existing one.
+        """Writes a new folder for `transformers`.
 
         Raises:
-            CheckpointError: on every rank, if writing failed.
+            CheckpointError: on every rank, if the folder exists or writing failed.
         """
         assert self.model is not None  # checked with the configuration
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
