@@ -384,7 +384,7 @@ def freeze(trial: Trial) -> None:
         elif start.process.poll() is None and start.ranks():
             refused = Start(trial)
             status = refused.finish()
-            finished = status == 0 and "training finished" in start.output()  # too late to be refused
+            finished = status == 0 and "training finished" in start.output()  # frozen after its last step
             said = status == 2 and "another run" in refused.output()
             assert finished or said, f"a second run ends with status {status}"
     go_on(trial)

@@ -10,13 +10,11 @@ are computed within a round, because the speed of a machine drifts. The columns:
 - tokens/s: of all processes together. For a run the median over the steps after warm-up, then the median over rounds;
   `range` is that of the rounds.
 - MFU: model FLOP/s at that rate divided by the machine's bf16 GEMM rate, which is measured in the same call
-(benchmarks/
-  machine.py; on a CPU with the threads of all processes; before each round and after the last one, the median).
+  (benchmarks/machine.py; on a CPU with the threads of all processes; median over before each round and after the last).
   `full` counts attention as if each token attended to the entire sequence (torchtitan, PaLM), `causal` half of that
   (Megatron).
 - memory: on a GPU the peak of torch's allocator in the measured steps, else the peak resident set of the largest
-process;
-  for another trainer always the latter.
+  process; for another trainer always the latter.
 - first step: seconds from the command to the end of the first step, including imports, data and compilation.
 - the breakdown of a step comes from traces of one more run (benchmarks/step_split.py), except `data`, which comes from
   the timed runs. The breakdown by kind of operation also comes from traces, with the rates of GEMMs and attention
