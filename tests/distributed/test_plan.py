@@ -102,9 +102,9 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
 
 
 def profiled(profiler: Any, folder: str) -> dict[str, Any]:
-    """Peak of memory and number of collectives in a part called "measured": the lowest peak of all of them.
+    """The peak memory and number of collectives of the part called "measured": the lowest of all its peaks.
 
-    gloo's threads free its copies unseen: they count until their address is used again, and a peak is found too high.
+    gloo's threads free its copies unseen. The copies count until their address is reused, so a peak may be too high.
     """
     path = Path(folder) / f"trace{os.environ['RANK']}.json"
     profiler.profiler.kineto_results.save(str(path))
