@@ -75,7 +75,7 @@ def _become(
     try:
         os.setsid()
         tempfile.tempdir = None
-        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # such as the parent's temporary folders
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # else deletes the parent's folders
         for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)

@@ -93,7 +93,7 @@ def test_gradients_of_norms_are_summed_in_float32() -> None:
     ("recipe", "filtered", "expected"),
     [
         ("tensorwise", "output", ["torch.uint8", "torch.uint8"]),
-        ("tensorwise", "attention.wk", ["torch.bfloat16", "torch.uint8"]),  # wk wants its input whole
+        ("tensorwise", "attention.wk", ["torch.bfloat16", "torch.uint8"]),  # wk needs its input in bfloat16
         ("rowwise", "output", ["torch.bfloat16", "torch.bfloat16"]),
     ],
 )
