@@ -1,1 +1,1 @@
-"""Scripts that measure; README.md has a command for each table. They import the torchtitan of their own checkout."""
+"""Benchmark scripts. README.md has a command for each table. They import torchtitan from their own checkout."""

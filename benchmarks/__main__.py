@@ -9,7 +9,7 @@ from torchtitan.errors import EXIT_STATUS, nearest
 
 
 def benchmarks() -> dict[str, str]:
-    """What can be run, by name: the first sentence of each script's docstring."""
+    """The available benchmarks by name, with the first sentence of each script's docstring."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Attacks on tiny runs, each followed by the same command again, as a user would give it: `ATTACKS`.
+"""Attacks on tiny runs, each followed by the same command again, as a user would repeat it: `ATTACKS`.
 
-An attack raises AssertionError where a promise of docs/checkpoints.md is broken. All that is random in it comes from
-`Trial.random`; when the processes get there does not, so a trial's seed repeats the attack and not its microseconds.
+An attack raises AssertionError if a guarantee of docs/checkpoints.md is violated. All its random choices come from
+`Trial.random`. The timing of the processes does not, so a trial's seed repeats the attack, but not to the microsecond.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ from torchtitan.checkpoint.manifest import MANIFEST, damage
 
 ROOT = Path(__file__).parent.parent
 STEPS = 8
-PATIENCE = 300  # seconds; for machines that do much else
+PATIENCE = 300  # seconds; allows for busy machines
 FLAGS = (
     *TINY,
     "--model.flavor=shallow",
@@ -40,15 +40,15 @@ FLAGS = (
 STARTING = ("start", "first step")
 TRAINING = ("step", "save", "validation")
 EVERYWHERE = (*STARTING, *TRAINING, "exit")
-BESIDE_IMPORTS = ("start", "start", "first step", "exit")  # what only a fresh interpreter has
+BESIDE_IMPORTS = ("start", "start", "first step", "exit")  # only in a fresh interpreter
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 RANDOM_WORDS = ["loss", "gradient", "layer", "token", "weight", "rank", "step", "load", "batch", "scale", "norm"]
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a run comes to that nothing happens to: losses by step, hashes of the last checkpoint's tensors, and the
-    seconds from the start to the first step."""
+    """The result of a run without attacks: losses by step, hashes of the last checkpoint's tensors, and the seconds
+    from the start to the first step."""
 
     losses: dict[int, float]
     tensors: dict[str, str]
@@ -60,14 +60,14 @@ class Trial:
     """One attack.
 
     Attributes:
-        folder: of this trial alone; the run's is `run` in it.
+        folder: of this trial; the run's dump folder is `run` in it.
         processes: 1, or 2 under the launcher.
         async_mode: of its checkpoints.
-        real: whether the attacked start is of a fresh interpreter and not of a fork.
-        template: folder of a run that has come to step STEPS - 2.
-        data: what it trains on.
+        real: whether the attacked process is a fresh interpreter instead of a fork.
+        template: folder of a run that has reached step STEPS - 2.
+        data: the training data.
         facts: what happened, for the table and the record.
-        outputs: what was on the screen of each start.
+        outputs: the output of each start.
     """
 
     folder: Path
@@ -95,11 +95,11 @@ class Trial:
 
 
 class Start:
-    """A command that runs. Its processes are those whose stderr is its screen.
+    """A running command. Its processes are those that share its stderr.
 
     Args:
-        reader: what stdout and stderr are instead of a file.
-        variables: on top of this process's.
+        reader: destination of stdout and stderr instead of a file.
+        variables: added to this process's environment.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Start:
         return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and screen(pid) == self.mark]
 
     def ranks(self) -> list[int]:
-        """Processes of the ranks that are there."""
+        """Pids of the running ranks."""
         if self.trial.processes == 1:
             return [self.process.pid] if self.process.poll() is None else []
         found = {}
@@ -157,7 +157,7 @@ class Start:
         return [found[rank] for rank in sorted(found)]
 
     def wait_until(self, condition: Callable[[], object]) -> bool:
-        """False where the run has ended before."""
+        """False if the run ends first."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline, "the run does not get there"
@@ -167,7 +167,7 @@ class Start:
         return True
 
     def wait(self, seconds: float) -> None:
-        """So long, or until the run has ended."""
+        """Waits for `seconds`, or until the run has ended."""
         until = time.monotonic() + seconds
         self.wait_until(lambda: time.monotonic() > until)
 
@@ -186,7 +186,7 @@ class Start:
         return status if status >= 0 else 128 - status
 
     def kill(self) -> None:
-        """SIGKILL to every process, as when the power fails."""
+        """SIGKILL to every process, as in a power failure."""
         while pids := self.pids():
             for pid in pids:
                 send(pid, signal.SIGKILL)
@@ -210,7 +210,7 @@ def send(pid: int, number: int) -> None:
 
 
 def wait_for_moment(start: Start, phases: tuple[str, ...]) -> None:
-    """Until a random moment in one of the phases, drawn first."""
+    """Waits for a random moment in one of the phases; both are drawn first."""
     trial, draw = start.trial, start.trial.random
     phase = draw.choice(BESIDE_IMPORTS if trial.real else phases)
     trial.facts["phase"] = phase
@@ -253,8 +253,7 @@ def tensor_hashes(checkpoint: Path) -> dict[str, str]:
 
 
 def go_on(trial: Trial, all_losses: bool = True, **options: Any) -> Start:
-    """The same command again: it goes on from the newest checkpoint to the end, and nothing differs from a run that
-    was left in peace."""
+    """Runs the same command again. It resumes from the newest checkpoint, finishes, and equals an undisturbed run."""
     before = published(trial)
     assert_intact(trial)
     with started(trial, **options) as start:
@@ -269,7 +268,7 @@ def go_on(trial: Trial, all_losses: bool = True, **options: Any) -> Start:
 
 
 def assert_whole(trial: Trial, all_losses: bool = True) -> None:
-    """A run that has come to its end is as one that nothing has happened to, and has left nothing behind."""
+    """Asserts that a finished run equals an undisturbed one and left no temporary files."""
     assert published(trial)[-1] == STEPS, f"checkpoints {published(trial)}"
     assert_intact(trial)
     tensors = tensor_hashes(trial.run / "checkpoint" / f"step-{STEPS}")
@@ -305,7 +304,7 @@ def kill_a_process(trial: Trial) -> None:
 
 
 def kill_with_restarts(trial: Trial) -> None:
-    """SIGKILL to a rank, once or twice, where the launcher may start all again."""
+    """SIGKILL to a rank, once or twice, with a launcher that may restart all ranks."""
     with started(trial, PET_MAX_RESTARTS="2") as start:
         for _ in range(trial.random.choice((1, 1, 2))):
             wait_for_moment(start, EVERYWHERE)
@@ -323,7 +322,7 @@ def has_others(start: Start, ranks: set[int]) -> bool:
 
 
 def trial_ranks(start: Start) -> list[int]:
-    """Of a run that has a launcher also for one process."""
+    """Pids of the ranks of a run that has a launcher even for one process."""
     return [pid for pid in start.pids() if pid != start.process.pid]
 
 
@@ -358,7 +357,7 @@ def stop_by_signal(trial: Trial) -> None:
 
 
 def freeze(trial: Trial) -> None:
-    """SIGSTOP to a rank or all for a few seconds; or for good, when the others end, or a second start is refused."""
+    """SIGSTOP to a rank or to all for a few seconds, or permanently: the others end, or a second start is refused."""
     for_good = trial.random.random() < 0.3
     phases = ("step", "save") if for_good else EVERYWHERE
     seconds = trial.random.uniform(0.2, 4)
@@ -385,14 +384,14 @@ def freeze(trial: Trial) -> None:
         elif start.process.poll() is None and start.ranks():
             refused = Start(trial)
             status = refused.finish()
-            finished = status == 0 and "training finished" in start.output()  # stopped when nothing was left to do
+            finished = status == 0 and "training finished" in start.output()  # frozen after its last step
             said = status == 2 and "another run" in refused.output()
             assert finished or said, f"a second run ends with status {status}"
     go_on(trial)
 
 
 def change_data(trial: Trial) -> None:
-    """The data file is shortened, replaced, or away for a moment."""
+    """The data file is truncated, replaced, or temporarily missing."""
     how = trial.random.choice(("shortened", "replaced", "away"))
     restarts = how == "away" and trial.random.random() < 0.5
     seconds = trial.random.uniform(0.1, 1.5)
@@ -427,7 +426,7 @@ def change_data(trial: Trial) -> None:
 
 
 def damage_checkpoints(trial: Trial) -> None:
-    """Files of checkpoints are shortened, changed or deleted between two starts."""
+    """Checkpoint files are truncated, modified or deleted between two starts."""
     shutil.copytree(trial.template, trial.run)
     steps = published(trial)
     intact = set(steps)
@@ -474,7 +473,7 @@ def hurt(path: Path, draw: random.Random) -> None:
 
 
 def leave_the_screen(trial: Trial) -> None:
-    """Whoever reads the output goes away, or stops reading; and perhaps the run is asked to end meanwhile."""
+    """The reader of the output goes away, or stops reading; the run may also be asked to stop meanwhile."""
     how = trial.random.choice(("gone", "not reading", "not reading, SIGTERM"))
     trial.facts["how"] = how
     seconds = trial.random.uniform(0, 3)
@@ -490,7 +489,7 @@ def leave_the_screen(trial: Trial) -> None:
             time.sleep(seconds)
             if "SIGTERM" in how:
                 start.process.send_signal(signal.SIGTERM)
-                start.finish(60)  # though nobody reads
+                start.finish(60)  # although nobody reads
             while start.process.poll() is None and os.read(read_end, 1 << 16):
                 pass
             os.close(read_end)
@@ -504,7 +503,7 @@ def leave_the_screen(trial: Trial) -> None:
 
 
 def run_twice(trial: Trial) -> None:
-    """The same command is started again while it runs, or stands still: a second start has some patience."""
+    """The same command is started again while it is running or stopped. A second start waits for a while."""
     stopped = trial.random.random() < 0.6
     trial.facts["stopped"] = stopped
     with started(trial) as first:
@@ -533,7 +532,7 @@ def run_twice(trial: Trial) -> None:
 
 
 def fill_the_disk(trial: Trial) -> None:
-    """No room, or no new files, on the disk of the dump folder, for a while or to the end."""
+    """The disk of the dump folder has no space, or no room for new files, temporarily or permanently."""
     how = trial.random.choice(("full", "no new files"))
     seconds = trial.random.choice((0.0, trial.random.uniform(0.1, 3)))
     trial.facts.update(how=how, for_good=not seconds)
@@ -587,7 +586,7 @@ def remove_files(trial: Trial) -> None:
     go_on(trial, all_losses=False)
 
 
-# By name in the table: the attack, and of 300 trials how many are one.
+# Name in the table -> the attack, and its number of trials out of 300.
 ATTACKS: dict[str, tuple[Callable[[Trial], None], int]] = {
     "process killed": (kill_a_process, 75),
     "rank killed, restarts": (kill_with_restarts, 20),
@@ -603,7 +602,7 @@ ATTACKS: dict[str, tuple[Callable[[Trial], None], int]] = {
 
 
 def write_data(path: Path) -> None:
-    """JSONL of words drawn from a few, so that a loss would fall if it were given time."""
+    """JSONL of words drawn from a small vocabulary, so that the loss can fall."""
     draw = random.Random(0)
     lines = (json.dumps({"text": " ".join(draw.choices(RANDOM_WORDS, k=40))}) for _ in range(2500))
     path.write_text("".join(f"{line}\n" for line in lines))

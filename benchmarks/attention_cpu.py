@@ -1,4 +1,4 @@
-"""Causal attention on CPU: torch's kernels, our tiles and our C++, in time and in error.
+"""Time and error of causal attention on CPU: torch's kernels, our tiles and our C++.
 
 python -m benchmarks attention_cpu [--shape 4,16,512,16]   (batch, heads, sequence, head dimension)
 """
@@ -56,7 +56,7 @@ def main() -> None:
         ("forward", forward, [out64.detach()], 2),
         ("backward", backward, gradients64, 5),
     ):
-        operations = gemms * batch * heads * seq**2 * head_dim  # of which causality leaves half
+        operations = gemms * batch * heads * seq**2 * head_dim  # half of which the causal mask removes
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(ROUNDS):
             for way, compute in ways.items():

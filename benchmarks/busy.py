@@ -1,9 +1,9 @@
-"""Waiting threads on a quiet CPU and beside another busy process: tokens/s of the debug model by OpenMP's settings.
+"""Waiting threads on a quiet CPU and beside another busy process: tokens/s of the debug model by OpenMP settings.
 
 python -m benchmarks busy --variant "NAME: VARIABLE=value ..." ... --rounds 3 -- flags of train.py
 
-Each run trains on a quiet machine first, then beside one process that never waits. Times in which anything else took
-more than a tenth of a core are left out.
+Each run trains on a quiet machine first, then beside one process that never waits. Intervals in which anything else
+used more than a tenth of a core are discarded.
 """
 
 import argparse
@@ -27,7 +27,7 @@ DEFAULTS = [
     "never spins: OMP_WAIT_POLICY=passive",
     "one thread: OMP_NUM_THREADS=1",
 ]
-IDLE = (3, 4)  # of the columns of /proc/stat: idle, and waiting for the disk
+IDLE = (3, 4)  # columns of /proc/stat: idle, and waiting for the disk
 TRIES = 3
 NOISE = 0.1  # of one core
 NEIGHBOR = [sys.executable, "-c", "while True: pass"]
@@ -72,7 +72,7 @@ def table(rates: dict[str, list[tuple[float, float]]]) -> tuple[list[str], list[
 
 
 def quiet_and_busy(variant: Variant, flags: list[str], seconds: float) -> tuple[float, float]:
-    """Tokens/s before and after another process begins."""
+    """Tokens/s before and after another process starts."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ROOT / "run_train.sh"), f"--job.dump_folder={folder}", *flags, *variant.flags]
         command += ["--training.steps=100000", "--metrics.log_freq=1"]
@@ -82,7 +82,7 @@ def quiet_and_busy(variant: Variant, flags: list[str], seconds: float) -> tuple[
         try:
             metrics = Path(folder) / "metrics.jsonl"
             quiet = rate(run, metrics, 4, seconds, [run.pid])
-            neighbor = subprocess.Popen(NEIGHBOR, start_new_session=True)  # as from another terminal
+            neighbor = subprocess.Popen(NEIGHBOR, start_new_session=True)  # as if started from another terminal
             try:
                 return quiet, rate(run, metrics, 1, seconds, [run.pid, neighbor.pid])
             finally:
@@ -96,8 +96,8 @@ def quiet_and_busy(variant: Variant, flags: list[str], seconds: float) -> tuple[
 
 
 def rate(run: "subprocess.Popen[bytes]", metrics: Path, skip: int, seconds: float, ours: list[int]) -> float:
-    """Tokens/s after `skip` steps, over `seconds` or two steps if they take longer; NaN where no such time was free of
-    further processes."""
+    """Tokens/s after `skip` steps, over `seconds`, or over two steps if they take longer. NaN if other processes were
+    active all the time."""
     for _ in range(TRIES):
         first = len(records(metrics)) + skip
         while len(records(metrics)) < first:
@@ -118,7 +118,7 @@ def records(metrics: Path) -> list[float]:
 
 
 def cpu_seconds_of_others(ours: list[int]) -> float:
-    """Since the machine started; Linux counts in ticks."""
+    """Since boot, in units of Linux's clock ticks."""
     busy = sum(int(ticks) for i, ticks in enumerate(Path("/proc/stat").read_text().split()[1:9]) if i not in IDLE)
     own = sum(sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[11:13])) for pid in ours)
     return (busy - own) / os.sysconf("SC_CLK_TCK")

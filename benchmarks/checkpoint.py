@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How long a checkpoint holds training up, and how long it takes in all, against the disk's own speed.
+"""How long a checkpoint blocks training, and how long it takes in total, compared with the disk's own speed.
 
 python -m benchmarks checkpoint [--gigabytes 1] [--folder FOLDER] [--repeats 3]
 
-A model of one process, of the given size with its AdamW state, is saved with each `async_mode`, as a run would. The
-raw speed is that of writing as many bytes with `write` and `fsync`. The best of several; a first save of each mode,
-which also allocates, is left out. On a GPU the mode with pinned memory is measured too.
+Saves a model of one process, of the given size including AdamW state, with each `async_mode`, as a run would. The raw
+speed is that of writing as many bytes with `write` and `fsync`. The best of several saves counts; the first save of
+each mode, which also allocates memory, is not measured. On a GPU the mode with pinned memory is measured too.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from torchtitan.config.output import Checkpoint
 from torchtitan.device import find_device
 
 WIDTH = 4096
-COPIES = 3  # of each weight: itself and the two moments
-BLOCK = 16 << 20  # bytes in a raw write
+COPIES = 3  # of each weight: the weight and its two moments
+BLOCK = 16 << 20  # bytes per raw write
 
 
 def build(gigabytes: float, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -45,7 +45,7 @@ def build(gigabytes: float, device: torch.device) -> tuple[nn.Module, torch.opti
 
 
 def raw_write(path: Path, size: int) -> float:
-    """Seconds to write so many bytes that do not compress, and have them on disk."""
+    """Seconds to write and sync this many incompressible bytes."""
     block = os.urandom(BLOCK)
     start = perf_counter()
     with open(path, "wb", buffering=0) as file:
@@ -58,7 +58,7 @@ def raw_write(path: Path, size: int) -> float:
 
 
 def saves(mode: str, folder: Path, gigabytes: float, repeats: int, synchronize: Callable[[], None]) -> None:
-    """Prints the line of one mode."""
+    """Measures one mode and prints its line."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, optimizer = build(gigabytes, device)
     config = Checkpoint(enable_checkpoint=True, async_mode=mode, keep_latest_k=2)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Each recipe on CPUs of several kinds, as far as this one has their instructions: tokens/s, and the time to the first
-step. oneDNN and torch are told to use no more.
+"""Each recipe on several kinds of CPU, as far as this one has their instructions: tokens/s, and time to the first step.
+oneDNN and torch are limited to the instructions of each kind.
 
 python -m benchmarks cpu_kinds [--steps 4] [--rounds 2] [--kinds laptop,...] [-- FLAGS]
 """

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Attacks hundreds of tiny runs at random moments, and prints what became of them, as docs/checkpoints.md has it.
+"""Attacks hundreds of tiny runs at random moments, and prints the outcomes, as in docs/checkpoints.md.
 
 python benchmarks/faults.py --trials 300 --seed 0     all kinds of attack (attacks.py); --only 17 repeats one
 python benchmarks/faults.py --tests [--full]          figures of tests/end_to_end/test_faults.py
 
-Each trial's result is a line in RESULTS, which a run that was cut goes on from. With --shard 0/2 and --shard 1/2 two
-run side by side. --full kills 20 times in each mode and takes a quarter of an hour. Without root, disks are not filled.
+Each trial's result is a line in RESULTS, from which an interrupted run resumes. With --shard 0/2 and --shard 1/2 two
+processes share the trials. --full kills 20 times in each mode and takes a quarter of an hour. Filling disks needs root.
 """
 
 import argparse
@@ -54,21 +54,21 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             runs = UndisturbedRuns(Path(name))
             for seed in left:
-                if seed in read(arguments.results):  # another shard has done it
+                if seed in read(arguments.results):  # done by another shard
                     continue
                 results[seed] = attempt(seed, runs, verbose=arguments.only is not None)
                 line = json.dumps(results[seed])
                 print(line, flush=True)
                 with arguments.results.open("a") as file:
                     file.write(f"{line}\n")
-    results = {**results, **read(arguments.results)}  # another shard's too
+    results = {**results, **read(arguments.results)}  # including other shards
     done = [results[seed] for seed in seeds if seed in results]
     print(table(done))
     return int(any(result["problem"] for result in done))
 
 
 class UndisturbedRuns:
-    """Runs that nothing happens to, one for each layout, made when first asked for."""
+    """Reference runs without attacks, one for each layout, created on first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,7 +102,7 @@ class UndisturbedRuns:
 
 
 def attempt(seed: int, runs: UndisturbedRuns, verbose: bool) -> Result:
-    """A trial: what it was, and what was wrong with it, if anything."""
+    """Runs a trial. Returns its facts and its problem, if any."""
     draw = random.Random(seed)
     names = [name for name in ATTACKS if name != "disk full" or os.geteuid() == 0]
     name = draw.choices(names, [ATTACKS[name][1] for name in names])[0]
@@ -143,7 +143,7 @@ def table(results: list[Result]) -> str:
 
 
 def moment(result: Result) -> str:
-    """When the attack came."""
+    """When the attack happened."""
     return "after the end" if result.get("ended before") else str(result.get("phase", "any"))
 
 

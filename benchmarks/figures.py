@@ -1,4 +1,4 @@
-"""Figures of the benchmarks: differences to a baseline, each with its name beside it instead of a legend."""
+"""Plots for the benchmarks: differences from a baseline, with curves labelled directly instead of in a legend."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ def percent_above(values: Sequence[float], base: Sequence[float], width: int) ->
 
 
 def small_multiples(losses: Mapping[str, Sequence[float]], output: Path, width: int) -> Any:
-    """A panel for each run but the first: its loss over the first's, in front of those of all others.
+    """A panel for each run except the first: its loss relative to the first's, in front of the curves of all others.
 
-    One that is far off would hide what the others do: it leaves its panel, whose title has the number.
+    An outlier would compress the other curves, so it is clipped and the panel's title states its value.
 
     Args:
         losses: of each step, by name; the first is the baseline.
@@ -57,13 +57,13 @@ def small_multiples(losses: Mapping[str, Sequence[float]], output: Path, width: 
 
 
 def label_ends(axes: Any, size: float = 9) -> None:
-    """Writes the label of each curve beside its last point, moved up or down where two would overlap.
+    """Writes the label of each curve next to its last point, shifted vertically to avoid overlap.
 
-    Call it last: it needs the limits of the axes. Curves without a label (matplotlib's begin with `_`) get none.
+    Call it last, because it needs the final axis limits. Unlabelled curves (matplotlib's start with `_`) are skipped.
     """
     named = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
     figure = axes.figure
-    axes.get_xlim(), axes.get_ylim()  # only now are they set, where nothing has been drawn yet
+    axes.get_xlim(), axes.get_ylim()  # computes the limits, in case nothing has been drawn yet
     height = 1.25 * size * figure.dpi / 72
     ends = [(line, axes.transData.transform((line.get_xdata()[-1], line.get_ydata()[-1]))) for line in named]
     ends.sort(key=lambda end: end[1][1])
@@ -81,7 +81,7 @@ def label_ends(axes: Any, size: float = 9) -> None:
 
 
 def spread(places: Sequence[float], distance: float) -> list[float]:
-    """Rising numbers that are at least `distance` apart, as near to `places` (rising) as groups of them can be."""
+    """Increasing numbers at least `distance` apart, as close to `places` (increasing) as possible."""
     groups: list[tuple[float, int]] = []  # center and size
     for place in places:
         center, size = place, 1

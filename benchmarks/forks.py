@@ -1,6 +1,6 @@
-"""Runs of train.py in forks of this process, which has imported what they import, so that they start at once.
+"""Runs train.py in forks of this process, which has already imported their modules, so that they start immediately.
 
-A fork is what a fresh interpreter is after its imports: signals at their defaults, no files of its parent, its own
+A fork is set up like a fresh interpreter after its imports: default signal handlers, no inherited files, its own
 variables and arguments.
 """
 
@@ -24,7 +24,8 @@ PR_SET_NAME = 15
 
 
 class ForkedProcess:
-    """As much of `subprocess.Popen` as torchrun uses, for `python SCRIPT ...` and `python -m torchtitan.launch ...`."""
+    """The part of `subprocess.Popen` that torchrun uses, for `python SCRIPT ...` and `python -m torchtitan.launch
+    ...`."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ def _become(
     try:
         os.setsid()
         tempfile.tempdir = None
-        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # such as the parent's temporary folders
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # else deletes the parent's folders
         for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
@@ -95,7 +96,7 @@ def _become(
     except BaseException:
         traceback.print_exc()
     with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter ends
+        threading._shutdown()  # type: ignore[attr-defined]  # as at interpreter exit
         atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -120,7 +121,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def import_ahead() -> None:
-    """What a run imports, before the first fork. No tensor is made: threads do not outlive a fork."""
+    """Imports a run's modules before the first fork. Creates no tensors, because threads do not survive a fork."""
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.elastic.agent.server.local_elastic_agent

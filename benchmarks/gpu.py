@@ -2,16 +2,16 @@
 
 python -m benchmarks gpu [--minutes 9] [--models 8B,3B,1B] [--rows "bf16 compiled,float8 tensorwise"] [--name h200]
 
-It runs from a bare checkout and needs torch 2.11 or later and torchao, nothing else. Rows come in order of importance;
-those for which no time is left are dropped, and the table says so. It is written after each row, to
+It runs from a bare checkout and needs only torch 2.11 or later and torchao. Rows run in order of importance; those for
+which no time is left are dropped, and the table says so. The table is written after each row, to
 benchmarks/results/NAME.md and NAME.json. `--smoke` runs tiny shapes uncompiled, on CPU too.
 
 A row is `torchtitan.engine.train_step` (model, converter, per-block compile, FSDP2 on a group of one, clipping, fused
-AdamW with float32 weights and states) on random tokens, without activation checkpointing. A model of which not all
-layers fit in memory has fewer; the row says how many. Times are between CUDA events after each step, with no
-synchronization between; the first step (compilation), a step in which low-precision GEMMs are counted, and one more
-do not count. The compiler's cache starts empty, except for the rows called "cached". One process runs row after row; a
-row that fails ends it, is written down with the reason, and the next row has a process of its own.
+AdamW with float32 weights and states) on random tokens, without activation checkpointing. If not all layers of a model
+fit in memory, the row uses fewer and says how many. Steps are timed with CUDA events, without synchronization in
+between. The first step (compilation), a step that counts low-precision GEMMs, and one more are not timed. The
+compiler's cache starts empty, except for the rows called "cached". One process runs the rows in order. A row that fails
+ends the process and is recorded with the reason; the next row runs in a new process.
 """
 
 import argparse
@@ -40,12 +40,12 @@ from benchmarks.runs import ROOT
 from benchmarks.tables import write_json
 
 SEQ_LEN = 8192
-MARK = "@gpu "  # begins the lines that a worker sends to its parent
-RESERVE = 8.0  # seconds before the deadline in which no row is at work any more
+MARK = "@gpu "  # prefix of the lines that a worker sends to its parent
+RESERVE = 8.0  # seconds before the deadline at which the last row must have finished
 OUT_OF_MEMORY = "out of memory"
 
 
-# The parent: it imports no torch, hands rows to workers, and writes what they send.
+# The parent: does not import torch, passes rows to workers, and writes their results.
 
 
 def main() -> None:
@@ -86,10 +86,10 @@ def main() -> None:
 
 
 class Run:
-    """All rows, in as many processes as it takes.
+    """All rows, in as many processes as necessary.
 
     Args:
-        deadline: by the monotonic clock.
+        deadline: on the monotonic clock.
     """
 
     def __init__(self, deadline: float, arguments: argparse.Namespace) -> None:
@@ -109,7 +109,7 @@ class Run:
             shutil.rmtree(self.cache, ignore_errors=True)
 
     def one_worker(self, rows: list[Row]) -> list[Row]:
-        """Rows that are left after a worker has ended, well or not."""
+        """Runs a worker until it ends, normally or not. Returns the remaining rows."""
         cached = next(
             (number for number, row in enumerate(rows) if row.recipe.name == CACHED.name and number), len(rows)
         )
@@ -124,13 +124,13 @@ class Run:
         }
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": self.cache, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        environment.setdefault("TEARDOWN_CUPTI", "1")  # a trace leaves nothing behind that would slow the next row
+        environment.setdefault("TEARDOWN_CUPTI", "1")  # otherwise tracing slows down the following rows
         process = subprocess.Popen(
             [sys.executable, __file__, "--worker", json.dumps(task)],
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            start_new_session=True,  # a group of its own: the compiler's processes must not outlive it
+            start_new_session=True,  # a separate process group: the compiler's processes must not outlive it
         )
         assert process.stdout is not None
         timed_out = threading.Event()
@@ -157,7 +157,7 @@ class Run:
             self.results.append({**dropped(left.pop(0)), "failed": f"its process ended with status {status}"})
         last = self.results[-1] if self.results else {}
         if done and OUT_OF_MEMORY in last.get("failed", "") and last["recipe"] == BASE.name and last["layers"] > 1:
-            layers = max(1, int(0.75 * last["layers"]))  # the estimate was wrong: again, with fewer
+            layers = max(1, int(0.75 * last["layers"]))  # the estimate was wrong: retry with fewer
             again = [rows[done - 1], *left]
             left = [replace(row, layers=layers) if row.model == last["model"] else row for row in again]
         return left + later
@@ -217,7 +217,7 @@ def work(
         except Exception as error:
             reason = OUT_OF_MEMORY if OUT_OF_MEMORY in str(error) else f"{type(error).__name__}: {error}"
             send({**about, "layers": layers, "failed": " ".join(reason.split())[:400]})
-            sys.exit(1)  # whatever it has left behind goes with the process
+            sys.exit(1)  # frees everything with the process
         wall_seconds = time.monotonic() - start
         send({**about, "layers": layers, **result, "wall_seconds": wall_seconds})
         longest = max(longest, wall_seconds)
@@ -227,8 +227,8 @@ def work(
 
 
 def stand_in_for_missing() -> None:
-    """pydantic and annotated_types only check what a user types. Where they are not installed, nobody types anything
-    here, and empty stand-ins let `torchtitan.config` be imported."""
+    """Replaces missing packages. pydantic and annotated_types only validate user input, and there is none here, so
+    empty modules are enough to import `torchtitan.config`."""
     for name, parts in {"annotated_types": ("Ge", "Gt", "Le"), "pydantic": ()}.items():
         try:
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The page that gpu.py writes."""
+"""The report that gpu.py writes."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ Result = dict[str, Any]
 
 
 def report(about: dict[str, Any], results: Sequence[Result], base: str) -> str:
-    """Markdown: the machine, the table, the rows that are missing, where the device's time goes.
+    """Markdown: the machine, the table, the missing rows, and a breakdown of the device time.
 
     Args:
         about: `machine` and `settings`.
-        base: the recipe that others are compared with, in the same shape.
+        base: the recipe that others are compared with, for the same shape.
     """
     done = [result for result in results if "rate" in result]
     parts = [
@@ -78,7 +78,7 @@ def rates(done: Sequence[Result], machine: dict[str, Any], base: str) -> str:
 
 
 def split(traced: Sequence[Result]) -> str:
-    """Shares of a traced step."""
+    """Fractions of a traced step."""
     parts = [part for part in traced[0]["split"] if part != "step" and any(r["split"].get(part) for r in traced)]
     rows = []
     for result in traced:
@@ -88,7 +88,7 @@ def split(traced: Sequence[Result]) -> str:
 
 
 def device_time(traced: Sequence[Result]) -> str:
-    """Milliseconds by class of kernel, and what is left of the step."""
+    """Milliseconds by class of kernel, and the remainder of the step."""
     classes = [kind for kind in traced[0]["device_seconds"] if any(r["device_seconds"][kind] for r in traced)]
     rows = []
     for result in traced:

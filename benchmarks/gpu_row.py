@@ -1,4 +1,4 @@
-"""The worker's part of gpu.py: builds a training step of a given shape and precision, and times it."""
+"""The worker of gpu.py: builds a training step of a given shape and precision, and times it."""
 
 import gc
 import itertools
@@ -36,8 +36,8 @@ from torchtitan.parallel.process_group import init_process_group
 
 WARMUP = 3
 LEARNING_RATE = 1e-4
-SHARE_OF_MEMORY = 0.85  # of the card, that an estimate may fill
-LEFT_BEHIND = 2**30  # bytes that a row may leave allocated before the process is given up
+SHARE_OF_MEMORY = 0.85  # fraction of the GPU's memory that an estimate may fill
+LEFT_BEHIND = 2**30  # bytes that a row may leave allocated before the process is replaced
 SMOKE_SIZES = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 512}
 
 
@@ -45,9 +45,9 @@ class Bench:
     """One process's GPU, on which rows run one after the other.
 
     Args:
-        smoke: tiny shapes.
+        smoke: use tiny shapes.
         seq_len: of a row's single sequence.
-        steps: measured.
+        steps: number of measured steps.
     """
 
     def __init__(self, smoke: bool, seq_len: int, steps: int) -> None:
@@ -72,7 +72,7 @@ class Bench:
         }
 
     def describe_machine(self) -> dict[str, Any]:
-        """Device, versions, GEMM rates, and what the driver says of its limits."""
+        """Device, versions, GEMM rates, and the limits reported by the driver."""
         machine = measure_machine(sizes=(256,) if self.smoke else ())
         query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm,memory.total", "--format=csv"]
         limits = ""
@@ -81,11 +81,11 @@ class Bench:
         return {**asdict(machine), "text": str(machine), "driver": limits}
 
     def layers_that_fit(self, family: str, flavor: str) -> int:
-        """All of the model's, or as many as an estimate finds room for.
+        """All of the model's layers, or as many as fit according to an estimate.
 
-        14 bytes a parameter: float32 weight and two moments, and the bf16 copy that stays gathered. Gradients, 4 more,
-        come as activations go. What a layer keeps for its backward pass, in bf16 and uncompiled, a token: 8 vectors of
-        dim, 4 of the keys' width, 4 of the feed-forward's, and the float32 queries and keys of the rotation.
+        14 bytes per parameter: float32 weight and two moments, and the gathered bf16 copy. Gradients take 4 more, while
+        activations are freed. A layer saves for its backward pass, in bf16 and uncompiled, per token: 8 vectors of dim,
+        4 of the keys' width, 4 of the feed-forward's, and the float32 queries and keys of the rotary embedding.
         """
         args = MODELS.get(family).flavor(flavor)
         if self.smoke:
@@ -94,13 +94,13 @@ class Bench:
         weights = 2 * args.dim * (args.dim + kv) + 3 * args.dim * args.ffn_dim
         kept = 2 * (8 * args.dim + 4 * kv + 4 * args.ffn_dim) + 4 * 2 * (args.dim + kv)
         head = args.dim * args.vocab_size * (1 if args.tied_embeddings else 2)
-        # Besides its states: the output layer's gradient in float32 and bf16 while the loss sums it, and logits.
+        # Besides the states: the output layer's gradient in float32 and bf16 while the loss sums it, and logits.
         fixed = 18 * head + 8 * args.dim * args.vocab_size + 2 * 2**30
         room = SHARE_OF_MEMORY * self.device.memory_capacity_bytes() - fixed
         return max(1, min(args.n_layers, int(room / (14 * weights + max(4 * weights, kept * self.seq_len)))))
 
     def run(self, family: str, flavor: str, layers: int, recipe: Recipe, traced: bool) -> dict[str, Any]:
-        """What the table says of a row."""
+        """The table entries of a row."""
         device, config = self.device, self.config(family, flavor, recipe)
         args = replace(MODELS.get(family).flavor(flavor), n_layers=layers, **(SMOKE_SIZES if self.smoke else {}))
         torch.manual_seed(0)
@@ -141,7 +141,7 @@ class Bench:
             "converted": f"{sum(d.converted for d in converted)} of {len(converted)}" if converted else "",
             "note": note,
         }
-        try:  # a figure more, never a row less
+        try:  # losing this figure must not lose the row
             result |= self.traced(engine, batches) if traced else {}
         except Exception as error:
             result["note"] = f"{note} no trace: {error}".strip()
@@ -191,7 +191,7 @@ class Bench:
         return seconds, float(loss)
 
     def traced(self, engine: Engine, batches: list[Batch]) -> dict[str, Any]:
-        """One more step under the profiler: its split, and the device's time by class of kernel."""
+        """Profiles one more step: its breakdown, and the device time by class of kernel."""
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
@@ -208,7 +208,7 @@ class Bench:
         }
 
     def clean(self) -> bool:
-        """Frees what a row held; whether the process is fit for another."""
+        """Frees what a row allocated. Returns whether the process can run another row."""
         torch.compiler.reset()
         gc.collect()
         if self.device.type != "cuda":
@@ -222,7 +222,7 @@ class Bench:
 
 
 def end_expandable_segments_where_they_fail(device: torch.device) -> None:
-    """Expandable segments need a driver that maps memory freely; some sandboxes have none."""
+    """Expandable segments need a driver that supports virtual memory mapping; some sandboxes do not."""
     try:
         torch.empty(2**22, device=device)
     except RuntimeError:

@@ -8,11 +8,11 @@ MODELS = {"8B": ("llama3", "8B"), "3B": ("llama3.2", "3B"), "1B": ("llama3.2", "
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a row is, apart from the model.
+    """A row, except for the model.
 
     Attributes:
         converter: name, or "".
-        keys: of its section. `output` stays in bf16 (docs/performance.md).
+        keys: of the converter's section. `output` stays in bf16 (docs/performance.md).
     """
 
     name: str
@@ -34,15 +34,15 @@ RECIPES = (
     Recipe("int8 rowwise", converter="int8"),
     Recipe("bf16 eager", compile=False),
 )
-CACHED = Recipe("bf16 compiled, cached")  # of the first model, in a process of its own, last
+CACHED = Recipe("bf16 compiled, cached")  # of the first model, last and in a new process
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table to be.
+    """One row of the table to be measured.
 
     Attributes:
-        traced: whether one more step shows where the time goes, which takes some seconds.
+        traced: whether to profile one more step, which takes some seconds.
         layers: None: as many as fit.
     """
 

@@ -2,11 +2,12 @@
 
 python -m benchmarks kernels [--models 1B,3B,8B] [--tokens 8192] [--no-compile] [--json FILE] [--minutes 5]
 
-A layer's forward pass is one GEMM, its backward pass two (input gradient, weight gradient); each is timed with all
-that a recipe does around them: finding scales, rounding, transposing. (torchao computes both gradients in one go, so
-they have no times of their own.) Times are medians of interleaved rounds, by the code of `auto_filter_measured`.
-A ratio is taken to the bf16 layer timed in the same rounds: above 1 the recipe wins. Shapes for which no time is left
-are dropped, and the table says so. MX is emulated on devices that have none, for numerics: it cannot win there.
+A layer's forward pass is one GEMM, its backward pass two (input gradient, weight gradient). Each is timed with
+everything the recipe does around it: computing scales, rounding, transposing. (torchao computes both gradients
+together, so they have no separate times.) Times are medians of interleaved rounds, measured by the code of
+`auto_filter_measured`. Ratios are relative to the bf16 layer timed in the same rounds: above 1 the recipe is faster.
+Shapes for which no time is left are dropped, and the table says so. On devices without MX it is emulated to study
+numerics, and cannot be faster.
 """
 
 import argparse
@@ -50,7 +51,7 @@ PASSES = {"forward": 1, "backward": 2, "both": 3}  # GEMMs in each
 
 
 def layers(names: list[str], output: bool) -> Iterator[tuple[str, int, int]]:
-    """(models and layers, K, N) of each different shape."""
+    """(models and layers, K, N) of each distinct shape."""
     shapes: dict[tuple[int, int], list[str]] = {}
     for name in names:
         family, flavor = MODELS_BY_NAME[name]
@@ -70,8 +71,7 @@ def layers(names: list[str], output: bool) -> Iterator[tuple[str, int, int]]:
 
 
 def build(recipe: str, target: Target) -> LinearConverter | None:
-    """The converter of a recipe; emulated where the device has no such GEMMs and MX is meant; None where it cannot
-    be."""
+    """The converter of a recipe. MX is emulated if the device has no MX GEMMs. None if the recipe is not possible."""
     name, section = RECIPES[recipe]
     for keys in (section, MX(emulate=True) if name == "mx" else None):
         try:
@@ -83,7 +83,7 @@ def build(recipe: str, target: Target) -> LinearConverter | None:
 
 
 def measure(device: Device, m: int, k: int, n: int, names: list[str], compile: bool, rounds: int) -> dict[str, Any]:
-    """Median seconds by recipe ("bf16" among them) and pass; a recipe that fails has the reason instead."""
+    """Median seconds by recipe (including "bf16") and pass. A recipe that fails has the reason instead."""
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
     target = Target(device.type, device.name, capability, tokens=m, compile=compile)
     found: dict[str, Any] = {}
@@ -94,7 +94,7 @@ def measure(device: Device, m: int, k: int, n: int, names: list[str], compile: b
             continue
         try:
             pair = layer_seconds([None, converter], m, k, n, rounds, compiled=compile)
-        except Exception as error:  # such as a kernel that does not take this shape
+        except Exception as error:  # for example, a kernel that does not support this shape
             found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         finally:

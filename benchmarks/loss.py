@@ -1,9 +1,9 @@
-"""The loss in chunks against the plain one: time and extra memory of forward and backward, at a large vocabulary.
+"""The chunked loss compared with the plain one: time and extra memory of forward and backward, at a large vocabulary.
 
 python -m benchmarks loss [--tokens 8192] [--vocabulary 128256] [--dim 256]
 
-Each runs in a process of its own. Extra memory is the most that a process holds beyond hidden states, weights and the
-gradients of both; on CPU of the whole process, on a GPU of torch's allocator. The plain loss holds all logits: 16 GiB.
+Each runs in a separate process. Extra memory is the peak beyond hidden states, weights and their gradients: of the
+entire process on CPU, of torch's allocator on a GPU. The plain loss stores all logits: 16 GiB.
 """
 
 import argparse

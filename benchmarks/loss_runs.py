@@ -1,4 +1,4 @@
-"""Runs of the debug model whose losses are compared; finished ones are not run again."""
+"""Runs of the debug model whose losses are compared. Finished ones are not repeated."""
 
 import json
 import statistics
@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.runs import DEBUG_MODEL, ROOT, finish
 from benchmarks.tables import markdown
 
-LAST = 20  # steps whose mean is a run's loss
+LAST = 20  # a run's loss is the mean of this many steps
 
 
 def run(name: str, flags: list[str], steps: int, folder: Path, processes: int = 1) -> Path:
@@ -35,12 +35,12 @@ def run(name: str, flags: list[str], steps: int, folder: Path, processes: int = 
 
 
 def losses(dump: Path) -> list[float]:
-    """Of every step of a finished run."""
+    """The loss of every step of a finished run."""
     return [json.loads(line)["loss"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses_table(what: str, runs: dict[str, Path]) -> str:
-    """Each against the first."""
+    """Compares each run with the first."""
     means = {name: statistics.mean(losses(dump)[-LAST:]) for name, dump in runs.items()}
     base = next(iter(means))
     rows = [[name, f"{loss:.4f}", f"{loss / means[base] - 1:+.2%}"] for name, loss in means.items()]

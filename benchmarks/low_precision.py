@@ -1,9 +1,9 @@
-"""Loss of each recipe against bf16, on the debug model and the same data, and the errors of its GEMMs: two tables
+"""Loss of each recipe relative to bf16, for the debug model with the same data, and the errors of its GEMMs: two tables
 and a plot.
 
 python -m benchmarks low_precision --output docs/figures/low_precision.png [--steps 300]
 
-A recipe's loss is the mean over the last 20 steps. Runs that are there already (in --folder) are not run again.
+A recipe's loss is the mean over the last 20 steps. Runs that exist already (in --folder) are not repeated.
 """
 
 import argparse
@@ -45,7 +45,7 @@ RECIPES: dict[str, list[str]] = {
 
 
 def gemms_table() -> str:
-    """Relative errors of one layer's GEMMs against bf16, on normal data."""
+    """Relative errors of one layer's GEMMs compared with bf16, on normally distributed data."""
     from torchtitan.config.low_precision import MX, Float8, Int8
     from torchtitan.converters import CONVERTERS, LinearConverter, Target
     from torchtitan.converters.linear import relative_errors

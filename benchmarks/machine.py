@@ -1,9 +1,9 @@
-"""The machine that a table was made on: its name, versions, and how fast it multiplies matrices.
+"""The machine that produced a table: its name, versions, and GEMM rate.
 
 python -m benchmarks machine [--threads N] [--sizes 1024,2048]      prints one JSON object
 
-The scripts that start training runs ask for it in a process of its own: they stay small, since a process that starts
-another lends it its memory in the operating system's books.
+Scripts that start training runs measure it in a separate process, so that they stay small themselves: Linux includes
+the parent's memory at the fork in a child's peak.
 """
 
 import argparse
@@ -29,13 +29,13 @@ SECONDS_FOR_A_SIZE = 2.0
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a table was made.
+    """Where a table was produced.
 
     Attributes:
         device: name of the GPU or CPU.
         kind: "cuda" or "cpu".
-        cores: this process may run on.
-        threads: with which the GEMMs of a CPU ran.
+        cores: number of cores that this process may use.
+        threads: used for the CPU's GEMMs.
         versions: of Python, torch, torchao and CUDA.
         bf16_rate: FLOP/s of the best of several large square bf16 GEMMs, of one GPU or of all those threads.
         bf16_rates: the same by size.
@@ -65,7 +65,8 @@ def tera(rate: float) -> str:
 
 
 def measure_machine(threads: int | None = None, sizes: tuple[int, ...] = ()) -> Machine:
-    """In this process. `threads`: of torch on a CPU; None leaves them. `sizes`: of the GEMMs, if not the usual."""
+    """Measures in this process. `threads`: torch's CPU threads; None: unchanged. `sizes`: of the GEMMs, if not the
+    default."""
     import torch
 
     from torchtitan.device import find_device
@@ -93,9 +94,9 @@ def measure_machine(threads: int | None = None, sizes: tuple[int, ...] = ()) -> 
 
 
 def bf16_rates(device: Any, sizes: tuple[int, ...] = ()) -> dict[str, float]:
-    """FLOP/s of square bf16 GEMMs by size: the best of some on CPU, the mean of many on a GPU.
+    """FLOP/s of square bf16 GEMMs by size: the best of several on CPU, the mean of many on a GPU.
 
-    The numbers are normal: a GPU is faster with zeros, which take less power.
+    The data are normally distributed, because a GPU is faster with zeros, which draw less power.
     """
     import torch
 
@@ -126,7 +127,7 @@ def bf16_rates(device: Any, sizes: tuple[int, ...] = ()) -> dict[str, float]:
 
 
 def ask(threads: int | None = None, sizes: str = "") -> Machine:
-    """`measure_machine` in a process of its own."""
+    """`measure_machine` in a separate process."""
     flags = ([f"--threads={threads}"] if threads else []) + ([f"--sizes={sizes}"] if sizes else [])
     command = [sys.executable, str(Path(__file__).resolve()), *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

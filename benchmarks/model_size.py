@@ -2,8 +2,9 @@
 
 python -m benchmarks model_size --job.config_file=FILE.toml --section.key=value ...
 
-Prints one JSON object: `parameters`, `full` (FLOPs of forward and backward for one token, attention counted as if each
-token saw the whole sequence, as torchtitan and PaLM count) and `causal` (half of the attention, as Megatron counts).
+Prints one JSON object: `parameters`, `full` (FLOPs of forward and backward for one token, with attention counted as if
+each token attended to the entire sequence, as torchtitan and PaLM count) and `causal` (half the attention FLOPs, as
+Megatron counts).
 """
 
 import json
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def model_size(argv: Sequence[str]) -> dict[str, float]:
-    """In this process."""
+    """Computes the numbers in this process."""
     import torch
 
     from torchtitan.config import ConfigManager
@@ -41,12 +42,12 @@ def model_size(argv: Sequence[str]) -> dict[str, float]:
 
 
 def causal(full: float, args: Any, seq_len: int) -> float:
-    """FLOPs per token with half of the attention. `args`: a model's sizes."""
+    """FLOPs per token with half the attention FLOPs. `args`: a model's sizes."""
     return full - 6.0 * args.n_layers * args.n_heads * args.head_dim * seq_len
 
 
 def ask(argv: Sequence[str]) -> dict[str, float]:
-    """`model_size` in a process of its own."""
+    """`model_size` in a separate process."""
     command = [sys.executable, str(Path(__file__).resolve()), *argv]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:

@@ -1,12 +1,12 @@
-"""What smaller optimizer states cost and save: four tables, and a plot of losses and of the error of updates.
+"""Costs and savings of smaller optimizer states: four tables, and a plot of losses and update errors.
 
 python -m benchmarks optimizers --output docs/figures/optimizers.png [--steps 1000] [--only losses,errors,bytes,peaks]
 
-losses: the debug model with each optimizer, on the same data (as `low_precision.py`; runs in --folder are not run
-    again).
-errors: the update of each optimizer against float32's, from the same weights and the same history of gradients.
+losses: the debug model with each optimizer, on the same data (as `low_precision.py`; runs in --folder are not
+    repeated).
+errors: each optimizer's update compared with the float32 one, from the same weights and gradient history.
 bytes: of an 8B model, as planned (`--job.plan`).
-peaks: the most bytes of live tensors on 1 and 2 processes, with updates after and during the backward pass.
+peaks: peak bytes of live tensors on 1 and 2 processes, with updates after and during the backward pass.
 """
 
 import argparse
@@ -57,10 +57,10 @@ GIB = 2**30
 
 
 def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """By optimizer: the relative error of each step's update, 2-norms over all parameters; and in the last step the
-    share of numbers whose second moment is held as 0 and is none.
+    """By optimizer: the relative error of each step's update, in the 2-norm over all parameters; and for the last step
+    the fraction of elements whose nonzero second moment is stored as 0.
 
-    AdamW in float32 trains the debug model. The others get its weights and gradients before each of its steps.
+    AdamW in float32 trains the debug model. The others receive its weights and gradients before each of its steps.
     """
     import torch
 
@@ -133,7 +133,7 @@ def errors_table(errors: dict[str, list[float]], flushed: dict[str, float]) -> s
 
 
 def bytes_table() -> str:
-    """Of Llama 3 8B, bytes a parameter, and GiB on each of 8 GPUs and of 2."""
+    """For Llama 3 8B: bytes per parameter, and GiB on each of 8 GPUs and of 2."""
     import torch
 
     from torchtitan.config import ConfigManager
@@ -171,7 +171,7 @@ def bytes_table() -> str:
 
 
 def peaks_table() -> str:
-    """Real tensors of the debug model, MiB."""
+    """Measured with real tensors of the debug model, in MiB."""
     rows = []
     for processes in (1, 2):
         for sequences in (1, 8):
@@ -195,7 +195,7 @@ def _peak(processes: int, flags: list[str]) -> dict[str, int]:
 
 
 def plot(runs: dict[str, Path], errors: dict[str, list[float]], output: Path, smooth: int) -> None:
-    """The distance of losses to the first run's, and the errors of updates, over the steps."""
+    """Difference of losses from the first run's, and update errors, over the steps."""
     figure, (above, below) = pyplot().subplots(2, 1, figsize=(9, 7.5))
     found = {name: losses(dump) for name, dump in runs.items()}
     base_name, base = next(iter(found.items()))

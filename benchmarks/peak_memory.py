@@ -1,9 +1,9 @@
-"""The most bytes that live tensors have in a training step, on rank 0: counted, as each is made and freed.
+"""Counts the peak bytes of live tensors in a training step, on rank 0.
 
 NGPU=2 python -m torchtitan.launch benchmarks/peak_memory.py --training.seq_len=128 ... (flags of train.py)
 
-What kernels take and give back by themselves is not seen. Prints a line of JSON: states (weights and optimizer state),
-gradients (of all parameters, were they there at a time) and peak, in bytes.
+Kernel workspace is not seen. Prints a line of JSON: states (weights and optimizer state), gradients (of all parameters,
+as if they existed at the same time) and peak, in bytes.
 """
 
 import json
@@ -22,7 +22,7 @@ from torchtitan.plan.simulation import local_bytes, state_bytes
 
 
 class NoReport:
-    """In the place of a reporter."""
+    """Replaces a reporter."""
 
     def step(self, step: int, loss: Any, **others: Any) -> None:
         loss()
@@ -35,7 +35,7 @@ def main() -> None:
         dims = check(config, int(os.environ.get("WORLD_SIZE", 1)), device.type)
         recorder = Recorder(name_of_group=str)
         with recorder, build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
-            for _ in range(2):  # in the second all states are there
+            for _ in range(2):  # in the second step all states exist
                 recorder.clear()
                 with kernel_substitutes(device.type):
                     trainer.train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]

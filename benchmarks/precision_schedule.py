@@ -1,10 +1,10 @@
-"""Low precision throughout, bf16 throughout, and from one to the other on the way: loss and time on the debug model,
-as a table and a plot.
+"""Low precision throughout, bf16 throughout, and a switch between them: loss and time of the debug model, as a table
+and a plot.
 
 python -m benchmarks precision_schedule --output docs/figures/precision_schedule.png [--steps 300]
 
-A run's loss is the mean over its last 20 steps; its time is the median of a phase's steps times their number, summed
-over the phases. Runs that are there already (in --folder) are not run again.
+A run's loss is the mean over its last 20 steps. Its time is the median step time of each phase times the number of its
+steps, summed over the phases. Runs that exist already (in --folder) are not repeated.
 """
 
 import argparse
@@ -35,11 +35,11 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run.
+    """The result of one run.
 
     Attributes:
         losses: of each step.
-        step_seconds: by phase, the median and how many steps it has.
+        step_seconds: for each phase, the median and the number of steps.
     """
 
     losses: list[float]
@@ -55,7 +55,7 @@ class Result:
 
 
 def schedule(recipe: str, share: float) -> str:
-    """A configuration: the debug model's, with this recipe for a share of the steps."""
+    """The debug model's configuration with this recipe for a fraction of the steps."""
     text = DEBUG_MODEL.read_text()
     if share:
         text += f"\n[[precision.phase]]\nuntil = {share}\n{RECIPES[recipe]}"
@@ -79,7 +79,7 @@ def result(name: str, recipe: str, share: float, processes: int, steps: int, fol
 
 
 def plot(results: dict[tuple[str, str, int], Result], recipes: list[str], processes: list[int], output: Path) -> None:
-    """For each recipe: what its losses are above bf16's, in a moving average, and its times over bf16's."""
+    """For each recipe: how far its losses are above bf16's, as a moving average, and its times relative to bf16's."""
     figure, grid = pyplot().subplots(
         len(recipes), 2, figsize=(12, 0.6 + 3.2 * len(recipes)), squeeze=False, width_ratios=(3, 1.2)
     )

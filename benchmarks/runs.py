@@ -1,4 +1,4 @@
-"""Starts training commands, ours and others', and observes them from outside: lines as they come, time, memory."""
+"""Starts training commands, ours and others', and observes them from outside: lines with their times, time, memory."""
 
 import json
 import os
@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent
 DEBUG_MODEL = ROOT / "train_configs" / "debug_model.toml"
 FIRST_STEP = r"\bstep +1/"
 RECOMPILED = re.compile(r"\[__recompiles\] Recompiling function (.*)")
-PROFILE_FREQ = 4  # at least the three steps that the profiler warms up for
-PROFILED = 3  # traces; the first, of steps that may not be steady yet, is left out
+PROFILE_FREQ = 4  # at least the three steps of profiler warm-up
+PROFILED = 3  # traces; the first is not used, because its steps may not be steady yet
 
 
 def finish(command: Sequence[str], processes: int = 1) -> str:
-    """What a command prints on its standard output. Where it fails, this process ends with all that it has printed."""
+    """The standard output of a command. If it fails, this process exits with that output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NGPU": str(processes)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
@@ -32,7 +32,7 @@ def finish(command: Sequence[str], processes: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Variant:
-    """What is timed: a name, and variables and flags of its own. For another trainer the flags are the command."""
+    """A variant to time: a name, and its variables and flags. For another trainer the flags are the command."""
 
     name: str
     environment: dict[str, str]
@@ -50,14 +50,14 @@ class Variant:
 
     @property
     def threads(self) -> int:
-        """Of a CPU that all processes have together; torchtitan.launch gives each a share of the cores."""
+        """Number of CPU threads of all processes together; torchtitan.launch divides the cores among them."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         each = self.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
         return self.processes * int(each) if each else max(self.processes, cores)
 
 
 def variables_first(text: str) -> tuple[dict[str, str], list[str]]:
-    """`A=1 B=2 word ...` to its variables and the words after them."""
+    """Splits `A=1 B=2 word ...` into variables and the remaining words."""
     words, variables = shlex.split(text), {}
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
@@ -66,12 +66,12 @@ def variables_first(text: str) -> tuple[dict[str, str], list[str]]:
 
 @dataclass(frozen=True)
 class Observed:
-    """One command, from outside.
+    """One command, observed from outside.
 
     Attributes:
-        lines: (seconds since the command was given, line).
-        seconds: in all.
-        memory: peak resident bytes of the largest of its processes, wherever in the tree: what `wait4` says.
+        lines: (seconds since the command was started, line).
+        seconds: in total.
+        memory: peak resident bytes of the largest process in its process tree, from `wait4`.
     """
 
     lines: list[tuple[float, str]]
@@ -83,12 +83,12 @@ class Observed:
         return "".join(line for _, line in self.lines)
 
     def when(self, pattern: str) -> float | None:
-        """Seconds to the first line in which the pattern is found."""
+        """Seconds until the first line that matches the pattern."""
         return next((seconds for seconds, line in self.lines if re.search(pattern, line)), None)
 
 
 def observe(name: str, command: Sequence[str], environment: Mapping[str, str]) -> Observed:
-    """Runs a command. Exits with all that it printed where it fails."""
+    """Runs a command. If it fails, exits with everything it printed."""
     lines: list[tuple[float, str]] = []
     start = perf_counter()
     process = subprocess.Popen(
@@ -100,7 +100,7 @@ def observe(name: str, command: Sequence[str], environment: Mapping[str, str]) -
         lines.append((perf_counter() - start, line))
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    # Never less than this process held when it began the other: Linux counts what a process was before its exec.
+    # This process's memory at the fork is a lower bound: Linux includes the time before exec.
     memory = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     observed = Observed(lines, perf_counter() - start, memory)
     if process.returncode != 0:
@@ -110,14 +110,14 @@ def observe(name: str, command: Sequence[str], environment: Mapping[str, str]) -
 
 @dataclass(frozen=True)
 class Result:
-    """One timed run; what is not known is None.
+    """One timed run. Unknown values are None.
 
     Attributes:
         step_rates: tokens/s of all processes in each measured step.
         first_step: seconds from the command to the end of the first step.
         memory: peak resident bytes of the largest process.
         device_memory: peak bytes of torch's allocator on a GPU.
-        data_wait: share of the measured steps, 0 to 1.
+        data_wait: fraction of the measured steps, 0 to 1.
     """
 
     step_rates: list[float]
@@ -135,10 +135,10 @@ class Result:
 
 
 def train(variant: Variant, config: Path, flags: Sequence[str], folder: Path, **settings: Any) -> Observed:
-    """Our trainer, with `settings` of `section__key` form on top of all flags."""
+    """Runs our trainer, with `settings` in the form `section__key` added after all flags."""
     own = [f"--{key.replace('__', '.')}={value}" for key, value in settings.items()]
     command = [str(ROOT / "run_train.sh"), f"--job.dump_folder={folder}", *flags, *variant.flags, *own]
-    # Lines of the compiler's log about recompilations; it logs nothing else.
+    # The compiler logs only recompilations.
     logs = ",".join(filter(None, [os.environ.get("TORCH_LOGS"), "recompiles"]))
     return observe(
         variant.name,
@@ -148,7 +148,7 @@ def train(variant: Variant, config: Path, flags: Sequence[str], folder: Path, **
 
 
 def timed(variant: Variant, config: Path, flags: Sequence[str], warmup: int, steps: int) -> Result:
-    """A run of our trainer, of which the last `steps` count. Exits where they hold a recompilation."""
+    """Runs our trainer and measures the last `steps` steps. Exits if they include a recompilation."""
     with tempfile.TemporaryDirectory() as folder:
         observed = train(variant, config, flags, Path(folder), training__steps=warmup + steps, metrics__log_freq=1)
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
@@ -177,15 +177,15 @@ def on_gpu(observed: Observed) -> bool:
 
 
 def recompiled_after(observed: Observed, step: int) -> list[str]:
-    """What was compiled again after the line that reports on a step."""
+    """Recompilations logged after the line that reports on `step`."""
     reported = observed.when(rf"\bstep +{step}/")
     found = [(seconds, RECOMPILED.search(line)) for seconds, line in observed.lines]
     return [match[1] for seconds, match in found if match and reported is not None and seconds >= reported]
 
 
 def split_of(variant: Variant, config: Path, flags: Sequence[str]) -> tuple[dict[str, float], dict[str, float]]:
-    """Where a step's time goes, seconds by phase and by kind of operation: from traces of a run of its own, so that
-    timed runs are not disturbed."""
+    """Seconds of a step by phase and by kind of operation. Traced in a separate run, so that timed runs are not
+    disturbed."""
     from benchmarks.step_split import medians, step_split, time_by_class
 
     with tempfile.TemporaryDirectory() as folder:
@@ -200,7 +200,7 @@ def split_of(variant: Variant, config: Path, flags: Sequence[str]) -> tuple[dict
 
 
 def timed_other(command: Variant, pattern: str, first_step: str, warmup: int) -> Result:
-    """A run of another trainer: the pattern finds its tokens/s per process, once for each step that it reports on."""
+    """Runs another trainer. The pattern extracts tokens/s per process, once for each step that it reports."""
     observed = observe(command.name, command.flags, command.environment)
     found = [float(rate.replace(",", "")) for rate in re.findall(pattern, observed.text)]
     if not found:

@@ -1,12 +1,12 @@
-"""Cost as the work grows: tokens/s and memory over sequence length, model size, accumulation, vocabulary and number of
-processes; start-up and checkpoint time over model size. A table, a figure and JSON.
+"""Cost as a function of size: tokens/s and memory over sequence length, model size, accumulation, vocabulary and number
+of processes; start-up and checkpoint time over model size. A table, a figure and JSON.
 
 python -m benchmarks scaling [--quick] [--axes sequence,size] --output docs/figures/scaling.png --json scaling.json
 
-One thing grows at a time; the others stay at a Llama of 6 million parameters (`benchmarks/sizes.py`), bf16, sequences
-of 512 tokens. Tokens in a step stay the same along an axis, unless they are what grows. Each point is a run of its own;
-its rate is the median over its measured steps. `--quick` leaves out the largest points: a few minutes on two cores.
-With `--json`, axes that are in the file already, of the same machine, are kept and not run again.
+One parameter varies at a time, starting from a Llama of 6 million parameters (`benchmarks/sizes.py`), bf16, sequences
+of 512 tokens. The number of tokens in a step is constant along an axis, unless it is what varies. Each point is a
+separate run, and its rate is the median over its measured steps. `--quick` omits the largest points: a few minutes on
+two cores. With `--json`, axes already in the file, from the same machine, are reused and not run again.
 """
 
 import argparse
@@ -42,9 +42,9 @@ class Point:
     """One run.
 
     Attributes:
-        x: what grows.
-        flags: on top of BASE.
-        in_quick: whether `--quick` runs it too.
+        x: the varied parameter.
+        flags: added to BASE.
+        in_quick: whether `--quick` includes it.
     """
 
     x: float
@@ -55,7 +55,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Axis:
-    """Attributes: label: of x. saves: whether each run saves a checkpoint too, to be timed."""
+    """Attributes: label: of x. saves: whether each run also saves a checkpoint and times it."""
 
     label: str
     points: list[Point]
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def earlier(path: Path | None, device: str, versions: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """Axes of a file of this machine."""
+    """The axes in an existing file of this machine."""
     if path is None or not path.exists():
         return {}
     content = json.loads(path.read_text())

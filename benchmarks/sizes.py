@@ -1,8 +1,8 @@
-"""Llamas in steps of about four times the parameters, and one of each vocabulary, for curves over size.
+"""Llama flavors in steps of about four times the parameters, and one for each vocabulary size, for scaling curves.
 
 --experimental.custom_import=benchmarks.sizes --model.name=sizes --model.flavor=100M
 
-The names count the embedding and the output layer for the tokenizer shipped here (4,096 tokens).
+The names count the embedding and the output layer for the bundled tokenizer (4,096 tokens).
 """
 
 from dataclasses import replace

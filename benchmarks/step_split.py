@@ -1,13 +1,13 @@
-"""Where the time of a step goes, from the traces that `[profiling]` writes.
+"""Breaks down the time of a step, from the traces that `[profiling]` writes.
 
-python -m benchmarks step_split TRACE.json ...      prints the split of each
+python -m benchmarks step_split TRACE.json ...      prints the breakdown of each
 
-- `data`, `forward`, `backward`, `optimizer`: the spans of these names (`engine.train_step`), on a GPU from the first to
-  the last of their kernels. The chunked loss takes the gradient of the output layer in the forward pass, so `forward`
-  holds it; `optimizer` holds clipping too. A pipeline has one span, `forward and backward`.
-- `rest`: the step less these: converters' hooks, reports, transfers, Python between them.
-- `communication_wait`: collectives run and nothing else does. On a GPU: NCCL kernels without another kernel beside
-  them; on a CPU: gloo's work while the training thread is in no operation of its own. It is a part of the spans above.
+- `data`, `forward`, `backward`, `optimizer`: the spans with these names (`engine.train_step`), on a GPU from the first
+  to the last of their kernels. The chunked loss computes the gradient of the output layer in the forward pass, so
+  `forward` includes it; `optimizer` includes clipping. A pipeline has one span, `forward and backward`.
+- `rest`: the step minus these: converter hooks, reports, transfers, and the Python code in between.
+- `communication_wait`: only collectives run. On a GPU: NCCL kernels without any other concurrent kernel; on a CPU:
+  gloo's work while the training thread runs no operation of its own. It is part of the spans above.
 """
 
 import json
@@ -26,7 +26,7 @@ Event = dict[str, Any]
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """The same time, without overlaps, in order."""
+    """The same time as sorted intervals without overlaps."""
     merged: Intervals = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -37,7 +37,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def without(intervals: Intervals, others: Intervals) -> Intervals:
-    """What is in no interval of `others`; both as `union` gives them."""
+    """The parts of `intervals` that are in no interval of `others`; both as returned by `union`."""
     left: Intervals = []
     first = 0
     for start, end in intervals:
@@ -59,7 +59,7 @@ def length(intervals: Intervals) -> float:
 
 
 def step_split(path: Path) -> dict[str, float]:
-    """Seconds of the step of a trace: `step`, the phases, `rest`, `communication_wait`."""
+    """Seconds of a traced step: `step`, the phases, `rest`, `communication_wait`."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     steps = [event for event in of_kind(events, "user_annotation") if event["name"].startswith("ProfilerStep")]
     if not steps:
@@ -67,7 +67,7 @@ def step_split(path: Path) -> dict[str, float]:
     on_gpu = any(event["cat"] in GPU_WORK for event in events)
     split = {"step": length(spans(steps))}
     for phase in PHASES:
-        # The wait for data runs no kernel.
+        # Waiting for data runs no kernel.
         kind = "gpu_user_annotation" if on_gpu and phase != "data" else "user_annotation"
         split[phase] = length(spans(event for event in of_kind(events, kind) if event["name"] == phase))
     split["rest"] = max(0.0, split["step"] - sum(split[phase] for phase in PHASES))
@@ -85,7 +85,7 @@ def spans(events: Iterable[Event]) -> Intervals:
 
 
 def gpu_work(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
-    """(all other kernels, NCCL's)."""
+    """(all other kernels, NCCL kernels)."""
     kernels = [event for event in events if event.get("cat") in GPU_WORK]
     is_nccl = ["nccl" in event["name"].lower() for event in kernels]
     others = spans(event for event, nccl in zip(kernels, is_nccl, strict=True) if not nccl)
@@ -101,7 +101,7 @@ def cpu_work(events: Sequence[Event], thread: int) -> tuple[Intervals, Intervals
 
 
 def computes(operation: Event) -> bool:
-    """Whether an operation on a CPU is work, and not a frame around work: autograd's nodes, in whose hooks FSDP waits,
+    """Whether a CPU operation does work itself, rather than wrapping it: autograd's nodes, in whose hooks FSDP waits,
     or a compiled region."""
     namespace, colons, _ = operation["name"].partition("::")
     return is_compiled(operation) or bool(colons and namespace not in FRAMES)
@@ -111,7 +111,7 @@ def is_compiled(operation: Event) -> bool:
     return operation["name"].startswith("CompiledFunction")
 
 
-# By the first pattern found in the name of a kernel, or of an operation on a CPU.
+# Class of the first pattern found in the name of a kernel, or of a CPU operation.
 CLASSES = (
     ("communication", r"nccl|c10d"),
     ("attention", r"flash|fmha|sdpa|attention"),
@@ -125,7 +125,7 @@ KINDS = tuple(name for name, _ in CLASSES)
 
 
 def time_by_class(path: Path, longest: int = 12) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
-    """(seconds by class of kernel, [(name, seconds, calls)] of those that take longest) of a trace."""
+    """(seconds by class of kernel, [(name, seconds, calls)] of the longest ones) in a trace."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     kernels = [event for event in events if event["cat"] in GPU_WORK] or cpu_kernels(events)
     by_name: dict[str, tuple[float, int]] = {}
@@ -140,7 +140,8 @@ def time_by_class(path: Path, longest: int = 12) -> tuple[dict[str, float], list
 
 
 def cpu_kernels(events: Iterable[Event]) -> list[Event]:
-    """The outermost operations. Those of a compiled region count by themselves, what they leave of it as its loops."""
+    """The outermost operations. Those within a compiled region count separately, and its remaining time as its
+    loops."""
     working = list(filter(computes, of_kind(events, "cpu_op")))
     regions = outermost(event for event in working if is_compiled(event))
     operations = outermost(event for event in working if not is_compiled(event))
@@ -149,7 +150,7 @@ def cpu_kernels(events: Iterable[Event]) -> list[Event]:
 
 
 def outermost(operations: Iterable[Event]) -> list[Event]:
-    """Those that no other of their thread contains."""
+    """Those not contained in another operation of their thread."""
     found: list[Event] = []
     for event in sorted(operations, key=lambda event: (event["tid"], event["ts"], -event["dur"])):
         if not found or found[-1]["tid"] != event["tid"] or event["ts"] >= found[-1]["ts"] + found[-1]["dur"]:
@@ -158,7 +159,7 @@ def outermost(operations: Iterable[Event]) -> list[Event]:
 
 
 def medians(splits: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of several traced steps, each part's."""
+    """The median of each part over several traced steps."""
     return {name: statistics.median(split[name] for split in splits) for name in splits[0]}
 
 

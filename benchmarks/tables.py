@@ -8,13 +8,13 @@ from typing import Any
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first column to the left, the others to the right."""
+    """A table; the first column is left-aligned, the others right-aligned."""
     lines = [list(columns), ["---"] + ["---:"] * (len(columns) - 1), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def median_of(values: Sequence[float | None], form: str) -> str:
-    """The median of the known values, formatted; "" where none is known."""
+    """The median of the known values, formatted; "" if none is known."""
     known = [value for value in values if value is not None]
     return form.format(statistics.median(known)) if known else ""
 

@@ -1,23 +1,25 @@
-"""Tokens/s, MFU, memory, time to the first step and the split of a step, of variants of a run beside each other.
+"""Compares variants of a run: tokens/s, MFU, memory, time to the first step and breakdown of the step time.
 
 python -m benchmarks throughput --variant "bf16:" --variant "int8: --model.converters=int8" -- --training.seq_len=512
 python -m benchmarks throughput --variant "one:" --variant "FSDP 2: NGPU=2 --training.local_batch_size=2"
 python -m benchmarks throughput --against "COMMAND OF ANOTHER TRAINER"
 
-A variant is a name, then variables and flags of its own; flags after -- are for all. Runs go in turn, A B A B, and
-ratios are taken within a round, since the speed of a machine drifts. What the columns mean:
+A variant is a name, then its own variables and flags; flags after -- apply to all. Runs alternate, A B A B, and ratios
+are computed within a round, because the speed of a machine drifts. The columns:
 
-- tokens/s: of all processes together; of a run the median over the steps after warm-up, of these the median over
-  rounds; `range` is that of the rounds.
-- MFU: model FLOPs at that rate over the machine's bf16 GEMM rate, which is measured in this call (benchmarks/
-  machine.py; on a CPU with the threads of all processes; before each round and after the last one, the median).
-  `full` counts attention as if each token saw the whole sequence (torchtitan, PaLM), `causal` half of that (Megatron).
-- memory: on a GPU the most that torch's allocator held in the measured steps, else the peak resident set of the largest
+- tokens/s: of all processes together. For a run the median over the steps after warm-up, then the median over rounds;
+  `range` is that of the rounds.
+- MFU: model FLOP/s at that rate divided by the machine's bf16 GEMM rate, which is measured in the same call
+  (benchmarks/machine.py; on a CPU with the threads of all processes; median over before each round and after the last).
+  `full` counts attention as if each token attended to the entire sequence (torchtitan, PaLM), `causal` half of that
+  (Megatron).
+- memory: on a GPU the peak of torch's allocator in the measured steps, else the peak resident set of the largest
   process; for another trainer always the latter.
-- first step: seconds from the command to the end of the first step, imports, data and compilation included.
-- the split of a step comes from traces of one more run (benchmarks/step_split.py); `data`, though, from the timed runs.
-  So does the split by kind of operation, with the rates of GEMMs and attention (FLOPs of the model; recomputation
-  does not count). Operations within compiled blocks count by their kind, the rest of a block as compiled loops.
+- first step: seconds from the command to the end of the first step, including imports, data and compilation.
+- the breakdown of a step comes from traces of one more run (benchmarks/step_split.py), except `data`, which comes from
+  the timed runs. The breakdown by kind of operation also comes from traces, with the rates of GEMMs and attention
+  (model FLOPs; recomputation does not count). Operations within compiled blocks count by their kind, the rest of a
+  block as compiled loops.
 
 A run that compiles anything after its warm-up ends the benchmark with status 1.
 """
@@ -83,7 +85,7 @@ def rates_table(
 
 
 def split_table(splits: dict[str, dict[str, float]], results: dict[str, list[Result]]) -> str:
-    """Shares of a step."""
+    """Fractions of a step."""
     phases = [phase for phase in PHASES if phase == "data" or any(split[phase] for split in splits.values())]
     rows = []
     for name, split in splits.items():
@@ -105,11 +107,11 @@ def kinds_table(
     results: dict[str, list[Result]],
     flops: dict[str, dict[str, float]],
 ) -> str:
-    """Shares of a step by kind of operation, and what GEMMs and attention reach of it, in TFLOP/s of the model."""
+    """Fractions of a step by kind of operation, and the TFLOP/s of GEMMs and attention, in model FLOPs."""
     rows = []
     for name, seconds in kinds.items():
         record = results[name][0].records[0]
-        tokens = record["tokens_per_second"] * record["step_seconds"]  # of one process, as its trace
+        tokens = record["tokens_per_second"] * record["step_seconds"]  # of one process, like its trace
         attention = 2 * (flops[name]["full"] - flops[name]["causal"])
         done = {"GEMMs": flops[name]["full"] - attention, "attention": attention / 2}
         rates = [f"{tokens * done[kind] / seconds[kind] / 1e12:.2f}" if seconds[kind] else "" for kind in done]
@@ -204,13 +206,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def median_machine(measured: Sequence[Machine]) -> Machine:
-    """One machine at several times, with the median of each rate."""
+    """The machine, measured several times, with the median of each rate."""
     rates = {size: statistics.median(found.bf16_rates[size] for found in measured) for size in measured[0].bf16_rates}
     return replace(measured[0], bf16_rates=rates, bf16_rate=statistics.median(found.bf16_rate for found in measured))
 
 
 def peaks_of(variants: Sequence[Variant], machines: dict[int, Machine]) -> tuple[dict[str, float], dict[str, float]]:
-    """FLOP/s of all devices of each variant: measured, and where known by the data sheet."""
+    """FLOP/s of all devices of each variant: measured, and from the data sheet if known."""
     peaks, datasheet = {}, {}
     for variant in variants:
         found = machines[variant.threads]

@@ -1,9 +1,9 @@
-"""What scales from bounds of the weights (float8.weight_scale = bound) cost and save, on the debug model: a table.
+"""Cost and savings of scales from weight bounds (float8.weight_scale = bound), for the debug model: a table.
 
 python -m benchmarks weight_bound [--steps 300] [--processes 2]
 
-For each way to find the scales of the float8 all-gather: all-reduces in a step (with the two of every run: gradient
-norm and skipped updates), bits of headroom lost, log2(bound / amax), over all weights and steps, weights that
+For each way to compute the scales of the float8 all-gather: all-reduces per step (including the two of every run:
+gradient norm and skipped steps), bits of headroom lost, log2(bound / amax), over all weights and steps, weights that
 saturated, and the mean loss of the last 20 steps.
 """
 
@@ -35,7 +35,7 @@ VARIANTS: dict[str, list[str]] = {
 
 
 def train(flags: list[str], output: Path) -> None:
-    """In each process of a run: trains, looks at the weights after every step; rank 0 writes what was seen."""
+    """In each process of a run: trains and inspects the weights after every step. Rank 0 writes the results."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
@@ -53,7 +53,7 @@ def train(flags: list[str], output: Path) -> None:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if DTensor in types:
-                return NotImplemented  # a DTensor first takes the operation apart
+                return NotImplemented  # a DTensor decomposes the operation first
             self.count += func._opname.replace("_", "").startswith("allreduce")
             return func(*args, **(kwargs or {}))
 
@@ -88,7 +88,7 @@ def train(flags: list[str], output: Path) -> None:
 
 
 def row(name: str, seen: dict[str, Any], losses: list[float]) -> list[str]:
-    """A line of the table. The first step knows no scale yet, and is left out."""
+    """A line of the table. The first step is excluded, because it has no scale yet."""
     bits = [value for step in seen["bits"] for value in step]
     per_step = statistics.mean(seen["all_reduces"][1:])
     lost = ["", "", ""]

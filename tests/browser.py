@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over its debugging pipe: no driver and no further package is needed."""
+"""A headless Chromium, controlled over its debugging pipe, without a driver or other packages."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ PATIENCE = 240  # seconds; the machine may be busy
 
 
 class Page:
-    """One tab. Messages of the protocol that are no answers are kept in `events`."""
+    """One tab. Protocol messages that are not replies are collected in `events`."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self.commands, self.answers = commands, answers
@@ -34,7 +34,7 @@ class Page:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command of the DevTools protocol, and its result."""
+        """Sends a command of the DevTools protocol and returns its result."""
         self.sent += 1
         message = {"id": self.sent, "method": method, "params": parameters}
         if self.session:
@@ -54,7 +54,7 @@ class Page:
         return json.loads(message)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression; a promise is waited for."""
+        """The value of a JavaScript expression; awaits promises."""
         found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -78,7 +78,7 @@ class Page:
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
     def complaints(self) -> list[Any]:
-        """Errors and warnings of the console, exceptions, and what the content security policy has refused."""
+        """Console errors and warnings, exceptions, and content security policy violations."""
         found = []
         for event in self.events:
             kind, parameters = event.get("method"), event.get("params", {})
@@ -91,7 +91,7 @@ class Page:
         return found
 
     def requests(self) -> list[str]:
-        """What was asked for, files and data among it."""
+        """All requested URLs, including file: and data:."""
         sent = [event["params"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
         return [parameters["request"]["url"] for parameters in sent]
 
@@ -108,11 +108,11 @@ class Page:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Page]:
-    """A page in a browser of its own, with an empty profile."""
+    """A page in a separate browser with an empty profile."""
     assert CHROMIUM
     commands_read, commands_write = os.pipe()
     answers_read, answers_write = os.pipe()
-    # The browser reads commands from descriptor 3 and writes answers to 4, which may be in use in this process.
+    # The browser reads commands from descriptor 3 and writes replies to 4, which may be in use in this process.
     script = f'exec "$@" 3<&{commands_read} 4>&{answers_write}'
     process = subprocess.Popen(
         ["bash", "-c", script, "bash", CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe"],

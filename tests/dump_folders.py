@@ -1,4 +1,4 @@
-"""Dump folders as runs leave them, made without a run."""
+"""Creates dump folders like those of runs, without a run."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ def dump_folder(folder: Path, seed: int = 0, steps: int = STEPS, **training: Any
     """A run with validation, checkpoints and a restart after half of its steps.
 
     Args:
-        training: keys of [training], besides the seed and the number of steps.
+        training: keys of [training], except for the seed and the number of steps.
     """
     folder.mkdir(parents=True)
     metrics: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ def dump_folder(folder: Path, seed: int = 0, steps: int = STEPS, **training: Any
 
 
 def add_everything(folder: Path) -> Path:
-    """Phases of precision, a numerics report and samples."""
+    """Adds precision phases, a numerics report and samples."""
     layers = [
         layer(f"layers.{block}.{name}", name != "attention.wk")
         for block in range(3)

@@ -1,6 +1,6 @@
-"""The same training under every layout: the table of layouts, and how far each is from one process.
+"""The same training under every layout: the table of layouts, and the deviation of each from one process.
 
-`python tests/equality.py` runs all of it and prints the table of docs/parallelism.md.
+`python tests/equality.py` runs all layouts and prints the table of docs/parallelism.md.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ BASE = (
     "--checkpoint.enable_checkpoint",
     f"--checkpoint.interval={STEPS}",
 )
-TOLERANCE = 1e-5  # relative; where a row needs more, it says so
+TOLERANCE = 1e-5  # relative; a row that needs more says so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Layout:
 
     Attributes:
         name: as in the docs.
-        processes: how many.
+        processes: number of processes.
         local_batch_size: sequences in a forward pass of a rank.
-        flags: that make the layout.
-        core: whether it belongs to the short form of the test.
+        flags: that select the layout.
+        core: whether the short form of the test includes it.
     """
 
     name: str
@@ -132,7 +132,7 @@ LAYOUTS = [
 
 
 class Training(NamedTuple):
-    """What a run computed."""
+    """The results of a run."""
 
     losses: torch.Tensor
     grad_norms: torch.Tensor
@@ -140,7 +140,7 @@ class Training(NamedTuple):
 
 
 def run(layout: Layout, folder: Path) -> Training:
-    """Trains in this layout."""
+    """Trains under this layout."""
     size = f"--training.local_batch_size={layout.local_batch_size}"
     train(*BASE, into(folder), size, *layout.flags, processes=layout.processes)
     return Training(
@@ -152,7 +152,7 @@ def run(layout: Layout, folder: Path) -> Training:
 
 def deviations(expected: Training, found: Training) -> dict[str, float]:
     """The largest relative deviation of losses, of gradient norms, and of the final weights (2-norm of a tensor's
-    difference over that of the tensor). A NaN anywhere makes it NaN, as Python's `max` would not."""
+    difference divided by that of the tensor). Any NaN makes the result NaN, unlike Python's `max`."""
     assert expected.losses.shape == found.losses.shape == (STEPS,)
     assert expected.weights.keys() == found.weights.keys()
     return {
@@ -167,7 +167,7 @@ def deviations(expected: Training, found: Training) -> dict[str, float]:
 
 
 def within_tolerance(deviations: dict[str, float]) -> bool:
-    """Whether all are below TOLERANCE; a NaN is not."""
+    """Whether all are below TOLERANCE; false for a NaN."""
     return all(value < TOLERANCE for value in deviations.values())
 
 

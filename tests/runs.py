@@ -1,4 +1,4 @@
-"""Starts real runs, as a user does, and reads what they leave behind."""
+"""Starts real runs, as a user does, and reads their output files."""
 
 import atexit
 import json
@@ -25,7 +25,7 @@ from torchtitan.logging import logger
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
 
-# Small, every step in metrics.jsonl, and a learning rate that does not depend on the number of steps.
+# Small, every step in metrics.jsonl, and a learning rate that is independent of the number of steps.
 SMALL = (
     "--training.seq_len=64",
     "--training.local_batch_size=2",
@@ -41,7 +41,7 @@ CHECKPOINTS = ("--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
 
 
 def train_here(*flags: str) -> None:
-    """A run of one process in this process: no start-up to wait for."""
+    """Trains in this process, to avoid waiting for a new one to start."""
     import train
 
     before = logger.handlers, logger.level, logger.propagate
@@ -52,16 +52,16 @@ def train_here(*flags: str) -> None:
     finally:
         logger.handlers, logger.level, logger.propagate = before
         torch.set_num_threads(threads)
-        if dist.is_initialized():  # a run that fails leaves the group to the end of its process
+        if dist.is_initialized():  # a failed run leaves the group to be destroyed at process exit
             dist.destroy_process_group()
 
 
 class Run:
-    """A run that has been started, and all its processes, which are known by a variable in their environment.
+    """A started run and all its processes, which are identified by an environment variable.
 
     Args:
         command: program and arguments.
-        environment: on top of this process's.
+        environment: added to this process's environment.
         folder: working directory.
     """
 
@@ -78,22 +78,22 @@ class Run:
             stdin=subprocess.DEVNULL,
             stdout=self.screen,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a process group of its own, as a shell gives to each command
+            start_new_session=True,  # a separate process group, as a shell creates for each command
         )
 
     def finish(self, patience: float = PATIENCE) -> tuple[int, str]:
-        """Waits for the end; (exit status, all that was on the screen). A signal -n is the status 128 + n."""
+        """Waits for the end. Returns (exit status, all output). A signal n gives status 128 + n."""
         status = self.process.wait(patience)
         return (status if status >= 0 else 128 - status), self.output()
 
     def output(self) -> str:
-        """All that has been on the screen, normal output and errors."""
-        # The run writes where this file's position is, so reading must not move it.
+        """All output so far, stdout and stderr."""
+        # The run writes at this file's position, so reading must not move it.
         screen = self.screen.fileno()
         return os.pread(screen, os.fstat(screen).st_size, 0).decode(errors="replace")
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """Until the condition holds; fails where the run ends before."""
+        """Waits until the condition holds. Fails if the run ends first."""
         for _ in range(PATIENCE * 50):
             if condition():
                 return
@@ -102,19 +102,19 @@ class Run:
         raise AssertionError("the run does not get there")
 
     def signal_group(self, number: signal.Signals) -> None:
-        """To the command's process group, as a terminal sends Ctrl-C."""
+        """Signals the command's process group, as a terminal does for Ctrl-C."""
         os.killpg(self.process.pid, number)
 
     def pids(self) -> list[int]:
-        """All living processes of the run, those of other process groups and orphans too."""
+        """All living processes of the run, including orphans and those in other process groups."""
         return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if self.mark in variables_of(pid)]
 
     def pid_of_rank(self, rank: int) -> int | None:
-        """The process of a rank; None while it is not there yet."""
+        """The process of a rank; None if it has not started yet."""
         return next((pid for pid in self.pids() if f"RANK={rank}" in variables_of(pid)), None)
 
     def kill(self) -> None:
-        """SIGKILL to every process of the run, as when the power fails."""
+        """SIGKILL to every process of the run, as in a power failure."""
         while pids := self.pids():
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -124,7 +124,7 @@ class Run:
 
 
 def takes(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler of its own for a signal by now."""
+    """Whether a process has installed its own handler for a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
@@ -133,7 +133,7 @@ def takes(pid: int, number: signal.Signals) -> bool:
 def variables_of(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-    except OSError:  # it has ended meanwhile
+    except OSError:  # it has ended in the meantime
         return []
 
 
@@ -145,12 +145,12 @@ def started(
     folder: Path = ROOT,
     **environment: str,
 ) -> Iterator[Run]:
-    """A run through `torchtitan.launch` in so many processes, or, with None, plain `python train.py`.
+    """Starts a run with `torchtitan.launch` and this many processes, or, with None, plain `python train.py`.
 
     Args:
         command: what to start instead.
         folder: working directory.
-        environment: further variables.
+        environment: additional variables.
     """
     program = [str(ROOT / "train.py"), *flags]
     if command is not None:
@@ -169,10 +169,10 @@ def started(
 
 
 def train(*flags: str, patience: float = PATIENCE, **options: Any) -> str:
-    """A run that must succeed, within `patience` seconds; what was on the screen.
+    """A run that must succeed within `patience` seconds. Returns its output.
 
-    With no option but `processes`, in forked processes, since a start takes far longer than a few tiny steps. With any
-    other option it is started as a user starts it.
+    Without options other than `processes` it runs in forked processes, because starting takes far longer than a few
+    tiny steps. With any other option it is started as a user would.
     """
     if options.keys() <= {"processes"} and options.get("processes", 1):
         return _train_on_ranks(flags, **options)
@@ -183,7 +183,7 @@ def train(*flags: str, patience: float = PATIENCE, **options: Any) -> str:
 
 
 def _train_on_ranks(flags: Sequence[str], processes: int = 1) -> str:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun does
     with tempfile.NamedTemporaryFile() as screen:
         on_ranks(processes, _train_as_rank, processes, store.port, screen.name, flags)
         return Path(screen.name).read_text(errors="replace")
@@ -199,13 +199,13 @@ def _train_as_rank(rank: int, world_size: int, port: int, screen: str, flags: Se
     os.dup2(file, 1)
     os.dup2(file, 2)
     train_here(*flags)
-    atexit._run_exitfuncs()  # a forked process leaves them out
+    atexit._run_exitfuncs()  # a forked process skips them
     sys.stdout.flush()
     sys.stderr.flush()
 
 
 def failure(*flags: str, **options: Any) -> tuple[int, str]:
-    """A run that must not succeed; (exit status, what was on the screen)."""
+    """A run that must fail. Returns (exit status, output)."""
     with started(*flags, **options) as run:
         status, output = run.finish()
         assert status != 0, output
@@ -218,14 +218,13 @@ def into(folder: Path) -> str:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a JSONL file; none while it is not there."""
+    """Complete lines of a JSONL file; empty if it does not exist."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says of training steps. Fails where there are none, or one is there twice or not in its
-    place."""
+    """The training steps in metrics.jsonl. Fails if there are none, or if a step is duplicated or out of order."""
     lines = [line for line in lines_of(folder / "metrics.jsonl") if "loss" in line]
     steps = [line["step"] for line in lines]
     assert steps and steps == sorted(set(steps))
@@ -233,32 +232,32 @@ def reports(folder: Path) -> list[dict[str, Any]]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """By step. Fails where one is not finite (null in the file): two runs that diverge are not the same training."""
+    """Losses by step. Fails if one is not finite (null in the file): two diverging runs are not the same training."""
     found = {line["step"]: line["loss"] for line in reports(folder)}
     assert None not in found.values(), found
     return found
 
 
 def grad_norms(folder: Path) -> list[float]:
-    """Of each step. Fails where one is not finite."""
+    """The gradient norm of each step. Fails if one is not finite."""
     found = [line["grad_norm"] for line in reports(folder)]
     assert None not in found, found
     return found
 
 
 def last_step(folder: Path) -> int:
-    """The step that a run is at."""
+    """The last step that the run has reported."""
     return max((line["step"] for line in lines_of(folder / "metrics.jsonl")), default=0)
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints that are there; what bears another name is none."""
+    """Steps of the existing checkpoints. Other names do not count."""
     names = [path.name for path in (folder / "checkpoint").glob("step-*")]
     return sorted(int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdecimal())
 
 
 def tensors_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole."""
+    """All tensors of a checkpoint, unsharded."""
     file = folder / "tensors.pt"
     dcp_to_torch_save(folder / "checkpoint" / f"step-{step}", file)
     tensors = torch.load(file)
@@ -273,7 +272,7 @@ def assert_equal_bit_for_bit(left: dict[str, torch.Tensor], right: dict[str, tor
 
 
 def fill(disk: Path) -> Path:
-    """To the last byte. Returns the file that takes the room."""
+    """Fills the disk to the last byte. Returns the file that occupies the space."""
     path = disk / "filler"
     with open(path, "wb", buffering=0) as file:
         for size in (1 << 16, 1):
@@ -286,6 +285,6 @@ def fill(disk: Path) -> Path:
 
 
 def all_equal(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> bool:
-    """Whether these are the same tensors bit for bit, as many on both sides, and not none."""
+    """Whether both sides have the same tensors bit for bit, and at least one."""
     pairs = list(zip(left, right, strict=True))
     return bool(pairs) and all(torch.equal(mine, theirs) for mine, theirs in pairs)

@@ -1,4 +1,4 @@
-"""A user's module: models small enough that a run of them is all start-up. `--experimental.custom_import=tiny`."""
+"""A user's module: models so small that a run is dominated by start-up. `--experimental.custom_import=tiny`."""
 
 from dataclasses import replace
 

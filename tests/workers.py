@@ -1,4 +1,4 @@
-"""Functions in several processes of one gloo group, each forked from a process that has imported torch."""
+"""Runs functions in several processes of one gloo group, each forked from a process that has imported torch."""
 
 import multiprocessing
 import os
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE = 240  # seconds; for machines that do much else
+PATIENCE = 240  # seconds; allows for busy machines
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torchtitan.build_trainer", "torchtitan.plan.planner", "torchao.prototype.mx_formats"])
 
 
 def in_processes(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """`function(*arguments)` on every rank; what each of them returned. A rank that fails fails the test."""
+    """Runs `function(*arguments)` on every rank. Returns the results. A failing rank fails the test."""
     with tempfile.TemporaryDirectory() as folder:
         on_ranks(world_size, _in_group, function, world_size, folder, arguments)
         return [torch.load(Path(folder) / f"result{rank}") for rank in range(world_size)]
@@ -38,8 +38,8 @@ def _in_group(
 
 
 def on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) -> None:
-    """`function(rank, *arguments)` in so many processes, with the variables of this one."""
-    waiting: dict[Any, tuple[int, Any]] = {}  # by pipe: rank and process
+    """Runs `function(rank, *arguments)` in `world_size` processes, with this process's environment."""
+    waiting: dict[Any, tuple[int, Any]] = {}  # pipe -> rank and process
     for rank in range(world_size):
         here, there = _context.Pipe()
         target = (there, dict(os.environ), function, (rank, *arguments))
@@ -58,7 +58,7 @@ def on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) ->
                 failure = "the process has died"
             if failure:
                 failures += f"rank {rank}: {failure}\n"
-                deadline = min(deadline, time.monotonic() + 3)  # the others may wait for it for ever
+                deadline = min(deadline, time.monotonic() + 3)  # the others may wait for it forever
     for process in processes:
         if failures or waiting:
             process.kill()
@@ -69,7 +69,7 @@ def on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) ->
 
 
 def _call(answer: Connection, variables: dict[str, str], function: Callable[..., None], arguments: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which terminates the ranks
     os.environ.clear()
     os.environ.update(variables)
     torch.set_num_threads(1)

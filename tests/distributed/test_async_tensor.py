@@ -1,4 +1,4 @@
-"""The compiler's fusion of collectives into GEMMs, on the graph of a tensor-parallel block."""
+"""The compiler's fusion of collectives into GEMMs, in the graph of a tensor-parallel block."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,8 +23,8 @@ ARGS = LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab
 
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
-    """Two ranks, one of which is real: what is compiled does not run."""
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)  # the compiler's pass asks for it
+    """Two ranks, one of which is real: the compiled code does not run."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)  # required by the compiler pass
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     dist.destroy_process_group()
@@ -38,11 +38,11 @@ def test_collectives_of_a_block_are_fused_into_its_products(mesh: DeviceMesh) ->
     fused = FusedGemms()
     settings = torch._inductor.config.patch(_micro_pipeline_tp=True, post_grad_custom_post_pass=fused)
     x = torch.randn(2, 16, ARGS.dim, requires_grad=True)
-    # The forward graph is compiled; to run, its fused operations would need a GPU.
+    # The forward graph is compiled. Running its fused operations would need a GPU.
     with settings, _test_mode(), pytest.raises(NotImplementedError):
         block(x, model.rope(32, x.device), None).sum().backward()
     fused.check()
-    # The gathers before attention and before the feed-forward, and the sums after them.
+    # The all_gathers before attention and before the feed-forward, and the reduce_scatters after them.
     assert fused.count >= 4
 
 

@@ -36,8 +36,8 @@ FEATURES = {
     "pipeline": ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"),
 }
 PROCESSES = {"FSDP and tensor parallel": 4}
-# What stands for the others in the short form, beside the first two with each converter. (test_weight_classes.py has
-# more layouts in less time.)
+# These represent the others in the short form, next to the first two features with each converter.
+# (test_weight_classes.py covers more layouts in less time.)
 SHORT = [
     ("compile", "int8"),
     ("tensor parallel and compile", "float8"),
@@ -71,11 +71,11 @@ def test_converter_with_feature(converter: str, feature: str, alone: dict[str, l
     output = train(*BASE, into(tmp_path), *flags, processes=PROCESSES.get(feature, 2))
     assert list(losses(tmp_path).values()) == pytest.approx(alone[converter], abs=5e-3)
     counted = "low-precision GEMMs ran in this step" in output
-    assert counted != (converter == "mx" and "compile" in feature)  # emulated casts are fused by the compiler
+    assert counted != (converter == "mx" and "compile" in feature)  # the compiler fuses emulated casts
 
 
 def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
-    """Checkpoints hold plain weights in high precision, whatever the run computes and gathers in."""
+    """Checkpoints hold plain high-precision weights, regardless of the precision of computation and all_gathers."""
     saved = (*BASE, into(tmp_path), "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
     train(*saved, "--training.steps=2", *CONVERTERS["int8"], processes=2)
     train(*saved, "--training.steps=4", "--training.local_batch_size=4")
@@ -88,7 +88,7 @@ def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("converter", CONVERTERS)
 def test_resumed_bit_for_bit(converter: str, processes: int, tmp_path: Path) -> None:
-    """Twice, with accumulation; scales with a history are part of a checkpoint, others are the same without."""
+    """Twice, with accumulation. Scales with a history are part of a checkpoint; others can be recomputed."""
     flags = (*BASE, *CONVERTERS[converter], "--training.local_batch_size=1", "--optimizer.lr=1e-2")
     saved = (*flags, "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
 

@@ -1,4 +1,4 @@
-"""Delayed scaling over ranks: amaxes are shared by exactly those that share a tensor."""
+"""Delayed scaling over ranks: amaxes are reduced over exactly the ranks that shard a tensor."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ BFLOAT16 = Training(mixed_precision_param="bfloat16")
 
 
 def histories_after_steps(fsdp: int, tp: int) -> dict[str, Any]:
-    """On this rank, after two steps in which each data-parallel rank has had tokens of its own; the losses too."""
+    """On this rank, after two steps with different tokens on each data-parallel rank; also returns the losses."""
     mesh = init_device_mesh("cpu", (1, 1, fsdp, tp), mesh_dim_names=NAMES)
     with torch.device("meta"):
         model = Llama(ARGS)
@@ -57,7 +57,7 @@ def alone() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("fsdp", "tp"), [(2, 1), (1, 2)])
 def test_all_ranks_have_the_scales_of_the_whole_tensors(fsdp: int, tp: int, alone: dict[str, Any]) -> None:
-    """The weights of the ranks' shares, and what each made of its own tokens, have other amaxes."""
+    """The ranks' weight shards, and activations from their own tokens, have different amaxes."""
     first, second = in_processes(histories_after_steps, 2, fsdp, tp)
     assert first["histories"] == second["histories"]
     assert first["scales"] and first["scales"].keys() == second["scales"].keys()
@@ -66,11 +66,11 @@ def test_all_ranks_have_the_scales_of_the_whole_tensors(fsdp: int, tp: int, alon
     for name, rows in alone["histories"].items():
         found = torch.tensor(first["histories"][name])
         torch.testing.assert_close(found[:2], torch.tensor(rows)[:2], rtol=0.05, atol=0)
-        assert found[1].tolist() == rows[1]  # the weight itself
+        assert found[1].tolist() == rows[1]  # of the weight itself
 
 
 def maximum_of_stages() -> tuple[float, float]:
-    """The largest of the ranks' numbers, once in the group of a stage and once of all."""
+    """The maximum of the ranks' numbers, once over the group of a stage and once over all ranks."""
     from torchtitan.converters.amax import all_reduce_max, stage_group
 
     mesh = init_device_mesh("cpu", (2, 1, 1, 2), mesh_dim_names=NAMES)
@@ -125,7 +125,7 @@ def test_int8_scales_of_a_step_ahead_do_not_reach_the_backward_pass() -> None:
 
 
 def gradients_of_gathered_int8() -> list[torch.Tensor]:
-    """With scales changed between forward and backward: weights gathered again for it, and not; then unchanged."""
+    """With scales changed between forward and backward, with and without gathering weights again; then unchanged."""
     from torchtitan.config.low_precision import Int8
     from torchtitan.converters.int8_fsdp import ShardedWeight
     from torchtitan.parallel.fsdp import apply_fsdp

@@ -1,4 +1,4 @@
-"""Under every layout: a run that starts from published weights, and one that leaves them behind."""
+"""Under every layout: a run that starts from published weights, and one that exports its own."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_a_run_starts_from_published_weights_and_leaves_its_own(layout: str, pub
     folder = tmp_path / "one" / "checkpoint" / "step-2-hf"
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     assert not any(report.values())
-    # Loaded and exported again at once, without a step: the same bits.
+    # Loaded and exported again immediately, without a step: the same bits.
     train(*RUN, *flags, into(tmp_path / "three"), f"{start}{folder}", *CHECKPOINTS, "--training.steps=1",
           "--checkpoint.last_save_in_hf", "--optimizer.lr=1e-30", processes=processes)  # fmt: skip
     again, weights = weights_in(tmp_path / "three" / "checkpoint" / "step-1-hf"), weights_in(folder)
@@ -61,7 +61,7 @@ def test_an_export_that_is_missing_is_made_up_for(published: Path, tmp_path: Pat
     assert "finished its 2 steps already" in output
     config = json.loads((tmp_path / "checkpoint" / "step-2-hf" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16"
-    train(*run, "--checkpoint.last_save_in_hf")  # and once is enough
+    train(*run, "--checkpoint.last_save_in_hf")  # once is enough
 
 
 def test_another_model_is_refused(published: Path, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_another_model_is_refused(published: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_checkpoint(published: Path, tmp_path: Path) -> None:
-    """A folder in the way stands for what can keep an export from its place."""
+    """A folder in the way represents anything that can prevent an export."""
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "step-2-hf.tmp").write_text("no folder")
     with started(*RUN, *CHECKPOINTS, into(tmp_path), "--training.steps=2", "--checkpoint.last_save_in_hf") as run:

@@ -1,4 +1,4 @@
-"""The same training, whatever the layout."""
+"""The same training under every layout."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_layout_equals_one_process(layout: equality.Layout, one_process: equalit
 
 @pytest.mark.parametrize("part", ["losses", "grad_norms", "weights"])
 def test_a_number_that_is_not_finite_equals_none(part: str) -> None:
-    """Wherever it stands among the others."""
+    """Wherever it occurs among the others."""
 
     def training() -> equality.Training:
         ones = torch.ones(equality.STEPS, dtype=torch.float64)
@@ -59,5 +59,5 @@ def test_computes_in_bfloat16_whatever_the_layout(tmp_path: Path) -> None:
     for layout in ("one", "fsdp", "tp"):
         found = list(losses(tmp_path / layout).values())
         assert found == pytest.approx(expected, abs=2e-2)
-        # float32 agrees to 1e-6 (above), bfloat16 has 8 bits
+        # float32 agrees to 1e-6 (above); bfloat16 has 8 bits
         assert found != pytest.approx(expected, abs=2e-5)

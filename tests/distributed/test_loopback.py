@@ -1,4 +1,4 @@
-"""What the processes of a run listen on: on one machine nothing that another machine reaches."""
+"""The sockets that a run's processes listen on: with one machine, none that other machines can reach."""
 
 import ipaddress
 import os
@@ -27,7 +27,7 @@ def listening_on(pid: int) -> list[str]:
 
 
 def address(digits: str) -> str:
-    """Of Linux's hexadecimal digits: words of four bytes, the last byte of each first."""
+    """Decodes Linux's hexadecimal digits: words of four bytes, least significant byte first."""
     words = [bytes.fromhex(word)[::-1] for word in re.findall(".{8}", digits)]
     return str(ipaddress.ip_address(b"".join(words)))
 

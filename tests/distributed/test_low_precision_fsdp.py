@@ -1,4 +1,4 @@
-"""Weights gathered in low precision: what travels, with which scales, and in how many collectives."""
+"""Weights gathered in low precision: the data sent, the scales used, and the number of collectives."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class CountedAllGather:
-    """FSDP2's all-gather, and the bytes that it has received."""
+    """FSDP2's all_gather, counting the bytes received."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -60,7 +60,7 @@ class CountedAllGather:
 
 
 class CountedAllReduces(TorchDispatchMode):
-    """Of `torch.distributed` and functional collectives, those of the backward pass too."""
+    """Counts all_reduces of `torch.distributed` and functional collectives, including those of the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class CountedAllReduces(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # a DTensor first takes the operation apart
+            return NotImplemented  # a DTensor decomposes the operation first
         self.count += func._opname.replace("_", "").startswith("allreduce")
         return func(*args, **(kwargs or {}))
 
@@ -78,8 +78,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(name: str, section: Any, hugest: float = 0.0, told: float = OPTIMIZER.lr) -> dict[str, Any]:
-    """Three steps of two blocks on all ranks, sharded; what a test may want to know of it. `told`: to the converter, of
-    the learning rate."""
+    """Three steps of two sharded blocks on all ranks. Returns everything that tests may check. `told` is the learning
+    rate passed to the converter."""
     gather = CountedAllGather()
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block())
@@ -144,7 +144,7 @@ CASES = {
 
 
 def train_all() -> dict[str, Any]:
-    """Every case, and again with weights of zeros and huge ones."""
+    """Every case, and again with zero and with huge weights."""
     results = {name: train(*case) for name, case in CASES.items()}
     extreme = {f"{name}, extreme": train(*case, 1e20) for name, case in CASES.items() if case[0]}
     try:
@@ -157,7 +157,7 @@ def train_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    """What `train_all` returned on each of two ranks."""
+    """The results of `train_all` on each of two ranks."""
     return in_processes(train_all, 2)
 
 
@@ -166,7 +166,7 @@ def test_gather_sends_half_the_bytes_and_trains_alike(case: str, ranks: list[dic
     for rank in ranks:
         assert rank[case]["losses"] == pytest.approx(rank["plain"]["losses"], rel=0.03)
         assert rank[case]["losses"] != rank["plain"]["losses"]
-        assert rank[case]["bytes"] < 0.56 * rank["plain"]["bytes"]  # half, and scales and norms
+        assert rank[case]["bytes"] < 0.56 * rank["plain"]["bytes"]  # half, plus scales and norms
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
@@ -198,7 +198,7 @@ def test_scales_that_are_there_take_no_reduction_in_the_passes(ranks: list[dict[
         dynamic, precomputed, bound = (
             rank[case]["reduces_in_passes"] for case in ("float8", "float8 precomputed", "float8 bound")
         )
-        assert dynamic[0] == precomputed[0] == bound[0] > 0  # nothing is known before the first step
+        assert dynamic[0] == precomputed[0] == bound[0] > 0  # before the first step no bound exists yet
         assert dynamic[1:] == dynamic[:-1]
         assert precomputed[1:] == bound[1:] == rank["plain"]["reduces_in_passes"][1:]
 

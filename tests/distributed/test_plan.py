@@ -1,4 +1,4 @@
-"""A plan against real runs: gloo processes train two steps, whose tensors and collectives are counted."""
+"""Compares plans with real runs: gloo processes train two steps, and their tensors and collectives are counted."""
 
 import gc
 import json
@@ -45,7 +45,7 @@ KINDS = {
     "c10d::send": "send",
     "c10d::recv_": "receive",
 }
-"""As torch's profiler names what reaches a process group, from `torch.distributed` or functional collectives."""
+"""As torch's profiler names operations of a process group, from `torch.distributed` or functional collectives."""
 
 
 class Reporter:
@@ -61,14 +61,14 @@ def train(rank: int, world_size: int, layouts: list[list[str]], ports: list[int]
     results = []
     for flags, port in zip(layouts, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        _clear_sharding_prop_cache()  # of the layout before
+        _clear_sharding_prop_cache()  # of the previous layout
         gc.collect()  # so that nothing of it is freed while memory is counted
         results.append(some_steps(flags, world_size))
     torch.save(results, f"{folder}/result{rank}")
 
 
 def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
-    """What the next steps hold and send, without anything of ours watching; and the last, by dimension."""
+    """What the next steps hold and send, without interception; and the last step, by dimension."""
     from torchtitan.build_trainer import build_trainer
 
     config = ConfigManager().parse_args(flags)
@@ -87,9 +87,9 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
             with record_function("measured"):
                 trainer.train_step(batches, Reporter())  # type: ignore[arg-type]
     recorder = Recorder(name_of_group(trainer.engine.meshes))
-    with recorder, kernel_substitutes("cpu"):  # torch's mask cannot be made while a recorder looks on
+    with recorder, kernel_substitutes("cpu"):  # torch's mask cannot be created under a recorder
         trainer.train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
-    sizes = state_bytes(trainer.engine.model, trainer.engine.optimizer)  # without gradients: they are gone
+    sizes = state_bytes(trainer.engine.model, trainer.engine.optimizer)  # without gradients, which are already freed
     place = trainer.engine.meshes.mesh.get_local_rank("pp")
     with trainer:
         pass  # closes it
@@ -102,9 +102,9 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
 
 
 def profiled(profiler: Any, folder: str) -> dict[str, Any]:
-    """Peak of memory and number of collectives in a part called "measured": the lowest peak of all of them.
+    """The peak memory and number of collectives of the part called "measured": the lowest of all its peaks.
 
-    gloo's threads free its copies unseen: they count until their address is used again, and a peak is found too high.
+    gloo's threads free its copies unseen. The copies count until their address is reused, so a peak may be too high.
     """
     path = Path(folder) / f"trace{os.environ['RANK']}.json"
     profiler.profiler.kineto_results.save(str(path))
@@ -136,7 +136,7 @@ def free_port() -> int:
 
 
 def measured(world_size: int, layouts: list[list[str]], folder: Path) -> list[list[dict[str, Any]]]:
-    """For each layout what each rank found."""
+    """The measurements of each rank, for each layout."""
     ports = [free_port() for _ in layouts]
     mp.spawn(train, (world_size, layouts, ports, str(folder)), nprocs=world_size)
     by_rank = [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(world_size)]
@@ -198,9 +198,9 @@ def test_a_plan_is_what_two_processes_hold_and_send(
 
 
 def test_updates_during_the_backward_pass_lower_the_peak(two: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
-    """By most of the gradients; those of a block, and of embedding and output layer together, are still there.
+    """Saves most of the gradients; those of one block, and of embedding and output layer together, still exist.
 
-    The peaks are those of one process: with two, buffers of exchanges that are under way come and go.
+    The peaks are those of one process: with two, communication buffers come and go.
     """
     folder = f"--job.dump_folder={tmp_path}"
     before, after = (planned((*FLAGS, *flags, folder), 2)[0] for flags in (AFTER_BACKWARD, IN_BACKWARD))
@@ -216,19 +216,20 @@ def test_updates_during_the_backward_pass_lower_the_peak(two: dict[str, list[dic
     assert early["peak"] < ordinary["peak"] - 0.5 * ordinary["states"][1]
 
 
-# Collectives of one rank in a step, counted by hand. The plan and the runs share the code that they are counts of.
-# The debug model has 6 blocks; with the embedding and the root (norm and output layer) 8 FSDP groups. Its loss is one
+# Collectives of one rank in a step, counted by hand, because the plan and the runs share the code that is counted.
+# The debug model has 6 blocks; with the embedding and the root (norm and output layer) 8 FSDP groups. Its loss has one
 # chunk. A reported step all-reduces 3 numbers over all ranks: the gradient norm, the guard's flags, the loss.
 #
-# FSDP. All-gathers: 8 in the forward pass, and again 7 in the backward pass, for the root is not resharded: 15.
-# Reduce-scatters: a gradient of each group: 8.
+# FSDP. All-gathers: 8 in the forward pass, and 7 again in the backward pass, because the root is not resharded: 15.
+# Reduce-scatters: the gradients of each group: 8.
 #
-# TP. A block gathers the inputs of attention and feed-forward, and reduce-scatters their outputs: 2 and 2 of 6 blocks;
-# the embedding reduce-scatters once, the final norm gathers once: 13 and 13. The backward pass of each is the other:
-# 26 and 26. All-reduces: the gradients of 13 norm weights, and 2 of the loss's chunk: 15, and the 3 of any step.
+# TP. A block gathers the inputs of attention and feed-forward, and reduce-scatters their outputs: 2 and 2 for 6 blocks;
+# the embedding reduce-scatters once, the final norm gathers once: 13 and 13. The backward pass runs the opposite
+# collective of each: 26 and 26. All-reduces: the gradients of 13 norm weights, and 2 of the loss's chunk: 15, plus the
+# 3 of any step.
 #
-# HSDP, two grad-accumulation steps: each gathers and reduce-scatters as FSDP does: 30 and 16. Only the last
-# all-reduces the gradients of the 8 groups over the copies: 8.
+# HSDP, two grad-accumulation steps: each gathers and reduce-scatters as FSDP does: 30 and 16. Only the last all-reduces
+# the gradients of the 8 groups over the replicas: 8.
 COUNTED_BY_HAND = {
     "FSDP 2": (2, {("fsdp", "all-gather"): 15, ("fsdp", "reduce-scatter"): 8, ("fsdp", "all-reduce"): 3}),
     "TP 2": (2, {("tp", "all-gather"): 26, ("tp", "reduce-scatter"): 26, ("tp", "all-reduce"): 18}),
@@ -269,7 +270,7 @@ def test_a_plan_is_what_more_processes_hold_and_send(
 
 
 def assert_planned(flags: Sequence[str], world_size: int, real: list[dict[str, Any]]) -> None:
-    """Bytes of tensors, and collectives, to the last one; activations and buffers within a tenth."""
+    """Bytes of tensors and number of collectives exactly; activations and buffers within a tenth."""
     ranks = planned((*FLAGS, *flags), world_size)
     assert len(real) == world_size
     for found in real:

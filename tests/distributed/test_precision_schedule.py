@@ -1,4 +1,4 @@
-"""A run whose precision changes on the way is, to the bit, the runs that it is made of."""
+"""A run that changes its precision equals, bit for bit, the single-precision runs that it consists of."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ PRECISIONS = {
 
 
 def schedule(folder: Path, *names: str) -> str:
-    """A file with two steps of each precision."""
+    """A config file with two steps of each precision."""
     text = ""
     for number, name in enumerate(names, 1):
         converter, keys = PRECISIONS[name]
@@ -51,7 +51,7 @@ def flags_of(name: str) -> list[str]:
 
 
 def pieces(folder: Path, names: tuple[str, ...], run: object, *flags: str) -> None:
-    """The schedule as runs without one, each going on from the checkpoint of that before."""
+    """The schedule as runs without one, each resuming from the previous one's checkpoint."""
     for number, name in enumerate(names, 1):
         run(*BASE, *flags, into(folder), f"--training.steps={2 * number}", *flags_of(name))  # type: ignore[operator]
 
@@ -69,7 +69,7 @@ LAYOUTS = {
     "pipeline": ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"),
     "context parallel": ("--parallelism.context_parallel_degree=2",),
 }
-# Tensor parallelism gathers activations in float8 in the first phase alone.
+# Tensor parallelism gathers activations in float8 only in the first phase.
 SWITCHES = [("FSDP", ("bf16", "int8 rowwise")), ("tensor parallel", ("float8 tensorwise", "bf16"))]
 
 
@@ -167,5 +167,5 @@ def test_blocks_are_compiled_once_for_each_phase(tmp_path: Path, capfd: pytest.C
     train_here(*BASE, into(tmp_path), *flags, schedule(tmp_path, "int8 rowwise", "bf16"))
     compiled = Counter((metrics.co_name, metrics.is_forward) for metrics in get_compilation_metrics())
     assert compiled["forward", True] == 2
-    # 24 layers, 3 GEMMs, 2 microbatches; counted in the second step of a phase.
+    # 24 layers, 3 GEMMs, 2 grad-accumulation steps; counted in the second step of a phase.
     assert "int8 rowwise: 144 low-precision GEMMs ran in this step, 144 promised" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if nothing had been: on the same layout to the bit, on another to rounding."""
+"""A stopped run resumes as if uninterrupted: exactly under the same layout, to rounding under another."""
 
 import json
 import shutil
@@ -33,14 +33,14 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two FSDP ranks, each step of two microbatches, shuffled data."""
+    """Two FSDP ranks, each step with two grad-accumulation steps, shuffled data."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     train(*FLAGS, into(folder), processes=2)
     return folder
 
 
 def kill_after_next_checkpoint(folder: Path, *flags: str) -> None:
-    """Runs the command until it is past a new checkpoint, then ends all of its processes at once."""
+    """Runs the command until it has passed a new checkpoint, then kills all its processes at once."""
     target = max(checkpoint_steps(folder), default=0) + 4
     with started(*FLAGS, *flags, into(folder), processes=2) as run:
         run.wait_until(lambda: target in checkpoint_steps(folder) and last_step(folder) > target)
@@ -76,7 +76,7 @@ def test_checkpoints_written_in_the_background_resume_bit_for_bit(uninterrupted:
 
 
 def test_epochs_end_in_a_resumed_run_as_in_a_whole_one(tmp_path: Path) -> None:
-    """So few documents that every row has read its own several times over, in a new order each time."""
+    """So few documents that every row has read its own several times, in a different order each time."""
     (tmp_path / "data").mkdir()
     for number in range(9):
         text = " ".join(str(number * step * step) for step in range(20 + 3 * number))

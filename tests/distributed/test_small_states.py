@@ -1,4 +1,4 @@
-"""Optimizers with small states under every layout: they train, are saved, and go on, to the bit."""
+"""Optimizers with small states under every layout: they train, are saved, and resume bit for bit."""
 
 import shutil
 from pathlib import Path
@@ -45,7 +45,7 @@ DTYPES = {
     "bfloat16 states": {torch.float32, torch.bfloat16},
     "bfloat16 states and weights": {torch.bfloat16},
 }
-"""Of matrices: weights, codes or moments, scales."""
+"""For matrices: weights, codes or moments, scales."""
 ALL = [pytest.param(name, marks=[] if name in CORE else [pytest.mark.full]) for name in OPTIMIZERS]
 TP = "--parallelism.tensor_parallel_degree=2"
 
@@ -67,7 +67,7 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Float8 tensors can be compared as bytes alone."""
+    """Float8 tensors can only be compared as bytes."""
     assert left and left.keys() == right.keys()
     return all(torch.equal(_bytes(left[name]), _bytes(right[name])) for name in left)
 
@@ -77,7 +77,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_it_trains_as_adamw_does(uninterrupted: tuple[str, Path], float32: Path) -> None:
-    """And not just as AdamW does: the moments are another's."""
+    """But not exactly as AdamW: the moments differ."""
     name, folder = uninterrupted
     found, expected = list(losses(folder).values()), list(losses(float32).values())
     assert found == pytest.approx(expected, abs=2e-2 if "4bit" in name else 2e-3)
@@ -113,14 +113,14 @@ def test_one_process_goes_on(uninterrupted: tuple[str, Path], tmp_path: Path) ->
     shutil.copytree(folder / "checkpoint" / "step-4", tmp_path / "checkpoint" / "step-4")
     train_here(*FLAGS, into(tmp_path), *OPTIMIZERS[name], "--training.local_batch_size=4")
     expected = [loss for step, loss in losses(folder).items() if step > 4]
-    # Weights that are rounded stochastically are rounded otherwise.
+    # Stochastic rounding of weights differs between layouts.
     assert list(losses(tmp_path).values()) == pytest.approx(expected, abs=2e-3 if "weights" in name else 1e-4)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_tensor_parallel_ranks_go_on(name: str, tmp_path: Path) -> None:
-    """From FSDP 2 to FSDP 2 x TP 2 and back, by rows of 256, of which each rank has a block."""
+    """From FSDP 2 to FSDP 2 x TP 2 and back. Rows of 256 give each rank one block."""
     flags = (*FLAGS, "--model.flavor=blocks", *OPTIMIZERS[name])
     train(*flags, into(tmp_path / "a"), processes=2)
     shutil.copytree(tmp_path / "a" / "checkpoint" / "step-4", tmp_path / "b" / "checkpoint" / "step-4")
@@ -131,7 +131,7 @@ def test_tensor_parallel_ranks_go_on(name: str, tmp_path: Path) -> None:
 
 
 def test_tensor_parallel_ranks_that_cut_blocks_are_refused(tmp_path: Path) -> None:
-    """Rows of 128 have one block, of 64 on each of two ranks another one."""
+    """Rows of 128 have one block; on two ranks each has a different block of 64."""
     flags = (*FLAGS, *OPTIMIZERS["8bit"], "--training.local_batch_size=4", into(tmp_path))
     train_here(*flags, "--training.steps=1")
     status, output = failure(*flags, TP, processes=2)
@@ -141,7 +141,7 @@ def test_tensor_parallel_ranks_that_cut_blocks_are_refused(tmp_path: Path) -> No
 
 
 def rounded(copies: int) -> torch.Tensor:
-    """This rank's share of a weight of ones after an update that is to be rounded."""
+    """This rank's shard of a weight of ones after an update that is rounded."""
     model: Any = nn.Linear(128, 4, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(model.weight)
     mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("copies", "shards"))
@@ -160,7 +160,7 @@ def test_copies_of_bfloat16_weights_stay_alike_and_shards_are_rounded_by_themsel
 
 
 class Uneven(nn.Module):
-    """Rows that do not divide, fewer rows than ranks, rows that have no blocks, and a vector."""
+    """Rows that do not divide, fewer rows than ranks, rows without blocks, and a vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ NAMES = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 
 
 def train_sharded(start: str | None, end: str, steps: list[int]) -> None:
-    """Updates by gradients that depend on the step alone; from the files of another layout, and into files."""
+    """Updates with gradients that depend only on the step. Loads files of another layout, and saves files."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in NAMES:
         model: Any = Uneven()

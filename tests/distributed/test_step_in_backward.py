@@ -34,7 +34,7 @@ ROWS = [pytest.param(name, marks=[] if name in CORE else [pytest.mark.full]) for
 
 @pytest.mark.parametrize("layout", ROWS)
 def test_it_is_the_ordinary_update(layout: str, tmp_path: Path) -> None:
-    """Bit for bit; the gradient norm, which is reported all the same, to rounding."""
+    """Bit for bit; the gradient norm, which is still reported, to rounding."""
     processes, flags = LAYOUTS[layout]
     ordinary, early = tmp_path / "ordinary", tmp_path / "early"
     for folder, more in ((ordinary, ()), (early, (EARLY,))):

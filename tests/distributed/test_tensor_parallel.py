@@ -1,4 +1,4 @@
-"""What tensor parallelism sends."""
+"""The communication of tensor parallelism."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ ARGS = LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab
 
 
 class Gathers(TorchDispatchMode):
-    """The dtypes of what is gathered."""
+    """The dtypes of all gathered tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Gathers(TorchDispatchMode):
 
 
 def block_with_its_gathers(recipe: str, filtered: str, in_float8: bool) -> tuple[list[str], torch.Tensor]:
-    """A block of float8 layers on two ranks: what its forward pass gathers, and what it gives."""
+    """A block of float8 layers on two ranks: the dtypes that its forward pass gathers, and its output."""
     torch.manual_seed(0)
     model: Any = Llama(ARGS).bfloat16()
     section = Float8(recipe_name=recipe, filter_fqns=[filtered])
@@ -52,7 +52,7 @@ def block_with_its_gathers(recipe: str, filtered: str, in_float8: bool) -> tuple
 
 
 def blocks_look_alike() -> bool:
-    """Whether the divided modules of two blocks have the same classes, and gather with the same function."""
+    """Whether the sharded modules of two blocks have the same classes, and gather with the same function."""
     with torch.device("meta"):
         model: Any = Llama(dataclasses.replace(ARGS, n_layers=2))
     apply_converters(model, ["float8"], lambda _: Float8(), Target("cpu", tokens=64))
@@ -69,12 +69,12 @@ def blocks_look_alike() -> bool:
 
 
 def test_blocks_look_alike_to_the_compiler() -> None:
-    """Else it would compile each of them, and stop at the ninth."""
+    """Otherwise it would compile each block separately, and stop at the ninth."""
     assert in_processes(blocks_look_alike, 2) == [True, True]
 
 
 def gradient_of_a_norm() -> list[float]:
-    """Whose partial sums on four ranks are 256, 1, 1 and 1."""
+    """Its partial sums on four ranks are 256, 1, 1 and 1."""
     model = nn.ModuleDict({"norm": RMSNorm(4, eps=0.0)}).bfloat16()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     apply_tensor_parallel(model, {"norm": "sequence"}, mesh)
@@ -93,7 +93,7 @@ def test_gradients_of_norms_are_summed_in_float32() -> None:
     ("recipe", "filtered", "expected"),
     [
         ("tensorwise", "output", ["torch.uint8", "torch.uint8"]),
-        ("tensorwise", "attention.wk", ["torch.bfloat16", "torch.uint8"]),  # wk wants its input whole
+        ("tensorwise", "attention.wk", ["torch.bfloat16", "torch.uint8"]),  # wk needs its input in bfloat16
         ("rowwise", "output", ["torch.bfloat16", "torch.bfloat16"]),
     ],
 )
@@ -104,4 +104,4 @@ def test_activations_are_gathered_in_float8_where_all_who_take_them_can(
     references = in_processes(block_with_its_gathers, 2, recipe, filtered, False)
     for (dtypes, values), (_, reference) in zip(results, references, strict=True):
         assert dtypes == expected
-        torch.testing.assert_close(values, reference, rtol=0, atol=0)  # cast before or after: the same numbers
+        torch.testing.assert_close(values, reference, rtol=0, atol=0)  # casting order does not matter

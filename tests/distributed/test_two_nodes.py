@@ -1,4 +1,4 @@
-"""A process dies or stops: the others say which, and start again. Two launchers on loopback are two machines."""
+"""A process dies or stops: the others name it, and restart. Two launchers on loopback act as two machines."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ FLAGS = (*ONE_ROW, f"--training.steps={STEPS}", "--checkpoint.enable_checkpoint"
 
 @contextmanager
 def two_nodes(*flags: str, restarts: int = 0, folder: Path = ROOT) -> Iterator[tuple[Run, Run]]:
-    """The launchers of two machines with a process each."""
+    """The launchers of two machines with one process each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -35,7 +35,7 @@ def two_nodes(*flags: str, restarts: int = 0, folder: Path = ROOT) -> Iterator[t
 
 
 def wait_for_rank(nodes: tuple[Run, Run], rank: int) -> tuple[int, int]:
-    """(index of the machine that the rendezvous has put it on, process) of a rank."""
+    """(index of the machine that the rendezvous assigned, process) of a rank."""
     nodes[0].wait_until(lambda: any(node.pid_of_rank(rank) for node in nodes))
     return next((index, pid) for index, node in enumerate(nodes) if (pid := node.pid_of_rank(rank)))
 
@@ -62,7 +62,7 @@ def test_two_nodes_start_again_from_the_checkpoint(uninterrupted: dict[int, floa
     assert "rank 1 was ended by SIGKILL (often: out of memory). All processes start again" in ends[index][1]
     survivor = ends[1 - index][1]
     assert "Error: lost the connection to another rank. Rank 1 does not answer" in survivor
-    assert "loaded" in survivor  # rank 0 is here, and the checkpoint of step 4 as well
+    assert "loaded" in survivor  # rank 0 is here, and loaded the checkpoint of step 4
     assert "Traceback" not in survivor
 
 
@@ -78,8 +78,8 @@ def test_one_node_starts_again_through_plain_torchrun(uninterrupted: dict[int, f
 
 
 def test_one_process_starts_again_where_the_environment_asks_torchrun_for_it(tmp_path: Path) -> None:
-    """Without such a variable a single process is the launcher itself, and nobody would start it again. Data that are
-    away for a moment are no mistake where they were there before."""
+    """Without such a variable a single process is its own launcher, and nothing would restart it. Data that disappear
+    temporarily are not a user error, because they existed before."""
     data, away = tmp_path / "data.txt", tmp_path / "away"
     shutil.copy(ROOT / "README.md", data)
     flags = (*FLAGS, f"--training.dataset_path={data}")
@@ -107,12 +107,12 @@ def test_a_stopped_rank_ends_the_others_in_time(tmp_path: Path) -> None:
     assert status == 1
     assert "a collective took longer than comm.train_timeout_seconds = 2. Rank 1 does not answer" in output
     assert "Traceback" not in output
-    assert (tmp_path / "comm_traces" / "rank_0").stat().st_size > 0  # the flight recorder's
+    assert (tmp_path / "comm_traces" / "rank_0").stat().st_size > 0  # of the flight recorder
 
 
 @pytest.mark.full
 def test_a_lost_machine_is_told_of_though_the_store_was_there(tmp_path: Path) -> None:
-    """Stopped processes are as a machine without power or network: connections stay, and nobody answers."""
+    """Stopped processes act as a machine without power or network: connections stay open, and nothing responds."""
     with two_nodes(*ENDLESS, into(tmp_path), "--comm.train_timeout_seconds=2") as nodes:
         index, _ = wait_for_rank(nodes, 0)
         nodes[0].wait_until(lambda: last_step(tmp_path) >= 2)
@@ -131,7 +131,7 @@ def test_a_lost_machine_is_told_of_though_the_store_was_there(tmp_path: Path) ->
 
 
 HOOKS = {
-    # what rank 1 does at its third step, and what rank 0 says of it
+    # what rank 1 does at its third step, and what rank 0 reports about it
     "late": ("time.sleep(1000)", "Rank 1 is at", "slow.py:9, in post_optimizer_hook"),
     "broken": ("raise ArithmeticError; time.sleep(1)", "Rank 1 ended with ArithmeticError", "see its own message"),
 }

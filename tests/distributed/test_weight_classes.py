@@ -1,5 +1,5 @@
-"""Under every layout: the classes that a converted layer's forward pass sees, losses as of one process, and as many
-low-precision GEMMs as promised."""
+"""Under every layout: the classes that a converted layer's forward pass sees, the losses of one process, and the
+expected number of low-precision GEMMs."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ RECIPES = {
     "delayed": (*FLOAT8, "--float8.recipe_name=delayed"),
     "mx": ("--model.converters=mx", "--mx.emulate"),
 }
-PLAIN = [{"Parameter", "Tensor"}, {"Tensor"}]  # in the forward pass, and this rank's shard
+PLAIN = [{"Parameter", "Tensor"}, {"Tensor"}]  # in the forward pass, and as this rank's shard
 CLASSES = {
     "int8 gather": ({"Int8Linear"}, {"GatheredWeight"}, {"ShardedWeight"}),
     "float8 gather": ({"Float8Linear"}, {"Float8TrainingTensor"}, {"WeightWithDynamicFloat8CastTensor"}),
@@ -51,7 +51,7 @@ def of_two(*kinds: str) -> tuple[str, ...]:
 FOUR_STAGES = ("--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--model.flavor=deep")
 REPLICATE = "--parallelism.data_parallel_replicate_degree=2"
 ROWS, FOUR_ROWS = ("--training.local_batch_size=2", "--training.local_batch_size=4")
-LAYOUTS = {  # of four processes
+LAYOUTS = {  # on four processes
     "FSDP 2 x TP 2": (*of_two("tensor"), "--activation_checkpoint.mode=full"),
     "TP 2 x PP 2": (*of_two("tensor", "pipeline"), ROWS, *FOUR_STAGES),
     "HSDP 2 x 2": (REPLICATE,),
@@ -60,14 +60,14 @@ LAYOUTS = {  # of four processes
     "FSDP 2 x PP 2": (*of_two("pipeline"), ROWS),
 }
 ALONE = {"one process": (FOUR_ROWS,), "one process, four layers": (FOUR_ROWS, *FOUR_STAGES)}
-# int8 gathers under every layout, all recipes under two.
+# int8 all_gathers under every layout, all recipes under two.
 CASES = [(layout, recipe) for i, layout in enumerate(LAYOUTS) for j, recipe in enumerate(RECIPES) if i < 2 or j < 2]
 
 
 def train(*flags: str) -> dict[str, Any]:
-    """Two steps on this rank, with the GEMMs of the second counted. Returns the losses; by layer, the classes of it,
-    its weight in the forward pass, and its shard; and, of shards with a scale for the next gather, that and the scale
-    of what is gathered."""
+    """Two steps on this rank; counts the GEMMs of the second. Returns the losses; for each layer its class and the
+    classes of its weight in the forward pass and of its shard; and, for shards with a scale for the next all_gather,
+    that scale and the scale of the gathered weight."""
     config = ConfigManager().parse_args(
         [*TINY, "--training.mixed_precision_param=bfloat16", "--training.local_batch_size=1", *flags]
     )
@@ -104,7 +104,7 @@ def train(*flags: str) -> dict[str, Any]:
 
 
 def train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    once = functools.cache(ParallelDims.build_mesh)  # groups take a while
+    once = functools.cache(ParallelDims.build_mesh)  # creating groups is slow
     with mock.patch.object(ParallelDims, "build_mesh", once):
         return {case: train(*{**LAYOUTS, **ALONE}[case[0]], *RECIPES[case[1]]) for case in cases}
 

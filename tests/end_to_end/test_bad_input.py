@@ -1,4 +1,4 @@
-"""A user's mistake: one sentence that names the key and the remedy, exit status 2, and no traceback."""
+"""A user's mistake gives one sentence that names the key and the remedy, exit status 2, and no traceback."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def assert_message(status: int, output: str, *parts: str) -> None:
         assert part in output
 
 
-# As a user types them
+# As typed by a user
 
 
 def test_there_is_no_such_config_file() -> None:
@@ -84,7 +84,7 @@ def test_a_users_module_that_is_not_there(tmp_path: Path) -> None:
     assert_message(*failure(*flags, processes=None), "experimental.custom_import", "none_such")
 
 
-# Without the start of a process for each
+# Without starting a process for each
 
 
 def problem(*flags: str) -> str:
@@ -204,7 +204,7 @@ def test_validation_data_that_are_shortened_cost_no_step(
 def test_a_model_that_cannot_fit_is_refused_before_memory_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Device, "memory_capacity_bytes", lambda device: 2**20)  # a machine of a MiB
+    monkeypatch.setattr(Device, "memory_capacity_bytes", lambda device: 2**20)  # a machine with 1 MiB
     with pytest.raises(
         UserError, match=r"^model\.flavor = narrow: .* need 0 GiB on one machine, which has 0 GiB; take"
     ):

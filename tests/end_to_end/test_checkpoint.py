@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, which is loaded, and what of it; and saves that fail."""
+"""Which checkpoints are retained, which is loaded, and what is loaded from it; and failing saves."""
 
 import gc
 import json
@@ -27,12 +27,12 @@ from runs import (
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.errors import CheckpointError, ConfigError
 
-FLAGS = (*TINY, *CHECKPOINTS, "--optimizer.lr=1e-2")  # so that six steps can be seen in the loss
+FLAGS = (*TINY, *CHECKPOINTS, "--optimizer.lr=1e-2")  # so that six steps have a visible effect on the loss
 
 
 @pytest.fixture(scope="module")
 def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with checkpoints of steps 2, 4 and 6. Not to be written to."""
+    """A finished run with checkpoints of steps 2, 4 and 6. Read-only."""
     folder = tmp_path_factory.mktemp("six_steps")
     train_here(*FLAGS, into(folder), "--training.steps=6")
     return folder
@@ -75,7 +75,7 @@ def test_resumes_from_the_step_asked_for(six_steps: Path, tmp_path: Path) -> Non
 def test_keys_of_the_first_start_do_not_throw_away_what_they_began(
     six_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A start by torchrun, or by hand after a signal, is the same command again."""
+    """A restart by torchrun, or by hand after a signal, repeats the same command."""
     run = copy_of(six_steps, tmp_path)
     command = (*FLAGS, into(run), "--checkpoint.load_step=2", "--checkpoint.exclude_from_loading=optimizer")
     train_here(*command, "--training.steps=5")
@@ -93,7 +93,7 @@ def test_keys_of_the_first_start_do_not_throw_away_what_they_began(
     whole = shutil.copytree(six_steps, tmp_path / "whole")
     train_here(*command, into(whole), "--training.steps=7")
     assert_equal_bit_for_bit(tensors_of(run, 7), tensors_of(whole, 7))
-    # Another command goes back again.
+    # Another command starts from there again.
     capsys.readouterr()
     train_here(*command, "--training.steps=3", "--optimizer.lr=1e-3")
     assert "step-2, without optimizer" in capsys.readouterr().out
@@ -128,10 +128,10 @@ def test_parts_can_be_left_out(six_steps: Path, tmp_path: Path) -> None:
     run = copy_of(six_steps, tmp_path)
     train_here(*FLAGS, into(run), "--training.steps=7", "--checkpoint.exclude_from_loading=dataloader,optimizer")
     assert list(losses(run)) == list(range(1, 8))
-    # The first moment of Adam began anew: after one step it is a tenth of a gradient, of norm 1 at most.
+    # Adam's first moment was reset: after one step it is a tenth of a gradient, of norm 1 at most.
     moments = [tensor for name, tensor in tensors_of(run, 7).items() if name.endswith("exp_avg")]
     assert torch.stack([moment.norm() for moment in moments]).norm() < 0.1 * 1.001
-    # The data too: the first rows of text again.
+    # The data were reset too: the first rows of text again.
     train_here(*FLAGS, into(tmp_path / "new"), "--training.steps=1")
     assert train_state(run, 7)["dataloader"] == train_state(tmp_path / "new", 1)["dataloader"]
 
@@ -140,7 +140,7 @@ def test_train_state_left_out_counts_from_one_again(six_steps: Path, tmp_path: P
     run = copy_of(six_steps, tmp_path)
     train_here(*FLAGS, into(run), "--training.steps=1", "--checkpoint.exclude_from_loading=train_state,optimizer")
     assert list(losses(run)) == [1]
-    # with weights that are trained already
+    # weights that are already trained
     assert losses(run)[1] < losses(six_steps)[1] - 0.05
 
 
@@ -172,7 +172,7 @@ def test_the_last_can_be_the_weights_alone_in_another_dtype(six_steps: Path, tmp
         exported, {name: tensor.bfloat16() for name, tensor in whole.items() if not name.startswith("optimizer.")}
     )
     assert any(name.startswith("optimizer.") for name in tensors_of(tmp_path, 4))
-    # It cannot be gone on from,
+    # It cannot be resumed from,
     with pytest.raises(CheckpointError, match=r"weights alone.*initial_load_path"):
         train_here(*FLAGS, into(tmp_path), "--training.steps=8")
     # but a new run can start from it.
@@ -194,7 +194,7 @@ def test_a_seed_checkpoint_does_not_displace_a_run(six_steps: Path, tmp_path: Pa
 
 
 def test_no_save_in_the_background_is_lost(six_steps: Path, tmp_path: Path) -> None:
-    """Each is due before the one before it is written, and the last when the run ends."""
+    """Each is due before the previous one is written, and the last when the run ends."""
     background = ("--checkpoint.async_mode=async", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0")
     train_here(*FLAGS, into(tmp_path), "--training.steps=6", *background)
     assert checkpoint_steps(tmp_path) == [1, 2, 3, 4, 5, 6]
@@ -212,7 +212,7 @@ def test_a_save_that_was_cut_short_is_ignored_and_removed(six_steps: Path, tmp_p
 
 def test_a_checkpoint_of_another_model_is_refused(six_steps: Path, tmp_path: Path) -> None:
     run = copy_of(six_steps, tmp_path)
-    (run / "config.toml").unlink()  # which would be in the way before
+    (run / "config.toml").unlink()  # otherwise it would be in the way
     status, output = failure(*FLAGS, into(run), "--model.flavor=wide", processes=None)
     assert status == 2
     assert "dim is 64, this run's is 128" in output
@@ -240,7 +240,7 @@ def test_validation_disturbs_neither_training_nor_resuming(tmp_path: Path) -> No
     assert lines[1]["validation_loss"] < lines[0]["validation_loss"]
 
 
-# A file-size limit stands for a full disk: writing fails in the same place, with an OSError, for root too.
+# A file-size limit simulates a full disk: writing fails in the same place, with an OSError, even for root.
 LIMIT = 100_000  # bytes; a checkpoint of the tiny model has several million
 
 
@@ -270,7 +270,7 @@ def test_a_save_that_fails_stops_nothing_and_harms_nothing(
     assert list(losses(run)) == list(range(1, 11))
     assert [path.name for path in sorted((run / "checkpoint").iterdir())] == ["step-2", "step-4", "step-6"]
     assert_equal_bit_for_bit(tensors_of(run, 6), tensors_of(six_steps, 6))
-    # With room again, the same command finishes.
+    # Once there is space again, the same command finishes.
     train_here(*flags)
     assert checkpoint_steps(run) == [2, 4, 6, 8, 10]
 
@@ -288,11 +288,11 @@ def test_saves_that_fail_in_the_background_keep_no_copies(tmp_path: Path, monkey
     with full_disk(), pytest.raises(CheckpointError, match="last checkpoint"):
         train_here(*FLAGS, *background, into(tmp_path), "--training.steps=6")
     assert len(copies) == 6
-    assert copies[4] - copies[0] < 10, copies  # the step under way has some of its own
+    assert copies[4] - copies[0] < 10, copies  # the current step has some of its own
 
 
 def test_a_rank_that_is_lost_in_a_save_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run would go on and fail in its next collective, with nothing said of which rank it was."""
+    """Otherwise the run would continue and fail in its next collective, without naming the rank."""
 
     def hang(*_: object, **__: object) -> None:
         raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv to complete")

@@ -1,4 +1,4 @@
-"""The ways to start a run, and that a run learns."""
+"""The ways to start a run, and whether a run learns."""
 
 import math
 import sys
@@ -8,7 +8,7 @@ import pytest
 from runs import ROOT, SMALL, into, losses, train, train_here
 
 DEBUG_MODEL = f"--job.config_file={ROOT}/train_configs/debug_model.toml"
-MINUTES = 12  # for 100 steps of it with one thread; a quiet core takes 3
+MINUTES = 12  # for its 100 steps with one thread; an idle core takes 3
 
 
 def test_run_train_from_any_folder(tmp_path: Path) -> None:
@@ -45,13 +45,13 @@ def test_the_debug_model_learns(tmp_path: Path) -> None:
         "--training.steps=20",
         into(tmp_path),
     )
-    assert losses(tmp_path)[1] == pytest.approx(math.log(4096), abs=0.15)  # it knows nothing yet
-    assert losses(tmp_path)[20] < losses(tmp_path)[1] - 1  # about 1.5 to 2.8, by seed and data
+    assert losses(tmp_path)[1] == pytest.approx(math.log(4096), abs=0.15)  # untrained
+    assert losses(tmp_path)[20] < losses(tmp_path)[1] - 1  # about 1.5 to 2.8, depending on seed and data
 
 
 @pytest.fixture(scope="module")
 def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """The loss after 100 steps. One thread: a second one waits for the core that another test has."""
+    """The loss after 100 steps. One thread, because a second would wait for a core used by another test."""
     folder = tmp_path_factory.mktemp("bfloat16")
     train(DEBUG_MODEL, into(folder), OMP_NUM_THREADS="1", patience=MINUTES * 60)
     return losses(folder)[100]

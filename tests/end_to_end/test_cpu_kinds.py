@@ -1,4 +1,4 @@
-"""Every recipe on CPUs of other kinds: oneDNN and torch are told to use no more than their instructions."""
+"""Every recipe on other kinds of CPU: oneDNN and torch are limited to their instructions."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of this machine's best."""
+    """Losses with this machine's best instructions."""
     folder = tmp_path_factory.mktemp("bfloat16")
     train(*AUTO, "--training.mixed_precision_param=bfloat16", into(folder))
     return losses(folder)

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, missing, or of something else: the newest intact one is taken, or the run stops."""
+"""Damaged, missing or foreign checkpoints: the newest intact one is loaded, or the run stops."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ FLAGS = (*TINY, *CHECKPOINTS)
 
 @pytest.fixture(scope="module")
 def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with checkpoints of steps 2, 4 and 6. Not to be written to."""
+    """A finished run with checkpoints of steps 2, 4 and 6. Read-only."""
     folder = tmp_path_factory.mktemp("six_steps")
     train_here(*FLAGS, into(folder), "--training.steps=6")
     return folder
@@ -91,7 +91,7 @@ def test_the_last_intact_one_is_kept(run: Path) -> None:
     train_here(*FLAGS, into(run), "--training.steps=3", "--checkpoint.keep_latest_k=2")
     assert checkpoint_steps(run)[:2] == [2, 3]
     assert damage(run / "checkpoint" / "step-2") == damage(run / "checkpoint" / "step-3") == []
-    # What was damaged is not taken for the newest again.
+    # The damaged checkpoint is not chosen as the newest again.
     train_here(*FLAGS, into(run), "--training.steps=4")
     assert list(losses(run)) == [1, 2, 3, 4]
 
@@ -112,7 +112,7 @@ def test_a_folder_of_damaged_ones_is_an_error(run: Path) -> None:
     assert "holds 3 checkpoint(s), and none is intact" in output
     assert output.count("Error:") == 1
     assert "Traceback" not in output
-    assert list(losses(run)) == [1, 2, 3, 4, 5, 6]  # nothing was touched
+    assert list(losses(run)) == [1, 2, 3, 4, 5, 6]  # nothing has changed
     assert checkpoint_steps(run) == [2, 4, 6]
 
 

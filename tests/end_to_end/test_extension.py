@@ -1,4 +1,4 @@
-"""docs/extension.md: its command, run as it stands there, and the message that it shows."""
+"""Runs the command of docs/extension.md verbatim, and checks the message that the page shows."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def run(arguments: list[str], folder: Path, python_path: str) -> subprocess.Comp
 
 @pytest.fixture
 def command() -> tuple[list[str], str]:
-    """Arguments and PYTHONPATH of the command in the doc, with paths from the repository made absolute."""
+    """Arguments and PYTHONPATH of the command in the page, with repository paths made absolute."""
     line = re.search(r"```bash\n(.*\./run_train\.sh.*)\n```", DOC)
     assert line, "docs/extension.md has no command"
     words = shlex.split(line[1])
@@ -38,7 +38,7 @@ def test_the_command_of_the_doc_trains(command: tuple[list[str], str], tmp_path:
     done = run(command[0], tmp_path, command[1])
     log = done.stdout + done.stderr
     assert done.returncode == 0, log
-    assert "rounding (4 bits): converted 12 of 15 linear layers" in log  # without output and two attention.wo
+    assert "rounding (4 bits): converted 12 of 15 linear layers" in log  # all except output and two attention.wo
     assert "my_llama tiny" in log and "sums; sentencepiece tokenizer" in log
     folder = tmp_path / "outputs" / "my_extension"
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,6 +1,6 @@
-"""Fault injection: all processes killed, bits flipped, disks filled or made read-only, for real.
+"""Real fault injection: all processes killed, bits flipped, disks filled or made read-only.
 
-With FIGURES=file.jsonl in the environment, each test adds a line with its figures, for docs/checkpoints.md.
+With FIGURES=file.jsonl in the environment, each test appends a line with its figures, for docs/checkpoints.md.
 """
 
 import json
@@ -49,21 +49,21 @@ STEPS_A_KILL = 6
 
 
 def ids_of(folder: Path) -> list[tuple[int, list[str]]]:
-    """What each of two ranks has read, by step."""
+    """The ids read by each of two ranks, by step."""
     lines = [line for rank in (0, 1) for line in lines_of(folder / "sample_ids" / f"rank_{rank}.jsonl")]
     assert lines
     return sorted((line["step"], line["ids"]) for line in lines)
 
 
 def kill_at_a_random_moment(run: Run, folder: Path, at_step: int) -> bool:
-    """Whether it was while a checkpoint was being written."""
-    if random.random() < 0.2:  # while it starts, most likely
+    """Whether a checkpoint was being written at that moment."""
+    if random.random() < 0.2:  # most likely while it starts
         time.sleep(random.uniform(0, 5))
         run.kill()
         return False
     run.wait_until(lambda: "MFU counts" in run.output() and last_step(folder) >= at_step)
-    processes = run.pids()  # to look for them takes longer than a save
-    if random.random() < 0.6:  # during the next save, which is soon
+    processes = run.pids()  # searching for them takes longer than a save
+    if random.random() < 0.6:  # during the next save, which is imminent
         run.wait_until(lambda: list((folder / "checkpoint").glob("*.tmp")) or last_step(folder) > at_step + 2)
         time.sleep(random.uniform(0, 0.03))
     else:
@@ -86,7 +86,7 @@ def test_kills_at_random_moments_cost_no_published_step(kills: int, mode: str, t
         with started(*flags, into(run_folder), processes=2) as run:
             while_saving += kill_at_a_random_moment(run, run_folder, published + 1 + random.randrange(3))
             output = run.output()
-        # It went on from the newest that was there when it was killed before, if it came so far.
+        # It resumed from the newest checkpoint of the previous kill, if it got that far.
         assert "checkpoints  every" not in output or (f"loaded {run_folder}/checkpoint/step-{published}" in output) == (
             published > 0
         ), (kill, output)
@@ -126,7 +126,7 @@ def test_every_corruption_is_caught(times: int, tmp_path: Path) -> None:
             content = file.read()
             place = random.randrange(size)
             file.seek(place)
-            if kind == 0:  # a bit, or a burst of bytes, or the end
+            if kind == 0:  # a bit, a burst of bytes, or the end
                 file.write(bytes([content[place] ^ 1 << random.randrange(8)]))
             elif kind == 1:
                 file.write(bytes(byte ^ 255 for byte in content[place : place + 512]))
@@ -141,7 +141,7 @@ def test_every_corruption_is_caught(times: int, tmp_path: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own: memory that is mounted. Needs root."""
+    """A separate small disk: a mounted tmpfs. Needs root."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "none", folder]).returncode:
@@ -167,7 +167,7 @@ def test_training_outlives_a_full_disk(mode: str, disk: Path) -> None:
     assert "Traceback" not in output
     assert checkpoint_steps(disk) == [58, 60]
     text = (disk / "metrics.jsonl").read_text()
-    assert all(json.loads(line)["step"] for line in text.splitlines())  # no half line
+    assert all(json.loads(line)["step"] for line in text.splitlines())  # no partial line
     assert lines_of(disk / "metrics.jsonl")[-1]["failed_saves"] >= failed
     figures(test="full disk", async_mode=mode, failed_saves=failed, earlier_checkpoints_intact=True)
 
@@ -178,7 +178,7 @@ def test_training_outlives_a_disk_that_turns_read_only(disk: Path, tmp_path: Pat
     flags = (*SAVING, *saving, into(run_folder))
 
     def remount(how: str) -> None:
-        for _ in range(500):  # it is refused while a file is being written
+        for _ in range(500):  # refused while a file is being written
             if subprocess.run(["mount", "-o", f"remount,{how}", disk], stderr=subprocess.DEVNULL).returncode == 0:
                 return
             time.sleep(0.01)
@@ -201,7 +201,7 @@ def test_training_outlives_a_disk_that_turns_read_only(disk: Path, tmp_path: Pat
 
 
 def at_step(step: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before so many steps of a run in this process are done."""
+    """Calls `act` before step `step` of a run in this process."""
     train_step = Trainer.train_step
 
     def acted(self: Trainer, *arguments: Any) -> None:
@@ -257,7 +257,7 @@ UpdateGuard._reason = lambda *_: "a bad day"  # recorded, if not skipped
 
 
 def test_training_outlives_a_quota_of_files_that_is_used_up(tmp_path: Path) -> None:
-    """A kernel with quotas is rare where tests run, so the open of a new file fails as it would under one."""
+    """Test machines rarely have a kernel with quotas, so opening a new file fails as it would with one."""
     (tmp_path / "quota.py").write_text(QUOTA)
     run_folder = tmp_path / "run"
     quota = ("--experimental.custom_import=quota", "--training.steps=8", "--training.max_skips_in_a_row=100")
@@ -317,7 +317,7 @@ def test_a_killed_rank_comes_back_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_rank_that_is_killed_while_the_others_wait_for_it_comes_back(tmp_path: Path) -> None:
-    """torchrun ends the others by SIGTERM, which is not the user's."""
+    """torchrun ends the others with SIGTERM, which must not count as the user's."""
     (tmp_path / "hasty.py").write_text("import tiny\nfrom torchtitan import signals\nsignals.GRACE = 1\n")
     hasty = ("--experimental.custom_import=hasty", "--training.steps=2")
     with started(*SAVING, *hasty, into(tmp_path / "run"), processes=2, folder=tmp_path, PET_MAX_RESTARTS="1") as run:
@@ -339,7 +339,7 @@ def listens(pid: int | None) -> bool:
 
 @pytest.mark.full
 def test_random_attacks_break_no_promise(tmp_path: Path) -> None:
-    """The first of 300, which docs/checkpoints.md tells of."""
+    """The first of the 300 attacks of docs/checkpoints.md."""
     trials = [sys.executable, "benchmarks/faults.py", "--trials=12", f"--results={tmp_path / 'results.jsonl'}"]
     done = subprocess.run(trials, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Ctrl-C, a killed process, a rank that fails: a short message, and nothing is left behind."""
+"""Ctrl-C, a killed process, a failing rank: a short message, and nothing is left behind."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def test_stopped_while_it_starts(moment: str, processes: int, tmp_path: Path) ->
         if moment == "launcher":
             time.sleep(0.3)
         elif moment == "imports":
-            run.wait_until(lambda: processes == 1 or run.pid_of_rank(0))  # one is the launcher itself
+            run.wait_until(lambda: processes == 1 or run.pid_of_rank(0))  # a single process is the launcher itself
             time.sleep(0.6 if processes == 1 else 0.3)
         else:
             run.wait_until(lambda: "batch  " in run.output())
@@ -63,7 +63,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     ("raised", "expected_status", "expected"),
     [
         ("ArithmeticError('no good')", 1, ["[rank 1] Traceback (most", "[rank 1] ArithmeticError: no good"]),
-        # of a kind that most often is the same on every rank, and then rank 0's to say
+        # usually the same on every rank, so normally only rank 0 prints it
         ("ConfigError('no good')", 2, ["[rank 1] Error: no good"]),
     ],
     ids=["crash", "mistake"],
@@ -97,7 +97,7 @@ def assert_none_left(run: Run) -> None:
 
 
 def test_processes_do_not_outlive_the_launcher(tmp_path: Path) -> None:
-    # Else the same command, started again, would train in the same folder as they do.
+    # Otherwise the same command, started again, would train in the folder they still use.
     with started(*ENDLESS, into(tmp_path), processes=2) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         run.process.kill()

@@ -1,4 +1,4 @@
-"""A checkpoint or tokenizer made to run code when it is loaded is refused, and runs none."""
+"""A malicious checkpoint or tokenizer is refused: loading executes no code."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def checkpoint(two_steps: Path, tmp_path: Path) -> Path:
 
 
 class Evil:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -44,7 +44,7 @@ class Evil:
 
 
 def seal(checkpoint: Path) -> None:
-    """A manifest that fits: whoever makes a checkpoint can make that too."""
+    """Writes a matching manifest, as an attacker could."""
     files = {path.name: FileRecord(path.stat().st_size, _sha256(path)) for path in checkpoint.iterdir()}
     files.pop(MANIFEST)
     write_manifest(checkpoint, {"step": 2}, files)

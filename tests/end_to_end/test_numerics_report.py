@@ -1,4 +1,4 @@
-"""scripts/numerics_report.py: what a recipe does to each GEMM of a model in training."""
+"""scripts/numerics_report.py: the effect of a recipe on each GEMM of a model in training."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_products_in_high_precision_stand_out_and_layers_are_all_there(tmp_path:
 
 def test_small_gradients_beside_large_ones_are_flushed_to_zero_in_int8(tmp_path: Path) -> None:
     found, _ = report(tmp_path, "--model.converters=int8")
-    # The gradient of the logits: one large number in each row, and vocabulary - 1 small ones.
+    # The gradient of the logits has one large number in each row, and vocabulary - 1 small ones.
     assert found["layers"]["output"]["grad_input"]["flushed"] > 0.5
     assert found["layers"]["layers.0.attention.wq"]["output"]["flushed"] < 0.1
     assert all(gemms["output"]["saturated"] == 0 for gemms in found["layers"].values())

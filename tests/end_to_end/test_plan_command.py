@@ -1,4 +1,4 @@
-"""`--job.plan` as a user types it."""
+"""`--job.plan` as typed by a user."""
 
 import json
 import re
@@ -14,7 +14,7 @@ TINY = ("--experimental.custom_import=tiny", "--model.name=tiny", "--model.flavo
 
 
 def test_a_plan_without_training(tmp_path: Path) -> None:
-    """By run_train.sh, for the processes that it would start."""
+    """With run_train.sh, for the processes that it would start."""
     flags = ("--parallelism.tensor_parallel_degree=2", "--model.converters=float8", "--activation_checkpoint.mode=full")
     command = [str(ROOT / "run_train.sh"), PLAN, *TINY, *flags, into(tmp_path)]
     output = train(command=command, NGPU="16", CONFIG_FILE=str(ROOT / "train_configs" / "debug_model.toml"))
@@ -49,7 +49,7 @@ def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
 
 
 def test_several_processes_make_no_plan(tmp_path: Path) -> None:
-    """As torchrun starts them, or a file that asks for a plan."""
+    """As started by torchrun, or from a file that requests a plan."""
     file = tmp_path / "plan.toml"
     file.write_text("[memory_estimation]\nenabled = true\n")
     status, output = failure(f"--job.config_file={file}", *TINY, into(tmp_path), processes=2)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1, whenever they come: all ranks save the same step and end well, and the next start goes on."""
+"""SIGTERM and SIGUSR1 at any time: all ranks save the same step and exit cleanly, and the next start resumes."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def assert_saved(run: Run, folder: Path, name: str) -> int:
-    """It ended well, and everything that was done is saved. Returns the step."""
+    """The run exited cleanly, and all completed steps are saved. Returns the step."""
     status, output = run.finish()
     assert status == 0, output
     assert "Traceback" not in output
@@ -58,7 +58,7 @@ def test_sigterm_during_training(processes: int | None, tmp_path: Path, monkeypa
         step = last_step(tmp_path)
         run.wait_until(lambda: last_step(tmp_path) > step + 2)
         monkeypatch.setattr(folder_lock, "PATIENCE", 0)
-        with pytest.raises(ConfigError, match=r"job\.dump_folder: another run"):  # and the first goes on undisturbed
+        with pytest.raises(ConfigError, match=r"job\.dump_folder: another run"):  # and the first run continues
             train_here(*ENDLESS, into(tmp_path), "--training.steps=3")
         run.signal_group(signal.SIGTERM)
         step = assert_saved(run, tmp_path, "SIGTERM")
@@ -118,7 +118,7 @@ def test_signals_while_saving_do_no_harm(mode: str, tmp_path: Path) -> None:
     saving = ("--checkpoint.interval=1", f"--checkpoint.async_mode={mode}")
     with started(*ENDLESS, *saving, into(tmp_path), processes=2) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 3 and list((tmp_path / "checkpoint").glob("*.tmp")))
-        while run.process.poll() is None:  # to the very end
+        while run.process.poll() is None:  # until the very end
             run.signal_group(signal.SIGTERM)
             for pid in (run.pid_of_rank(0), run.pid_of_rank(1)):
                 if pid is not None:
@@ -151,7 +151,7 @@ def test_before_the_first_step_there_is_nothing_to_save(moment: str, tmp_path: P
 @pytest.mark.full
 @pytest.mark.parametrize("to_all", [True, False], ids=["to all", "to one rank"])
 def test_during_compilation(to_all: bool, tmp_path: Path) -> None:
-    cold = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # it takes longer than the grace period
+    cold = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # compiling takes longer than the grace period
     with started(*ENDLESS, "--training.compile", into(tmp_path / "run"), processes=2, **cold) as run:
         run.wait_until(lambda: "MFU counts" in run.output())
         time.sleep(1)
@@ -163,7 +163,7 @@ def test_during_compilation(to_all: bool, tmp_path: Path) -> None:
         assert status == 0, output
         assert "Traceback" not in output
         deadline = time.monotonic() + 20
-        while run.pids():  # the compiler's processes
+        while run.pids():  # compiler processes
             assert time.monotonic() < deadline
             time.sleep(0.1)
 
@@ -194,7 +194,7 @@ def test_a_rank_inside_a_long_gemm_is_shown_and_ends_within_the_grace_period(tmp
         pid = run.pid_of_rank(1) or 0
         os.kill(pid, signal.SIGUSR2)
         run.wait_until(lambda: "stuck.py" in run.output().partition("most recent call first")[2])
-        os.kill(pid, signal.SIGTERM)  # the other rank hears of it though they do not meet
+        os.kill(pid, signal.SIGTERM)  # the other rank learns of it although they do not communicate
         asked = time.monotonic()
         status, output = run.finish(60)
         assert time.monotonic() - asked < 25

@@ -1,4 +1,4 @@
-"""What the code of a plain run promises its reader: no precision phases, and no wait for the device in a step."""
+"""Guarantees about the code of a plain run: no precision phases, and no wait for the device in a step."""
 
 import sys
 import traceback
@@ -46,7 +46,8 @@ def test_a_plain_run_never_reaches_the_code_of_precision_phases(
 
 
 class HostReads(TorchDispatchMode):
-    """Which functions of torchtitan read a tensor by `item()` or its like, which on a GPU waits for the device."""
+    """Records the torchtitan functions that read a tensor with `item()` or similar, which on a GPU waits for the
+    device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # a DTensor first takes the operation apart
+            return NotImplemented  # a DTensor decomposes the operation first
         if func is torch.ops.aten._local_scalar_dense.default:
             stack = reversed(traceback.extract_stack())
             self.readers.append(next(frame.name for frame in stack if "/torchtitan/" in frame.filename))
@@ -65,14 +66,14 @@ class HostReads(TorchDispatchMode):
 def test_a_step_does_not_wait_for_the_device_to_know_whether_it_is_skipped(
     implementation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits only where the optimizer cannot read the decision on the device."""
+    """The host waits only if the optimizer cannot read the decision on the device."""
     train_step = torchtitan.trainer.train_step
     readers = []
 
     def watched(*arguments: Any) -> Any:
         with HostReads() as reads:
             result = train_step(*arguments)
-        readers.append(set(reads.readers) - {"cross_entropy"})  # asks on CPU alone, where nothing is waited for
+        readers.append(set(reads.readers) - {"cross_entropy"})  # reads only on CPU, where there is no wait
         return result
 
     monkeypatch.setattr(torchtitan.trainer, "train_step", watched)

@@ -1,4 +1,4 @@
-"""The report of a real run, and the page in a real browser."""
+"""The report of a real run, and its page in a real browser."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def written(folder: Path, *runs: Path) -> Path:
 
 
 def assert_drawn_in_silence(page: Page, charts: int) -> None:
-    """All charts have curves, nothing complains, and nothing is asked for over a network."""
+    """All charts have curves, the browser reports no problem, and no network request is made."""
     drawn = page.evaluate(
         "[...document.querySelectorAll('.chart, .heat')].map((div) =>"
         " div.querySelectorAll('.scatterlayer .trace path, .heatmaplayer image').length)"
@@ -88,10 +88,10 @@ def test_every_section_is_drawn_in_light_and_dark(page: Page, tmp_path: Path) ->
     dark = background(page)
     page.wait_for(f"{paper} !== '{light_paper}'")
     assert light != dark
-    page.open(report, dark=True)  # as the system says
+    page.open(report, dark=True)  # the system's theme
     assert background(page) == dark
     assert_drawn_in_silence(page, charts=9)
-    page.set_dark(False)  # and as it changes its mind
+    page.set_dark(False)  # changed while the page is open
     page.wait_for(f"getComputedStyle(document.body).backgroundColor === '{light}'")
 
 

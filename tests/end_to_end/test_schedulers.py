@@ -1,4 +1,4 @@
-"""The SLURM script, run for real under a `srun` and a `scontrol` that start two machines on loopback; the Kubernetes
+"""Runs the SLURM script with a fake `srun` and `scontrol` that start two machines on loopback; checks the Kubernetes
 example."""
 
 import os
@@ -17,7 +17,7 @@ from runs import ROOT, TINY, checkpoint_steps, into, last_step, started
 SCRIPT = ROOT / "multinode_trainer.slurm"
 FLAGS = (*TINY, "--training.local_batch_size=1")
 
-# As the real one: a command on every machine, and SIGUSR1 goes on to all processes there.
+# Like the real one: runs a command on every machine, and forwards SIGUSR1 to all processes there.
 SRUN = """#!/usr/bin/env bash
 while [[ "$1" == --* ]]; do shift; done
 tasks=()
@@ -41,7 +41,7 @@ esac
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, Any]:
-    """Options of `started`: a copy of the script, as SLURM makes one, in the environment that SLURM gives."""
+    """Options of `started`: a copy of the script, as SLURM makes one, and SLURM's environment variables."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -74,10 +74,10 @@ def test_is_queued_again_when_the_machines_are_taken_away(slurm: dict[str, Any],
     saving = ("--checkpoint.enable_checkpoint", "--training.steps=100000")
     with started(*FLAGS, into(tmp_path / "out"), *saving, **slurm) as run:
         run.wait_until(lambda: last_step(tmp_path / "out") >= 2)
-        os.kill(run.process.pid, signal.SIGUSR1)  # to the script alone
+        os.kill(run.process.pid, signal.SIGUSR1)  # to the script only
         _, output = run.finish()
         deadline = time.monotonic() + 30
-        while run.pids() and time.monotonic() < deadline:  # a process may be on its way out
+        while run.pids() and time.monotonic() < deadline:  # a process may be exiting
             time.sleep(0.05)
         assert run.pids() == []
     assert (tmp_path / "scontrol.log").read_text() == f"requeue {slurm['SLURM_JOB_ID']}\n", output

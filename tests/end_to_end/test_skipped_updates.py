@@ -1,4 +1,4 @@
-"""Updates that would do harm are left out by all ranks, counted and named."""
+"""Harmful updates are skipped by all ranks, counted and named."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from runs import TINY, assert_equal_bit_for_bit, failure, into, lines_of, losses
 
 from torchtitan.errors import TrainingError
 
-# A converter that spoils what the ranks named by RANKS compute in the steps named by STEPS.
+# A converter that corrupts the results of the ranks in RANKS in the steps in STEPS.
 POISON = """
 import os, tiny, torch
 from torchtitan.converters import CONVERTERS, ConverterEntry
@@ -76,7 +76,7 @@ def test_what_one_rank_finds_all_skip(layout: tuple[str, ...], how: str, folder:
     output = train(*FLAGS, into(run), "--training.steps=5", "--training.local_batch_size=1", *layout, **options)
     assert output.count("step 3: update skipped") == 1
     assert ("the loss is not finite" if how == "loss" else "the gradient norm is not finite") in output
-    # Nothing moved, not even the optimizer's moments and its count of steps.
+    # Nothing changed, not even the optimizer's moments and its step count.
     assert_equal_bit_for_bit(tensors_of(run, 2), tensors_of(run, 3))
     lines = reports(run)
     assert [line["skipped_updates"] for line in lines] == [0, 0, 1, 1, 1]
@@ -127,7 +127,7 @@ def test_outliers_are_skipped_and_a_resumed_run_skips_the_same(poisoned: Path, m
     monkeypatch.setenv("HOW", "1000")
     flags = (*FLAGS, "--training.skip_grad_norm_outliers=20", "--checkpoint.interval=26")
     train_here(*flags, into(poisoned / "whole"), "--training.steps=28")
-    # In step 5 there is not yet anything to measure it by.
+    # In step 5 there is no history to compare it with yet.
     assert [line["step"] for line in lines_of(poisoned / "whole" / "skipped_updates.jsonl")] == [24, 27]
     train_here(*flags, into(poisoned / "parts"), "--training.steps=26")
     monkeypatch.setenv("FIRST_STEP", "27")
@@ -150,7 +150,7 @@ def test_one_good_step_begins_the_count_anew(poisoned: Path, monkeypatch: pytest
 def test_what_is_reported_later_is_skipped_all_the_same(
     implementation: str, poisoned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the device by itself, or, where an update cannot look there, by the host."""
+    """Skipped by the device itself, or, if the optimizer cannot read the decision there, by the host."""
     monkeypatch.setenv("HOW", "nan")
     monkeypatch.setenv("STEPS", "[2, 3]")
     flags = (*FLAGS, "--training.steps=6", "--checkpoint.interval=6", f"--optimizer.implementation={implementation}")

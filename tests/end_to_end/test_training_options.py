@@ -1,4 +1,4 @@
-"""Keys that change how a step is computed, and not what."""
+"""Keys that change how a step is computed, but not its result."""
 
 import shutil
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_float8_trains_a_little_off_bfloat16(
 ) -> None:
     keys = ("--model.converters=float8", f"--float8.recipe_name={recipe}")
     train_here(*SMALL, STEPS, BFLOAT16, *keys, into(tmp_path))
-    # All of 6 blocks of 7 layers, and the output layer.
+    # All 6 blocks of 7 layers, and the output layer.
     assert "43 of 43 linear layers" in capsys.readouterr().out
     assert losses(tmp_path) == pytest.approx(losses(bfloat16), abs=3e-2)
     assert losses(tmp_path)[3] != losses(bfloat16)[3]
@@ -54,7 +54,7 @@ def test_all_converters_and_layers_of_a_filter_show(tmp_path: Path, capsys: pyte
 
 
 def test_profiling_a_run_in_low_precision_waits_for_its_products_to_be_counted(tmp_path: Path) -> None:
-    """Counting takes torch's profiler too, and two at a time end the process."""
+    """Counting also uses torch's profiler, and two active profilers crash the process."""
     flags = ("--model.converters=float8", "--profiling.enable_profiling", "--profiling.profile_freq=1")
     bfloat16 = "--training.mixed_precision_param=bfloat16"
     output = train(*TINY, into(tmp_path), bfloat16, "--training.steps=3", *flags)
@@ -66,7 +66,7 @@ def test_profiling_a_run_in_low_precision_waits_for_its_products_to_be_counted(t
 
 
 def test_what_is_decayed_may_change_at_a_resume(tmp_path: Path) -> None:
-    """As in checkpoints of before, in which the optimizer has one group."""
+    """As in older checkpoints, whose optimizer has a single parameter group."""
     flags = (*TINY, "--training.local_batch_size=4", "--optimizer.weight_decay=0", "--checkpoint.enable_checkpoint")
     all_alike = "--optimizer.no_weight_decay="
     train_here(*flags, all_alike, into(tmp_path / "whole"), "--training.steps=4")

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of single parts."""
+"""Fixtures for the unit tests."""
 
 import logging
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torchtitan.logging import logger
 
 @pytest.fixture
 def log() -> Iterator[list[str]]:
-    """What "torchtitan" logs during the test, as "LEVEL message"; its handlers and level are as before afterwards."""
+    """What "torchtitan" logs during the test, as "LEVEL message". Handlers and level are restored afterwards."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]

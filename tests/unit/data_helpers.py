@@ -15,7 +15,7 @@ TOKENIZER = load_tokenizer(None)
 
 
 def story(number: int, words: int = 20) -> str:
-    """A document whose tokens tell it from every other."""
+    """A document whose tokens distinguish it from all others."""
     return f"Story {number}: " + " ".join(f"w{number}x{word}" for word in range(words))
 
 
@@ -49,7 +49,7 @@ def global_batches(loaders: Sequence[Loader], steps: int) -> list[torch.Tensor]:
 
 
 def sample_ids(loaders: Sequence[Loader], steps: int) -> list[list[str]]:
-    """For each row, the ids of the documents that it went through, in order, each once in a row."""
+    """For each row, the ids of its documents in order, without repetition."""
     rows: list[list[str]] = []
     for _step in range(steps):
         of_step = [ids for loader in loaders for batch in loader.next() for ids in batch.sample_ids or []]

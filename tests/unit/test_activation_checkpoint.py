@@ -1,4 +1,4 @@
-"""What activation checkpointing computes a second time."""
+"""What activation checkpointing recomputes."""
 
 from collections import Counter
 from typing import Any
@@ -15,7 +15,7 @@ from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 
 LAYERS = 4
-GEMMS = 6  # of a block's seven: nothing needs the output of its last one, so the second pass ends before it
+GEMMS = 6  # of a block's seven: nothing needs the output of the last one, so recomputation stops before it
 
 
 class CountedOperations(TorchDispatchMode):
@@ -39,7 +39,7 @@ def llama() -> Llama:
 
 
 def step(model: Llama) -> tuple[list[torch.Tensor], Counter[str]]:
-    """Gradients, and how often each operation ran."""
+    """Gradients, and the number of times each operation ran."""
     tokens = torch.arange(32).reshape(2, 16)
     with CountedOperations() as operations:
         model(tokens, tokens).backward()

@@ -1,4 +1,4 @@
-"""Causal attention on CPU in bfloat16: whichever kernel computes it, it is the formula."""
+"""Causal attention on CPU in bfloat16: every kernel matches the formula."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from torchtitan.models.attention import causal_attention
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 WAYS = ["matrix unit", "without"]
-Shape = tuple[int, int, int, int, int]  # batch, heads, heads of keys and values, sequence, head dimension
+Shape = tuple[int, int, int, int, int]  # batch, heads, key/value heads, sequence, head dimension
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def operands(shape: Shape) -> list[torch.Tensor]:
-    """Queries, keys, values and the gradient of the output, laid out as projections write them."""
+    """Queries, keys, values and the gradient of the output, in the memory layout of projections."""
     batch, heads, kv_heads, seq, head_dim = shape
     torch.manual_seed(0)
     counts = (heads, kv_heads, kv_heads, heads)
@@ -79,7 +79,7 @@ def test_output_and_gradients_are_the_formulas(shape: Shape, way: str, take: Cal
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_comes_from_later_positions(way: str, take: Callable[[str], None]) -> None:
-    """Exactly: what an early position computes, and what a gradient there does to later keys and values."""
+    """Exactly: the output of an early position, and the effect of its gradient on later keys and values."""
     take(way)
     *inputs, grad = operands((1, 2, 2, 256, 16))
     early = causal_attention(*inputs)[:, :, :100]
@@ -96,7 +96,7 @@ def test_large_scores_do_not_overflow_and_a_nan_shows(way: str, take: Callable[[
     take(way)
     *inputs, grad = operands((1, 2, 2, 256, 16))
     inputs[0] *= 100
-    inputs[0][:, :, 200:, 0] = 300  # against the keys after it, the largest scores of all
+    inputs[0][:, :, 200:, 0] = 300  # with later keys, the largest scores of all
     assert all(found.isfinite().all() for found in gradients(causal_attention, inputs, grad))
     inputs[0][0, 0, 3, 0] = torch.nan
     assert causal_attention(*inputs)[0, 0, 3].isnan().all()
@@ -107,7 +107,7 @@ def test_large_scores_do_not_overflow_and_a_nan_shows(way: str, take: Callable[[
 def test_large_scores_lose_no_accuracy(head_dim: int, take: Callable[[str], None]) -> None:
     take("matrix unit")
     q, k, v, grad = operands((1, 2, 2, 256, head_dim))
-    inputs = [q * 1e3, k * 1e3, v]  # scores of 1e6: float32's steps are 0.06 there
+    inputs = [q * 1e3, k * 1e3, v]  # scores of 1e6, where float32 has a resolution of 0.06
     _, _, found = gradients(causal_attention, inputs, grad)
     _, _, right = gradients(formula, [tensor.double() for tensor in inputs], grad.double())
     assert (found - right).norm() < 3e-3 * right.norm()
@@ -117,10 +117,10 @@ def test_any_layout_in_memory_is_read_as_it_is(take: Callable[[str], None]) -> N
     take("matrix unit")
     *inputs, grad = operands((2, 4, 2, 64, 16))
     right = gradients(causal_attention, inputs, grad)
-    wide = torch.zeros(2, 4, 64, 17).bfloat16()[..., 1:]  # rows that begin at odd places
+    wide = torch.zeros(2, 4, 64, 17).bfloat16()[..., 1:]  # rows with odd offsets
     wide.copy_(grad)
     assert all_equal(gradients(causal_attention, inputs, wide), right)
-    one = torch.ones(1).bfloat16().expand_as(grad)  # as of a sum
+    one = torch.ones(1).bfloat16().expand_as(grad)  # like the gradient of a sum
     right = gradients(causal_attention, inputs, one.clone(memory_format=torch.contiguous_format))
     assert all_equal(gradients(causal_attention, inputs, one), right)
 

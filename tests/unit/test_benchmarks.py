@@ -1,4 +1,4 @@
-"""The parts of `benchmarks/` that count: intervals, traces, tables, and what becomes of rows that fail."""
+"""The logic of `benchmarks/`: intervals, traces, tables, and the handling of failing rows."""
 
 import argparse
 import itertools
@@ -86,7 +86,7 @@ def test_communication_counts_where_nothing_else_runs(tmp_path: Path) -> None:
     )
     split = step_split(on_gpu)
     assert split["communication_wait"] == pytest.approx(10e-6)
-    assert split["forward"] == pytest.approx(50e-6)  # that of its kernels, not that of their launch
+    assert split["forward"] == pytest.approx(50e-6)  # of its kernels, not of their launch
 
 
 def test_a_recompilation_counts_after_the_warm_up_alone() -> None:
@@ -105,7 +105,7 @@ def test_a_command_is_observed_from_outside() -> None:
     )
     assert result.step_rates == [1000]  # the first report is warm-up; two processes
     assert result.first_step is not None and 0 < result.first_step < 60
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # below which nothing is seen
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # the smallest value that can be observed
     assert 300 << 20 < result.memory < max(600 << 20, own + (50 << 20))  # of the grandchild
     with pytest.raises(SystemExit, match=r"other ended with status 3:\n.*no such thing"):
         observe("other", [sys.executable, "-c", "import sys; print('no such thing'); sys.exit(3)"], {})
@@ -153,7 +153,7 @@ def test_the_gpus_table_compares_like_with_like() -> None:
         line.split("|")[3].strip(): [c.strip() for c in line.split("|")] for line in page.splitlines() if "8B |" in line
     }
     assert lines["float8"][6:11] == ["1.25", "62.5%", "31.2%", "31.2%", "15.6%"]
-    assert lines["int8"][6] == ""  # another number of layers
+    assert lines["int8"][6] == ""  # different number of layers
     assert "- 8B, eager: out of memory" in page
 
 
@@ -186,7 +186,7 @@ def test_rows_that_fail_do_not_take_others_with_them(tmp_path: Path, monkeypatch
     filtered = "float8 rowwise, auto_filter_small_kn"
     assert rows == [
         ("8B", "bf16 compiled", 8, "out of memory"),
-        ("8B", "bf16 compiled", 6, ""),  # the estimate was wrong: fewer layers, for those that follow too
+        ("8B", "bf16 compiled", 6, ""),  # the estimate was wrong: fewer layers, also for the following rows
         ("8B", filtered, 6, ""),
         ("8B", "int8 rowwise", 6, "its process ended with status 7"),
         ("3B", "bf16 compiled", 8, ""),
@@ -216,7 +216,7 @@ def test_labels_of_curves_that_end_together_do_not_overlap() -> None:
     _, axes = figures.pyplot().subplots()
     for number in range(8):
         axes.plot([0, 1], [0, 1 + 1e-3 * (number % 3)], label=f"run {number}")
-    axes.axhline(0)  # which has no name
+    axes.axhline(0)  # without a label
     figures.label_ends(axes)
     boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
     assert len(boxes) == 8

@@ -1,4 +1,4 @@
-"""Clipping by the norm over all gradients."""
+"""Clipping by the norm of all gradients."""
 
 import pytest
 import torch

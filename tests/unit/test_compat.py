@@ -1,4 +1,4 @@
-"""Private names of torch that are gone are said, where their absence would otherwise change behaviour in silence."""
+"""Missing private names of torch are reported if their absence would otherwise silently change behaviour."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Compiled code is kept where nobody else can put some, and what cannot be loaded is compiled anew."""
+"""Compiled code is cached where no other user can write, and code that cannot be loaded is recompiled."""
 
 import ctypes
 import hashlib
@@ -15,7 +15,7 @@ from torchtitan.kernels.cpp_extension import load
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv(cache.INDUCTOR, "")  # so that it is as before afterwards
+    monkeypatch.setenv(cache.INDUCTOR, "")  # so that it is restored afterwards
     monkeypatch.delenv(cache.INDUCTOR)
     return tmp_path
 
@@ -51,7 +51,7 @@ def test_what_cannot_be_used_is_compiled_anew(fault: str, source: Path, home: Pa
     (library,) = libraries(home)
     text = library.read_bytes()
     del log[:]
-    library.unlink()  # this process has it mapped
+    library.unlink()  # this process has mapped it
     if fault == "cut short":
         library.write_bytes(text[:1000])
     elif fault == "another user's":

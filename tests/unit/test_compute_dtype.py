@@ -20,7 +20,7 @@ def test_a_cpu_takes_what_it_multiplies_faster(
     monkeypatch.setattr(compute_dtype, "bfloat16_is_fast", lambda: fast)
     assert decide_compute_dtype(config(tmp_path), "cpu").training.mixed_precision_param == dtype
     assert decide_compute_dtype(config(tmp_path), "cuda").training.mixed_precision_param == "bfloat16"
-    for given in ("bfloat16", "float32"):  # the user's word
+    for given in ("bfloat16", "float32"):  # set by the user
         chosen = decide_compute_dtype(config(tmp_path, f"--training.mixed_precision_param={given}"), "cpu")
         assert chosen.training.mixed_precision_param == given
 

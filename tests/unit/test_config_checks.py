@@ -1,4 +1,4 @@
-"""Mistakes between keys: found before anything is built, all at once, each naming its key."""
+"""Conflicts between keys: found before anything is built, all at once, each naming its key."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
         (["--model.flavor=9B"], r"model\.flavor: unknown flavor '9B'.*; known: .*debugmodel.*8B"),
         (["--training.dataset=c5"], r"training\.dataset: unknown data set 'c5'.*; known: .*python_stdlib"),
         (
-            ["--validation.dataset=c5"],  # though validation is off
+            ["--validation.dataset=c5"],  # even though validation is off
             r"validation\.dataset: unknown data set 'c5'.*; known: .*python_stdlib",
         ),
         (
@@ -217,7 +217,7 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 def test_degrees_that_do_not_fit_the_model(
     flags: list[str], world_size: int, messages: list[str], tmp_path: Path
 ) -> None:
-    """All that is wrong is said at once, with what would do."""
+    """All problems are reported at once, with valid alternatives."""
     with pytest.raises(ConfigError) as caught:
         checked(*flags, world_size=world_size, folder=tmp_path)
     problems = caught.value.problems
@@ -312,6 +312,6 @@ def test_nothing_is_told_of_keys_that_are_used_or_at_their_defaults(log: list[st
 
 
 def test_a_model_without_blocks_is_one_sentence() -> None:
-    unused: Any = None  # what comes after it is not looked at
+    unused: Any = None  # the other arguments are never used
     with pytest.raises(ConfigError, match=r"model\.name: Linear needs .* layers, an nn\.ModuleDict"):
         parallelize(cast(Any, torch.nn.Linear(2, 2)), unused, unused, unused, unused, unused)

@@ -45,7 +45,7 @@ class JobConfig:
 
 @pytest.fixture
 def flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The flag that names the example module, which lies in the working directory."""
+    """The flag that names the example module in the working directory."""
     name = f"my_args_{tmp_path.name}".replace("-", "_")  # a module is imported once per process
     (tmp_path / f"{name}.py").write_text(EXAMPLE)
     monkeypatch.chdir(tmp_path)
@@ -62,7 +62,7 @@ def test_own_section_and_own_key_in_ours(flag: str) -> None:
     assert (distillation.temperature, distillation.teacher, distillation.cache) == (2.0, None, True)
     assert distillation.layers == [3, 5]
     assert (training.z_loss, training.steps) == (0.0, 10000)
-    assert training.seq_len == 512  # the user's default counts
+    assert training.seq_len == 512  # the user's default wins
     with pytest.raises(dataclasses.FrozenInstanceError):
         distillation.cache = False
     assert ConfigManager().parse_args([flag, "--distillation.layers=1,2"]).distillation.layers == [1, 2]  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ def help_text(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_every_key_is_listed_with_help_type_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_text(capsys)
-    # What has no flag is listed as it is written in a file.
+    # Keys without a flag are listed as they are written in a file.
     listed = dict(re.findall(r"^  (?:--|\[\[)([\w.]+)(?:\]\])?\n      (.*)$", text, re.MULTILINE))
     assert "    until_step\n      Last step of the phase" in text
     assert list(listed) == list(fields_by_key(JobConfig))

@@ -1,4 +1,4 @@
-"""Every key that users already have in their files: it loads from TOML and from a flag, with its type and default."""
+"""Every key that users already have in their files loads from TOML and from a flag, with its type and default."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import tomli_w
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.errors import ConfigError
 
-# key: (default, other values that it takes)
+# key: (default, other valid values)
 KEYS: dict[str, tuple[Any, ...]] = {
     "job.dump_folder": ("./outputs", "runs/a b"),
     "job.description": ("default job", "Llama, again = 100%"),
@@ -180,7 +180,7 @@ def test_boolean_flags(key: str, tmp_path: Path) -> None:
             assert get(ConfigManager().parse_args([opposite, flag]), key) is value
 
 
-WRONG = [  # key, value in TOML, what the message must say was expected
+WRONG = [  # key, value in TOML, the expectation that the message must state
     ("training.steps", 0, "an integer above 0"),
     ("training.steps", "10", "an integer above 0"),
     ("training.steps", 5.5, "an integer above 0"),

@@ -1,4 +1,4 @@
-"""How defaults, file and command line become one configuration, and what a user reads where they cannot."""
+"""How defaults, file and command line combine into one configuration, and the messages if they cannot."""
 
 import dataclasses
 import re
@@ -31,7 +31,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     file = write(tmp_path, "[training]\nsteps = 7\nseq_len = 64\n[model]\nconverters = ['a', 'b']\n")
     config = ConfigManager().parse_args(["--training.steps", "9", file, "--model.converters=c"])
     assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (9, 64, 8)
-    assert config.model.converters == ["c"]  # replaced, not added to
+    assert config.model.converters == ["c"]  # replaced, not appended
     assert config.job.config_file == str(tmp_path / "run.toml")
 
 
@@ -131,7 +131,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     named = ["[trainin]", "model.flavour", "training.steps", "--nothing.like", "--training.seq_len", "decay_type"]
     assert len(problems) == len(named)
     assert all(name in problem for name, problem in zip(named, problems, strict=True))
-    assert len(problems_of(file, "--training.seq_len")) == 4  # a flag without its value hides nothing of the file
+    assert len(problems_of(file, "--training.seq_len")) == 4  # a flag without a value hides no problem of the file
 
 
 def resolved(config: JobConfig, folder: Path) -> JobConfig:

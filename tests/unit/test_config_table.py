@@ -1,4 +1,4 @@
-"""docs/config_keys.md is what scripts/config_table.py makes of the dataclasses as they are now."""
+"""docs/config_keys.md is the current output of scripts/config_table.py."""
 
 import runpy
 from pathlib import Path

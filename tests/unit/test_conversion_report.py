@@ -1,4 +1,4 @@
-"""What a conversion says of itself, and the checks that hold it to its word."""
+"""The conversion report, and the checks that verify it."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ SECTIONS = {"float8": Float8(), "int8": Int8(), "mx": MX(emulate=True)}
 
 
 def explain(*flags: str) -> dict[str, tuple[bool, int, int]]:
-    """fqn to (converted, K, N)."""
+    """fqn -> (converted, K, N)."""
     report = explain_conversion(ConfigManager().parse_args(flags))
     return {decision.fqn: (decision.converted, decision.k, decision.n) for decision in report}
 
@@ -164,7 +164,7 @@ def test_nvfp4_stops_and_says_why() -> None:
 
 
 class Sham(Float8Converter):
-    """A converter whose layers stay as they are, or give noise."""
+    """A converter whose layers do not change, or return noise."""
 
     noise = 0.0
 
@@ -189,7 +189,7 @@ def test_products_far_off_are_found_at_conversion() -> None:
 @pytest.mark.parametrize("name", ["float8", "int8", "mx"])
 @pytest.mark.parametrize("recomputation", ["none", "full", "op"])
 def test_products_of_a_step_are_counted_and_missing_ones_found(name: str, recomputation: str) -> None:
-    """One layer of four must show, whatever a recomputation adds."""
+    """One layer of four must be detected, regardless of recomputation."""
     torch._dynamo.reset()
     section = dataclasses.replace(SECTIONS[name], filter_fqns=[])
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(4))).bfloat16()
@@ -209,7 +209,7 @@ def test_products_of_a_step_are_counted_and_missing_ones_found(name: str, recomp
     with counted(2):
         step()
         step()
-    model[1][0] = nn.Linear(64, 64, bias=False).bfloat16()  # taken out of low precision behind the report's back
+    model[1][0] = nn.Linear(64, 64, bias=False).bfloat16()  # taken out of low precision without the report's knowledge
     missing = r"promised 12 low-precision GEMMs in this step, and 9 ran \(forward pass of 1.0: 0 of 1\)"
     with pytest.raises(ConfigError, match=missing), counted(1):
         step()

@@ -1,4 +1,4 @@
-"""Which linear layers a converter takes."""
+"""Which linear layers a converter selects."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torchtitan.errors import ConfigError
         ("output", "output"),
         ("wk", "layers.0.attention.wk"),
         ("attention.wk", "layers.0.attention.wk"),
-        ("attention", "layers.0.attention.wk"),  # all that is in it
+        ("attention", "layers.0.attention.wk"),  # everything in it
         ("layers.1", "layers.1.attention.wk"),
         ("layers.*.attention", "layers.7.attention.wk"),
         ("layers.[01]", "layers.1.feed_forward.w1"),
@@ -93,7 +93,7 @@ def test_all_unmatched_entries_are_reported_at_once() -> None:
     assert len(caught.value.problems) == 2
 
 
-# The thresholds of torchao's _auto_filter_for_recipe, each at both sides of its border.
+# The thresholds of torchao's _auto_filter_for_recipe, on both sides of each limit.
 @pytest.mark.parametrize(
     ("recipe", "k", "n", "too_small"),
     [

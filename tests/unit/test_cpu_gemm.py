@@ -1,4 +1,4 @@
-"""8-bit GEMMs on CPU and the rounding before them: against torch's own operations and against float64."""
+"""8-bit GEMMs on CPU and the rounding before them, compared with torch's own operations and with float64."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def all_bfloat16() -> torch.Tensor:
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """To the bit, but for the sign of NaN."""
+    """Bit for bit, except for the sign of NaN."""
     nan = theirs.float().isnan()
     assert torch.equal(ours.float().isnan(), nan)
     assert torch.equal(ours.view(torch.uint8)[~nan], theirs.view(torch.uint8)[~nan])
@@ -60,10 +60,10 @@ def test_amax_shows_nan_and_infinity_where_they_are() -> None:
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "tensorwise"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_float8_gemm_is_exact(dtype: torch.dtype, rowwise: bool, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As good as sums in float64 that are rounded once: to float32's last bits, or to the nearest bfloat16."""
+    """As accurate as float64 sums rounded once: to float32's last bits, or to the nearest bfloat16."""
     monkeypatch.setattr(cpu_gemm, "fast_dtype", lambda: torch.bfloat16 if low else torch.float32)
     torch.manual_seed(0)
-    a, b = torch.randn(48, 200).to(FLOAT8[1]), torch.randn(72, 200).to(FLOAT8[0]).T  # as gᵀ x has them
+    a, b = torch.randn(48, 200).to(FLOAT8[1]), torch.randn(72, 200).to(FLOAT8[0]).T  # as in gᵀ x
     scales = (torch.rand(48, 1) + 0.1, torch.rand(1, 72) + 0.1) if rowwise else (torch.tensor(0.3), torch.tensor(1.7))
     left, right = (
         Quantized(data, powers_of_two(scale) if rowwise else scale) for data, scale in zip((a, b), scales, strict=True)

@@ -1,4 +1,4 @@
-"""The sequence of global batches: the same for every layout, and picked up where it was left."""
+"""The sequence of global batches: the same for every layout, and resumable."""
 
 import json
 import subprocess
@@ -83,7 +83,7 @@ def test_the_state_is_of_what_was_handed_out_not_of_what_was_read_ahead(corpus: 
     loaders = loaders_of(training_on(corpus), ROWS, 1)
     global_batches(loaders, 3)
     before = saved(loaders)
-    time.sleep(0.2)  # time enough to read ahead
+    time.sleep(0.2)  # enough time to prefetch
     assert saved(loaders) == before
     following = global_batches(loaders, 1)
     again = loaders_of(training_on(corpus), ROWS, 1)
@@ -254,7 +254,7 @@ def test_held_out_text_of_files_is_not_trained_on(tmp_path: Path) -> None:
     validation = Validation(enabled=True, local_batch_size=2, steps=4)
     batches = list(build_validation_loader(validation, training, TOKENIZER, dp_rank=0, dp_size=1))
     validated = {id for batch in batches for ids in batch.sample_ids or [] for id in ids}
-    # ids name the file and the byte that a segment begins at
+    # ids name the file and the start byte of a segment
     assert len(trained) > 200 and validated and not trained & validated
 
 

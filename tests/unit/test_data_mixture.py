@@ -1,4 +1,4 @@
-"""Weighted mixtures: shares of tokens, and the same promises as for one data set."""
+"""Weighted mixtures: fractions of tokens, and the same guarantees as for one dataset."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ from torchtitan.errors import CheckpointError, ConfigError, DataError
 def mixture(tmp_path: Path, *weights: float) -> Training:
     entries = []
     for number, weight in enumerate(weights):
-        # documents of very different length: shares are of tokens, not of documents
+        # documents of very different lengths: weights are fractions of tokens, not of documents
         words = 10 * (number + 1)
         path = write_jsonl(tmp_path / f"{number}.jsonl", range(100 * number, 100 * number + 90), words)
         entries.append(f"{path}:{weight}")
@@ -27,14 +27,14 @@ def mixture(tmp_path: Path, *weights: float) -> Training:
 def test_each_source_gets_its_share_of_the_tokens_from_the_first_step(rows: int, tmp_path: Path) -> None:
     entries = []
     for number, weight in enumerate((0.6, 0.3, 0.1)):
-        words = (1, 20, 400)[number]  # the least of the sources has the longest documents
+        words = (1, 20, 400)[number]  # the source with the lowest weight has the longest documents
         path = write_jsonl(tmp_path / f"{number}.jsonl", range(100 * number, 100 * number + 90), words)
         entries.append(f"{path}:{weight}")
     loader = loaders_of(training_on(None, dataset_mixture=entries), rows, 1)[0]
     seen = Counter[str]()
     for step in range(1, 101):
         for batch in loader.next():
-            # a window is of one source, so every document in it is of the same file
+            # a window has one source, so all its documents are from the same file
             seen.update(ids[0].split(".")[0] for ids in batch.sample_ids or [])
         if step * rows >= 48 and step in (4, 12, 48, 100):
             shares = [seen[str(number)] / seen.total() for number in range(3)]
@@ -43,7 +43,7 @@ def test_each_source_gets_its_share_of_the_tokens_from_the_first_step(rows: int,
 
 
 def test_states_of_the_version_before_still_load(tmp_path: Path) -> None:
-    """They had one offset, into the document in hand, and no number of windows."""
+    """They had one offset, into the current document, and no window count."""
     path = write_jsonl(tmp_path / "a.jsonl", range(90))
     training = training_on(path)
     loaders = loaders_of(training, 4, 1)
@@ -125,7 +125,7 @@ def test_one_unknown_word_is_a_path_that_is_not_there() -> None:
 
 def test_a_column_of_its_own_for_a_source(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": {"text": story(n)}}) + "\n" for n in range(50)))
-    write_jsonl(tmp_path / "b#c.jsonl", range(100, 150))  # a "#" of the name
+    write_jsonl(tmp_path / "b#c.jsonl", range(100, 150))  # a "#" in the name
     entries = [f"{tmp_path}/a.jsonl#body.text:1", f"{tmp_path}/b#c.jsonl:1"]
     rows = sample_ids(loaders_of(training_on(None, dataset_mixture=entries), 1, 1), 20)
     assert {id.split(":")[0] for id in rows[0]} == {"a.jsonl", "b#c.jsonl"}

@@ -1,4 +1,4 @@
-"""Files and folders of each kind, and what is said about those that cannot be used."""
+"""Files and folders of each kind, and the messages about unusable ones."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Text files
 
 
-@settings(deadline=None)  # a busy machine
+@settings(deadline=None)  # for busy machines
 @given(content=st.text(st.sampled_from("ab\n\r é☃😀\u2028"), max_size=400), pieces=st.integers(1, 20))
 def test_segments_of_a_file_join_to_the_file(
     tmp_path_factory: pytest.TempPathFactory, content: str, pieces: int
@@ -146,7 +146,7 @@ def test_parquet(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: 
     assert "skipped null.parquet[1]" in caplog.text
 
 
-# What cannot be used
+# Unusable data
 
 
 def test_bad_paths(tmp_path: Path) -> None:
@@ -284,10 +284,10 @@ def test_a_data_set_of_the_users(tmp_path: Path) -> None:
     assert "mine mine" in TOKENIZER.decode(batch[0].tolist())
 
 
-# The order
+# Order
 
 
-@settings(deadline=None)  # a busy machine
+@settings(deadline=None)  # for busy machines
 @given(length=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))
 def test_permuted_takes_each_index_to_another(length: int, key: int) -> None:
     assert sorted(permute_index(index, length, key) for index in range(length)) == list(range(length))
@@ -296,5 +296,5 @@ def test_permuted_takes_each_index_to_another(length: int, key: int) -> None:
 def test_permuted_mixes_well() -> None:
     order = [permute_index(index, 10_000, key=7) for index in range(10_000)]
     neighbours = sum(abs(a - b) < 100 for a, b in itertools.pairwise(order))
-    assert neighbours < 2 * 10_000 * 200 / 10_000  # by chance about 200 of 10,000
+    assert neighbours < 2 * 10_000 * 200 / 10_000  # about 200 of 10,000 by chance
     assert permute_index(10**11, 10**12, key=7) < 10**12

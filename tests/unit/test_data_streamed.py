@@ -1,4 +1,4 @@
-"""Streamed data: the same path as C4's from the Hub, here with compressed shards on disk."""
+"""Streamed data: the same code path as C4 from the Hub, here with compressed shards on disk."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ from torchtitan.data.streamed import ShardedStream
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
-SHARDS, DOCUMENTS = 5, 25  # documents in a shard
+SHARDS, DOCUMENTS = 5, 25  # documents per shard
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_hub_data_set_that_cannot_be_reached() -> None:
 
 
 def test_shards_are_read_from_their_place_not_from_their_start(c4: Training) -> None:
-    """What `datasets` calls a state is enough to go on: the documents before are not handed out again."""
+    """The state that `datasets` provides is enough to resume: earlier documents are not returned again."""
     stream = open_path(str(c4.dataset_path), "text")
     assert isinstance(stream, ShardedStream)
     drawn = stream.documents(0, 1, 0, None)

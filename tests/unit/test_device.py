@@ -1,4 +1,4 @@
-"""What a process says of its device."""
+"""How a process describes its device."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Degrees of parallelism against the number of processes."""
+"""Degrees of parallelism compared with the number of processes."""
 
 from typing import Any
 

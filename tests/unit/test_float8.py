@@ -1,4 +1,4 @@
-"""float8 GEMMs: that they run, how exact they are, and which layers get them."""
+"""float8 GEMMs: whether they run, how accurate they are, and which layers use them."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
 class CountedGemms(TorchDispatchMode):
-    """Counts GEMMs by operation, as they run: after tensor subclasses have had their say."""
+    """Counts GEMMs by operation as they run, after tensor subclasses have handled them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ def tiny_llama(n_layers: int = 2) -> Llama:
         return Llama(LlamaArgs(dim=64, n_layers=n_layers, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256))
 
 
-# Relative errors (output, input gradient, weight gradient) of one linear: float8 has 3 bits (E4M3) or 2 (E5M2) after
-# the point, rowwise scales fit better, and gw_hp keeps the weight gradient in bfloat16.
+# Relative errors (output, input gradient, weight gradient) of one linear layer: float8 has a mantissa of 3 bits (E4M3)
+# or 2 (E5M2), rowwise scales fit better, and gw_hp keeps the weight gradient in bfloat16.
 ERRORS = {
     "tensorwise": (0.037, 0.059, 0.059),
     "rowwise": (0.036, 0.036, 0.038),
@@ -127,7 +127,7 @@ def test_layers_in_the_filter_are_left_alone() -> None:
 
 
 def test_nothing_to_convert_is_an_error_that_says_why() -> None:
-    # What a user of torchtitan's automatic filter gets from a small model: it would silently train in bfloat16.
+    # The result of torchtitan's automatic filter on a small model, which would silently train in bfloat16.
     with pytest.raises(ConfigError, match=r"float8 would convert no layer.* K = 64 <= 4096 and N = 64 <= 1024"):
         convert(tiny_llama(), filter_fqns=["auto_filter_small_kn"])
     with pytest.raises(ConfigError, match=r"float8 would convert no layer.* K = 24 is not a multiple of 16"):
@@ -173,7 +173,7 @@ def test_layers_compute_what_torchaos_do(recipe: str) -> None:
         out.backward(grad)
         results.append([out, leaf.grad, layer.weight.grad, layer.bias.grad])
     for theirs, ours in zip(*results, strict=True):
-        assert (ours - theirs).float().norm() <= 0.003 * theirs.float().norm()  # roundings to bfloat16
+        assert (ours - theirs).float().norm() <= 0.003 * theirs.float().norm()  # rounding to bfloat16
 
 
 def test_the_report_rounds_rows_as_the_recipe_does() -> None:

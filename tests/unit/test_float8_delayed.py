@@ -1,4 +1,4 @@
-"""Delayed scaling: where scales come from, that they travel with the data, and that nothing else changes them."""
+"""Delayed scaling: the source of the scales, that they accompany the data, and that nothing else changes them."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def delayed(**keys: Any) -> Float8:
 
 
 class Trained:
-    """Two layers in delayed float8, on data of a chosen size."""
+    """Two layers in delayed float8, with data of a given magnitude."""
 
     def __init__(self, **keys: Any) -> None:
         torch.manual_seed(0)
@@ -46,19 +46,19 @@ class Trained:
         return layer
 
     def step(self, *sizes: float, skipped: bool = False) -> None:
-        """A microbatch of each size; no weight is moved."""
+        """A micro-batch of each size; no weight is updated."""
         for size in sizes:
             self.forward(self.x * size).sum().backward()
         self.model.zero_grad()
         self.converter.after_step([self.model], None if skipped else 1e-3)
 
     def scale(self) -> float:
-        """That of the first layer's input, as a multiple of the scale that x itself would have."""
+        """The scale of the first layer's input, as a multiple of the scale of x itself."""
         return float(self.first.scales[0] / (448 / self.x.abs().max().float()))
 
 
 def gradients(model: Any, x: torch.Tensor, between: Any = lambda: None) -> list[torch.Tensor]:
-    """[output, input gradient, weight gradients], with something done between forward and backward."""
+    """[output, input gradient, weight gradients], calling `between` between forward and backward."""
     leaf = x.clone().requires_grad_()
     out = model(leaf)
     between()
@@ -131,7 +131,7 @@ SECTIONS = [Float8(), Float8(recipe_name="rowwise"), delayed(), Int8(), MX(emula
 @pytest.mark.parametrize("section", SECTIONS, ids=["float8", "float8 rowwise", "float8 delayed", "int8", "mx"])
 @pytest.mark.parametrize("where", ["input", "output gradient"])
 def test_no_recipe_hides_what_is_not_finite(section: Any, where: str) -> None:
-    """It shows in the gradients, or the converter tells."""
+    """It shows in the gradients, or the converter reports it."""
     torch.manual_seed(0)
     name = type(section).__name__.lower()
     model: Any = nn.Sequential(nn.Linear(64, 96, bias=False)).bfloat16()
@@ -152,7 +152,7 @@ def test_no_recipe_hides_what_is_not_finite(section: Any, where: str) -> None:
 
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
 def test_each_tensor_may_be_dynamic(role: str) -> None:
-    """What is delayed saturates when it grows after the history was made; what is dynamic does not."""
+    """A delayed tensor saturates when it grows after the history was recorded; a dynamic one does not."""
     others = {f"cast_{other}": "dynamic" for other in ("input", "weight", "grad_output") if other != role}
     alone, rest = Trained(**others), Trained(**{f"cast_{role}": "dynamic"})
     for trained in (alone, rest):
@@ -181,7 +181,7 @@ def test_scales_changed_between_forward_and_backward_change_no_gradient(when: st
 
 
 class Alone(DeviceMesh):
-    """A mesh of this process; no process group."""
+    """A mesh of this process without a process group."""
 
     def __init__(self) -> None:
         pass
@@ -199,8 +199,8 @@ def test_int8_scales_changed_between_gather_and_use_change_nothing(recipe: Any) 
         weight.scale_inverse = (tensor.abs().amax() / 127).view(1, 1) if recipe == "tensorwise" else None
         sent, metadata = weight.fsdp_pre_all_gather(Alone(), None, None, None, None)
         if weight.scale_inverse is not None:
-            weight.scale_inverse.mul_(7)  # a step ahead
-        if out is not None:  # FSDP2 fills the memory that it has
+            weight.scale_inverse.mul_(7)  # the next step's scale
+        if out is not None:  # FSDP2 reuses its memory
             out.data_int8.copy_(sent[0])
         made = weight.fsdp_post_all_gather(sent, metadata, torch.bfloat16, out=out)
         return out if made is None else made[0]
@@ -208,7 +208,7 @@ def test_int8_scales_changed_between_gather_and_use_change_nothing(recipe: Any) 
     first, second = torch.randn(32, 64), 5 * torch.randn(32, 64)
     gathered = gather(first)
     assert (gathered.dequantize_all() - first).abs().max() < 0.03
-    kept = gathered.detach()  # as for the backward pass, before which it is gathered again
+    kept = gathered.detach()  # as saved for the backward pass, before which it is gathered again
     gather(second, out=gathered)
     for whole in (gathered, kept):
         assert (whole.dequantize_all() - second).abs().max() < 0.15

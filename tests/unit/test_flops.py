@@ -1,4 +1,4 @@
-"""FLOPs of a token, peaks of devices, and what is said about them."""
+"""FLOPs per token, peaks of devices, and the messages about them."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from torchtitan.models.llama.model import Llama
 
 
 def test_formula_counts_what_torch_counts() -> None:
-    """torch's counter sees a query-key and a value GEMM over the whole sequence, as the formula does."""
+    """torch's counter sees a query-key and a value GEMM over the entire sequence, as the formula does."""
     args = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=50)
     seq_len = 32
     with torch.device("meta"):
@@ -78,7 +78,7 @@ def test_peak_of_a_cpu_is_measured() -> None:
 
 @pytest.fixture
 def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What GEMMs will be measured to reach, one after the other; the cache is empty."""
+    """The rates that successive GEMM measurements will return; the cache is empty."""
     rates: list[float] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(flops, "measure_peak", lambda *_: rates.pop(0))

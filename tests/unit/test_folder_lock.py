@@ -1,4 +1,4 @@
-"""Two runs do not write to one folder; a run that has died keeps nobody out."""
+"""Two runs cannot write to the same folder; a dead run blocks nobody."""
 
 import errno
 import fcntl
@@ -49,7 +49,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take(folder: Path) -> float:
-    """Seconds until it was there."""
+    """Seconds until the lock was acquired."""
     started = time.monotonic()
     with FolderLock(folder) as mine:
         mine.take()
@@ -134,7 +134,7 @@ def test_a_folder_that_is_removed_is_locked_again(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_folder_was_taken_over_ends(tmp_path: Path) -> None:
-    """As after a long stop, in which it gave no sign of life to another machine."""
+    """For example after a long stop, during which it gave no sign of life to another machine."""
     with another_process(tmp_path) as first:
         left_by_another_machine(tmp_path)
         assert first.wait() == 2

@@ -1,4 +1,4 @@
-"""Text from a model: a cache that changes nothing, sampling, and the script."""
+"""Text generation: a cache that changes no result, sampling, and the script."""
 
 import json
 import subprocess
@@ -53,7 +53,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 @torch.no_grad()
 def greedy(model: Llama, prompt: list[int], count: int) -> list[int]:
-    """By the model alone."""
+    """With the model only."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
@@ -69,7 +69,7 @@ def test_rows_of_several_lengths_get_what_the_model_alone_gives_each(variant: st
     rows = prompts(3, 17, 1, 9)
     found = generate(model, rows, Sampling(40), EOS, use_cache)
     assert found == [greedy(model, row, 40) for row in rows]
-    assert greedy(model, rows[0], 5) == found[0][:5]  # the model is as it was
+    assert greedy(model, rows[0], 5) == found[0][:5]  # the model is restored
 
 
 def test_a_row_that_has_ended_says_no_more() -> None:

@@ -1,4 +1,4 @@
-"""How ranks meet in a store that has been used before, and how a silent one is found."""
+"""How ranks meet in a store that has been used before, and how a silent rank is detected."""
 
 import logging
 import threading
@@ -70,7 +70,7 @@ def test_a_silent_rank_is_named_before_anything_fails(store: dist.TCPStore) -> N
     hearts = [Heartbeat(store, rank, 3) for rank in range(3)]
     stop = threading.Event()
     try:
-        hearts[1].store.set("beat/1", "7")  # and no more
+        hearts[1].store.set("beat/1", "7")  # then silence
         hearts[2].end("finished")
         thread = threading.Thread(target=hearts[0]._run, args=(stop, 1.5))
         thread.start()
@@ -97,7 +97,7 @@ def test_a_store_that_is_gone_does_not_keep_a_rank(
     started = time.monotonic()
     assert "where the launchers have met, does not answer" in heart.account()
     assert time.monotonic() - started < 10
-    # Nor is another connection to it tried.
+    # No other connection to it is attempted either.
     monkeypatch.setattr(process_group, "_heartbeat", heart)
     timed_out = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv to complete")
     keys = Comm(train_timeout_seconds=2, trace_buf_size=0)

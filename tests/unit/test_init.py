@@ -28,7 +28,7 @@ def test_seed_decides_the_weights_whatever_the_state_of_torch() -> None:
     torch.manual_seed(2)
     before = torch.get_rng_state()
     again = weights()
-    assert torch.equal(torch.get_rng_state(), before)  # and it draws nothing from torch's own generator
+    assert torch.equal(torch.get_rng_state(), before)  # it does not use torch's own generator
     assert all(torch.equal(first[name], again[name]) for name in first)
     other = weights(seed=1)
     assert all(not torch.equal(first[name], other[name]) for name in first if "norm" not in name)
@@ -42,7 +42,7 @@ def test_every_parameter_has_numbers_of_its_own() -> None:
 
 
 def test_a_weight_does_not_depend_on_the_other_parameters() -> None:
-    """So that a pipeline stage, or a model of another depth, starts from the same layers."""
+    """So that a pipeline stage, or a model of different depth, starts from the same layers."""
     deep, shallow = weights(), weights(replace(ARGS, n_layers=1))
     assert all(torch.equal(deep[name], weight) for name, weight in shallow.items())
 
@@ -60,7 +60,7 @@ def test_a_weight_does_not_depend_on_the_other_parameters() -> None:
 )
 def test_standard_deviations(name: str, std: float) -> None:
     weight = weights()[name]
-    assert weight.std().item() == pytest.approx(std, rel=0.03)  # the cut at three costs 1.3%
+    assert weight.std().item() == pytest.approx(std, rel=0.03)  # truncation at three sigma costs 1.3%
     assert weight.mean().abs() < 0.05 * std
     assert 2.5 * std < weight.abs().max() <= 3 * std
 

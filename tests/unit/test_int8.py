@@ -1,4 +1,4 @@
-"""int8 GEMMs: that they run, how exact they are, alone and in a compiled graph."""
+"""int8 GEMMs: whether they run and how accurate they are, alone and in a compiled graph."""
 
 import itertools
 
@@ -64,7 +64,7 @@ def test_each_product_is_switched_by_its_key(output, grad_input, grad_weight, li
 
 
 def test_inductor_has_nothing_to_compile_on_cpu(linear, data, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take minutes, without a word."""
+    """It would silently take minutes."""
 
     def refuse(*_, **__) -> None:
         raise AssertionError("torch.compile was called")
@@ -94,7 +94,7 @@ def test_compiles_into_one_graph(linear: nn.Linear, data) -> None:
     low = Int8Converter(Int8(), CPU).swap(linear)
     compiled = torch.compile(low, fullgraph=True)
     for a, b in zip(products_of(compiled, *data), products_of(low, *data), strict=True):
-        assert (a - b).float().norm() <= 0.004 * b.float().norm()  # another order of roundings to bfloat16
+        assert (a - b).float().norm() <= 0.004 * b.float().norm()  # different order of rounding to bfloat16
     assert count_int_mm(compiled, *data) == 3
 
 

@@ -1,4 +1,4 @@
-"""Published weights in and out, with `transformers` as the judge."""
+"""Importing and exporting weights, with `transformers` as the reference."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def group() -> Iterator[None]:
 
 
 def llama(args: LlamaArgs) -> Llama:
-    """With weights for which every part matters."""
+    """With weights that make every part matter."""
     model = Llama(args)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -240,14 +240,14 @@ def test_an_export_that_was_interrupted_looks_like_none(tmp_path: Path, monkeypa
         with pytest.raises(CheckpointError, match="No space left on device"):
             exported(llama(SMALL), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    exported(llama(SMALL), tmp_path / "out")  # what is left over is no obstacle
+    exported(llama(SMALL), tmp_path / "out")  # leftovers do not prevent it
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(CheckpointError, match="is there already"):
         exported(llama(SMALL), tmp_path / "out")
 
 
 def test_scripts_there_and_back(tmp_path: Path) -> None:
-    """A published model becomes a checkpoint, and that a published model with the same bits."""
+    """A published model becomes a checkpoint, which becomes a published model with the same bits."""
     model = replace(MODELS.get("llama3").flavor("debugmodel"), vocab_size=4096)
     first = exported(llama(model), tmp_path / "first", torch.bfloat16)
     checkpoint = import_weights(first, tmp_path / "checkpoint", "llama3", None)
@@ -268,7 +268,7 @@ TEXTS = ["def f(x):\n    return x + 1\n", "  two  spaces", "a", "", "été 日�
 
 
 def tiktoken_file(folder: Path) -> Path:
-    """A small file of Llama 3's kind: bytes, and pairs that are merged."""
+    """A small file in Llama 3's format: bytes, and pairs to merge."""
     import base64
 
     pieces = [bytes([byte]) for byte in range(256)]

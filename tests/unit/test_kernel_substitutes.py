@@ -1,4 +1,4 @@
-"""What attention and norms of a GPU keep for their backward pass, told without one."""
+"""What a GPU's attention and norms save for the backward pass, determined without a GPU."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torchtitan.plan.recorder import Recorder
 
 
 def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
-    """On a GPU and on CPU: keys and values of grouped queries as they are, not repeated."""
+    """On a GPU and on CPU. Grouped keys and values are not repeated."""
     heads, kv_heads, seq, head_dim = 8, 2, 512, 32
     kept = {}
     for device in ("cuda", "cpu"):
@@ -24,10 +24,10 @@ def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
             kept[device] = recorder.current
             out.sum().backward()
             assert k.grad is not None and k.grad.shape == k.shape
-    row = 2 * seq * head_dim  # bytes of a head
+    row = 2 * seq * head_dim  # bytes per head
     log_sum_exp = 4 * heads * seq
     flash = (2 * heads + 2 * kv_heads) * row + log_sum_exp
-    assert kept["cuda"] - flash in range(64)  # and a random state
+    assert kept["cuda"] - flash in range(64)  # plus a random state
     assert kept["cpu"] == flash
 
 

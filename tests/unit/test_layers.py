@@ -1,4 +1,4 @@
-"""The code is as docs/architecture.md draws it: layers of imports, no circles, private names of torch in one place."""
+"""The code matches docs/architecture.md: layers of imports, no cycles, private names of torch in one place."""
 
 import ast
 import re
@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "train.py", *sorted((ROOT / "torchtitan").rglob("*.py"))]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
-PRIVATE_OPERATORS = ("_scaled_mm", "_int_mm", "_foreach_")  # of `torch`, which has no public name for them
+PRIVATE_OPERATORS = ("_scaled_mm", "_int_mm", "_foreach_")  # private names in `torch` without a public equivalent
 
 
 @cache
 def layers() -> dict[str, int]:
-    """From a path (a folder ends with "/") to the number of its layer, as the first table of docs/architecture.md."""
+    """Path (a folder ends with "/") -> number of its layer, from the first table of docs/architecture.md."""
     found = {}
     for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
         if row := re.match(r"\| (\d+) \| ([^|]+) \|", line):
@@ -39,7 +39,7 @@ def file_of(module: str) -> Path | None:
 
 @cache
 def imports_of(path: Path) -> list[tuple[str, tuple[str, ...], int]]:
-    """(module, names, line) of all imports, also of those inside functions and for type checkers alone."""
+    """(module, names, line) of all imports, including those inside functions and for type checkers only."""
     found: list[tuple[str, tuple[str, ...], int]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -52,7 +52,7 @@ def imports_of(path: Path) -> list[tuple[str, tuple[str, ...], int]]:
 
 @cache
 def own_imports_of(path: Path) -> dict[Path, int]:
-    """The files of this project that a file imports, and in which line."""
+    """The files of this project that a file imports, and the line of each import."""
     found: dict[Path, int] = {}
     for module, names, line in imports_of(path):
         if module.split(".")[0] in ("torchtitan", "benchmarks"):
@@ -95,7 +95,7 @@ def is_private(module: str, names: tuple[str, ...]) -> bool:
 
 
 def private_attributes(path: Path) -> list[str]:
-    """`torch._dynamo` and the like, but for operators."""
+    """`torch._dynamo` and similar, except operators."""
     return [
         f"{path.relative_to(ROOT)}:{node.lineno}: torch.{node.attr}"
         for node in ast.walk(ast.parse(path.read_text()))
@@ -129,7 +129,7 @@ def test_each_module_of_compat_says_what_every_private_name_is_for():
 
 @pytest.mark.parametrize("folder", ["config", "report"])
 def test_parts_without_torch(folder: str):
-    """`--help` is instant, and a report can be made where there is no torch."""
+    """`--help` is instant, and a report can be made without torch installed."""
     seen: set[Path] = set()
 
     def visit(path: Path, way: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Files and flags of other versions load, mean the same, and are told in a line each."""
+"""Files and flags of other versions load, keep their meaning, and are reported in one line each."""
 
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def test_flags(tmp_path: Path) -> None:
 def test_a_key_of_today_wins(tmp_path: Path) -> None:
     text = "[training]\nbatch_size = 2\nlocal_batch_size = 3\n"
     assert load(tmp_path, text)[0].training.local_batch_size == 3
-    assert load(tmp_path, text, "--training.batch_size=4")[0].training.local_batch_size == 4  # a flag over the file
+    assert load(tmp_path, text, "--training.batch_size=4")[0].training.local_batch_size == 4  # flags override the file
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ SEQ_LEN = 100  # three times the original context of SCALED
 
 
 def llama(args: LlamaArgs) -> Llama:
-    """With weights for which every part matters: attention that is not flat, norms other than 1."""
+    """With weights that make every part matter: non-uniform attention, norms other than 1."""
     model = Llama(args)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_module_names_that_filter_lists_use() -> None:
 
 @pytest.mark.parametrize(
     ("args", "parameters"),
-    [  # as published in the models' cards and released checkpoints
+    [  # as published in the model cards and released checkpoints
         (LLAMA2["7B"], 6_738_415_616),
         (LLAMA2["13B"], 13_015_864_320),
         (LLAMA2["70B"], 68_976_648_192),
@@ -152,7 +152,7 @@ def test_a_position_sees_only_itself_and_those_before_it() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ["gqa", "rope_scaling"])
 def test_document_mask_equals_separate_sequences(variant: str) -> None:
-    """RoPE is relative, so a document deep in a sequence gives the logits that it gives alone."""
+    """RoPE is relative, so a document deep in a sequence gets the same logits as on its own."""
     model = llama(VARIANTS[variant])
     ids = torch.zeros(2, SEQ_LEN, dtype=torch.long)
     ids[0, 30:70], ids[0, 70:], ids[1, 50:] = 5, 2, 1
@@ -160,7 +160,7 @@ def test_document_mask_equals_separate_sequences(variant: str) -> None:
     for row, start, end in [(0, 0, 30), (0, 30, 70), (0, 70, 100), (1, 0, 50), (1, 50, 100)]:
         alone = model(tokens()[row : row + 1, start:end])
         torch.testing.assert_close(packed[row : row + 1, start:end], alone, atol=1e-5, rtol=0)
-    assert (packed - model(tokens()))[0, 30:].abs().max() > 1e-2  # without the mask it is another matter
+    assert (packed - model(tokens()))[0, 30:].abs().max() > 1e-2  # without the mask the result differs
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What reaches the screen from which rank."""
+"""What each rank prints."""
 
 import logging
 
@@ -6,7 +6,7 @@ import pytest
 
 from torchtitan.logging import NOISY_LOGGERS, init_logging, logger
 
-pytestmark = pytest.mark.usefixtures("log")  # puts the logger back as it was
+pytestmark = pytest.mark.usefixtures("log")  # restores the logger
 
 
 def say(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The chunked loss against plain cross-entropy over all logits."""
+"""The chunked loss compared with plain cross-entropy over all logits."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ BATCH, SEQ, DIM, VOCAB = 3, 50, 16, 40
 
 @pytest.fixture(params=[1, 3, 15], ids=lambda chunks: f"{chunks}_chunks")
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """So many chunks for BATCH * SEQ tokens, the last one shorter than the others where that is not even."""
+    """Number of chunks for BATCH * SEQ tokens; the last one is shorter if they do not divide evenly."""
     tokens = BATCH * SEQ // request.param if request.param > 1 else 160
     monkeypatch.setattr(loss, "CHUNK_MULTIPLE", 10)
     monkeypatch.setattr(loss, "CHUNK_ELEMENTS", tokens * VOCAB)
@@ -25,7 +25,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 
 
 def make(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
-    """An output layer, hidden states, and labels some of which are ignored."""
+    """An output layer, hidden states, and labels, some of which are ignored."""
     torch.manual_seed(0)
     output = nn.Linear(DIM, VOCAB, bias=False, dtype=dtype)
     nn.init.normal_(output.weight)
@@ -98,7 +98,7 @@ def test_all_labels_ignored(chunks: int) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation returned."""
+    """Records the number of elements of the largest tensor that an operation returned."""
 
     elements = 0
 
@@ -112,7 +112,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_full_logits_are_never_held(grad: bool) -> None:
-    """With the real chunk size, at a vocabulary like that of Llama 3."""
+    """With the real chunk size, and a vocabulary size like Llama 3's."""
     tokens, vocab, dim = 1024, 100_000, 4
     weight = nn.Parameter(torch.ones(vocab, dim))
     hidden = torch.ones(2, tokens // 2, dim, requires_grad=True)
@@ -122,4 +122,4 @@ def test_full_logits_are_never_held(grad: bool) -> None:
         if grad:
             total.backward()
     assert total.item() == pytest.approx(tokens * torch.tensor(float(vocab)).log().item(), rel=1e-4)
-    assert largest.elements <= 512 * vocab  # the least chunk
+    assert largest.elements <= 512 * vocab  # the smallest chunk

@@ -1,4 +1,4 @@
-"""AdamW with small moments: the same update as torch's and torchao's, in the bytes that it promises."""
+"""AdamW with small moments: the same update as torch's and torchao's, with the promised number of bytes."""
 
 import shutil
 from collections.abc import Callable
@@ -24,7 +24,7 @@ QUANTIZED_OPTIMIZERS: dict[Any, Any] = {
 
 
 def train(make: Make, steps: int = 10, spread: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A matrix and a vector after some updates by the same gradients, in one row.
+    """A matrix and a vector after several updates with the same gradients, concatenated.
 
     Args:
         spread: of the magnitudes of gradients, in powers of e.
@@ -41,7 +41,8 @@ def train(make: Make, steps: int = 10, spread: float = 0.0, dtype: torch.dtype =
 
 
 def error(make: Make, **how: Any) -> float:
-    """Of all updates together, against torch's AdamW in float32: 2-norms of the difference and of the updates."""
+    """Error of the total update relative to torch's AdamW in float32: 2-norm of the difference over that of the
+    update."""
     start, expected = (train(lambda them: torch.optim.AdamW(them, **OPTIONS), steps, **how) for steps in (0, 10))
     return float((train(make, **how) - expected).norm() / (expected - start).norm())
 
@@ -52,7 +53,7 @@ def test_in_float32_it_is_torchs_adamw() -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), QUANTIZED_OPTIMIZERS.items(), ids=lambda kind: kind.__name__)
 def test_codes_are_those_of_torchao(ours: Any, theirs: Any) -> None:
-    """To rounding, but for a few numbers that lie between two codes; the codes themselves make 1 to 50 % of error."""
+    """To rounding, except for a few numbers between two codes. The codes themselves have errors of 1 to 50%."""
     found = train(lambda them: ours(them, **OPTIONS))
     with torch.compiler.set_stance("force_eager"):
         expected = train(lambda them: theirs(them, **OPTIONS, block_size=128))
@@ -69,12 +70,13 @@ def test_errors_of_the_formats_are_in_their_order() -> None:
         "4bit": error(lambda them: AdamW4bit(them, **OPTIONS)),
     }
     assert 1e-4 < errors["bfloat16"] < errors["8bit"] < errors["fp8"] < errors["4bit"] < 0.5
-    # A code is off by up to 1/16: so is a root held in it, while that of a number held in it is off by half as much.
+    # A code has an error of up to 1/16. A root stored in it has that error; the root of a stored number has half of it.
     assert errors["fp8"] < errors["fp8 root"] < 2 * errors["fp8"]
 
 
 def test_a_root_keeps_gradients_of_all_magnitudes_where_the_second_moment_does_not() -> None:
-    """Within a block they reach over six powers of ten; squared, the small ones are 0 in float8, and divide."""
+    """Within a block they span over six powers of ten. Squared, the small ones become 0 in float8, and are divided
+    by."""
     assert error(lambda them: AdamWFp8(them, **OPTIONS, root=True), spread=2.0) < 0.1
     assert error(lambda them: AdamWFp8(them, **OPTIONS), spread=2.0) > 1
 
@@ -105,7 +107,7 @@ def test_blocks_lie_within_rows() -> None:
 
 
 def test_bfloat16_weights_take_updates_smaller_than_half_their_step() -> None:
-    """Rounded to the nearest, they would stay at 1: 1 - 1e-4 is nearer to 1 than to the number below."""
+    """With round-to-nearest they would stay at 1: 1 - 1e-4 is closer to 1 than to the next number below."""
     weight = nn.Parameter(torch.ones(100, 128, dtype=torch.bfloat16))
     optimizer = build_optimizer([weight], Optimizer(lr=1e-4, weight_decay=0.0), seed=1)
     for _ in range(10):
@@ -116,7 +118,7 @@ def test_bfloat16_weights_take_updates_smaller_than_half_their_step() -> None:
 
 
 def test_bfloat16_moments_forget() -> None:
-    """With beta2 = 0.999 a second moment loses 1/1000 a step, less than half of bfloat16's step."""
+    """With beta2 = 0.999 a second moment decreases by 1/1000 per step, less than half of bfloat16's resolution."""
     weight = nn.Parameter(torch.ones(100, 128))
     optimizer = build_optimizer([weight], Optimizer(state_dtype="bfloat16", beta2=0.999))
     for step in range(101):
@@ -139,7 +141,7 @@ def test_rounding_is_a_function_of_the_seed() -> None:
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
-    """torchao's own optimizers, which a user may register, refuse a number."""
+    """torchao's own optimizers, which a user may register, refuse a plain number."""
     weight = nn.Parameter(torch.ones(32, 256))
     optimizer = torchao.optim.AdamW8bit([weight], lr=0.1)
     set_learning_rate(optimizer, 0.0)

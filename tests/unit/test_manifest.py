@@ -1,4 +1,4 @@
-"""Whatever happens to a file of a checkpoint is noticed, and the file named."""
+"""Every change to a checkpoint file is detected, and the file is named."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""`MetricsReporter`: what is reported, when, and whether the numbers agree with each other."""
+"""`MetricsReporter`: what is reported, when, and whether the numbers are consistent."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def make(folder: Path, metrics: Metrics | None = None, **keys: Any) -> MetricsRe
 
 
 def run(reporter: MetricsReporter, first: int = 1, last: int = 10, **readings: Any) -> list[int]:
-    """Reports steps; returns those at which a report was due."""
+    """Reports steps. Returns those at which a report was due."""
     with reporter:
         values = {"loss": 2.0, "grad_norm": 1.5, "lr": 1e-3} | readings
         return [step for step in range(first, last + 1) if reporter.step(step, **values) is not None]
@@ -142,7 +142,7 @@ def test_what_is_not_finite_is_null_with_a_warning(value: float, tmp_path: Path,
     [entry] = entries(tmp_path)
     assert entry["loss"] is None and entry["grad_norm"] == 1.5
     assert f"WARNING step 1: loss is {value}; written as null" in log
-    assert any(f"loss {value:.4f}" in line for line in log)  # the console shows what it was
+    assert any(f"loss {value:.4f}" in line for line in log)  # the console shows the measured value
 
 
 def test_unknown_peak_and_memory(tmp_path: Path, log: list[str]) -> None:

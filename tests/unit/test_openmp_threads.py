@@ -1,4 +1,4 @@
-"""Threads that wait for each other: they spin on a quiet machine, and sleep on a busy one."""
+"""Waiting OpenMP threads spin on a quiet machine, and sleep on a busy one."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# CPU seconds while nothing is computed. In a process of its own, whose OpenMP threads are known.
+# CPU seconds while nothing is computed, in a separate process, so that its OpenMP threads are known.
 PROGRAM = """
 import json, time, torch
 from torchtitan.engine import openmp_threads

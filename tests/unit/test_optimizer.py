@@ -1,4 +1,4 @@
-"""Optimizers by name, with the hyperparameters of the configuration."""
+"""Optimizers by name, with the configured hyperparameters."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""How layers are divided into stages, and stages over ranks."""
+"""How layers are divided into stages, and stages among ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ ARGS = LlamaArgs(dim=32, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_
     ("costs", "stages", "expected"),
     [
         ([1, 1, 1, 1], 2, [0, 2]),
-        ([1, 1, 1, 3], 2, [0, 3]),  # the output layer weighs as much as two layers
+        ([1, 1, 1, 3], 2, [0, 3]),  # the output layer counts as two layers
         ([1, 1, 1, 1, 1, 1, 1, 2], 4, [0, 2, 4, 6]),
         ([5, 1, 1, 1], 3, [0, 1, 2]),
         ([1, 1, 1], 3, [0, 1, 2]),
@@ -55,8 +55,8 @@ def test_the_ends_of_the_model_may_be_stages_of_their_own() -> None:
         return find_first_layers(four, [1.0] * layers)
 
     assert firsts(8) == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert firsts(7) == [0, 1, 2, 3, 4, 5, 6, 7]  # the output layer alone in the last of the 8 stages
-    assert firsts(6) == [0, 0, 1, 2, 3, 4, 5, 6]  # and the embedding alone in the first
+    assert firsts(7) == [0, 1, 2, 3, 4, 5, 6, 7]  # only the output layer in the last of the 8 stages
+    assert firsts(6) == [0, 0, 1, 2, 3, 4, 5, 6]  # and only the embedding in the first
     assert firsts(6, pipeline_parallel_layers_per_stage=1) == firsts(6)
 
 

@@ -1,4 +1,4 @@
-"""Few layers, ranks, microbatches and rounds give what many would."""
+"""Extrapolation from few layers, ranks, micro-batches and grad-accumulation steps equals a full simulation."""
 
 import dataclasses
 from pathlib import Path
@@ -56,6 +56,6 @@ def test_a_part_shows_the_whole(flags: tuple[str, ...], world_size: int, layers:
     assert max(part.layers[0] for part in smaller) < max(layers)
     full = measure(dataclasses.replace(large, full=True))
     for computed, simulated in zip(measure(large), full, strict=True):
-        # 4 bytes of each microbatch's loss come and go in another order
+        # the 4 bytes of each micro-batch's loss are allocated and freed in a different order
         assert computed.pop(("peak",)) == pytest.approx(simulated.pop(("peak",)), abs=4 * large.microbatches)
         assert computed == {key: value for key, value in simulated.items() if not key[0].startswith("each")}

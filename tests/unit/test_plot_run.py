@@ -1,4 +1,4 @@
-"""scripts/plot_run.py: curves of runs as a PNG, and what it says where it cannot draw."""
+"""scripts/plot_run.py: curves of runs as a PNG, and its errors."""
 
 import json
 import runpy
@@ -39,7 +39,7 @@ def runs(tmp_path: Path) -> list[str]:
         [],
         ["--keys", "loss,lr", "--smooth", "2"],
         ["--x", "tokens_seen"],
-        ["--x", "lr"],  # which the validation entries have not
+        ["--x", "lr"],  # which the validation entries lack
         ["--keys", "validation_loss"],
     ],
 )

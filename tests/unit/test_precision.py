@@ -1,4 +1,4 @@
-"""The precision schedule: what a file may say, which steps a phase has, and what a switch changes."""
+"""The precision schedule: valid config files, the steps of each phase, and what a switch changes."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ def test_phases_of_a_file(tmp_path: Path) -> None:
     phases = parse_phases(parse(tmp_path, SCHEDULE, "--training.steps=1000", "--float8.emulate"))
     assert [phase.last_step for phase in phases] == [300, 900, None]
     assert [phase.config.model.converters for phase in phases] == [["float8"], ["float8", "int8"], []]
-    # A phase's table changes the keys that it names; the others are those of the run.
+    # A phase's table overrides only the keys that it names.
     assert phases[0].config.float8 == Float8(recipe_name="rowwise", filter_fqns=["output"], emulate=True)
     assert phases[1].config.float8 == Float8(filter_fqns=["attention", "output"], emulate=True)
     assert [phase_of(step, phases) for step in (1, 300, 301, 900, 901, 1000, 5000)] == [0, 0, 1, 1, 2, 2, 2]
@@ -194,7 +194,7 @@ def converted(name: str) -> tuple[nn.Module, list[Any]]:
 
 
 def in_precision(name: str, weights: list[nn.Parameter]) -> nn.Module:
-    """A model that has been built in this precision."""
+    """A model built in this precision."""
     model, _ = converted(name)
     for layer, weight in zip(model, weights, strict=True):
         layer.weight = weight
@@ -216,14 +216,14 @@ def test_a_switched_model_computes_as_one_that_was_built_so(old: str) -> None:
         result = torch.autograd.grad(model(x).float().square().sum(), weights)
         expected = torch.autograd.grad(in_precision(new, weights)(x).float().square().sum(), weights)
         assert all_equal(result, expected), new
-        # The modules, their parameters and their hooks are the very same.
+        # The modules, their parameters and their hooks are the same objects.
         assert list(model) == layers and list(model.parameters()) == weights and calls == [0]
         old = new
     assert type(layers[1]) is nn.Linear and vars(layers[1]).keys() == vars(nn.Linear(1, 1)).keys()
 
 
 class Counting(Int8Converter):
-    """Its layers keep something between steps."""
+    """Its layers carry state between steps."""
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
         new = super().swap(linear)
@@ -301,7 +301,7 @@ def test_a_conversion_is_explained_phase_by_phase(tmp_path: Path) -> None:
     first, second, third = json.loads((tmp_path / "out.json").read_text())
     assert [phase["precision"] for phase in (first, second, third)] == [
         "float8 rowwise",
-        "int8 rowwise + float8 tensorwise",  # in the order of the layers
+        "int8 rowwise + float8 tensorwise",  # in layer order
         "bf16",
     ]
     assert (first["phase"], first["last_step"], third["phase"], third["last_step"]) == (1, 300, 3, None)

@@ -23,7 +23,7 @@ def run(folder: Path, first: int, last: int, rank: int = 0, **keys: Any) -> None
 
 
 def traces(folder: Path) -> dict[str, set[str]]:
-    """File: the steps whose work it shows."""
+    """File -> the steps that it recorded."""
     found = {}
     for path in sorted(folder.rglob("*.json")):
         events = json.loads(path.read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""Names in a TOML file and what they stand for."""
+"""Names in a TOML file and the objects they refer to."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""python -m torchtitan.report: what is on the page, and what it says of runs that cannot be shown."""
+"""python -m torchtitan.report: the content of the page, and the messages about runs that cannot be shown."""
 
 import html.parser
 import json
@@ -54,7 +54,7 @@ def data_of(page: str) -> Any:
 
 
 def text_of(page: str) -> str:
-    page = page.replace("<wbr>", "")  # where a line may break
+    page = page.replace("<wbr>", "")  # allows a line break
     return " ".join(" ".join(Elements(page).text).split())
 
 
@@ -127,7 +127,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_line(tmp_path: Path) -> No
     assert [(line["name"], line["members"]) for line in lines] == [
         ("bf16 (3 seeds)", [0, 1, 2]),
         ("short", [3]),
-        ("bf16-again", [4]),  # the seed of one that is there: no further sample
+        ("bf16-again", [4]),  # same seed as an existing run, so not another sample
     ]
     band = lines[0]["bands"]["loss"]
     assert band["x"] == list(range(1, STEPS + 1)) and len(band["rows"]) == 3
@@ -155,7 +155,7 @@ def test_tables_and_keys_of_ones_own_are_shown() -> None:
     config = flat({"mine": {"key": [1, "two"]}, "no section": 3})
     assert config == {"mine.key": [1, "two"]}
     assert "mine.key" not in default_values()
-    assert seed_groups([config, config, None]) == [[0], [1], [2]]  # of no seed nothing is known
+    assert seed_groups([config, config, None]) == [[0], [1], [2]]  # an unknown configuration has no known seed
 
 
 # The page
@@ -197,7 +197,7 @@ EVIL = "</script><script>hacked()</script><img src=x onerror=hacked()>\"'&{{ 7*7
 
 
 def evil_folder(folder: Path) -> Path:
-    """A run that has markup wherever it can have text."""
+    """A run with markup in every text field."""
     dump_folder(folder)
     config = f"[job]\ndescription = {json.dumps(EVIL)}\n[training]\n{json.dumps(EVIL)} = {json.dumps(EVIL)}\n"
     (folder / "config.toml").write_text(config)
@@ -217,7 +217,7 @@ def test_text_from_files_is_text(count: int, tmp_path: Path) -> None:
     assert elements.tags.count("script") == 4  # the theme, the data, plotly and our own
     assert "img" not in elements.tags and "onerror" not in elements.attributes
     text = "".join(elements.text)
-    assert text.count(EVIL) >= 8 * count  # and it is shown as it was written
+    assert text.count(EVIL) >= 8 * count  # and it is displayed verbatim
 
 
 # Damaged input
@@ -312,7 +312,7 @@ def test_what_is_no_run_beside_a_run_is_left_out_and_said(tmp_path: Path) -> Non
     assert done.returncode == 0
     assert done.stderr == f"Warning: {tmp_path / 'none'}: no such folder; give the dump folder of a run.\n"
     page = (tmp_path / "page.html").read_text()
-    assert "no such folder" in text_of(page) and len(data_of(page)["runs"]) == 1  # a run given twice is one
+    assert "no such folder" in text_of(page) and len(data_of(page)["runs"]) == 1  # a duplicate run counts once
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence_and_status_2(tmp_path: Path) -> None:

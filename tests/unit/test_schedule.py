@@ -1,4 +1,4 @@
-"""The learning-rate factor, exact at the boundaries of warm-up, stable and decay."""
+"""The learning-rate factor, exact at the boundaries of warm-up, stable and decay phases."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ def test_linear_warmup_stable_decay() -> None:
     found = factors(20, warmup_steps=4, decay_ratio=0.4)
     warmup, stable, decay = [0.25, 0.5, 0.75, 1.0], [1.0] * 8, [1 - n / 8 for n in range(8)]
     assert found == warmup + stable + decay
-    assert found[-1] == 1 / 8  # zero would be reached one update later: the last one still moves the weights
+    assert found[-1] == 1 / 8  # zero would be reached one step later: the last step still updates the weights
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a signal does to a process whose main thread, or whose reader, does not care. Without torch: fast to start."""
+"""Signals to a process whose main thread, or output reader, does not respond. Without torch: fast to start."""
 
 import os
 import signal
@@ -83,7 +83,7 @@ def ready(script: str, before: Callable[[], object] | None = None) -> Iterator[s
         (FIRST_STEP, signal.SIGTERM, 0, "Stopped by SIGTERM before a step was done"),
         (THIRD_STEP, signal.SIGINT, 130, "Stopped by SIGINT"),
         (THIRD_STEP, signal.SIGUSR1, 128 + signal.SIGUSR1, "inside a step, which does not end"),
-        (LAST_WORDS, signal.SIGTERM, 0, ""),  # all is saved, and the interpreter is on its way out
+        (LAST_WORDS, signal.SIGTERM, 0, ""),  # everything is saved, and the interpreter is exiting
     ],
 )
 def test_a_long_native_call_does_not_keep_a_signal(script: str, number: int, status: int, words: str) -> None:
@@ -94,7 +94,7 @@ def test_a_long_native_call_does_not_keep_a_signal(script: str, number: int, sta
         assert process.returncode == status
         assert words in output
         assert "Traceback" not in output
-        if status not in (0, 130):  # the grace period, and the time of a step besides the first
+        if status not in (0, 130):  # the grace period, plus the time of a step except the first
             assert time.monotonic() - started > 0.7
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of each kind, the shipped one, the script that trained it, and files that are none."""
+"""Tokenizers of each kind, the bundled one, the script that trained it, and invalid files."""
 
 import base64
 import io
@@ -38,7 +38,7 @@ def tokenizer_json(path: Path, special: list[str]) -> Path:
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(TEXTS, trainer)
-    # as files have that were made for the use in chats: BOS before each text, and at most eight tokens
+    # as in files made for chat use: BOS before each text, and at most eight tokens
     first = [(special[0], tokenizer.token_to_id(special[0]))]
     template = tokenizers.processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=first)
     tokenizer.post_processor = template  # type: ignore[assignment]
@@ -66,7 +66,7 @@ def test_the_shipped_tokenizer_is_lossless(text: str) -> None:
 def test_the_shipped_tokenizer() -> None:
     tokenizer = load_tokenizer(None)
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == ("sentencepiece", 4096, 1, 2)
-    # it was made for source code: a piece stands for several characters there
+    # it was trained on source code, where a piece stands for several characters
     code = Path(json.__file__).read_text(encoding="utf-8")
     ids = tokenizer.encode(code)
     assert len(ids) < len(code) / 2.8
@@ -78,7 +78,7 @@ def test_the_script_trains_a_lossless_tokenizer_and_the_same_one_again(tmp_path:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for number, text in enumerate(TEXTS):
-        (corpus / f"{number}.txt").write_text(text + "é" * 5000)  # a line longer than the trainer takes
+        (corpus / f"{number}.txt").write_text(text + "é" * 5000)  # a line longer than the trainer accepts
     models = []
     for name in ("one.model", "two.model"):
         arguments = [f"--dataset={corpus}", "--vocab_size=330", f"--output={tmp_path / 'made' / name}"]
@@ -99,9 +99,9 @@ def test_the_script_says_what_is_wrong_in_a_line(tmp_path: Path) -> None:
 
 
 def test_sentencepiece_with_a_space_before_each_text(tmp_path: Path) -> None:
-    """As Llama 2's: its ids are the library's own, U+2581 or not."""
+    """As Llama 2's: its ids equal the library's own, with or without U+2581."""
     path = sentencepiece_file(tmp_path / "tokenizer.model", vocab_size=330, byte_fallback=True)
-    tokenizer = load_tokenizer(str(tmp_path))  # a folder that holds one
+    tokenizer = load_tokenizer(str(tmp_path))  # a folder that contains one
     library = sentencepiece.SentencePieceProcessor(model_file=str(path))
     for text in ("the cat sat", " the  cat", "a\u2581b", "é☃"):
         assert tokenizer.encode(text) == library.encode(text)
@@ -116,7 +116,7 @@ def test_tokenizer_json(tmp_path: Path) -> None:
     for text in (HARD_TEXT, TEXTS[0]):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
-        assert not {0, 1} & set(ids)  # neither BOS put before, nor EOS where the text spells it
+        assert not {0, 1} & set(ids)  # neither a prepended BOS, nor an EOS where the text spells it
     assert len(tokenizer.encode(TEXTS[0])) > 8
 
 

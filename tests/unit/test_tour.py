@@ -1,4 +1,4 @@
-"""docs/tour.md: its references exist, and the lines that it quotes are in the functions that it quotes them from."""
+"""docs/tour.md: its references exist, and the functions that it quotes contain the quoted lines."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ SECTION = re.compile(r"^## (\d)\. `([\w/]+\.py):([\w.]+)`\n(.*?)(?=^## )", re.MU
 
 
 def source_of_window(path: str, name: str) -> str:
-    """Of a function, class or method, by its dotted name in a file."""
+    """Source of a function, class or method, by its dotted name in a file."""
     text = (ROOT / path).read_text(encoding="utf-8")
     node: ast.AST = ast.parse(text)
     for part in name.split("."):
@@ -23,8 +23,8 @@ def source_of_window(path: str, name: str) -> str:
 
 
 def is_quoted_from(quote: str, source: str) -> bool:
-    """Whether the lines are in the source, in this order, but for indentation. After "..." other lines may come
-    first; else each follows the one before."""
+    """Whether the source contains the lines in this order, ignoring indentation. After "..." lines may be skipped;
+    otherwise each must directly follow the previous one."""
     lines, place, skipping = [line.strip() for line in source.splitlines()], 0, True
     for wanted in (line.strip() for line in quote.splitlines()):
         if wanted == "...":
@@ -58,7 +58,7 @@ def test_quoted_lines_are_in_the_function(number: str, path: str, name: str, tex
 
 
 def test_each_function_calls_the_next() -> None:
-    """Else the tour would have a gap. `parallelize` is a field of the model's spec."""
+    """Otherwise the tour would have a gap. `parallelize` is a field of the model's spec."""
     sections = [(path, name) for _, path, name, _ in SECTION.findall(TOUR)]
     for caller, callee in ((0, 1), (1, 2), (2, 3), (0, 4)):
         assert f"{sections[callee][1].split('.')[-1]}(" in source_of_window(*sections[caller])

@@ -1,4 +1,4 @@
-"""Every file in train_configs loads, and makes sense for the number of GPUs that it says it is for."""
+"""Every file in train_configs loads, and is valid for the number of GPUs that it states."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ FILES = sorted((ROOT / "train_configs").glob("*.toml"))
 
 
 def gpus(file: Path) -> int:
-    """From the comment `# GPUs: N`; the debug model runs on one of anything."""
+    """From the comment `# GPUs: N`; the debug model runs on a single device of any kind."""
     found = re.search(r"^# GPUs: (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
     assert found or file.stem == "debug_model", f"{file.name} does not say how many GPUs it is for"
     return int(found[1]) if found else 1
@@ -25,7 +25,7 @@ def test_loads_and_passes_the_checks(file: Path, tmp_path: Path) -> None:
     config = ConfigManager().parse_args([f"--job.config_file={file}", f"--job.dump_folder={tmp_path}"])
     dims = check(config, gpus(file), "cuda")
     assert dims.pp * dims.dp * dims.cp * dims.tp == gpus(file)
-    # What the comment beside global_batch_size says, in millions of tokens.
+    # The comment next to global_batch_size, in millions of tokens.
     said = re.search(r"global_batch_size = \d+  # ([\d.]+)M tokens", file.read_text(encoding="utf-8"))
     if said:
         tokens = global_batch_size(config, dims) * config.training.seq_len
@@ -35,12 +35,12 @@ def test_loads_and_passes_the_checks(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", [file for file in FILES if file.stem != "debug_model"], ids=lambda file: file.stem)
 def test_real_models_have_their_own_folder_tokenizer_and_length(file: Path) -> None:
     config = ConfigManager().parse_args([f"--job.config_file={file}"])
-    # Two models in one dump folder are refused, so each file has its own.
+    # Two models in one dump folder are refused, so each file has a separate one.
     assert Path(config.job.dump_folder).name == file.stem
     assert config.model.tokenizer_path is not None
-    # The comment tells to download the tokenizer to where the key looks for it.
+    # The comment says to download the tokenizer to the path in the key.
     assert f"--local-dir {config.model.tokenizer_path.removeprefix('./')}\n" in file.read_text(encoding="utf-8")
-    # The steps are about 20 tokens a parameter, as the comment says; the flavor's name is its billions of parameters.
+    # The steps are about 20 tokens per parameter, as the comment says; the flavor's name is its billions of parameters.
     args = MODELS.get(config.model.name).flavor(config.model.flavor)
     assert args.vocab_size is not None
     billions = float(config.model.flavor.removesuffix("B"))

@@ -11,7 +11,7 @@ from torchtitan.parallel.compile import apply_compile, has_cpp_compiler
 
 
 class Block(nn.Module):
-    """Gradients of both kinds of weights, wider and narrower than high, and one too small to gain anything."""
+    """Weight gradients of both kinds, wide and tall, and one too small to gain anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def test_large_weight_gradients_are_not_taken_from_transposed_memory() -> None:
     eager = [gradients(x) for x in batches]
     apply_compile([block], "cpu")
     first, code = run_and_get_code(lambda: gradients(batches[0]))
-    another = gradients(batches[1])  # of another size, for which the compiler leaves sizes open
+    another = gradients(batches[1])  # of another size, for which the compiler makes sizes dynamic
     for right, found in zip((*eager[0], *eager[1]), (*first, *another), strict=True):
         assert found.stride() == right.stride()
         torch.testing.assert_close(found, right, rtol=0.02, atol=0.02 * float(right.abs().max()))

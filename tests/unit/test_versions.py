@@ -1,4 +1,4 @@
-"""A torch or torchao older than promised, and the script that tries others."""
+"""A torch or torchao older than supported, and the script that tests other versions."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What a run says of a step that takes unexpectedly long."""
+"""What a run reports about a step that takes unexpectedly long."""
 
 import signal
 import threading
@@ -29,7 +29,7 @@ def test_lines_come_at_growing_intervals_and_after_long_steps_later(
     progress = Progress()
     with watch_progress(progress, rank=1):
         time.sleep(0.3)
-    assert log == []  # one rank speaks for all
+    assert log == []  # one rank reports for all
     progress = Progress()
     with watch_progress(progress, rank=0):
         started = time.monotonic()
@@ -64,7 +64,7 @@ def hearts() -> Iterator[list[Heartbeat]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     stops = [Stop(rank) for rank in range(6)]
     for stop in stops:
-        stop.agreed_on = signal.SIGUSR1  # else this process would lose its patience
+        stop.agreed_on = signal.SIGUSR1  # otherwise this process would be terminated after the grace period
     yield [Heartbeat(store, rank, 6, stop) for rank, stop in enumerate(stops)]
 
 

@@ -1,4 +1,4 @@
-"""How far AdamW can move a weight: no gradients are found that move it further, and some that come close."""
+"""How far AdamW can move a weight: a search finds no gradients that exceed the bound, and some that come close."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ BETAS = [(0.9, 0.95), (0.9, 0.999), (0.8, 0.9), (0.95, 0.98), (0.0, 0.9), (0.9, 
 
 
 def worst_gradients(beta1: float, beta2: float, steps: int) -> torch.Tensor:
-    """Where Cauchy and Schwarz's inequality is an equality: each gradient beta1 / beta2 of the next, the last 1."""
+    """Equality in Cauchy-Schwarz: each gradient is beta1 / beta2 of the next, and the last is 1."""
     return (beta1 / beta2) ** torch.arange(steps - 1, -1, -1, dtype=torch.float64)
 
 
@@ -35,7 +35,7 @@ def ratios(gradients: torch.Tensor, beta1: float, beta2: float) -> list[float]:
 def test_the_largest_ratio_is_reached_and_never_exceeded(beta1: float, beta2: float) -> None:
     largest = largest_ratio(beta1, beta2)
     steps = 4000 if beta1 == 0.99 else 1500
-    # Bias corrections are nearly 1 by then; zeros before do not count.
+    # Bias corrections are nearly 1 by then; earlier zeros do not matter.
     late = torch.cat([torch.zeros(8000), worst_gradients(beta1, beta2, steps).clamp_min(1e-150)])
     assert max(ratios(late, beta1, beta2)) == pytest.approx(largest, rel=1e-3)
     for count in (1, 2, 3, 10, 100, steps):
@@ -88,8 +88,8 @@ def runs(draw: Any) -> dict[str, Any]:
 @settings(deadline=None, max_examples=150)
 @given(run=runs())
 def test_no_weight_moves_beyond_its_bound(run: dict[str, Any]) -> None:
-    """torch's optimizers in float32, the bound measured again every so many steps: a bound that a weight has reached,
-    and from which it is pushed on, must hold too."""
+    """torch's optimizers in float32, with the bound measured again at intervals: it must also hold for a weight that
+    has reached a bound and is moved further."""
     weight = torch.nn.Parameter(torch.tensor([run["weight"], -run["weight"], 0.0]))
     optimizer = getattr(torch.optim, run["optimizer"])(
         [weight],
@@ -115,7 +115,7 @@ def test_no_weight_moves_beyond_its_bound(run: dict[str, Any]) -> None:
 def test_after_other_betas_weights_are_measured_each_step(
     beta2: float, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    """Moments that come from other betas may move a weight further than the bound."""
+    """Moments from other betas may move a weight beyond the bound."""
     weight = torch.ones(3)
     monkeypatch.setattr(weight_bounds, "float8_all_gather_weights", lambda models: {"layer": weight})
     monkeypatch.setattr(weight_bounds, "set_scales", lambda weights, amaxes: None)
@@ -123,7 +123,7 @@ def test_after_other_betas_weights_are_measured_each_step(
     before = WeightBounds(Optimizer(beta1=0.9, beta2=0.999), every=8)
     before.after_step([], 1e-2, None)
     state = before.state_dict([])
-    for _ in range(2):  # a resume, and one more
+    for _ in range(2):  # a resume, and one more step
         after = WeightBounds(Optimizer(beta1=0.9, beta2=beta2), every=8)
         after.load_state_dict([], state)
         for _ in range(3):

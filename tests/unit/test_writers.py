@@ -111,7 +111,7 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     writer = TensorBoardWriter(tmp_path / "tb", 0)
     writer.write(1, {"loss": 8.25, "mfu": None, "tokens_seen": 4096})
     writer.write(2, {"loss": 7.5, "mfu": 0.5})
-    assert scalars(tmp_path / "tb")["loss"] == [(1, 8.25), (2, 7.5)]  # before close: a killed run has them too
+    assert scalars(tmp_path / "tb")["loss"] == [(1, 8.25), (2, 7.5)]  # before close, so that a killed run has them too
     writer.close()
     assert scalars(tmp_path / "tb") == {
         "loss": [(1, 8.25), (2, 7.5)],
@@ -130,7 +130,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed, where it is
+    monkeypatch.setitem(sys.modules, "wandb", None)  # simulates that it is not installed
     with pytest.raises(ConfigError, match=r"metrics\.enable_wandb .* `pip install wandb`"):
         WandbWriter(tmp_path, 0, 1, {})
 

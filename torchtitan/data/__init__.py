@@ -1,7 +1,7 @@
 """From files or the Hub to batches of tokens: tokenizers, document sources, packing, the resumable loader.
 
-Names and tokenizers come without torch, so that a mistake in them shows at once; the loader's names import torch when
-they are first used.
+Dataset names and tokenizers do not import torch, so errors in them show immediately. The loader's names import torch on
+first use.
 """
 
 from typing import TYPE_CHECKING, Any

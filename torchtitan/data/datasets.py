@@ -1,4 +1,4 @@
-"""Data sets by name, path or hub id. Cheap to import: neither torch nor `datasets` comes with it."""
+"""Datasets by name, path or hub id. Cheap to import: imports neither torch nor `datasets`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
@@ -15,7 +15,7 @@ from torchtitan.registry import Registry
 
 __all__ = ["DATASETS", "OpenDataset", "documents_of", "training_sources", "validation_sources"]
 
-# (training.dataset_path or None, training.text_column) to documents
+# (training.dataset_path or None, training.text_column) -> documents
 OpenDataset = Callable[["str | None", str], "Source | StreamedSource"]
 
 
@@ -52,7 +52,7 @@ Opened = tuple[str, "Source | StreamedSource", float]  # name, source, weight
 
 
 def open_named(key: str, dataset: str, path: str | None, text_column: str) -> Source | StreamedSource:
-    """A registered data set, read from `path` where one is given; errors begin with the key at fault."""
+    """Opens a registered dataset, from `path` if given. Errors begin with the key at fault."""
     open_dataset = DATASETS.get(dataset, key)
     try:
         return open_dataset(path, text_column)
@@ -61,13 +61,13 @@ def open_named(key: str, dataset: str, path: str | None, text_column: str) -> So
 
 
 def open_name_or_path(key: str, name: str, text_column: str) -> Source | StreamedSource:
-    # Any path can be read by the data sets that are here from the start.
+    # Every built-in dataset can open any path.
     dataset, path = (name, None) if name in DATASETS.names() else ("python_stdlib", name)
     return open_named(key, dataset, path, text_column)
 
 
 def documents_of(name_or_path: str, text_column: str) -> Iterator[Document]:
-    """All documents of a data set, once, in the order that they lie in."""
+    """All documents of a dataset, once, in storage order."""
     source = open_name_or_path("dataset", name_or_path, text_column)
     if hasattr(source, "__getitem__"):
         return (source[index] for index in range(len(source)))  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def open_training(training: Training) -> list[Opened]:
 
 
 def parse_entry(entry: str) -> tuple[str, str, float]:
-    """Name or path, column ("" where none is named), and weight of an entry of a mixture."""
+    """Name or path, column ("" if not named), and weight of a mixture entry."""
     name, _, number = entry.rpartition(":")
     try:
         weight = float(number)
@@ -104,7 +104,7 @@ def parse_entry(entry: str) -> tuple[str, str, float]:
 
 
 def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]:
-    """Sources ready to be dealt to the rows of a batch."""
+    """Sources that can be dealt to the rows of a batch."""
     weighted = []
     for name, source, weight in opened:
         if isinstance(source, TextFiles):
@@ -115,11 +115,11 @@ def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]
 
 
 def training_sources(training: Training, rows: int, hold_out: bool) -> tuple[list[Weighted], list[object]]:
-    """What to train on, and, as JSON, what tells these data from others (before anything is held out of them).
+    """The training sources, and, as JSON, the identity of the data (before any documents are held out).
 
     Args:
         rows: of a global batch.
-        hold_out: leave out the documents that `validation_sources` takes where it has no data set of its own.
+        hold_out: leave out the documents that `validation_sources` uses if it has no dataset of its own.
     """
     opened = open_training(training)
     data: list[object] = [[source.fingerprint, weight] for _, source, weight in opened]
@@ -129,7 +129,7 @@ def training_sources(training: Training, rows: int, hold_out: bool) -> tuple[lis
 
 
 def validation_sources(validation: Validation, training: Training, rows: int) -> list[Weighted]:
-    """What to validate on: the validation set, or one document in a hundred of the training set."""
+    """The validation sources: the validation set, or one document in a hundred of the training set."""
     if validation.dataset is None and validation.dataset_path is None:
         held_out = [(name, split(source, True, name), weight) for name, source, weight in open_training(training)]
         return as_rows(

@@ -1,4 +1,4 @@
-"""Batches for the ranks of a run, and the state from which they go on."""
+"""Batches for the ranks of a run, and the loader state for resuming."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Batch:
 
     Attributes:
         tokens: (rows, seq_len), int64.
-        labels: (rows, seq_len), int64: of each token, the one that follows.
-        document_ids: (rows, seq_len), int64, a number for each document of a sequence; None unless asked for.
-        sample_ids: for each row the ids of its documents; None where nothing needs them.
+        labels: (rows, seq_len), int64: the token that follows each token.
+        document_ids: (rows, seq_len), int64, a number for each document of a sequence; None unless requested.
+        sample_ids: for each row the ids of its documents; None if not needed.
     """
 
     tokens: torch.Tensor
@@ -38,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a rank makes of the rows: which are its own, how many in a batch, and what goes with the tokens."""
+    """How a rank builds batches: its rows, rows per batch, and what accompanies the tokens."""
 
     local_rows: range
     local_batch_size: int
@@ -64,26 +64,27 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
         tokens=tokens[:, :-1].contiguous(),
         labels=tokens[:, 1:].contiguous(),
         document_ids=torch.tensor([window.document_ids[:-1] for window in windows]) if spec.document_ids else None,
-        # The last token of a window is a label only; its document is none of the sample's unless it has others there.
+        # The last token of a window is only a label, so its document does not belong to the sample unless it has other
+        # tokens.
         sample_ids=[w.sample_ids[: w.document_ids[-2] + 1] for w in windows] if spec.sample_ids else None,
     )
 
 
 def microbatches(rows: Sequence[Row], spec: BatchSpec) -> list[Batch]:
-    """The next optimizer step's batches of one rank."""
+    """One rank's micro-batches of the next optimizer step."""
     windows = [row.next_window() for row in rows]
     size = spec.local_batch_size
     return [build_batch(windows[first : first + size], spec) for first in range(0, len(windows), size)]
 
 
-Positions = dict[str, Any]  # by number of the row, as JSON wants it
+Positions = dict[str, Any]  # by row number, as a string for JSON
 
 
 class Loader:
-    """Endless optimizer steps' batches of one data-parallel rank, made ahead of time in a thread.
+    """Endless optimizer steps of batches for one data-parallel rank, prefetched by a thread.
 
     Attributes:
-        wait_seconds: how long `next` has waited for a batch, in all.
+        wait_seconds: total time that `next` has waited for a batch.
     """
 
     def __init__(self, corpus: Corpus, spec: BatchSpec, identity: Mapping[str, Any], prefetch: int) -> None:
@@ -104,7 +105,7 @@ class Loader:
 
     @property
     def description(self) -> str:
-        """What is read, in a few words."""
+        """A short description of the data."""
         sources = self._corpus.sources
         mixture = [f"{one.name} {part:.0%}" for one, part in zip(sources, self._corpus.proportions, strict=True)]
         tokenizer = self._corpus.tokenizer
@@ -116,7 +117,7 @@ class Loader:
         )
 
     def wait(self, cancelled: Callable[[], object] = lambda: False) -> None:
-        """Returns when `next` need not wait, or when `cancelled` says so. Nothing is handed out.
+        """Returns once `next` would not block, or `cancelled` returns true. Consumes nothing.
 
         Raises:
             DataError: the data cannot be read, or are too small.
@@ -124,7 +125,7 @@ class Loader:
         self._steps.wait(cancelled)
 
     def next(self) -> list[Batch]:
-        """The microbatches of the next optimizer step, `local_batch_size` sequences each.
+        """The micro-batches of the next optimizer step, `local_batch_size` sequences each.
 
         Raises:
             DataError: the data cannot be read, or are too small.
@@ -133,19 +134,19 @@ class Loader:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """What was handed out so far, as JSON: this rank's part of the state, for `merge_states`."""
+        """This rank's position after the batches returned so far, as JSON, for `merge_states`."""
         return {**self._identity, "epoch": epoch_of(self._positions), "positions": self._positions}
 
     @staticmethod
     def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One state from those of all data-parallel ranks, to be loaded by any number of them."""
+        """Merges the states of all data-parallel ranks into one that any number of ranks can load."""
         positions: Positions = {}
         for state in states:
             positions.update(state["positions"])
         return {**states[0], "epoch": epoch_of(positions), "positions": positions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a merged state, of whatever number of ranks.
+        """Resumes from a merged state, written by any number of ranks.
 
         Raises:
             CheckpointError: it was made with other data, another tokenizer, seed, batch size or sequence length.
@@ -157,7 +158,7 @@ class Loader:
         self._start([Row(self._corpus, number, positions[str(number)]) for number in self._spec.local_rows])
 
     def close(self) -> None:
-        """Stops reading ahead. Without it, the end of the process does."""
+        """Stops prefetching. Otherwise it stops when the process ends."""
         self._steps.close()
 
 
@@ -168,11 +169,11 @@ def steps(rows: list[Row], spec: BatchSpec) -> Iterator[tuple[list[Batch], Posit
 
 
 def epoch_of(positions: Positions) -> int:
-    """How often every row has read its documents: for people."""
+    """The number of complete epochs of all rows, for display."""
     return min(position["epoch"] for position in positions.values())
 
 
-# Part of the state, and the key that it comes from.
+# State entry -> the config key that determines it.
 IDENTITY_KEYS = {
     "data": "training.dataset, dataset_path or dataset_mixture, or the files there",
     "tokenizer": "model.tokenizer_path",
@@ -211,15 +212,15 @@ def build_loader(
     """The training data of one data-parallel rank.
 
     Args:
-        training: data set, batch, sequence length, seed.
-        tokenizer: makes the tokens.
-        dp_rank, dp_size: which of how many ranks that read different rows.
+        training: dataset, batch, sequence length, seed.
+        tokenizer: encodes the text.
+        dp_rank, dp_size: rank and number of ranks that read different rows.
         global_batch_size: sequences in an optimizer step over all ranks.
         hold_out: leave out what `build_validation_loader` takes from the training data.
-        prefetch: optimizer steps made ahead.
+        prefetch: number of optimizer steps to prefetch.
 
     Raises:
-        ConfigError: the rows do not divide into batches and ranks, or an unknown data set.
+        ConfigError: the rows do not divide into batches and ranks, or the dataset is unknown.
         DataError: the data cannot be used.
     """
     spec = build_batch_spec(training, global_batch_size, training.local_batch_size, dp_rank, dp_size)
@@ -239,7 +240,7 @@ def build_loader(
 
 
 class ValidationLoader:
-    """The same batches of one data-parallel rank each time that it is iterated over."""
+    """Iterates over the same batches of one data-parallel rank each time."""
 
     def __init__(self, corpus: Corpus, spec: BatchSpec, steps: int) -> None:
         self._corpus = corpus
@@ -252,7 +253,7 @@ class ValidationLoader:
         return self._steps
 
     def __iter__(self) -> Iterator[Batch]:
-        # They are few, and reading them anew may mean the network: keep them.
+        # Cache the few rows: reading them again may require the network.
         if not self._rows:
             self._rows = [Row(self._corpus, number) for number in self._spec.local_rows]
         for step in range(self._steps):
@@ -267,7 +268,7 @@ def build_validation_loader(
     """`validation.steps` batches of `validation.local_batch_size` held-out sequences for one data-parallel rank.
 
     Raises:
-        ConfigError: an unknown data set.
+        ConfigError: the dataset is unknown.
         DataError: the data cannot be used.
     """
     rows = dp_size * validation.local_batch_size

@@ -1,4 +1,4 @@
-"""One row of the global batch: documents of its sources, tokenized, and packed into windows."""
+"""One row of the global batch: documents of its sources, tokenized and packed into windows."""
 
 import itertools
 from array import array
@@ -14,11 +14,11 @@ __all__ = ["Corpus", "Row", "Weighted", "Window"]
 
 LONGEST_PIECE = 1 << 22  # characters tokenized at once
 MASK64 = (1 << 64) - 1
-GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fraction, times 2**64
+GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
 
 
 class Weighted(NamedTuple):
-    """A source, what to call it in messages, and its share of the tokens relative to the others'."""
+    """A source, its name in messages, and its weight relative to the other sources."""
 
     source: StreamedSource
     name: str
@@ -27,14 +27,14 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """All that the sequence of global batches depends on.
+    """Everything that determines the sequence of global batches.
 
     Attributes:
-        sources: one, or the parts of a mixture.
-        tokenizer: makes the tokens.
+        sources: one source, or the parts of a mixture.
+        tokenizer: encodes the text.
         rows: B, sequences in a global batch.
         seq_len: tokens in a sequence.
-        seed: of the order of the documents; None: as they come.
+        seed: for shuffling documents; None: keep their order.
     """
 
     sources: Sequence[Weighted]
@@ -45,17 +45,17 @@ class Corpus:
 
     @property
     def proportions(self) -> list[float]:
-        """Of each source in the tokens."""
+        """The fraction of tokens from each source."""
         weights = sum(weighted.weight for weighted in self.sources)
         return [weighted.weight / weights for weighted in self.sources]
 
 
 class Window(NamedTuple):
-    """`seq_len + 1` tokens of a row, the last of which begins the next window.
+    """`seq_len + 1` tokens of a row, the last of which is the first of the next window.
 
     Attributes:
         tokens: ids.
-        document_ids: for each token, the number within the window of the document that it is from.
+        document_ids: for each token, the index of its document within the window.
         sample_ids: the ids of those documents.
     """
 
@@ -65,14 +65,14 @@ class Window(NamedTuple):
 
 
 class SourceStream:
-    """The endless stream of windows that one source gives to one row, which can be taken up again at any window.
+    """The endless, resumable stream of windows that one source provides to one row.
 
     Args:
         corpus: of all rows.
-        row, place: which row, and which of the sources.
-        position: from which the documents go on; None: the start.
-        tokens: that came from there before.
-        offset: how many of the next document's are in windows already.
+        row, place: index of the row, and of the source.
+        position: where the documents resume; None: at the start.
+        tokens: number of tokens read before that position.
+        offset: how many tokens of the next document are already in windows.
     """
 
     def __init__(self, corpus: Corpus, row: int, place: int, position: Any, tokens: int, offset: int) -> None:
@@ -82,17 +82,17 @@ class SourceStream:
             row, corpus.rows, source_seed(corpus.seed, place), position
         )
         self.progress = position, tokens
-        self.progress_before = self.progress  # as it was before the document in hand was drawn
-        self.tokens = array("i")  # of the document in hand: 4 bytes each, where a list takes 36
-        self.offset = 0  # of them, in windows already
+        self.progress_before = self.progress  # before the current document was drawn
+        self.tokens = array("i")  # of the current document: 4 bytes each, instead of 36 in a list
+        self.offset = 0  # number of them already in windows
         self.sample_id = ""
-        self.epoch = 0  # that the document in hand was drawn in
+        self.epoch = 0  # in which the current document was drawn
         if offset:
             self.draw()
             self.offset = offset
 
     def state(self) -> list[Any]:
-        """JSON: how far the source was before the document in hand, and how much of that document is used up."""
+        """JSON: the source's position before the current document, and how much of that document is used up."""
         return [*self.progress_before, self.offset]
 
     def next_window(self) -> Window:
@@ -110,7 +110,7 @@ class SourceStream:
             self.draw()
 
     def draw(self) -> None:
-        """Takes the next document in hand."""
+        """Draws the next document."""
         drawn = next(self.documents)
         _, tokens = self.progress
         if drawn.epoch > 0 and tokens <= self.corpus.seq_len:
@@ -140,23 +140,24 @@ class SourceStream:
 
 
 class Row:
-    """The endless stream of windows of one row, which can be taken up again at any window.
+    """The endless, resumable stream of windows of one row.
 
-    In a mixture each window is of one source. Which, is a function of its number among the windows of all rows: the
-    fractions of multiples of the golden ratio fill [0, 1) as evenly as can be (Knuth, volume 3, 6.4), and each source
-    has a part of it by its weight. So tokens go by weight from the first step on, however long documents are.
+    In a mixture each window comes from one source, determined by its index among the windows of all rows: the
+    fractional parts of multiples of the golden ratio fill [0, 1) as evenly as possible (Knuth, volume 3, 6.4), and each
+    source owns an interval in proportion to its weight. So token counts follow the weights from the first step on,
+    regardless of document length.
 
     Args:
         corpus: of all rows.
-        number: which of them this is.
-        state: where to begin, as `state` was; None: at the start.
+        number: index of this row.
+        state: where to resume, as returned by `state`; None: at the start.
     """
 
     def __init__(self, corpus: Corpus, number: int, state: Any = None) -> None:
         self.corpus = corpus
         self.number = number
         sources = (state or {}).get("sources") or [[None, 0, 0] for _ in corpus.sources]
-        if len(sources[0]) == 2:  # of a version that drew whole documents, with the offset in the one in hand
+        if len(sources[0]) == 2:  # older format, which drew complete documents: offset in the current one
             offset = state["offset"] if len(sources) == 1 else 0
             sources = [[position, tokens, offset] for position, tokens in sources]
         self.windows = (state or {}).get("windows", sum(tokens for _, tokens, _ in sources) // corpus.seq_len)
@@ -175,7 +176,7 @@ class Row:
 
 
 def source_of_window(window: int, proportions: Sequence[float]) -> int:
-    """The source of a window, by its number among those of all rows.
+    """The source of a window, by its index among those of all rows.
 
     Args:
         proportions: of the sources; they sum to 1.
@@ -188,8 +189,8 @@ def source_of_window(window: int, proportions: Sequence[float]) -> int:
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """A long text in pieces that begin at a blank where there is one: a tokenizer takes about 50 bytes for a character,
-    and what follows a blank is a new word for it anyway."""
+    """A long text in pieces, split before a blank if possible. A tokenizer needs about 50 bytes per character, and a
+    blank starts a new word anyway."""
     start = 0
     while len(text) - start > LONGEST_PIECE:
         last = start + LONGEST_PIECE
@@ -201,5 +202,5 @@ def pieces_of(text: str) -> Iterator[str]:
 
 
 def source_seed(seed: int | None, place: int) -> int | None:
-    """Another seed for each source of a mixture, so that equally long ones are not read in the same order."""
+    """A different seed for each source of a mixture, so that sources of equal length are not read in the same order."""
     return None if seed is None else int(digest([seed, place]), 16)

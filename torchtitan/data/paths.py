@@ -1,4 +1,4 @@
-"""A path or hub id to documents, by what is there."""
+"""Opens a path or hub id as documents, according to what it names."""
 
 import os
 import re
@@ -26,18 +26,18 @@ RECORDS = (JSONL, COMPRESSED, PARQUET)
 PART_OF_DATA = 10  # a kind with less than a tenth of the bytes is not what the folder is for
 NAMED_ASIDE = 5
 ABOUT_DATA = {"readme", "license", "licence", "notice", "citation", "changelog", "dataset_info", "dataset_infos"}
-LEFT_OUT = {"_SUCCESS"}  # what Spark leaves beside the files that it writes
+LEFT_OUT = {"_SUCCESS"}  # written by Spark beside its output files
 
 
 def open_path(path: str, text_column: str) -> Source | StreamedSource:
-    """Documents of a JSON, Parquet or text file, of a folder of them, or of a data set on the Hub.
+    """Documents of a JSON, Parquet or text file, of a folder of such files, or of a dataset on the Hub.
 
     Args:
-        path: file, folder, or, where there is none of that name, `owner/name` or `owner/name/configuration`.
-        text_column: holds the text in JSON, in Parquet and on the Hub; `a.b` for b in a.
+        path: file, folder, or, if neither exists, `owner/name` or `owner/name/configuration`.
+        text_column: the text field in JSON, Parquet and Hub datasets; `a.b` is field b of a.
 
     Raises:
-        DataError: nothing is there, or it is empty, of several kinds, or without the column.
+        DataError: the path does not exist, is empty, has several kinds of files, or lacks the column.
     """
     place = Path(path).expanduser()
     try:
@@ -58,14 +58,14 @@ def open_path(path: str, text_column: str) -> Source | StreamedSource:
 
 
 def looks_like_hub_id(path: str) -> bool:
-    """Whether somebody who writes this path means the Hub, when there is no such file or folder."""
+    """Whether this path, which does not exist as a file or folder, looks like a Hub id."""
     place = Path(path)
     of_a_file = place.suffix in KINDS or place.suffix == ".txt" or place.parent.is_dir()
     return HUB_ID.fullmatch(path) is not None and not of_a_file
 
 
 def files_in(folder: Path) -> list[str]:
-    """Names of all files below a folder, hidden ones left out, in an order that is the same everywhere."""
+    """Names of all non-hidden files below a folder, in an order that is the same on every platform."""
     names = []
     for inside, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -89,17 +89,17 @@ def open_files(path: str, root: Path, files: list[str], text_column: str) -> Sou
 
 
 def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]:
-    """The files that are the data, by bytes, and their kind; what is left aside is said.
+    """Chooses the data files, and their kind, by bytes. Logs the files that are skipped.
 
     Raises:
-        DataError: records are there in several kinds, each a good part of them.
+        DataError: there are several kinds of record files, each a large part of the bytes.
     """
     named = [name for name in files if Path(name).stem.lower() not in ABOUT_DATA] or files
     of_kind: dict[str, list[str]] = {}
     for name in named:
         of_kind.setdefault(kind_of(name), []).append(name)
     size = {kind: sum((root / name).stat().st_size for name in names) for kind, names in of_kind.items()}
-    # Text beside records is about them, unless it is much more.
+    # Text files next to record files usually describe them, unless there is far more text.
     weight = {kind: bytes * (PART_OF_DATA if kind in RECORDS else 1) for kind, bytes in size.items()}
     kind, *others = sorted(of_kind, key=lambda kind: (-weight[kind], kind))
     if kind in RECORDS and any(size[other] * PART_OF_DATA > size[kind] for other in others if other in RECORDS):

@@ -1,4 +1,4 @@
-"""The next item is made in a thread while the current one is in use."""
+"""A thread prepares the next item while the current one is in use."""
 
 import queue
 import threading
@@ -9,36 +9,36 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-SECONDS_BETWEEN_LOOKS = 0.05  # how soon who waits for a free place, or for an item, notices that nobody wants it
+SECONDS_BETWEEN_LOOKS = 0.05  # how soon a waiting reader or writer notices that it is cancelled or closed
 SECONDS_TO_STOP = 2.0
 
 
 class Prefetcher(Generic[T]):
-    """An endless iterator, run ahead of its reader in a daemon thread.
+    """Prefetches an endless iterator in a daemon thread.
 
     Args:
-        items: used in the thread only.
-        depth: how many items may wait to be read.
+        items: used only in the thread.
+        depth: how many items may be queued.
 
     Attributes:
-        wait_seconds: how long the reader has waited in all.
-        close: call it to stop the thread. One that waits for the network is left behind, and ends when that is over.
+        wait_seconds: total time that the reader has waited.
+        close: stops the thread. A thread blocked on the network is abandoned, and ends once it is unblocked.
     """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
         self.wait_seconds = 0.0
         self._failure: BaseException | None = None
-        self._held: list[T] = []  # at most one: it was waited for, and is yet to be read
+        self._held: list[T] = []  # at most one item, taken from the queue by `wait` and not yet read
         self._ready: queue.Queue[T | BaseException] = queue.Queue(depth)
         self._closed = threading.Event()
         thread = threading.Thread(target=run_ahead, args=(items, self._ready, self._closed), daemon=True)
-        # The thread knows the queue and the event, not this object, so that dropping this object stops it. So does the
-        # end of the process: a thread that is inside a tokenizer when the interpreter goes would abort it.
+        # The thread references the queue and the event but not this object, so deleting this object stops the thread.
+        # So does the end of the process: a thread still inside a tokenizer at interpreter exit would abort it.
         self.close = weakref.finalize(self, stop, self._closed, thread)
         thread.start()
 
     def wait(self, cancelled: Callable[[], object] = lambda: False) -> None:
-        """Returns when the next item is there, or when `cancelled` says so; what the iterator raised is raised here."""
+        """Returns once the next item is available, or `cancelled` returns true. Re-raises the iterator's exception."""
         if self._failure is None and self._closed.is_set():
             raise RuntimeError("The loader is closed.")
         start = time.perf_counter()
@@ -56,7 +56,7 @@ class Prefetcher(Generic[T]):
             raise self._failure
 
     def next(self) -> T:
-        """The next item; what the iterator raised is raised here."""
+        """The next item. Re-raises the iterator's exception."""
         self.wait()
         return self._held.pop()
 
@@ -72,12 +72,12 @@ def run_ahead(items: Iterator[T], ready: "queue.Queue[T | BaseException]", close
         for item in items:
             if not put(item, ready, closed):
                 return
-    except BaseException as error:  # whatever it is, it belongs to the reader
+    except BaseException as error:  # any exception belongs to the reader
         put(error, ready, closed)
 
 
 def put(item: T, ready: "queue.Queue[T]", closed: threading.Event) -> bool:
-    """Whether the item found a place before the reader was gone."""
+    """Whether the item was queued before the reader closed."""
     while not closed.is_set():
         try:
             ready.put(item, timeout=SECONDS_BETWEEN_LOOKS)

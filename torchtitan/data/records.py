@@ -1,4 +1,4 @@
-"""Sources with random access whose documents are records with a text column: JSONL and Parquet files."""
+"""Random-access sources whose documents are records with a text column: JSONL and Parquet files."""
 
 import json
 import mmap
@@ -13,8 +13,8 @@ from torchtitan.logging import logger
 
 __all__ = ["JsonLines", "ParquetFiles", "Skipped", "check_columns", "text_of_line"]
 
-INDEX_CHUNK = 1 << 24  # bytes read at a time in search of line ends
-LINES_LOOKED_AT = 20  # of each file, to see whether it has the column at all
+INDEX_CHUNK = 1 << 24  # bytes read at a time when searching for line ends
+LINES_LOOKED_AT = 20  # of each file, to check that the column exists
 LONGEST_LINE_LOOKED_AT = 1 << 26  # bytes
 SKIPS_LOGGED_SINGLY = 5
 ARRAY_LOOKED_AT = 1 << 12  # bytes
@@ -22,10 +22,10 @@ STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]', re.DOTALL)
 
 
 class Skipped:
-    """Counts records that cannot be used, and says so: the first few singly, then at 10, 100, 1000, ...
+    """Counts unusable records, and logs them: the first few individually, then at 10, 100, 1000, ...
 
     Attributes:
-        count: so far, in this process; a record counts again in each epoch.
+        count: so far, in this process. A record is counted again in each epoch.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,7 +41,7 @@ class Skipped:
 
 
 def text_of_line(line: bytes | str, text_column: str) -> str:
-    """The text in a line of JSON. ValueError, with the reason, where there is none."""
+    """The text in a line of JSON. Raises ValueError, with the reason, if there is none."""
     record = parsed(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
@@ -52,7 +52,7 @@ def text_of_line(line: bytes | str, text_column: str) -> str:
 
 
 def column_of(record: dict[str, Any], column: str) -> Any:
-    """What a column holds; `a.b` is b of the record in a, unless the record has a column of that very name."""
+    """The value of a column. `a.b` is field b of record a, unless the record has a column named `a.b`."""
     if column in record:
         return record[column]
     value: Any = record
@@ -71,12 +71,12 @@ def parsed(line: bytes | str) -> Any:
 
 
 def replace_surrogates(text: str) -> str:
-    """JSON can spell half a surrogate pair, which is no character and which no tokenizer takes."""
+    """Replaces unpaired surrogates: JSON can contain them, but they are not characters and tokenizers reject them."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def check_columns(name: str, text_column: str, lines: Iterable[bytes | str]) -> None:
-    """A DataError unless one of these first lines has the column."""
+    """Raises a DataError unless one of these first lines has the column."""
     columns: set[str] = set()
     last_error = ValueError("it holds no line")
     for line in lines:
@@ -103,11 +103,10 @@ def missing_column(name: str, text_column: str, columns: Sequence[str]) -> DataE
 
 
 class JsonLines:
-    """Files of one JSON object a line, or of an array of objects. Records that cannot be used are counted, logged and
-    skipped.
+    """Files with one JSON object per line, or an array of objects. Unusable records are counted, logged and skipped.
 
     Args:
-        root: folder that names in ids and `fingerprint` are relative to.
+        root: folder that names in ids and in `fingerprint` are relative to.
         files: names relative to `root`.
         text_column: key of the text.
     """
@@ -121,7 +120,7 @@ class JsonLines:
         self.skipped = Skipped(root.name if len(files) > 1 else files[0])
         self.arrays = [is_array(root / name) for name in files]
         self.stamps = [Stamp.of(root / name) for name in files]
-        # Byte offset of each record's start and, at the end of each file, of its end.
+        # Byte offset of each record's start, plus the end of the last record of each file.
         self.offsets = []
         for name, array in zip(files, self.arrays, strict=True):
             if not array:
@@ -151,7 +150,7 @@ class JsonLines:
             return Document("", id)
 
     def read(self, file: int, line: int) -> bytes:
-        """A record as it lies in a file."""
+        """The bytes of a record in a file."""
         start, stop = (int(offset) for offset in self.offsets[file][line : line + 2])
         path = self.root / self.files[file]
         try:
@@ -161,18 +160,18 @@ class JsonLines:
                 content = opened.read(stop - start)
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}).") from error
-        # Between the objects of an array are commas, and after the last one its end.
+        # Array elements are followed by a comma, and the last one by the closing bracket.
         return content.rstrip(b" \t\r\n,]") if self.arrays[file] else content
 
 
 def is_array(path: Path) -> bool:
-    """Whether a JSON file begins with the bracket of an array, of objects or of nothing."""
+    """Whether a JSON file begins with the bracket of an array of objects, or of an empty array."""
     with path.open("rb") as file:
         return re.match(rb"\s*\[\s*[{\]]", file.read(ARRAY_LOOKED_AT)) is not None
 
 
 def array_offsets(path: Path) -> Any:
-    """(records + 1) int64: where each object of an array starts, and where the file ends."""
+    """(records + 1) int64: the start of each object of an array, and the end of the file."""
     import numpy as np
 
     starts, depth = [], 0
@@ -196,7 +195,7 @@ def first_lines(path: Path) -> Iterator[bytes]:
 
 
 def line_offsets(path: Path) -> Any:
-    """(lines + 1) int64: where each line starts, and where the last one ends."""
+    """(lines + 1) int64: the start of each line, and the end of the last."""
     import numpy as np
 
     found, position = [np.zeros(1, np.int64)], 0
@@ -209,12 +208,12 @@ def line_offsets(path: Path) -> Any:
 
 
 class ParquetFiles:
-    """Parquet files, read through the memory-mapped copy that `datasets` keeps in its cache.
+    """Parquet files, read through the memory-mapped copy in the `datasets` cache.
 
     Args:
-        root: folder that names in ids and `fingerprint` are relative to.
+        root: folder that names in ids and in `fingerprint` are relative to.
         files: names relative to `root`.
-        text_column: name of the column of strings.
+        text_column: name of the string column.
     """
 
     def __init__(self, root: Path, files: Sequence[str], text_column: str) -> None:
@@ -241,7 +240,7 @@ class ParquetFiles:
         column = text_column if text_column in schema.names else text_column.split(".")[0]
         try:
             self.dataset = datasets.load_dataset("parquet", data_files=paths, split="train", columns=[column])
-        except Exception as error:  # datasets documents no class of its own for what can go wrong
+        except Exception as error:  # `datasets` documents no exception classes for these failures
             raise DataError(f"{root} cannot be read as Parquet ({error}).") from error
 
     @property
@@ -268,7 +267,7 @@ def is_text(pa: Any, type: Any) -> bool:
 
 
 def types_at(pa: Any, schema: Any, column: str) -> list[Any]:
-    """The Arrow type of a column, or of a field within it (`a.b`); none where there is no such."""
+    """The Arrow type of a column, or of a field within it (`a.b`); empty if it does not exist."""
     if column in schema.names:
         return [schema.field(column).type]
     fields: Any = schema

@@ -1,4 +1,4 @@
-"""Document sources: the protocols, and text files in segments, of which Python's standard library is one."""
+"""Document sources: the protocols, and segmented text files, such as Python's standard library."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ SMALLEST_SEGMENT, LARGEST_SEGMENT = 1 << 10, 1 << 16  # bytes
 SEGMENTS_PER_ROW = 8
 BYTES_PER_SEGMENT_TOKEN = 16  # times seq_len: about four sequences, at 3 to 4 bytes a token
 
-# Folders of the standard library that hold tests (some deliberately malformed), other packages or build settings.
+# Standard library folders with tests (some deliberately malformed), other packages or build settings.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -26,10 +26,10 @@ class Document:
     """Text to train on.
 
     Attributes:
-        text: an empty one is passed over, without BOS and EOS.
-        id: for people and tests to see what was trained on.
-        starts: it is, or begins, a whole document, and so gets a BOS.
-        ends: it is, or ends, a whole document, and so gets an EOS.
+        text: an empty text is skipped, without BOS and EOS.
+        id: shows people and tests what was trained on.
+        starts: it is a complete document or the beginning of one, and gets a BOS.
+        ends: it is a complete document or the end of one, and gets an EOS.
     """
 
     text: str
@@ -39,9 +39,9 @@ class Document:
 
 
 class Source(Protocol):
-    """Documents by index. `fingerprint` is the same wherever the same data lie, and changes when they do.
+    """Documents by index. `fingerprint` does not depend on where the data are stored, and changes when they change.
 
-    Reading happens in a thread of the loader's. A document that cannot be used is an empty `Document`.
+    The loader's thread reads them. An unusable document is an empty `Document`.
     """
 
     @property
@@ -57,8 +57,8 @@ class Drawn(NamedTuple):
 
     Attributes:
         document: what was drawn.
-        epoch: how often the row's share of the documents was read before, from 0.
-        position: from which the stream goes on after this document; JSON.
+        epoch: how often the row has read its documents before, from 0.
+        position: where the stream resumes after this document; JSON.
     """
 
     document: Document
@@ -67,25 +67,25 @@ class Drawn(NamedTuple):
 
 
 class StreamedSource(Protocol):
-    """Documents that can only be read in order; it deals them to the rows of a batch itself."""
+    """Documents that can only be read sequentially. The source itself deals them to the rows of a batch."""
 
     @property
     def fingerprint(self) -> str: ...
 
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
-        """The endless stream of one of `rows` rows, from `position` (None: the start); it never yields the same
-        document twice in an epoch. `seed` None: no shuffling. A row without documents is a DataError."""
+        """The endless stream of row `row` of `rows`, from `position` (None: the start). It never yields the same
+        document twice in an epoch. `seed` None: no shuffling. Raises a DataError if the row has no documents."""
         ...
 
 
 def digest(value: object) -> str:
-    """16 hexadecimal digits that stand for a JSON-able value."""
+    """16 hexadecimal digits that identify a JSON-able value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 class Stamp(NamedTuple):
-    """What tells a file from one that was changed or put in its place. (Not its inode, which some network file systems
-    draw anew.)"""
+    """Identifies a version of a file, to detect changes and replacement. Excludes the inode, because some network file
+    systems change it."""
 
     size: int
     changed: int  # ns
@@ -96,7 +96,7 @@ class Stamp(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns)
 
     def check(self, path: Path, file: BinaryIO) -> None:
-        """A DataError where the opened file is not as it was: offsets into it would mean something else."""
+        """Raises a DataError if the opened file has changed, because offsets into it would be wrong."""
         status = os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != self:
             raise DataError(
@@ -106,7 +106,7 @@ class Stamp(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Bytes `start` to `stop` of a file, before both ends are moved to the next start of a line."""
+    """Bytes `start` to `stop` of a file, before both ends are moved to the next line start."""
 
     file: int
     start: int
@@ -114,17 +114,17 @@ class Span(NamedTuple):
 
 
 class TextFiles:
-    """UTF-8 text files, each one document, which may be dealt in several segments.
+    """UTF-8 text files, each one document, which may be split into several segments.
 
-    Segments follow the rule of Hadoop's text splits: a segment holds the lines that start within its bytes, so that
-    sizes of files are all that is needed to lay them out, and nothing is read before its turn. A line longer than
-    64 KiB is cut at a character.
+    Segments follow the rule of Hadoop's text splits: a segment contains the lines that start within its bytes. So file
+    sizes suffice to lay them out, and nothing is read in advance. A line longer than 64 KiB is split between
+    characters.
 
     Args:
         root: folder that names in `id` and `fingerprint` are relative to.
         files: names relative to `root`.
-        spans: the bytes that each segment begins in; None: a segment for each file that is not empty.
-        stamps: of the files, where they are known.
+        spans: the bytes that each segment begins in; None: one segment for each non-empty file.
+        stamps: of the files, if known.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class TextFiles:
         return digest([list(zip(self.files, self.sizes, strict=True)), self.spans])
 
     def cut(self, pieces: int, largest: int = LARGEST_SEGMENT) -> "TextFiles":
-        """The same text in about so many segments, of 1 KiB to `largest` bytes, each within one file."""
+        """The same text in about `pieces` segments, of 1 KiB to `largest` bytes, each within one file."""
         total = sum(span.stop - span.start for span in self.spans)
         size = max(min(total // pieces, largest), SMALLEST_SEGMENT)
         return self.with_spans(
@@ -156,8 +156,8 @@ class TextFiles:
         )
 
     def for_rows(self, rows: int, seq_len: int) -> "TextFiles":
-        """The same text, in segments small enough for one medium file to feed all rows of a batch, and for a row to
-        move on to other text after a few sequences."""
+        """The same text, in segments small enough that one medium file can feed all rows of a batch, and a row moves on
+        to other text after a few sequences."""
         return self.cut(SEGMENTS_PER_ROW * rows, min(BYTES_PER_SEGMENT_TOKEN * seq_len, LARGEST_SEGMENT))
 
     def with_spans(self, spans: Iterable[Span]) -> "TextFiles":
@@ -188,9 +188,9 @@ class TextFiles:
 
 
 def line_start(file: BinaryIO, offset: int, size: int) -> int:
-    """The first start of a line at or after byte `offset`; of a character, where the line goes on for too long.
+    """The first line start at or after byte `offset`, or a character start if the line is too long.
 
-    It never decreases as `offset` grows, so segments that meet at an offset neither overlap nor leave a gap.
+    It never decreases as `offset` grows, so adjacent segments neither overlap nor leave a gap.
     """
     if offset == 0 or offset >= size:
         return min(offset, size)
@@ -211,6 +211,6 @@ def python_stdlib() -> TextFiles:
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(s for s in subfolders if s not in STDLIB_LEFT_OUT and not s.startswith("config-"))
         inside = Path(folder).relative_to(root)
-        # _sysconfigdata*.py is written when Python is built and names the machine it was built on.
+        # _sysconfigdata*.py is generated when Python is built and names the build machine.
         names += [(inside / f).as_posix() for f in files if f.endswith(".py") and not f.startswith("_sysconfigdata")]
     return TextFiles(root, sorted(names))

@@ -1,4 +1,4 @@
-"""Data that are read in order, through `datasets`: on the Hub, or compressed files; shards are dealt to rows."""
+"""Data read sequentially through `datasets`: from the Hub, or compressed files. Shards are dealt to rows."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +14,15 @@ __all__ = ["ShardedStream", "open_compressed_jsonl", "open_hub"]
 
 
 class ShardedStream:
-    """Shards of a streamed data set, in another order in each epoch, dealt to rows as a whole.
+    """Shards of a streamed dataset, shuffled in each epoch and dealt to rows as complete shards.
 
-    Where there are fewer shards than rows, several rows read the same shard and each keeps its part of the documents.
+    With fewer shards than rows, several rows read the same shard and each uses its own part of the documents.
 
     Args:
         dataset: a `datasets.IterableDataset`.
         name: for messages.
-        identity: JSON that tells these data from others.
-        text_of: the text of a record; ValueError where it has none, and is skipped.
+        identity: JSON that identifies the data.
+        text_of: the text of a record; raises ValueError if there is none, and the record is skipped.
     """
 
     def __init__(self, dataset: Any, name: str, identity: object, text_of: Callable[[dict[str, Any]], str]) -> None:
@@ -38,8 +38,8 @@ class ShardedStream:
 
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         shards = self.dataset.num_shards
-        parts = -(-rows // shards)  # rows that share a shard, where there are not enough
-        # `number` documents of the shard were read by then, and `state` is where `datasets` goes on.
+        parts = -(-rows // shards)  # rows that share a shard, if there are too few
+        # `number` documents of the shard have been read; `state` is where `datasets` resumes.
         epoch, place, number, state = position or (0, row, 0, None)
         found = position is not None
         while True:
@@ -61,7 +61,7 @@ class ShardedStream:
             epoch, place, found = epoch + 1, row, False
 
     def records(self, shard: int, state: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-        """The records of a shard, each with the state after it; from `state` on, where one is given."""
+        """The records of a shard, each with the state after it; resumes from `state` if given."""
         stream = self.dataset.shard(num_shards=self.dataset.num_shards, index=shard)
         if state is not None:
             stream.load_state_dict(state)
@@ -69,7 +69,7 @@ class ShardedStream:
         while True:
             try:
                 record = next(records, None)
-            except Exception as error:  # of the network, of a decoder, of a parser: each library has its own
+            except Exception as error:  # from the network, a decoder or a parser; each library has its own classes
                 raise DataError(f"{self.name}: shard {shard} cannot be read on ({brief(error)}).") from error
             if record is None:
                 return
@@ -88,7 +88,7 @@ def brief(error: BaseException) -> str:
 
 
 def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_column: str) -> ShardedStream:
-    """Compressed files of one JSON object a line; each file is a shard.
+    """Compressed files with one JSON object per line; each file is a shard.
 
     Args:
         name: of the file or folder, for messages.
@@ -97,7 +97,7 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
     import datasets
 
     datasets.disable_progress_bars()
-    # As lines of text, so that one that is not JSON costs no more than itself.
+    # Read as lines of text, so that an invalid JSON line only affects itself.
     paths = [f"{root}/{file}" for file in files]
     try:
         lines = datasets.load_dataset("text", data_files=paths, split="train", streaming=True)
@@ -109,11 +109,11 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
 
 
 def open_hub(path: str, text_column: str, part: str = "train") -> ShardedStream:
-    """A data set on the Hub, streamed.
+    """A dataset on the Hub, streamed.
 
     Args:
         path: `owner/name`, or `owner/name/configuration`.
-        part: which of its splits.
+        part: name of the split.
     """
     import datasets
 

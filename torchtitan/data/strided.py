@@ -1,4 +1,4 @@
-"""How documents are dealt to the rows of a batch: shuffled by epoch, every row a stream of its own."""
+"""Deals documents to the rows of a batch: shuffled in each epoch, an independent stream for each row."""
 
 import zlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torchtitan.errors import DataError
 
 __all__ = ["SplitSource", "StreamedSplit", "StridedSource", "permute_index", "split"]
 
-HELD_OUT_EVERY = 100  # one document in so many is held out
+HELD_OUT_EVERY = 100  # one document in this many is held out
 MASK64 = (1 << 64) - 1
 
 
@@ -23,11 +23,11 @@ def mix64(value: int) -> int:
 
 
 def permute_index(index: int, length: int, key: int) -> int:
-    """Where a permutation of 0 to `length`, chosen by `key`, takes `index`.
+    """The image of `index` under a permutation of 0 to `length`, chosen by `key`.
 
-    A Feistel network of four rounds over the next power of four, walked until it lands inside (Black and Rogaway,
-    "Ciphers with arbitrary finite domains", 2002): no table, so that a billion documents cost no memory, and the same
-    on every platform and version.
+    A Feistel network of four rounds over the next power of four, iterated until the result is in range (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table, so a billion documents take no memory,
+    and gives the same result on every platform and version.
     """
     half = max((length - 1).bit_length() + 1, 2) // 2
     mask = (1 << half) - 1
@@ -41,11 +41,11 @@ def permute_index(index: int, length: int, key: int) -> int:
 
 
 class StridedSource:
-    """A source with random access as a streamed one: row j of B reads documents j, j + B, ... of a permutation.
+    """Adapts a random-access source to a streamed one: row j of B reads documents j, j + B, ... of a permutation.
 
     Args:
         source: the documents.
-        name: what to call it in messages.
+        name: for messages.
     """
 
     def __init__(self, source: Source, name: str) -> None:
@@ -78,7 +78,7 @@ class StridedSource:
 
 
 class SplitSource:
-    """The documents of a source but for every hundredth, or those alone."""
+    """Either every hundredth document of a source, or all others."""
 
     def __init__(self, source: Source, held_out: bool) -> None:
         self.source = source
@@ -99,7 +99,7 @@ class SplitSource:
 
 
 class StreamedSplit:
-    """A streamed source in which the documents of the other part are empty. The id decides, whoever reads it."""
+    """A streamed source in which the documents of the other part are empty. The id decides, on any reader."""
 
     def __init__(self, source: StreamedSource, held_out: bool) -> None:
         self.source = source
@@ -118,7 +118,7 @@ class StreamedSplit:
 
 
 def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source | StreamedSource:
-    """The training part of a source, or the part that is held out of it: one document in a hundred.
+    """The training part of a source, or its held-out part: one document in a hundred.
 
     Raises:
         DataError: there are fewer than a hundred documents.
@@ -126,7 +126,7 @@ def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source 
     if not hasattr(source, "__getitem__"):
         return StreamedSplit(source, held_out)  # type: ignore[arg-type]
     if isinstance(source, TextFiles):
-        # Cut the same way for every batch size, so that what is held out depends on the data alone.
+        # Split independently of the batch size, so that the held-out part depends only on the data.
         source = source.cut(4 * HELD_OUT_EVERY)
     if len(source) < HELD_OUT_EVERY:  # type: ignore[arg-type]
         raise DataError(

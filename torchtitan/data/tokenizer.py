@@ -1,4 +1,4 @@
-"""Tokenizers: sentencepiece, Hugging Face `tokenizer.json` and Llama 3's tiktoken files, told apart by content."""
+"""Tokenizers: sentencepiece, Hugging Face `tokenizer.json` and Llama 3's tiktoken files, detected from the content."""
 
 import base64
 import binascii
@@ -17,16 +17,16 @@ SHIPPED = Path(__file__).parent / "assets" / "python_stdlib_4k.model"
 KINDS = "a sentencepiece model, a Hugging Face tokenizer.json or a tiktoken-style tokenizer.model"
 REMEDY = "give another model.tokenizer_path, or none for the tokenizer that is shipped"
 
-# Where a folder, as people download it, keeps its tokenizer; the first that is there is taken.
+# Where downloaded model folders store their tokenizer; the first that exists is used.
 FILES_IN_FOLDER = ("tokenizer.model", "original/tokenizer.model", "tokenizer.json")
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 
-MOST_IDS_PER_TOKEN = 16  # gaps are usual; but a model's embedding has a row for each id
+MOST_IDS_PER_TOKEN = 16  # gaps are common, but an embedding has a row for each id
 
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?")
-# Llama 3's rule for cutting text into words, and the names of its 256 special tokens (Llama 3 model card).
+# Llama 3's regular expression for splitting text, and the names of its 256 special tokens (Llama 3 model card).
 LLAMA3_SPLIT = "|".join(
     [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
@@ -40,7 +40,7 @@ LLAMA3_SPLIT = "|".join(
 )
 LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 LLAMA3_SPECIAL_TOKENS = 256
-# tiktoken dies on runs of a million blanks; Llama's own code cuts runs at this length too.
+# tiktoken crashes on runs of a million blanks. Llama's own code splits runs at this length too.
 TIKTOKEN_LONGEST_RUN = 25_000
 
 
@@ -50,13 +50,13 @@ class Tokenizer:
 
     Attributes:
         kind: "sentencepiece", "tokenizers" or "tiktoken".
-        vocab_size: one more than the largest id.
-        bos_id: id that begins a document, where the tokenizer has one.
-        eos_id: id that ends a document.
-        fingerprint: changes with the content of the tokenizer's file.
-        encode: text to ids, without BOS and EOS. Text that spells a special token is ordinary text.
+        vocab_size: largest id + 1.
+        bos_id: id at the beginning of a document, if the tokenizer has one.
+        eos_id: id at the end of a document.
+        fingerprint: changes with the content of the tokenizer file.
+        encode: text to ids, without BOS and EOS. Text that spells a special token is encoded as ordinary text.
         decode: ids to text.
-        piece: how the vocabulary spells an id.
+        piece: the vocabulary entry of an id.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer in a file, or in a folder that holds one; None is the one shipped here.
+    """Loads the tokenizer in a file or folder; None loads the bundled one.
 
     Raises:
         DataError: the file is missing, damaged, of another kind, or has no end-of-document token.
@@ -138,8 +138,9 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str) -> Tokenize
             ids += processor.encode(part)
         return ids
 
-    # Inside sentencepiece U+2581 stands for the space, so a U+2581 in the text would come back as a space. Spelled in
-    # bytes it is kept. Not for models that put a space before each text (Llama 2): cutting the text would add spaces.
+    # sentencepiece represents the space as U+2581, so a U+2581 in the text would decode to a space. Encoding it as
+    # bytes preserves it. Not for models that prepend a space to each text (Llama 2): splitting the text would add
+    # spaces.
     space_bytes = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in space.encode()]
     lossless = all(map(processor.is_byte, space_bytes)) and processor.encode("a", out_type=str) == ["a"]
     return Tokenizer(
@@ -164,10 +165,10 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if max(ids) >= MOST_IDS_PER_TOKEN * len(ids):
         raise damaged(file, "a tokenizer.json", f"its {len(ids):,} tokens have ids up to {max(ids):,}")
-    # The file may ask for these, for the use in chats and classifiers; here every token of a text counts.
+    # The file may enable these for chats and classifiers; here every token of a text counts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # "encode the text that spells them", not "find them in text"
+    tokenizer.encode_special_tokens = True  # True means: encode text that spells a special token as ordinary text
     bos_name, eos_name = names_beside(file)
     eos_id = first_known(tokenizer.token_to_id, (*EOS_NAMES, eos_name))
     if eos_id is None:
@@ -190,7 +191,7 @@ def first_known(token_to_id: Callable[[str], int | None], names: tuple[str | Non
 
 
 def names_beside(file: Path) -> tuple[str | None, str | None]:
-    """Names of BOS and EOS in the tokenizer_config.json that Hugging Face keeps beside a tokenizer.json."""
+    """Names of BOS and EOS in the tokenizer_config.json next to a Hugging Face tokenizer.json."""
     try:
         config = json.loads((file.parent / "tokenizer_config.json").read_bytes())
         tokens = [config.get(key) for key in ("bos_token", "eos_token")]
@@ -219,7 +220,7 @@ def load_tiktoken(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
 
 
 def tiktoken_pieces(file: Path, content: bytes) -> dict[bytes, int]:
-    """The pieces of a tiktoken file and their ids, which are ranks too: pieces of lower rank are merged first.
+    """The pieces of a tiktoken file and their ids. An id is also a merge rank: lower ranks are merged first.
 
     Raises:
         DataError: the file is damaged.
@@ -238,14 +239,14 @@ def tiktoken_pieces(file: Path, content: bytes) -> dict[bytes, int]:
 
 
 def llama3_special_tokens(first: int) -> dict[str, int]:
-    """Llama 3's special tokens and their ids, from `first` on."""
+    """Llama 3's special tokens and their ids, starting at `first`."""
     reserved = (f"reserved_special_token_{number}" for number in range(LLAMA3_SPECIAL_TOKENS))
     names = [LLAMA3_NAMED.get(place) or next(reserved) for place in range(LLAMA3_SPECIAL_TOKENS)]
     return {f"<|{name}|>": first + place for place, name in enumerate(names)}
 
 
 def cut_long_runs(text: str) -> Iterator[str]:
-    """`text` in parts such that no run of blanks, or of anything else, is longer than tiktoken can bear."""
+    """Splits `text` so that no run of blanks, or of non-blanks, is too long for tiktoken."""
     start = 0
     if len(text) > TIKTOKEN_LONGEST_RUN:
         for run in re.finditer(r"\s+|\S+", text):

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, so that a new token costs one token's work."""
+"""Key/value cache, so that a new token costs only one token's work."""
 
 import contextlib
 import functools
@@ -12,11 +12,11 @@ from torchtitan.models.attention import causal_attention
 
 
 class KeyValueCache:
-    """Attention of a model's layers to tokens that were given in earlier calls.
+    """Attention of a model's layers to tokens of earlier calls.
 
     Args:
-        length: tokens in a row at most, padding and new ones included.
-        padding: (batch,) int64, how many tokens at the left of each row are padding, which none attends to.
+        length: maximum tokens per row, including padding and new ones.
+        padding: (batch,) int64, number of padding tokens at the left of each row, which are masked.
     """
 
     def __init__(self, length: int, padding: torch.Tensor) -> None:
@@ -24,18 +24,18 @@ class KeyValueCache:
         self.filled = 0
         self._padding = padding
         self._kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
-        # (batch, length), as document ids: padding is a document of its own.
+        # (batch, length), used as document ids: padding is a separate document.
         self._is_text = (torch.arange(length, device=padding.device) >= padding[:, None]).long()
         self._is_padded = bool(padding.any())
 
     def attend(
         self, layer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of new tokens to themselves and all before them.
+        """Attention of new tokens to themselves and all earlier ones.
 
         Args:
             layer: whose keys and values these are.
-            q: (batch, n_heads, new, head_dim); all of the first call, one token in each that follows.
+            q: (batch, n_heads, new, head_dim); all tokens in the first call, then one token per call.
             k, v: (batch, n_kv_heads, new, head_dim).
         """
         batch, kv_heads, new, head_dim = k.shape
@@ -49,14 +49,14 @@ class KeyValueCache:
         if self.filled == 0:
             return causal_attention(q, k, v, self._is_text[:, :end] if self._is_padded else None)
         mask = self._is_text[:, None, None, :end].bool() if self._is_padded else None
-        # The query heads that share a key head stand where a sequence would: one GEMM for all of them.
+        # Query heads that share a key head take the place of the sequence dimension: one GEMM for all of them.
         grouped = q.view(batch, kv_heads, -1, head_dim)
         return F.scaled_dot_product_attention(grouped, keys[:, :, :end], values[:, :, :end], mask).view_as(q)
 
 
 @contextlib.contextmanager
 def cached(model: nn.Module, length: int, padding: torch.Tensor) -> Iterator[KeyValueCache]:
-    """Lets a model's layers keep keys and values, and its output layer see the last token only."""
+    """Lets a model's layers cache keys and values, and its output layer process only the last token."""
     cache = KeyValueCache(length, padding)
     layers = [module for module in model.modules() if hasattr(module, "attend")]
     before = [layer.attend for layer in layers]

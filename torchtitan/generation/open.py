@@ -1,4 +1,4 @@
-"""Models to generate with: of our checkpoints and of published folders."""
+"""Opens models for generation, from our checkpoints and from published folders."""
 
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,15 @@ from torchtitan.models import MODELS, ModelSpec
 def open_model(
     path: Path, device: torch.device, dtype: torch.dtype, tokenizer_path: str | None = None
 ) -> tuple[nn.Module, Tokenizer]:
-    """A model with its weights, whatever layout wrote them, and its tokenizer.
+    """A model with its weights, written under any layout, and its tokenizer.
 
     Args:
-        path: a step-N folder, a folder with such, a run's dump folder, or a folder of Hugging Face's or Meta's form.
+        path: a step-N folder, a folder of such folders, a run's dump folder, or a folder in Hugging Face's or Meta's
+            format.
         tokenizer_path: as `model.tokenizer_path`; None takes the model's own.
 
     Raises:
-        UserError: the folder is none of these, or damaged, or its tokenizer is missing.
+        UserError: the folder is none of these, or is damaged, or its tokenizer is missing.
     """
     if not path.is_dir():
         raise CheckpointError(f"there is no folder {path}.")
@@ -45,7 +46,7 @@ def open_model(
     family, source = find_model(path)
     spec = MODELS.get(family)
     known = published(spec, source.args, None, 0)
-    assert known is not None  # find_model has looked
+    assert known is not None  # checked by find_model
     known.check(source)
     model = _empty(spec, source.args, device, dtype)
     load_weights(dict(model.named_parameters()), source)

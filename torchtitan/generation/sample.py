@@ -1,4 +1,4 @@
-"""Tokens that follow a prompt."""
+"""Generates tokens that follow a prompt."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,15 @@ from torchtitan.generation.cache import cached
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is sampled.
 
     Attributes:
-        max_new_tokens: the end, where none comes before.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: only the likeliest so many; 0: all.
-        top_p: only the likeliest that together have this probability (nucleus sampling, arXiv 1904.09751); 1: all.
-        seed: of the random choice.
+        max_new_tokens: limit, unless the document ends earlier.
+        temperature: divides the logits; 0 picks the most likely token.
+        top_k: sample only from this many most likely tokens; 0: all.
+        top_p: sample only from the most likely tokens with this total probability (nucleus sampling, arXiv 1904.09751);
+            1: all.
+        seed: of the sampling.
     """
 
     max_new_tokens: int = 100
@@ -28,9 +29,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """
+        """Checks the values.
+
         Raises:
-            ValueError: a value is out of range; with the name of its flag.
+            ValueError: a value is out of range. Names the flag.
         """
         for flag, value, fits, range_ in (
             ("max-new-tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
@@ -42,7 +44,7 @@ class Sampling:
                 raise ValueError(f"--{flag} must be {range_}, not {value}")
 
     def choose(self, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """(batch,) int64, of (batch, vocab) logits."""
+        """(batch, vocab) logits -> (batch,) int64 tokens."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = logits.float() / self.temperature
@@ -52,7 +54,7 @@ class Sampling:
         if self.top_p < 1:
             ordered, places = logits.sort(descending=True)
             probabilities = ordered.softmax(-1)
-            before = probabilities.cumsum(-1) - probabilities  # of the likelier ones
+            before = probabilities.cumsum(-1) - probabilities  # total probability of the more likely tokens
             logits = logits.scatter(-1, places, ordered.masked_fill(before >= self.top_p, -torch.inf))
         return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
@@ -66,18 +68,18 @@ def generate(
     use_cache: bool = True,
     emit: Callable[[list[int | None]], None] | None = None,
 ) -> list[list[int]]:
-    """New tokens for each prompt, up to and with the one that ends a document.
+    """New tokens for each prompt, up to and including the end-of-document token.
 
     Args:
-        model: one of `torchtitan.models`, not divided over processes.
+        model: one of `torchtitan.models`, not sharded.
         prompts: token ids, at least one each.
-        use_cache: False computes all tokens anew for each new one: the same, and slow.
-        emit: gets each row's new token as soon as it is there; None for rows that have ended.
+        use_cache: False recomputes all tokens for each new one: the same result, but slow.
+        emit: receives each row's new token as soon as it is sampled; None for finished rows.
     """
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-    # Rows end together. Padding at their left is harmless: rotary attention depends on distances alone.
+    # Rows are right-aligned. Left padding is harmless: rotary attention depends only on distances.
     tokens = torch.tensor([[eos_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     generator = torch.Generator(device).manual_seed(sampling.seed)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)

@@ -1,18 +1,18 @@
-"""Text shown while it grows."""
+"""Prints text while it is generated."""
 
 from collections.abc import Callable
 from typing import TextIO
 
-UNFINISHED = "\ufffd"  # what a decoder gives for the first bytes of a letter
+UNFINISHED = "\ufffd"  # a decoder's output for an incomplete character
 
 
 class TextStream:
-    """Prints a prompt and, token by token, what follows it.
+    """Prints a prompt and, token by token, its continuation.
 
     Args:
         decode: token ids to text.
         prompt: printed first.
-        out: where to.
+        out: output stream.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: str, out: TextIO) -> None:
@@ -24,7 +24,7 @@ class TextStream:
         out.flush()
 
     def add(self, token: int | None) -> None:
-        """Shows what is sure to be text by now. None: the row has ended."""
+        """Prints all text that can no longer change. None: the row has ended."""
         if token is None:
             return
         self._ids.append(token)

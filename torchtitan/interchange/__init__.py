@@ -1,4 +1,4 @@
-"""Weights in and out: folders of Hugging Face `transformers` and of Meta's releases."""
+"""Importing and exporting weights: folders of Hugging Face `transformers` and of Meta's releases."""
 
 from torchtitan.interchange.exchange import Exchange
 from torchtitan.interchange.model import PublishedModel, published

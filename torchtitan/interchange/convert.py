@@ -1,4 +1,4 @@
-"""Checkpoints to published folders and back, in one process, a tensor at a time."""
+"""Converts checkpoints to published folders and back, in one process, one tensor at a time."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from torchtitan.models import MODELS, ModelSpec
 
 @contextlib.contextmanager
 def one_process(custom_import: str | None) -> Iterator[None]:
-    """Around a script's work: a process group of one, the user's families, and errors in one sentence."""
+    """Context for a script: a process group of one, the user's model families, and one-sentence errors."""
     try:
         if custom_import:
             import_user_module(custom_import, "--custom-import")
@@ -63,10 +63,10 @@ class SavedModel:
     weight: Callable[[str], torch.Tensor]
 
     def published(self) -> PublishedModel:
-        """As others know it.
+        """The published form of the model.
 
         Raises:
-            CheckpointError: its family does not say.
+            CheckpointError: its family does not define one.
         """
         model = published(self.spec, self.args, self.tokenizer_path, self.seq_len)
         if model is None:
@@ -75,12 +75,13 @@ class SavedModel:
 
 
 def saved_model(checkpoint: Path) -> SavedModel:
-    """
+    """Opens the model in a checkpoint.
+
     Args:
-        checkpoint: a step-N folder, or a folder with such, of which the newest is taken.
+        checkpoint: a step-N folder, or a folder of such folders, of which the newest is used.
 
     Raises:
-        CheckpointError: it is none, or is damaged.
+        CheckpointError: it is not a checkpoint, or is damaged.
     """
     steps = saved_steps(checkpoint)
     checkpoint = step_folder(checkpoint, steps[-1]) if steps else checkpoint
@@ -109,10 +110,10 @@ def saved_model(checkpoint: Path) -> SavedModel:
 
 
 class ReadWhenWritten(dcp.DefaultSavePlanner):
-    """Writes weights of a source, each read when its turn comes.
+    """Writes the weights of a source, reading each one only when it is written.
 
     Args:
-        source: of the weights, which the state dict names with tensors that hold nothing.
+        source: of the weights; the state dict names them with empty tensors.
     """
 
     def __init__(self, source: Source) -> None:
@@ -125,14 +126,14 @@ class ReadWhenWritten(dcp.DefaultSavePlanner):
 
 
 def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: str | None) -> Path:
-    """Makes a weights-only checkpoint, `out`/step-0, of a published folder. Returns where it is.
+    """Creates a weights-only checkpoint, `out`/step-0, from a published folder. Returns its path.
 
     Args:
-        family: `model.name` of the checkpoint; None takes the first whose flavors have this one.
-        tokenizer_path: of the model; None: in the folder.
+        family: `model.name` of the checkpoint; None takes the first family with a matching flavor.
+        tokenizer_path: of the model; None: the one in the folder.
 
     Raises:
-        CheckpointError: the folder is damaged, or of a model that is not known here, or `out` holds checkpoints.
+        CheckpointError: the folder is damaged, or its model is unknown here, or `out` contains checkpoints.
     """
     if found := wrong_sums(folder):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(found[:3])}.")
@@ -151,7 +152,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         )
     path = str(tokenizer_path or folder)
     model = published(spec, source.args, path, 0)
-    assert model is not None  # find_model has looked
+    assert model is not None  # checked by find_model
     model.check(source)
     tensors = {}
     for weight, shape in model.shapes.items():
@@ -176,8 +177,8 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
 
 
 def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
-    """The family of the model in a published folder: `family`, or the first that has a flavor of these sizes, or else
-    the first that can have such sizes.
+    """The family of the model in a published folder: `family`, or the first with a flavor of these sizes, or else the
+    first that supports such sizes.
 
     Raises:
         CheckpointError: there is none, or the folder is damaged.

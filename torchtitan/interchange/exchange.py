@@ -1,4 +1,4 @@
-"""Published folders as a checkpoint manager meets them: to start from, and to leave behind."""
+"""Published folders as used by a checkpoint manager: to load initially, and to export."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,22 +19,22 @@ class Exchange:
     """Loads and exports the weights of one run. All ranks call its methods together.
 
     Args:
-        model: of the run; None where its family does not say how its weights are called elsewhere.
+        model: of the run; None if its family does not define its published weight names.
     """
 
     def __init__(self, model: PublishedModel | None) -> None:
         self.model = model
 
     def load(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Fills this rank's weights from a folder of Hugging Face's or Meta's form; False where it is neither.
+        """Fills this rank's weights from a folder in Hugging Face's or Meta's format; False if it is neither.
 
         Raises:
-            CheckpointError: on every rank, where the folder is damaged or of another model.
+            CheckpointError: on every rank, if the folder is damaged or contains another model.
         """
         source = raise_on_all_ranks(lambda: find_source(folder, None if self.model is None else self.model.naming))
         if source is None:
             return False
-        assert self.model is not None  # find_source has looked
+        assert self.model is not None  # checked by find_source
         wrong = sorted(
             {
                 fault
@@ -51,10 +51,10 @@ class Exchange:
         return True
 
     def export(self, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-        """Writes the folder anew, for `transformers`.
+        """Writes a new folder for `transformers`.
 
         Raises:
-            CheckpointError: on every rank, where it could not be written.
+            CheckpointError: on every rank, if the folder exists or writing failed.
         """
         assert self.model is not None  # checked with the configuration
         shapes = {name: tensor.shape for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""A model as a folder that `transformers`, and what builds on it, can read."""
+"""Exports a model as a folder that `transformers`, and tools built on it, can read."""
 
 import itertools
 import json
@@ -22,13 +22,13 @@ from torchtitan.interchange.sources import INDEX, SUMS
 from torchtitan.logging import logger
 from torchtitan.parallel.object_collectives import all_gather_object
 
-LARGEST_FILE = 5 * 10**9  # bytes, as `save_pretrained` has it
-WORTH_A_FILE = 10**9  # bytes; less is not divided
+LARGEST_FILE = 5 * 10**9  # bytes, as in `save_pretrained`
+WORTH_A_FILE = 10**9  # bytes; files below this size are not split further
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A safetensors file: the weights in it, under their names here, and the rank that writes it."""
+    """A safetensors file: its weights, under their names in this project, and the rank that writes it."""
 
     weights: list[str]
     writer: int
@@ -42,18 +42,19 @@ def export(
     dtype: torch.dtype,
     largest_file: int = LARGEST_FILE,
 ) -> None:
-    """Writes the folder. All ranks call it: those that share weights gather them one at a time, and each keeps those of
-    the file that it writes, until it is written. The folder gets its name when all is on disk.
+    """Writes the folder. All ranks call it. Ranks that shard the same weights gather them one at a time, and each holds
+    the weights of its current file until the file is written. The folder gets its final name once everything is on
+    disk.
 
     Args:
-        folder: must not be there.
-        shapes: of the weights that this rank has a part of, by name.
-        weight: gives one by its name: a DTensor where it is divided.
+        folder: must not exist.
+        shapes: of the weights that this rank has a shard of, by name.
+        weight: returns one by its name: a DTensor if it is sharded.
         dtype: of the weights in the folder.
         largest_file: bytes.
 
     Raises:
-        CheckpointError: on every rank, where it could not be written.
+        CheckpointError: on every rank, if writing failed.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     on_rank_0 = dist.get_rank() == 0
@@ -72,9 +73,9 @@ def export(
             for name in file.weights:
                 index[model.naming.name(name)] = file_name
                 if name not in shapes:
-                    continue  # another pipeline stage's
+                    continue  # belongs to another pipeline stage
                 full = weight(name).detach().to(dtype)
-                full = full.full_tensor() if isinstance(full, DTensor) else full  # all ranks of the stage take part
+                full = full.full_tensor() if isinstance(full, DTensor) else full  # a collective of the stage
                 if dist.get_rank() == file.writer:
                     mine, there = file_name, model.naming.to_transformers(name, full, model.args.head_dim)
                     content[model.naming.name(name)] = there.cpu().contiguous()
@@ -82,7 +83,7 @@ def export(
             try:
                 save_file(content, temporary / mine, metadata={"format": "pt"})
                 sums[mine] = sha256_of(temporary / mine)
-            except (OSError, SafetensorError) as error:  # the others wait for this rank's shards
+            except (OSError, SafetensorError) as error:  # do not raise yet: the others wait for this rank's shards
                 failures.append(error)
     _attempt(folder, lambda: _raise_first(failures))
     sums = {name: digest for part in all_gather_object(sums) for name, digest in part.items()}
@@ -106,7 +107,7 @@ def export(
 
 
 def _groups(sizes: dict[str, int]) -> list[tuple[dict[str, int], list[int]]]:
-    """The pipeline stages: sizes of a stage's weights, and the ranks that have them."""
+    """The pipeline stages: sizes of a stage's weights, and the ranks that hold them."""
     groups: list[tuple[dict[str, int], list[int]]] = []
     for rank, theirs in enumerate(all_gather_object(sizes)):
         ranks = next((ranks for known, ranks in groups if known == theirs), None)
@@ -118,7 +119,7 @@ def _groups(sizes: dict[str, int]) -> list[tuple[dict[str, int], list[int]]]:
 
 
 def _divide(sizes: dict[str, int], ranks: list[int], largest_file: int) -> list[list[WeightFile]]:
-    """As few files as the limits allow, in rounds in which each rank writes one."""
+    """Distributes the weights over as few files as the limits allow, in rounds in which each rank writes one file."""
     limit = min(largest_file, max(WORTH_A_FILE, -(-sum(sizes.values()) // len(ranks))))
     contents: list[list[str]] = [[]]
     size = 0
@@ -135,14 +136,15 @@ def _divide(sizes: dict[str, int], ranks: list[int], largest_file: int) -> list[
 def _make(folder: Path, temporary: Path) -> None:
     if folder.exists():
         raise CheckpointError(f"{folder} is there already; move it away.")
-    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was interrupted
+    shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
     temporary.mkdir(parents=True)
 
 
 def _attempt(folder: Path, act: Callable[[], None]) -> None:
-    """
+    """Runs `act` on this rank.
+
     Raises:
-        CheckpointError: on every rank, where `act` fails on any.
+        CheckpointError: on every rank, if `act` fails on any.
     """
     failure = None
     try:
@@ -162,7 +164,7 @@ def _raise_first(failures: list[Exception]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on disk."""
+    """Waits until a file, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

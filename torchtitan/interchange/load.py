@@ -1,4 +1,4 @@
-"""Weights of a published folder into a model, each rank reading only what it holds."""
+"""Loads the weights of a published folder into a model; each rank reads only what it holds."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What a published folder tells of a model besides its weights."""
+"""Everything in a published folder except the weights."""
 
 import dataclasses
 import json
@@ -20,12 +20,12 @@ from torchtitan.models.registry import ModelSpec
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A model of this project as others know it.
+    """A model of this project in its published form.
 
     Attributes:
         naming: of the family.
         args: the sizes.
-        build: from the sizes to the module.
+        build: creates the module from the sizes.
         tokenizer_path: as `model.tokenizer_path`.
         seq_len: the longest sequence that the model was trained on.
     """
@@ -38,12 +38,12 @@ class PublishedModel:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all weights, by name, whatever rank they are on."""
+        """Shapes of all weights by name, regardless of their rank."""
         with torch.device("meta"):
             return {name: tuple(parameter.shape) for name, parameter in self.build(self.args).named_parameters()}
 
     def check(self, source: Source) -> None:
-        """Whether the model in a folder is this one.
+        """Checks that the model in a folder is this one.
 
         Raises:
             CheckpointError: a size, name or shape differs.
@@ -68,7 +68,7 @@ class PublishedModel:
             )
 
     def files(self, dtype: torch.dtype) -> dict[str, bytes]:
-        """All files but the weights, by name.
+        """All files except the weights, by name.
 
         Args:
             dtype: of the weights.
@@ -87,5 +87,5 @@ class PublishedModel:
 
 
 def published(spec: ModelSpec, args: Any, tokenizer_path: str | None, seq_len: int) -> PublishedModel | None:
-    """A family's model of these sizes; None where the family does not say how its weights are called elsewhere."""
+    """The published form of a model of these sizes; None if the family does not define its published weight names."""
     return None if spec.hf is None else PublishedModel(spec.hf, args, spec.build, tokenizer_path, seq_len)

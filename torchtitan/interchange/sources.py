@@ -1,4 +1,4 @@
-"""Folders with weights that others have published, read a slice at a time."""
+"""Folders of published weights, read one slice at a time."""
 
 import json
 import re
@@ -24,7 +24,7 @@ Box = tuple[slice, ...]
 
 
 class Source(Protocol):
-    """Weights in a folder, under the names that they have in this project."""
+    """Weights in a folder, under their names in this project."""
 
     folder: Path
 
@@ -33,20 +33,20 @@ class Source(Protocol):
         """The model's sizes."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of the weight called `name` here; None where the folder lacks it."""
+        """The shape of the weight with this name in this project; None if the folder lacks it."""
 
     def unknown(self, names: Iterable[str]) -> list[str]:
-        """What the folder holds beside the weights called `names`, under its own names."""
+        """The weights in the folder other than `names`, under the folder's own names."""
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """That part of a weight, in the dtype that it is stored in."""
+        """This part of a weight, in its stored dtype."""
 
 
 def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None:
-    """The folder as a source of weights; None where it is neither of Hugging Face's nor of Meta's form.
+    """The folder as a source of weights; None if it has neither Hugging Face's nor Meta's format.
 
     Raises:
-        CheckpointError: it is, but cannot be read, or the family has no weights elsewhere.
+        CheckpointError: it has, but cannot be read, or the family has no published format.
     """
     kind: type[HuggingFaceFolder] | type[MetaFolder]
     if (folder / CONFIG).is_file() or (folder / INDEX).is_file() or (folder / "model.safetensors").is_file():
@@ -61,9 +61,10 @@ def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """
+    """Reads a JSON object.
+
     Raises:
-        CheckpointError: it is missing or no JSON object.
+        CheckpointError: the file is missing or not a JSON object.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -79,10 +80,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class HuggingFaceFolder:
-    """`config.json` and one or several safetensors files, as `save_pretrained` of `transformers` leaves them.
+    """`config.json` and one or more safetensors files, as written by `save_pretrained` of `transformers`.
 
     Raises:
-        CheckpointError: a file is missing or cut short.
+        CheckpointError: a file is missing or truncated.
     """
 
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
@@ -137,7 +138,7 @@ class HuggingFaceFolder:
         return sorted(name for name in self._file_of.keys() - known if not re.fullmatch(self.naming.ignored, name))
 
     def _tied_twice(self) -> bool:
-        """Whether the output layer of a tied model is stored too, and is the embedding."""
+        """Whether the output layer of a tied model is stored too, and equals the embedding."""
         names = ("lm_head.weight", "model.embed_tokens.weight")
         if not self._file_of.keys() >= set(names):
             return False
@@ -160,10 +161,10 @@ class HuggingFaceFolder:
 
 
 class MetaFolder:
-    """`params.json` and `consolidated.*.pth`, one file for each rank of Meta's tensor parallelism.
+    """`params.json` and `consolidated.*.pth`, one file per tensor-parallel rank at Meta.
 
-    The files are opened by weights-only loading and mapped into memory: nothing in them is run, and only what is asked
-    for is read.
+    The files are opened with weights-only loading and memory-mapped: loading executes no code, and reads only the
+    requested slices.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -182,7 +183,7 @@ class MetaFolder:
                 part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
                 if not isinstance(part, dict) or not all(isinstance(value, torch.Tensor) for value in part.values()):
                     raise ValueError("it holds other things than tensors")
-            except Exception as error:  # of a pickle that is damaged, or made to harm, in any way
+            except Exception as error:  # any failure of a damaged or malicious pickle
                 raise CheckpointError(f"{path} is damaged ({str(error).splitlines()[0]}); fetch it again.") from None
             self._parts.append(part)
             if part.keys() != self._parts[0].keys():
@@ -197,7 +198,7 @@ class MetaFolder:
             raise CheckpointError(f"{path}: Meta has not released models of this family.")
         try:
             embedding = self._parts[0]["tok_embeddings.weight"].shape
-            # Llama 2 divides the embedding by columns, Llama 3 by rows.
+            # Llama 2 shards the embedding by columns, Llama 3 by rows.
             rows = embedding[0] * (len(self._parts) if embedding[1] == params["dim"] else 1)
             args = self.naming.from_params(params, rows)
             return replace(args, tied_embeddings=self._is_tied())
@@ -207,7 +208,7 @@ class MetaFolder:
             raise CheckpointError(f"{path}: {error}.") from None
 
     def _is_tied(self) -> bool:
-        """Llama 3.2's small models share the embedding with the output layer; params.json does not tell."""
+        """Llama 3.2's small models tie the embedding to the output layer, but params.json does not say so."""
         output = self._parts[0].get("output.weight")
         return output is None or torch.equal(output, self._parts[0]["tok_embeddings.weight"])
 
@@ -220,7 +221,7 @@ class MetaFolder:
         return tuple(shape)
 
     def _divided(self, name: str) -> int | None:
-        """The dimension along which the files divide a weight (Megatron's scheme)."""
+        """The dimension along which the files shard a weight (Megatron's scheme)."""
         if len(self._parts) == 1 or self._parts[0][name].ndim == 1:
             return None
         if name == "tok_embeddings.weight":
@@ -246,10 +247,10 @@ class MetaFolder:
 
 
 def wrong_sums(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Files that are not what `SHA256SUMS` beside them says; nothing where there is no such list.
+    """Files whose hash differs from `SHA256SUMS` in the same folder; empty if there is no such list.
 
     Args:
-        part, parts: only this share of the files, so that ranks can divide the reading.
+        part, parts: check only this part of the files, so that ranks can divide the work.
     """
     try:
         lines = (folder / SUMS).read_text().splitlines()

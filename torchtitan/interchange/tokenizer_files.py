@@ -14,7 +14,7 @@ from torchtitan.data.tokenizer import (
     tiktoken_pieces,
 )
 
-# What those who publish models keep beside a tokenizer.
+# Files that are usually published next to a tokenizer.
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -22,7 +22,7 @@ def tokenizer_files(path: str | None) -> dict[str, bytes]:
     """Files by name.
 
     Args:
-        path: as `model.tokenizer_path`; None is the tokenizer that is shipped.
+        path: as `model.tokenizer_path`; None is the bundled tokenizer.
 
     Raises:
         DataError: there is no tokenizer.
@@ -53,7 +53,7 @@ def _config(kind: str, tokenizer: Tokenizer) -> bytes:
     }
     if kind == "LlamaTokenizer":
         content |= {
-            "add_bos_token": tokenizer.bos_id is not None,  # a document begins with it, so a prompt does
+            "add_bos_token": tokenizer.bos_id is not None,  # documents begin with it, so prompts must too
             "add_eos_token": False,
             "add_prefix_space": tokenizer.piece(tokenizer.encode("a")[0]).startswith("\u2581"),
             "legacy": False,
@@ -62,7 +62,7 @@ def _config(kind: str, tokenizer: Tokenizer) -> bytes:
 
 
 def _tiktoken_as_json(pieces: dict[bytes, int]) -> bytes:
-    """Llama 3's tokenizer for the `tokenizers` library."""
+    """Llama 3's tokenizer in the format of the `tokenizers` library."""
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as FastTokenizer
 
@@ -74,7 +74,7 @@ def _tiktoken_as_json(pieces: dict[bytes, int]) -> bytes:
     vocabulary = {spell(piece): rank for piece, rank in pieces.items()}
     ranked = sorted((piece for piece in pieces if len(piece) > 1), key=pieces.__getitem__)
     halves = (_halves(piece, pieces) for piece in ranked)
-    # Llama 3 has pieces that no merge makes: words of their own (`ignore_merges`).
+    # Llama 3 has pieces that no merge produces: complete words (`ignore_merges`).
     merges = [(spell(left), spell(right)) for left, right in halves if {left, right} <= pieces.keys()]
     fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     fast.pre_tokenizer = pre_tokenizers.Sequence(
@@ -94,7 +94,7 @@ def _tiktoken_as_json(pieces: dict[bytes, int]) -> bytes:
 
 
 def _halves(piece: bytes, pieces: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two pieces that were merged last to make `piece`."""
+    """The two pieces whose merge produced `piece`."""
     parts = [bytes([byte]) for byte in piece]
     while len(parts) > 2:
         ranks = [pieces.get(left + right, len(pieces)) for left, right in itertools.pairwise(parts)]
@@ -104,8 +104,8 @@ def _halves(piece: bytes, pieces: dict[bytes, int]) -> tuple[bytes, bytes]:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in byte-level BPE (github.com/openai/gpt-2): printable bytes for themselves,
-    the others for letters from 256 on."""
+    """The letter that represents each byte in byte-level BPE (github.com/openai/gpt-2): printable bytes represent
+    themselves, all others are mapped to letters from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

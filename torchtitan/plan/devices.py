@@ -14,15 +14,15 @@ DEFAULT = "H100"  # SXM
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """What a plan takes a device for. Bandwidths are in bytes/s in one direction; None where unknown.
+    """Properties of a device as assumed by a plan. Bandwidths are in bytes/s in one direction; None if unknown.
 
     Attributes:
         type: "cuda" or "cpu".
         name: as `torch.cuda.get_device_name()` spells it, or shorter.
-        memory_bytes: in all.
-        within_node: from a device to another of its machine, over all its links.
-        between_nodes: a device's share of its machine's network.
-        compute_capability: of NVIDIA's devices.
+        memory_bytes: in total.
+        within_node: from one device to another of the same machine, over all its links.
+        between_nodes: a device's part of its machine's network bandwidth.
+        compute_capability: of NVIDIA devices.
         peak_flops: FLOP/s in bf16 on a GPU, measured on CPU.
     """
 
@@ -41,8 +41,9 @@ def _gpu(
     return PlannedDevice("cuda", name, gibibytes * 2**30, within * 1e9, gigabits * 1e9 / 8, capability)
 
 
-# Memory and links (half of the bidirectional figure, GB/s): data sheets of NVIDIA A100, H100, H200, HGX B200 and of AMD
-# Instinct MI300X. Network (Gbit/s a GPU): NVIDIA's DGX A100, H100, H200 and B200 data sheets; 400 for MI300X platforms.
+# Memory and links (half of the bidirectional figure, GB/s): data sheets of NVIDIA A100, H100, H200, HGX B200 and AMD
+# Instinct MI300X. Network (Gbit/s per GPU): NVIDIA's DGX A100, H100, H200 and B200 data sheets; 400 for MI300X
+# platforms.
 GPUS: dict[str, tuple[str, PlannedDevice]] = {
     "A100": (r"\bA100\b", _gpu("NVIDIA A100-SXM4-80GB", 80, 300, 200, (8, 0))),
     "H100": (r"\bH100\b(?! PCIe| NVL)", _gpu("NVIDIA H100 80GB HBM3", 80, 450, 400, (9, 0))),
@@ -53,7 +54,7 @@ GPUS: dict[str, tuple[str, PlannedDevice]] = {
 
 
 def named_device(name: str) -> PlannedDevice:
-    """A device of the table.
+    """Looks up a device in the table.
 
     Raises:
         ConfigError: there is no such name.
@@ -68,7 +69,7 @@ def named_device(name: str) -> PlannedDevice:
 
 
 def this_device(device: Device, dtype: torch.dtype) -> PlannedDevice:
-    """The device of this process; links are known for GPUs of the table."""
+    """The device of this process. Link bandwidths are known for GPUs of the table."""
     if device.type == "cpu":
         memory = device.memory_capacity_bytes()
         return PlannedDevice("cpu", device.name, memory, peak_flops=measure_peak(dtype))

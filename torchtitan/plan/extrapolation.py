@@ -1,8 +1,8 @@
-"""From simulations of few layers, microbatches and stages to those of a large job.
+"""Extrapolates from simulations of few layers, micro-batches and stages to a large job.
 
-Layers are alike, so what a step holds and sends is an affine function of how many there are: f(n) = f(a) + (n - a) *
-(f(a + 1) - f(a)). It holds for sums, and for the peak at each labelled moment (`Simulation._label_blocks`), though not
-for the peak over all of them, which may move. tests/distributed/test_plan.py proves it against whole simulations.
+Layers are identical, so what a step holds and sends is an affine function of their number: f(n) = f(a) + (n - a) *
+(f(a + 1) - f(a)). This holds for sums, and for the peak at each labelled moment (`Simulation._label_blocks`), but not
+for the peak over all moments, which may move. tests/distributed/test_plan.py verifies it against full simulations.
 """
 
 import dataclasses
@@ -19,13 +19,15 @@ from torchtitan.plan.simulation import Measures, Simulation, fake_process_group
 
 
 def extrapolate(first: Measures, second: Measures, steps: float) -> Measures:
-    """The affine function through `first` (at 0) and `second` (at 1), at `steps`. Moments of one alone are left out."""
+    """The affine function through `first` (at 0) and `second` (at 1), at `steps`. Drops moments that only one of them
+    has."""
     keys = [key for key in {**first, **second} if key[0] != "peak" or (key in first and key in second)]
     return {key: first.get(key, 0) + steps * (second.get(key, 0) - first.get(key, 0)) for key in keys}
 
 
 def add_repeated(total: Measures, part: Measures, times: float, prefix: str) -> Measures:
-    """`total`, and so many times what `part` says of `prefix` ("each accumulation step", "each microbatch")."""
+    """`total` plus `times` the measures of `part` that start with `prefix` ("each accumulation step", "each
+    microbatch")."""
     added = dict(total)
     for key, value in part.items():
         if key[0] == prefix:
@@ -35,7 +37,7 @@ def add_repeated(total: Measures, part: Measures, times: float, prefix: str) -> 
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """What is simulated: a rank of a pipeline of so many ranks.
+    """What is simulated: one rank of a pipeline of `ranks` ranks.
 
     Attributes:
         layers: of each of its stages.
@@ -55,8 +57,8 @@ class Job:
     Attributes:
         rows: sequences in an optimizer step.
         args: sizes of the model.
-        layers: how many each stage has.
-        alike: whether all layers are.
+        layers: number of layers of each stage.
+        alike: whether all layers are identical.
         full: simulate everything, however long it takes.
     """
 
@@ -76,25 +78,26 @@ class Job:
 
     @property
     def microbatches(self) -> int:
-        """In each of them."""
+        """Micro-batches in a grad-accumulation step."""
         size = self.config.parallelism.pipeline_parallel_microbatch_size
         return self.config.training.local_batch_size // size if self.dims.pp > 1 else 1
 
     @property
     def period(self) -> int:
-        """Layers after which layers are checkpointed in the same way again."""
+        """Number of layers after which the activation checkpointing pattern repeats."""
         option = self.config.activation_checkpoint.selective_ac_option
         selective = self.config.activation_checkpoint.mode == "selective"
         return int(option) if selective and option.isdecimal() else 1
 
     @property
     def is_single_stage_schedule(self) -> bool:
-        """Whether a rank has one stage, and differs from its neighbours in how many microbatches it keeps at most."""
+        """Whether each rank has one stage, and differs from its neighbours only in the maximum number of micro-batches
+        in flight."""
         return not self.config.parallelism.pipeline_parallel_schedule_csv and self._schedule in ("1f1b", "gpipe")
 
     @property
     def simulated_accumulation_steps(self) -> int:
-        """All but the first find gradients there, all but the last keep copies apart: two show the rest."""
+        """Two are enough: all but the first find existing gradients, all but the last keep separate copies."""
         return self.grad_accumulation_steps if self.full else min(self.grad_accumulation_steps, 2)
 
     @property
@@ -102,12 +105,12 @@ class Job:
         return self.config.parallelism.pipeline_parallel_schedule.lower()
 
     def own_stages(self, rank: int) -> list[int]:
-        """Numbers of the stages on a rank of the pipeline."""
+        """Indices of the stages on a pipeline rank."""
         return stages_of(rank, self.dims.pp, len(self.layers), self._schedule) if self.dims.pp > 1 else [0]
 
     def part(self, rank: int) -> SimulatedRank:
-        """What a rank is like. Of the ranks before, it knows only whether there is one; and with 1F1B it keeps no more
-        microbatches than ranks follow, and one more shows what others add."""
+        """The simulated equivalent of a rank. Of the preceding ranks only their existence matters. With 1F1B a rank has
+        no more micro-batches in flight than ranks follow it; one more shows the cost of each additional one."""
         ranks, layers = self.dims.pp, tuple(self.layers[stage] for stage in self.own_stages(rank))
         if self.full or not self.is_single_stage_schedule:
             return SimulatedRank(ranks, rank, layers, self.microbatches)
@@ -124,7 +127,7 @@ class Job:
         return self._schedule == "1f1b" and self.dims.pp > 1
 
     def with_fewer_ranks(self, part: SimulatedRank) -> list[SimulatedRank]:
-        """The part itself, or two in shorter pipelines."""
+        """The part itself, or two equivalents in shorter pipelines."""
         least = 3 if 0 < part.rank < part.ranks - 1 else 2
         if self.full or not self.is_single_stage_schedule or part.ranks <= least + 1:
             return [part]
@@ -139,8 +142,8 @@ class Job:
         ]
 
     def with_fewer_layers(self, part: SimulatedRank) -> list[SimulatedRank]:
-        """The part itself, or two with fewer layers. Blocks at either end may differ from those between, and one must
-        lie between in both."""
+        """The part itself, or two equivalents with fewer layers. Blocks at the ends may differ from those in between,
+        and both equivalents need at least one in between."""
         count = part.layers[0]
         least = 2 * self.period + 1
         base = least + (count - least) % self.period
@@ -149,13 +152,13 @@ class Job:
         return [dataclasses.replace(part, layers=(layers,)) for layers in (base, base + self.period)]
 
     def simulated_ranks(self) -> list[SimulatedRank]:
-        """All that `measure` simulates."""
+        """Everything that `measure` simulates."""
         shorter = [part for rank in range(self.dims.pp) for part in self.with_fewer_ranks(self.part(rank))]
         return list(dict.fromkeys(smaller for part in shorter for smaller in self.with_fewer_layers(part)))
 
 
 def measure(job: Job) -> list[Measures]:
-    """What the ranks of each place in the pipeline hold and send, with the one key ("peak",) for memory."""
+    """What the rank of each pipeline stage holds and sends, with a single key ("peak",) for memory."""
     simulate = functools.cache(
         lambda part: _simulation(job, part, lambda it: it.simulate(job.simulated_accumulation_steps))
     )
@@ -172,7 +175,7 @@ def measure(job: Job) -> list[Measures]:
 
 
 def _extrapolate_layers(job: Job, simulate: Callable[[SimulatedRank], Measures], part: SimulatedRank) -> Measures:
-    """Of a part, with the one key ("peak",) for memory."""
+    """The measures of a part with all its layers, with a single key ("peak",) for memory."""
     fewer = job.with_fewer_layers(part)
     measures = simulate(fewer[0])
     if len(fewer) > 1:
@@ -182,7 +185,7 @@ def _extrapolate_layers(job: Job, simulate: Callable[[SimulatedRank], Measures],
 
 
 def _extrapolate_microbatches(job: Job, part: SimulatedRank, measures: Measures) -> Measures:
-    """Of all accumulation steps and microbatches of a step, from those of a part."""
+    """The measures of a full step with all grad-accumulation steps and micro-batches, from those of a part."""
     more = job.microbatches - part.microbatches
     total = add_repeated(
         measures, measures, job.grad_accumulation_steps - job.simulated_accumulation_steps, "each accumulation step"
@@ -190,8 +193,8 @@ def _extrapolate_microbatches(job: Job, part: SimulatedRank, measures: Measures)
     total = add_repeated(total, measures, job.grad_accumulation_steps * more, "each microbatch")
     total = {key: value for key, value in total.items() if not key[0].startswith("each")}
     if more:
-        # Torch's stages take memory for all that they will receive from the beginning on; since 2.15 a microbatch at a
-        # time, but the last stage's losses keep what they were computed from.
+        # torch's stages allocate buffers for all received micro-batches at the start. Since 2.15 they do so one
+        # micro-batch at a time, but the last stage's losses keep their inputs alive.
         small = dataclasses.replace(part, ranks=part.rank + (1 if part.ranks - part.rank == 1 else 2), layers=(1,))
         kept = [
             _simulation(job, dataclasses.replace(small, microbatches=count), Simulation.bytes_before_last)
@@ -205,12 +208,12 @@ T = TypeVar("T")
 
 
 def _simulation(job: Job, part: SimulatedRank, look: Callable[[Simulation], T]) -> T:
-    """What `look` makes of a part."""
+    """The result of `look` on the simulation of a part."""
     config, dims = job.config, dataclasses.replace(job.dims, pp=part.ranks)
     local = config.training.local_batch_size
     if job.dims.pp > 1:
         local = part.microbatches * config.parallelism.pipeline_parallel_microbatch_size
-    # Compiled code cannot be simulated, and nothing lies in host memory.
+    # Compiled code cannot be simulated, and no tensor may be in host memory.
     training = dataclasses.replace(config.training, compile=False, enable_cpu_offload=False, local_batch_size=local)
     config = dataclasses.replace(config, training=training)
     if part.ranks == job.dims.pp:

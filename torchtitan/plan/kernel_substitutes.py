@@ -1,4 +1,4 @@
-"""Lets fake tensors keep what the kernels of a device would keep, where torch's for fake tensors on CPU differ."""
+"""Makes fake tensors save what a device's kernels would save, where torch's fake CPU kernels differ."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,15 +15,16 @@ aten = torch.ops.aten
 
 
 class _CausalMask:
-    """Takes the place of torch's `CausalBias`, which is a tensor and cannot be fake."""
+    """Replaces torch's `CausalBias`, which is a tensor and cannot be fake."""
 
 
 @contextlib.contextmanager
 def kernel_substitutes(device_type: str) -> Iterator[None]:
-    """Within it attention and RMSNorm are the operations that they are on "cuda" or "cpu". For fake tensors only.
+    """Within this context attention and RMSNorm use the operations of "cuda" or "cpu". For fake tensors only.
 
-    On a GPU flash attention keeps queries, keys, values, output and log-sum-exp; the fused norm its input and a number
-    a row, and the loss takes a chunk's logits at once. On CPU causal attention among unequal lengths has a mask.
+    On a GPU flash attention saves queries, keys, values, output and log-sum-exp; the fused norm saves its input and one
+    number per row; and the loss processes a chunk's logits at once. On CPU causal attention with unequal lengths has a
+    mask.
     """
     patched: list[tuple[Any, str, Any]] = [(context, "causal_lower_right", _mask_on_cpu)]
     if device_type == "cuda":
@@ -62,7 +63,7 @@ def _attention(
     causal = is_causal or isinstance(attn_mask, _CausalMask)
     if q.dtype != torch.float32 and (attn_mask is None or causal):
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal)[0]
-    if enable_gqa:  # the other kernel knows no groups
+    if enable_gqa:  # the other kernel does not support grouped queries
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     bias = None
     if isinstance(attn_mask, torch.Tensor):

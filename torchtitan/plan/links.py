@@ -1,4 +1,4 @@
-"""How long collectives take at least, from what links can carry."""
+"""Lower bounds for the time of collectives, from link bandwidths."""
 
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import PlannedDevice
@@ -7,7 +7,7 @@ NODE = 8  # devices in a machine
 
 
 def extent(dimension: str, dims: ParallelDims) -> tuple[int, int]:
-    """Ranks in a group, and how far apart they are."""
+    """Number of ranks in a group, and their stride."""
     within = dims.tp * dims.fsdp
     return {
         "tp": (dims.tp, 1),
@@ -20,10 +20,11 @@ def extent(dimension: str, dims: ParallelDims) -> tuple[int, int]:
 
 
 def min_seconds(kind: str, size: float, ranks: int, stride: int, device: PlannedDevice) -> float | None:
-    """The least time for collectives of so many bytes in all: no byte crosses a link twice that need not.
+    """A lower bound for the time of collectives of `size` bytes in total: no byte crosses a link more often than
+    needed.
 
-    A rank gets from the others all but its own part of what is gathered, and a machine all but its ranks' parts, over
-    the network links of those ranks. Reducing is gathering backwards; an all-reduce is both.
+    In an all-gather a rank receives everything except its own shard, and a machine everything except its ranks' shards,
+    over the network links of those ranks. A reduce-scatter is the reverse; an all-reduce is both.
     """
     if ranks == 1:
         return 0.0

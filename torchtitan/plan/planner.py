@@ -32,10 +32,10 @@ from torchtitan.plan.simulation import Measures, target_on
 
 
 def plan(config: JobConfig, device: Device) -> None:
-    """What the run would hold and send: on the screen, and as plan.json and plan.png in the dump folder.
+    """Prints what the run would hold and send, and writes plan.json and plan.png to the dump folder.
 
     Args:
-        device: this machine's, which is planned for unless another is named.
+        device: this machine's, used unless another is named.
     """
     job = config.job
     simulated = job.simulate_world_size is not None
@@ -48,7 +48,7 @@ def plan(config: JobConfig, device: Device) -> None:
 
 
 def run_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str) -> Plan:
-    """Makes the plan, says it, and writes `plan.json` and `plan.png` into the dump folder."""
+    """Makes the plan, prints it, and writes `plan.json` and `plan.png` to the dump folder."""
     start = time.perf_counter()
     plan = make_plan(config, dims, rows, device, why)
     plan = dataclasses.replace(plan, seconds_taken=time.perf_counter() - start)
@@ -61,11 +61,11 @@ def run_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDe
 
 
 def planned_device(name: str, simulated: bool, device: Device, dtype: torch.dtype) -> tuple[PlannedDevice, str]:
-    """The device to plan for, and why.
+    """The device to plan for, and the reason for the choice.
 
     Args:
         name: `job.simulate_device`.
-        simulated: whether a world is, which need not be this machine's.
+        simulated: whether the world is simulated, and so need not consist of this machine's devices.
 
     Raises:
         ConfigError: there is no such device.
@@ -80,11 +80,11 @@ def planned_device(name: str, simulated: bool, device: Device, dtype: torch.dtyp
 
 
 def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str = "") -> Plan:
-    """The plan of a configuration that `config_checks.check` has passed.
+    """The plan of a configuration that `config_checks.check` has accepted.
 
     Args:
         rows: sequences in an optimizer step.
-        why: the device is what it is.
+        why: reason for the choice of the device.
     """
     phases = parse_phases(config) if config.precision.phase else []
     for phase in phases[1:]:
@@ -146,7 +146,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
 
 
 def layers_alike(model: Any) -> bool:
-    """Whether each layer has the modules and the sizes of the others."""
+    """Whether all layers have the same modules with the same sizes."""
     kinds = {
         tuple(
             (name, type(module).__name__, tuple(parameter.shape for parameter in module.parameters(recurse=False)))
@@ -158,7 +158,7 @@ def layers_alike(model: Any) -> bool:
 
 
 def modes(config: JobConfig) -> list[str]:
-    """Of activation checkpointing: the configured one first, then those to compare it with."""
+    """Modes of activation checkpointing: the configured one first, then those to compare it with."""
     return list(dict.fromkeys([config.activation_checkpoint.mode, "none", "full"]))
 
 
@@ -194,8 +194,8 @@ def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
 
 
 def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
-    """A lower bound: the slowest rank's computing, with the collectives that it waits for, or else those that run
-    beside it; and the time that a pipeline takes to fill and drain."""
+    """A lower bound: the slowest rank's computation plus its blocking collectives, or its overlapping collectives if
+    these take longer; plus the time to fill and drain the pipeline."""
     totals = []
     for rank in ranks:
         by_dimension: dict[str, float] = {}

@@ -1,6 +1,6 @@
-"""What a step sends and holds, by looking at every operation: a recorder of collectives, and one of live memory.
+"""Intercepts every operation of a step to record its collectives, its FLOPs and its live memory.
 
-Both see real tensors and fake ones alike.
+Works on real and fake tensors.
 """
 
 import functools
@@ -41,35 +41,35 @@ KINDS = {
     "send": "send",
     "recv_": "receive",
 }
-"""By the name of torch's operation, from `torch.distributed` (c10d) or functional collectives."""
+"""By the name of the operation in `torch.distributed` (c10d) or in functional collectives."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class Collective(NamedTuple):
-    """A kind of collective ("all-gather", ...) over the ranks of a group, by what the group is called."""
+    """A kind of collective ("all-gather", ...) and the name of the group it runs over."""
 
     group: str
     kind: str
 
 
 class Recorder(TorchDispatchMode):
-    """Within it, records collectives, floating-point operations and the bytes of live tensors.
+    """Within this context, records collectives, floating-point operations and the bytes of live tensors.
 
-    A tensor counts from the operation that makes it until nothing refers to its memory. Memory that a kernel takes and
-    gives back is not seen, but for the sums of bfloat16 GEMMs on CPUs without instructions for them.
+    A tensor counts from the operation that creates it until its last reference is gone. Kernel workspace is not seen,
+    except the float32 sums of bfloat16 GEMMs on CPUs without bfloat16 instructions.
 
     Args:
-        name_of_group: from a process group's own name to what to call it.
-        fake_mode: of the tensors to look at; None for real ones.
+        name_of_group: maps a process group's own name to the name to record.
+        fake_mode: of the tensors to observe; None for real ones.
 
     Attributes:
         count: collectives so far.
-        bytes: of their whole tensors: what an all-gather makes, what a reduce-scatter is given.
-        flops: of GEMMs and attention so far, a multiply-add being two; attention counts half, being causal.
-        flops_8bit: of GEMMs in 8 bits, which count there alone.
-        current: bytes that are live.
-        peaks: the most so far, by the labels given to `enter`.
+        bytes: of their full tensors: the output of an all-gather, the input of a reduce-scatter.
+        flops: of GEMMs and attention so far; a multiply-add counts as two; causal attention counts half.
+        flops_8bit: of 8-bit GEMMs, which only count here.
+        current: live bytes.
+        peaks: maximum live bytes so far, by the labels given to `enter`.
     """
 
     def __init__(self, name_of_group: Callable[[str], str], fake_mode: FakeTensorMode | None = None) -> None:
@@ -87,14 +87,14 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[int, Any]] = {}
 
     def clear(self) -> None:
-        """Forgets what has been recorded, but for what is live."""
+        """Discards everything recorded, except for live memory."""
         self.count.clear()
         self.bytes.clear()
         self.flops = self.flops_8bit = 0.0
         self.peaks.clear()
 
     def enter(self, *labels: Hashable) -> None:
-        """From here on peaks are those of these labels."""
+        """From now on, peaks are recorded under these labels."""
         self._labels = labels
         self._grow(0)
 
@@ -115,9 +115,9 @@ class Recorder(TorchDispatchMode):
                 recorder._paused = False
 
         self._replaced = ExitStack()
-        # FSDP frees and takes memory so.
+        # FSDP frees and allocates memory by resizing storages.
         self._replaced.enter_context(_replaced(torch.UntypedStorage, "resize_", resize_and_record))
-        # DTensor finds out shapes by fake tensors of the whole size.
+        # DTensor infers shapes with full-size fake tensors.
         self._replaced.enter_context(_replaced(ShardingPropagator, PROPAGATE, propagate_unseen))
         super().__enter__()
         return self
@@ -130,15 +130,15 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # most of all calls; the short way
+            return args[0].fake_device  # most calls; fast path
         if self._paused:
             return func(*args, **(kwargs or {}))
         for kind in types:
             if kind not in PLAIN:
-                return NotImplemented  # a subclass, such as DTensor, first takes it apart into plain operations
+                return NotImplemented  # a subclass such as DTensor first decomposes into plain operations
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 1  # nobody knows; what is asked is whether all labels count, and whether the stages agree: yes
+            return 1  # fake value: assume that all labels are valid and that the stages agree
         out = func(*args, **kwargs)
         namespace, scratch = func.namespace, 0
         if namespace in ("c10d", "_c10d_functional"):
@@ -170,11 +170,11 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, out: Any) -> None:
         kind = KINDS.get(func._overloadpacket.__name__)
-        if kind is None:  # waiting, barriers
+        if kind is None:  # wait, barrier
             return
         sizes = [_tensor_bytes(part) for part in (*args, out)]
         if kind in ("send", "receive") and max(sizes) <= 8:
-            return  # stages greet each other in the first step
+            return  # handshake between stages in the first step
         leaves = pytree.tree_leaves(args)
         objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
         groups = [leaf for leaf in objects if str(leaf._type()).endswith(".ProcessGroup")]
@@ -229,7 +229,7 @@ def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 def _repeat_kv_heads(args: Any) -> list[Any]:
-    """Shapes of attention's operands, keys and values of grouped queries repeated: torch 2.11 counts no others."""
+    """Shapes of attention's operands, with grouped keys and values repeated: torch 2.11 counts no others."""
     heads = args[0].shape[1]
     shapes = (arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args)
     return [(s[0], heads, *s[2:]) if isinstance(s, torch.Size) and len(s) == 4 else s for s in shapes]
@@ -240,5 +240,5 @@ def _tensor_bytes(tree: Any) -> int:
 
 
 def _last_string(leaves: list[Any]) -> str:
-    """Functional collectives are given the group's name, after the name of the reduction."""
+    """The group name of a functional collective, which follows the name of the reduction."""
     return [leaf for leaf in leaves if isinstance(leaf, str)][-1]

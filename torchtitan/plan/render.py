@@ -1,4 +1,4 @@
-"""A plan as text, and as a picture."""
+"""A plan as text and as a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ GIB, MIB = 2**30, 2**20
 
 
 def to_text(plan: Plan) -> str:
-    """For people: memory, traffic, time, conversion, and what is behind the numbers."""
+    """The readable plan: memory, traffic, time, conversion, and the assumptions behind the numbers."""
     device = plan.device
     unit, scale = ("GiB", GIB) if max(rank.peaks[plan.mode] for rank in plan.ranks) >= GIB else ("MiB", MIB)
 
@@ -88,7 +88,7 @@ def _time(plan: Plan) -> str:
 
 
 def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:
-    """Neighbours with the same traffic together."""
+    """Groups neighbouring ranks with the same traffic."""
     groups: list[list[RankPlan]] = []
     for rank in ranks:
         if groups and groups[-1][0].traffic == rank.traffic:
@@ -110,8 +110,8 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Writes a PNG: memory of each pipeline rank against the device's, and the seconds of a step by cause."""
-    from matplotlib.figure import Figure  # no display, and no state of pyplot's
+    """Writes a PNG: memory of each pipeline rank relative to the device's, and the seconds of a step by cause."""
+    from matplotlib.figure import Figure  # needs no display and no global pyplot state
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -1,4 +1,4 @@
-"""What a plan finds."""
+"""The results of a plan."""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +8,13 @@ from torchtitan.plan.devices import PlannedDevice
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of collective over one dimension of the mesh, in a step, of one rank.
+    """One kind of collective over one mesh dimension, per rank and step.
 
     Attributes:
-        ranks: that take part in each.
-        count: collectives.
-        bytes: of the whole tensors: what an all-gather makes, what a reduce-scatter is given.
-        seconds: at least, at the stated bandwidths; None where they are unknown.
+        ranks: number of participants.
+        count: number of collectives.
+        bytes: of the full tensors: the output of an all-gather, the input of a reduce-scatter.
+        seconds: lower bound at the stated bandwidths; None if they are unknown.
     """
 
     dimension: str
@@ -27,15 +27,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A rank of one place in the pipeline, in a step.
+    """One step of the rank of one pipeline stage.
 
     Attributes:
         rank: in the pipeline.
         layers: of each of its stages.
         parameters, gradients, optimizer: bytes.
-        peaks: bytes of everything, by mode of activation checkpointing.
-        flops: of GEMMs and attention, with what is computed again; causal attention counts half.
-        flops_8bit: of GEMMs in 8 bits, apart.
+        peaks: total bytes, by mode of activation checkpointing.
+        flops: of GEMMs and attention, including recomputation; causal attention counts half.
+        flops_8bit: of 8-bit GEMMs, counted separately.
     """
 
     rank: int
@@ -56,11 +56,11 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan.json` holds. Sizes are bytes, bandwidths bytes/s.
+    """The content of `plan.json`. Sizes are bytes, bandwidths bytes/s.
 
     Attributes:
         mode: of activation checkpointing, as configured.
-        step_seconds: at least, for a step; None where bandwidths are unknown.
+        step_seconds: lower bound for a step; None if bandwidths are unknown.
         mfu: 0 to 1, at that time.
         notes: what is simulated, computed and assumed.
         conversion: a decision for each linear layer; empty without converters.

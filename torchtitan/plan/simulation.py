@@ -1,6 +1,6 @@
-"""One rank's training step in fake tensors: what it holds and sends, without a device and without waiting.
+"""One rank's training step in fake tensors: what it holds and sends, without a device or waiting.
 
-The building and the step are those of training; data, weights' numbers and checkpoints are left out.
+Building the model and the step run the training code. Data, weight values and checkpoints are left out.
 """
 
 import contextlib
@@ -33,17 +33,17 @@ from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
 
 Measures = dict[tuple[Any, ...], float]
-"""What a simulation finds, by ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",), ("flops_8bit",);
-("count", group, kind) and ("bytes", group, kind) of collectives; ("peak", label): bytes, of everything, at moments with
-this label.
-Numbers of a step; with ("each accumulation step", ...) or ("each microbatch", ...) in front: of one of several that
-are alike."""
+"""Results of a simulation, by key: ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",), ("flops_8bit",);
+("count", group, kind) and ("bytes", group, kind) of collectives; ("peak", label): total bytes, at moments with this
+label.
+The numbers are per step. With ("each accumulation step", ...) or ("each microbatch", ...) in front they are for one of
+several identical ones."""
 
 
 @contextlib.contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """A process group in which this process is that rank, and in which collectives do nothing."""
-    clear_sharding_cache()  # it remembers meshes, and so groups, of the world before
+    """A process group in which this process has the given rank, and collectives do nothing."""
+    clear_sharding_cache()  # it caches meshes, and so process groups, of the previous world
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
@@ -52,7 +52,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def local_bytes(tensors: Iterator[Any]) -> int:
-    """Of what this rank holds of the tensors."""
+    """Bytes of the tensors' local shards."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
@@ -69,14 +69,14 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 class Simulation:
-    """A rank of a pretended world.
+    """A rank of a simulated world.
 
     Args:
         rows: sequences in an optimizer step.
         args: sizes of the model.
-        layers: how many each stage of the pipeline has; they sum to the model's.
-        edge_blocks: blocks that are told from others by their place, at each end of a stage.
-        planned: the device to simulate. Tensors pretend to lie on CPU; what GPU's kernels keep is imitated.
+        layers: number of layers of each pipeline stage; they sum to the model's.
+        edge_blocks: number of blocks at each end of a stage that are identified individually.
+        planned: the device to simulate. Tensors claim to be on CPU; what GPU kernels save is emulated.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Simulation:
                 stage.to_empty(device="cpu")
 
     def simulate(self, accumulation_steps: int) -> Measures:
-        """A training step of so many forward and backward passes (each of a pipeline's microbatches)."""
+        """A training step of `accumulation_steps` forward and backward passes (each of a pipeline's micro-batches)."""
         with self._step_around():
             self._step(accumulation_steps)
             measures: Measures = {
@@ -136,7 +136,7 @@ class Simulation:
         return measures
 
     def bytes_before_last(self) -> int:
-        """What is live when the first block begins with the last microbatch: the step goes no further."""
+        """Live bytes when the first block starts on the last micro-batch. The step stops there."""
         last = self.config.training.local_batch_size // self.config.parallelism.pipeline_parallel_microbatch_size
         visits = found = 0
 
@@ -153,13 +153,13 @@ class Simulation:
         with self._step_around():
             try:
                 self._step(1)
-            except Exception as error:  # the schedule puts its own around it
+            except Exception as error:  # the schedule wraps it in an exception of its own
                 if not isinstance(error.__cause__ or error, _SimulationDone):
                     raise
         return found
 
     def _step(self, accumulation_steps: int) -> None:
-        """A step that is reported."""
+        """A step with reporting."""
         batches = _WatchedBatches(self._batch(), accumulation_steps, self._before_pass, self._after_pass)
         loss, _ = train_step(self.engine, batches, 0.0, self)
         sum_over_ranks(self.engine, loss)
@@ -167,7 +167,7 @@ class Simulation:
     def should_skip(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, saturated: torch.Tensor | None, ids: list[str]
     ) -> None:
-        """Sends what `UpdateGuard` sends."""
+        """Runs the collectives of `UpdateGuard`."""
         training = self.config.training
         if training.skip_nonfinite or training.skip_grad_norm_outliers is not None or saturated is not None:
             dist.all_reduce(torch.stack([loss, loss]))
@@ -175,7 +175,7 @@ class Simulation:
     @contextlib.contextmanager
     def _step_around(self) -> Iterator[None]:
         gc.collect()
-        gc.disable()  # as in training: what is held does not depend on when it runs
+        gc.disable()  # as in training: live memory must not depend on when the collector runs
         try:
             with self.fake_mode, self.recorder, kernel_substitutes(self.planned.type):
                 self._make_optimizer_state()
@@ -190,7 +190,7 @@ class Simulation:
         return Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
 
     def _make_optimizer_state(self) -> None:
-        """An update, so that its state and that of converters is there, as in every step but the first."""
+        """Runs an update to create optimizer and converter state, as in every step after the first."""
         for parameter in self.engine.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.engine.optimizer.step()
@@ -213,8 +213,9 @@ class Simulation:
         return {**measures, ("flops",): recorder.flops, ("flops_8bit",): recorder.flops_8bit}
 
     def _label_blocks(self) -> None:
-        """Names the moments between which only whole blocks come and go, so that the peaks of blocks alike can be
-        told from fewer of them: a block by its place from the first or the last, and how often it has been run."""
+        """Labels the moments between which only complete blocks are allocated and freed, so that peaks can be
+        extrapolated from fewer identical blocks. A label is the block's distance from the first or last, and how often
+        it has run."""
         for number, stage in self.engine.stages.items():
             blocks = list(getattr(stage, "layers", nn.ModuleDict()).values())
             for index, block in enumerate(blocks):
@@ -247,8 +248,8 @@ def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Any, ...]]) 
 
 
 class _WatchedBatches(Sequence[Batch]):
-    """The same micro-batch several times. The first to iterate, which is the training step, calls `before` and `after`
-    around the forward and backward pass of each."""
+    """The same micro-batch several times. The first iteration, by the training step, calls `before` and `after` around
+    the forward and backward pass of each."""
 
     def __init__(self, batch: Batch, count: int, before: Callable[[], None], after: Callable[[], None]) -> None:
         self.batches = [batch] * count
@@ -274,12 +275,12 @@ class _WatchedBatches(Sequence[Batch]):
 
 
 class _SimulationDone(Exception):
-    """Ends a step that has shown what it should."""
+    """Ends a step once it has been measured."""
 
 
 def name_of_group(meshes: Meshes) -> Callable[[str], str]:
-    """From a process group's own name to a dimension of the mesh, "cp", "stage" (all ranks of one), or "world": by its
-    ranks, for DTensor and converters make groups of their own."""
+    """Maps a process group's own name to a mesh dimension, "cp", "stage" (all ranks of one), or "world". Groups are
+    compared by their ranks, because DTensor and converters create their own."""
     groups = {"world": dist.group.WORLD}
     mesh = meshes.mesh
     if meshes.context_mesh is not None:
@@ -299,7 +300,7 @@ def name_of_group(meshes: Meshes) -> Callable[[str], str]:
 
 
 def target_on(planned: PlannedDevice, config: JobConfig, spec: ModelSpec, dims: ParallelDims) -> Target:
-    """Where a converted model will run. "meta": nothing is computed to see whether the kernels work."""
+    """Where a converted model will run. "meta": kernels are not tried out, because nothing is computed."""
     return dataclasses.replace(
         conversion_target(config, spec, None, shards=dims.fsdp),
         device_name=planned.name,

@@ -1,7 +1,7 @@
-"""A page to look at runs with: `python -m torchtitan.report RUN [RUN ...] -o report.html`. Imports no torch.
+"""A page to inspect runs: `python -m torchtitan.report RUN [RUN ...] -o report.html`. Does not import torch.
 
-`run.py` reads dump folders, `series.py` down-samples curves, `compare.py` tells configurations apart, and `page.py`
-fills `page.html`. See docs/report.md.
+`run.py` reads dump folders, `series.py` down-samples curves, `compare.py` compares configurations, and `page.py` fills
+`page.html`. See docs/report.md.
 """
 
 from pathlib import Path
@@ -12,7 +12,8 @@ REPORT = "report.html"
 
 
 def write_at_end(dump_folder: Path) -> None:
-    """Writes `report.html` of a run into its dump folder. Whatever goes wrong is a warning: the run has ended well."""
+    """Writes `report.html` of a run to its dump folder. Failures are only warnings, because the run itself
+    succeeded."""
     try:
         from torchtitan.report.page import render, write
         from torchtitan.report.run import read_run

@@ -1,4 +1,4 @@
-"""Write a page to look at one or several runs with: a single HTML file that needs no network."""
+"""Writes a page to inspect one or more runs: a single HTML file that makes no network requests."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Configurations: what differs from the defaults, what differs between runs, and which runs are seeds of one."""
+"""Compares configurations: differences from the defaults and between runs, and runs that are seeds of one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,15 +8,15 @@ from torchtitan.config.keys import fields_by_key
 from torchtitan.config.manager import tomllib
 
 Values = dict[str, Any]
-"""From section.key to a value as TOML has it; none is "none"."""
+"""section.key -> value as in TOML; None is "none"."""
 
-# Where a run lies and what it is called is no property of what it trains.
+# The location and name of a run do not affect what it trains.
 NAMES = {"job.dump_folder", "job.description", "job.config_file"}
 SEED = "training.seed"
 
 
 def flat(table: Mapping[str, Any]) -> Values:
-    """A TOML table of sections."""
+    """Flattens a TOML table of sections."""
     return {
         f"{section}.{key}": value
         for section, keys in table.items()
@@ -34,7 +34,7 @@ def help_of_keys() -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """A value for people: as in TOML, without the quotation marks of a string."""
+    """A value for display: as in TOML, but strings without quotation marks."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -47,14 +47,14 @@ def shown(value: Any) -> str:
 
 
 def differing(configs: Sequence[Values | None], ignored: set[str] = NAMES) -> list[str]:
-    """Keys whose values are not the same in all configurations; None is one that is unknown."""
+    """Keys whose values differ between configurations. None is an unknown configuration."""
     known = [config for config in configs if config is not None]
     keys = dict.fromkeys(key for config in known for key in config)
     return [key for key in keys if key not in ignored and any(config.get(key) != known[0].get(key) for config in known)]
 
 
 def seed_groups(configs: Sequence[Values | None]) -> list[list[int]]:
-    """Indices of runs, grouped: runs of one group differ in their seed at most, and no two have the same."""
+    """Indices of runs, grouped. Runs of one group differ only in their seed, and no two have the same seed."""
     groups: list[list[int]] = []
     for index, config in enumerate(configs):
         for group in groups:

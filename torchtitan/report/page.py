@@ -1,4 +1,4 @@
-"""The page: what is shown of runs, filled into `page.html` as one file that needs no network."""
+"""Renders runs into `page.html`, as one file that makes no network requests."""
 
 import math
 import os
@@ -16,10 +16,10 @@ from torchtitan.report.compare import SEED, Values, default_values, differing, h
 from torchtitan.report.run import CURVES, ReportError, Run
 from torchtitan.report.series import downsample, on_one_grid
 
-POINTS = 4000  # of a curve; a screen is no wider
-ALL_POINTS = 160_000  # of all curves: some 4 MB, beside 5 MB of plotly
+POINTS = 4000  # per curve; a screen is no wider
+ALL_POINTS = 160_000  # for all curves: about 4 MB, plus 5 MB of plotly
 FEWEST_POINTS = 400
-MARKS = 2000  # of a kind, on the time axis
+MARKS = 2000  # of each kind, on the time axis
 SAMPLED_STEPS = 20
 LONGEST_SAMPLE = 4000  # characters
 
@@ -28,10 +28,10 @@ UNKNOWN = "?"
 
 
 def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
-    """The HTML of runs that have been read.
+    """The HTML for runs that have been read.
 
     Args:
-        notes: about what is not shown, a sentence each.
+        notes: one sentence for each thing that is not shown.
     """
     environment = Environment(
         loader=PackageLoader("torchtitan.report", "."),
@@ -57,7 +57,7 @@ def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
 
 
 def write(page: str, path: Path) -> None:
-    """In one move, so that nobody sees half a page.
+    """Writes atomically, so that nobody sees a partial page.
 
     Raises:
         ReportError: it cannot be written.
@@ -71,7 +71,7 @@ def write(page: str, path: Path) -> None:
         raise ReportError(f"{path} cannot be written ({error.strerror}); give another file with --output.") from error
 
 
-# What page.js draws
+# Data for page.js
 
 
 def _data(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _data(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any
 
 
 def _name(runs: Sequence[Run], group: Sequence[int]) -> str:
-    """Of a line: the run's, or what the names of seeds begin with alike."""
+    """The name of a line: the run's, or the common prefix of the seeds' names."""
     names = [runs[index].name for index in group]
     if len(names) == 1:
         return names[0]
@@ -135,7 +135,7 @@ def _not_finite(run: Run) -> list[int]:
 
 
 def _phases(run: Run) -> list[dict[str, Any]]:
-    """Of a precision schedule, as far as the run has come; none without a schedule."""
+    """The phases of a precision schedule that the run has reached; empty without a schedule."""
     if len(run.phases) < 2:
         return []
     phases, first = [], 0
@@ -149,7 +149,7 @@ def _phases(run: Run) -> list[dict[str, Any]]:
 
 
 def _heat_map(run: Run) -> dict[str, Any] | None:
-    """Of the numerics report: a row for each block, a column for each layer in it, a panel for each product."""
+    """From the numerics report: a row for each block, a column for each layer in it, a panel for each GEMM."""
     if run.numerics is None:
         return None
     layers = run.numerics["layers"]
@@ -178,13 +178,13 @@ def _finite(value: float, digits: int) -> float | None:
 
 
 def _block_and_rest(fqn: str) -> tuple[str, str]:
-    """'layers.3.attention.wq' to ('layers.3', 'attention.wq'); a layer outside blocks stands in a row 'model'."""
+    """'layers.3.attention.wq' to ('layers.3', 'attention.wq'); a layer outside blocks goes to a row 'model'."""
     parts = fqn.split(".")
     at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     return ("model", fqn) if at is None else (".".join(parts[: at + 1]), ".".join(parts[at + 1 :]))
 
 
-# What page.html shows
+# Content of page.html
 
 
 def _described(run: Run, color: int) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _described(run: Run, color: int) -> dict[str, Any]:
 
 
 def _summary(run: Run) -> list[dict[str, Any]]:
-    """Figures, each with its name, a value and what it is of."""
+    """Summary figures, each with its name, value and meaning."""
 
     def column(key: str) -> list[float]:
         return run.series[key].finite.tolist() if key in run.series else []
@@ -256,7 +256,7 @@ def _human(number: float | None) -> str:
 
 
 def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """A row for each key that some run has: its default, and for each line its value and whether that differs."""
+    """A row for each key that any run has: its default, and for each line its value and whether that differs."""
     defaults, documented = default_values(), help_of_keys()
     rows = []
     for key in dict.fromkeys(key for config in configs for key in config or ()):
@@ -280,7 +280,7 @@ def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> 
 
 
 def _values(configs: Sequence[Values | None], group: Sequence[int], key: str) -> str:
-    """What the runs of a line have, each value once."""
+    """The distinct values of a line's runs."""
     known = (configs[index] for index in group)
     return ", ".join(dict.fromkeys(shown(config[key]) if config and key in config else UNKNOWN for config in known))
 
@@ -290,16 +290,16 @@ def _differs(config: Values | None, defaults: Values, key: str) -> bool:
 
 
 def _difference(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The keys that are not the same in all runs, with the values of each line."""
+    """The keys that differ between runs, with the values of each line."""
     configs = [run.config for run in runs]
     keys = set(differing(configs))
     rows = [row for row in _keys(configs, groups) if row["key"] in keys]
-    rows.sort(key=lambda row: row["key"] == SEED)  # the least telling one last
+    rows.sort(key=lambda row: row["key"] == SEED)  # the least informative one last
     return {"rows": rows, "unknown": [run.name for run in runs if run.config is None]}
 
 
 def _conversion(phase: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for layers of different blocks that fare alike, with the rule that decided."""
+    """A row for layers of different blocks with the same outcome, with the rule that decided it."""
     rows: dict[tuple[Any, ...], int] = {}
     for layer in phase["layers"]:
         name = ".".join("*" if part.isdecimal() else part for part in layer["fqn"].split("."))
@@ -321,7 +321,7 @@ def _conversion(phase: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples(run: Run) -> dict[str, Any]:
-    """By step, the newest first; of many steps some, evenly spread."""
+    """By step, newest first. If there are many steps, an evenly spaced selection."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for sample in run.samples:
         by_step.setdefault(sample["step"], []).append(sample)

@@ -1,10 +1,10 @@
-"""What a run has left in its dump folder. Every part may be missing or damaged: then a note says so.
+"""Reads what a run left in its dump folder. Any part may be missing or damaged; a note then says so.
 
 | file | written by |
 |---|---|
 | `metrics.jsonl`, `events.jsonl`, `skipped_updates.jsonl`, `config.toml`, `conversion.json`, checkpoints | every run |
 | `numerics.json` | `scripts/numerics_report.py --output RUN/numerics` |
-| `samples.jsonl` | whoever samples from checkpoints: lines of `step`, `prompt`, `text` |
+| `samples.jsonl` | any script that samples from checkpoints: lines of `step`, `prompt`, `text` |
 """
 
 import itertools
@@ -37,11 +37,11 @@ CURVES = (
 )
 SHOWN = (*CURVES, "step_seconds", "memory_share", "tokens_seen")
 CHUNK = 10_000  # lines
-LARGEST_STEP = 2**53  # beyond it a browser's numbers have gaps
+LARGEST_STEP = 2**53  # larger integers are not exact in a browser
 
 
 class ReportError(UserError):
-    """Runs that cannot be shown, or a page that cannot be written."""
+    """The runs cannot be shown, or the page cannot be written."""
 
 
 @dataclass
@@ -49,13 +49,13 @@ class Run:
     """One run, as read.
 
     Attributes:
-        name: short, and another for each run of a report.
+        name: short, and unique within a report.
         series: by key of metrics.jsonl.
-        starts, checkpoints: of events.jsonl, in order; each has `step`.
+        starts, checkpoints: from events.jsonl, in order; each has `step`.
         skipped: steps whose updates were skipped.
-        config: None where it is unknown.
-        phases: of conversion.json: `precision`, `last_step` and `layers`; a run without a schedule has one.
-        notes: what is missing or damaged, a sentence each.
+        config: None if unknown.
+        phases: from conversion.json: `precision`, `last_step` and `layers`; a run without a schedule has one.
+        notes: one sentence for each missing or damaged part.
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Of the global batch, as the last entry has it."""
+        """Tokens of the global batch, from the last entry."""
         tokens = self.series.get("tokens_seen")
         found = float(tokens.values[-1] / tokens.steps[-1]) if tokens and tokens.steps[-1] else 0
         return found if found > 0 else None
@@ -88,13 +88,13 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs that can be shown, and a sentence for each that cannot.
+    """The runs that can be shown, and a sentence for each one that cannot.
 
     Raises:
         ReportError: none can be shown.
     """
     runs, problems = [], []
-    for folder in {folder.resolve(): folder for folder in folders}.values():  # each once
+    for folder in {folder.resolve(): folder for folder in folders}.values():  # without duplicates
         try:
             runs.append(read_run(folder))
         except ReportError as error:
@@ -107,7 +107,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The folder's name for each, with as many folders above it as it takes to tell them apart."""
+    """The folder's name for each, with as many parent folders as needed to make them unique."""
     paths = [folder.resolve() for folder in folders]
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
@@ -116,10 +116,10 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads all that there is.
+    """Reads everything available.
 
     Raises:
-        ReportError: `folder` is no run's, or has no metrics.
+        ReportError: `folder` is not a run's, or has no metrics.
     """
     if not folder.exists():
         raise ReportError(f"{folder}: no such folder; give the dump folder of a run.")
@@ -138,7 +138,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_metrics(run: Run) -> None:
-    """By columns, some lines at a time: a million lines are a matter of seconds."""
+    """Reads column by column, in chunks of lines: a million lines take seconds."""
     parts: dict[str, list[tuple[NDArray[np.int64], Floats]]] = {}
     entries = (entry for entry in _lines(run, METRICS) if step_of(entry) is not None)
     while chunk := list(itertools.islice(entries, CHUNK)):
@@ -149,13 +149,13 @@ def _read_metrics(run: Run) -> None:
                 parts.setdefault(key, []).append((np.array(steps, dtype=np.int64), _floats(values)))
     for key, of_key in parts.items():
         all_steps, all_values = (np.concatenate(arrays)[::-1] for arrays in zip(*of_key, strict=True))
-        # Lines are in order, unless somebody has put files together; then the last line of a step counts.
+        # Lines are in order unless files were concatenated. The last line of a step is used.
         places = np.unique(all_steps, return_index=True)[1]
         run.series[key] = Series(all_steps[places], all_values[places])
 
 
 def _floats(values: Sequence[Any]) -> Floats:
-    """NaN for what is no finite number."""
+    """NaN for anything that is not a finite number."""
     try:
         found = np.array(values, dtype=np.float64)  # None becomes NaN
     except (ValueError, TypeError, OverflowError):
@@ -237,7 +237,7 @@ def _read_samples(run: Run) -> None:
 
 
 def _part(run: Run, name: str, parse: Callable[[str], Any], consequence: str, optional: bool = False) -> Any:
-    """What `parse` makes of a file; None, with a note, where that is not possible."""
+    """The result of `parse` on a file; None, with a note, if that fails."""
     path = run.folder / name
     try:
         return parse(path.read_text(encoding="utf-8"))
@@ -252,7 +252,7 @@ def _part(run: Run, name: str, parse: Callable[[str], Any], consequence: str, op
 
 
 def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file. Lines that are none, such as a cut last one, are left out, with a note."""
+    """The objects of a JSONL file. Invalid lines, such as a truncated last one, are skipped with a note."""
     damaged = 0
     try:
         with (run.folder / name).open("rb") as file:
@@ -282,7 +282,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_float(value: Any) -> float:
-    """NaN for what is no finite number."""
+    """NaN for anything that is not a finite number."""
     try:
         number = float(value) if _is_number(value) else math.nan
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Curves: as read, down-sampled so that no spike is lost, and several seeds on one grid."""
+"""Curves: as read, down-sampled without losing spikes, and several seeds on one grid."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-DIGITS = 6  # significant; half as many bytes as all of them, and far more than a screen shows
+DIGITS = 6  # significant; half the bytes of full precision, and far more than a screen shows
 
 Floats = NDArray[np.float64]
 
@@ -18,8 +18,8 @@ class Series:
     """One number over the steps of a run.
 
     Attributes:
-        steps: rising.
-        values: as many; NaN where one was not finite.
+        steps: increasing.
+        values: one per step; NaN if it was not finite.
     """
 
     steps: NDArray[np.int64]
@@ -31,11 +31,11 @@ class Series:
 
 
 def downsample(series: Series, points: int) -> dict[str, Any]:
-    """At most about `points` points of a curve: the least and the largest of each stretch, in their order.
+    """About `points` points of a curve at most: minimum and maximum of each interval, in their order.
 
     Returns:
-        x, y: the points; None in y where a value was not finite.
-        mean_x, mean_y: the mean of each stretch, from which smooth curves are made; missing where x, y are all points.
+        x, y: the points; None in y if a value was not finite.
+        mean_x, mean_y: the mean of each interval, for smoothed curves; missing if x, y are all points.
     """
     steps, values = series.steps, series.values
     if len(steps) <= points:
@@ -56,9 +56,9 @@ def downsample(series: Series, points: int) -> dict[str, Any]:
 
 
 def on_one_grid(members: Sequence[Series], points: int) -> dict[str, Any] | None:
-    """Several curves at the steps that all of them have: x, and a row of values for each.
+    """Several curves at their common steps: x, and a row of values for each.
 
-    With more than `points` steps the mean of each stretch stands for it. None where they have no step in common.
+    With more than `points` steps, intervals are averaged. None if there is no common step.
     """
     steps = members[0].steps
     for member in members[1:]:
@@ -73,12 +73,12 @@ def on_one_grid(members: Sequence[Series], points: int) -> dict[str, Any] | None
 
 
 def rounded(values: Floats) -> list[float | None]:
-    """To DIGITS significant digits; None for what is not finite."""
+    """To DIGITS significant digits; None if not finite."""
     return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _rows(values: Floats, count: int) -> Floats:
-    """Stretches of equal length, at most `count` of them; the last is filled up with NaN."""
+    """At most `count` intervals of equal length; the last is padded with NaN."""
     width = -(-len(values) // count)
     padded = np.full(-(-len(values) // width) * width, np.nan)
     padded[: len(values)] = values
@@ -86,7 +86,7 @@ def _rows(values: Floats, count: int) -> Floats:
 
 
 def _mean(rows: Floats) -> Floats:
-    """Of the finite values in each row; NaN where there is none."""
+    """The mean of the finite values in each row; NaN if there is none."""
     finite = np.isfinite(rows)
     counts = finite.sum(axis=1)
     return np.where(counts, np.where(finite, rows, 0).sum(axis=1) / np.maximum(counts, 1), np.nan)
