@@ -23,44 +23,44 @@ JOBS = {
 HEAD = """\
 # Planning a run
 
-`--job.plan` trains nothing. It says, for a rank of each place in the pipeline, what it would hold (parameters,
-gradients, optimizer state, activations) against its device's memory, which collectives it would take part in over each
-dimension of the mesh and how many bytes they move, FLOPs, a lower bound of the step's time, and what the converters
-would convert. `plan.json` and `plan.png` in the dump folder hold the same.
+`--job.plan` does not train. For one rank of each pipeline stage it reports the memory held (parameters, gradients,
+optimizer state, activations) relative to the device's memory, the collectives over each mesh dimension and the bytes
+they move, FLOPs, a lower bound of the step time, and which layers the converters would convert. `plan.json` and
+`plan.png` in the dump folder contain the same.
 
     CONFIG_FILE=train_configs/llama3_70b.toml ./run_train.sh --job.plan --job.simulate_world_size=256
 
-It takes one process on one CPU, no data and, where the flavor has its vocabulary, no tokenizer. Without
+It takes one process on one CPU and no data. It needs no tokenizer if the flavor sets its vocabulary size. Without
 `job.simulate_world_size` it plans for the processes that `run_train.sh` would start here. `[memory_estimation] enabled`
-is the same as `job.plan`; `disable_fake_mode` is refused, for a plan has no real tensors.
+is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no real tensors.
 
 ## What the numbers are
 
-- The code of training itself builds the model and takes a step, in fake tensors and a pretended process group of
-  the whole size. Tensors are counted from the operation that makes them until nothing refers to them.
-- Parameters, gradients, optimizer state, number and bytes of collectives are exact; the peak is what torch's allocator
-  hands out at most. "Activations and buffers" is the peak without the three states: activations, gathered weights,
-  gradients before their reduction, temporary tensors. `tests/distributed/test_plan.py` holds all of them to real runs
+- The training code itself builds the model and takes a step, with fake tensors and a fake process group of the full
+  world size. A tensor counts from the operation that creates it until its last reference is gone.
+- Parameters, gradients, optimizer state, and the number and bytes of collectives are exact. The peak is the maximum
+  that torch's allocator hands out. "Activations and buffers" is the peak minus the three states: activations, gathered
+  weights, unreduced gradients, temporary tensors. `tests/distributed/test_plan.py` compares all of them with real runs
   on 2, 4 and 8 gloo processes (the three states and collectives exactly, the rest within 10%; most layouts are within
   1%).
-- Layers are alike. So few layers, microbatches, ranks of a pipeline and accumulated passes are simulated, and what more
-  of them add is computed from the difference; the plan says how many. `tests/unit/test_plan_extrapolation.py` holds
-  this to simulations of everything. Where it does not hold (layers that differ, schedules with several stages on a
-  rank) everything is simulated, which may take minutes.
-- Bytes are those of the whole tensor: what an all-gather makes, what a reduce-scatter is given, a message.
-- The device is this machine's GPU. Where there is none and a world is simulated, it is an H100 SXM;
-  `job.simulate_device` takes A100, H100, H200, B200, MI300X, or cpu. For a GPU, attention keeps what flash attention
-  keeps (queries, keys, values, output, log-sum-exp) and norms keep their input; kernels of torch for CPU keep more.
-- Not counted: what a kernel takes and gives back, CUDA's context, NCCL's buffers, fragmentation of the allocator, and
-  what `torch.compile` saves. Leave 10% of the memory free.
-- The lower bound takes GEMMs at the device's peak (attention at half, being causal; 8-bit GEMMs at twice the
-  rate) with tensor and context parallel collectives, which are waited for, or FSDP's, if these take longer; and lets a
-  1F1B or GPipe pipeline fill and drain. Each link carries a byte no oftener than it must, in machines of 8. A real step
-  is slower.
+- Layers are identical. So only a few layers, micro-batches, pipeline ranks and grad-accumulation steps are simulated,
+  and the rest is extrapolated from their differences. The plan says how many were simulated.
+  `tests/unit/test_plan_extrapolation.py` compares this with full simulations. Where extrapolation does not apply
+  (layers that differ, schedules with several stages per rank) everything is simulated, which may take minutes.
+- Bytes are those of the full tensor: the output of an all-gather, the input of a reduce-scatter, a message.
+- The device is this machine's GPU. Without one, a simulated world uses an H100 SXM. `job.simulate_device` takes A100,
+  H100, H200, B200, MI300X, or cpu. For a GPU, attention saves what flash attention saves (queries, keys, values,
+  output, log-sum-exp), and norms save their input. torch's CPU kernels save more.
+- Not counted: workspace that a kernel allocates and frees, the CUDA context, NCCL's buffers, allocator fragmentation,
+  and the memory that `torch.compile` saves. Leave 10% of the memory free.
+- The lower bound assumes GEMMs at the device's peak (attention at half, because it is causal; 8-bit GEMMs at twice the
+  rate). It adds the blocking collectives of tensor and context parallelism, or takes FSDP's collectives if these take
+  longer. A 1F1B or GPipe pipeline also fills and drains. Each link carries a byte no more often than necessary, in
+  machines of 8. A real step is slower.
 
-## Three big jobs
+## Three large jobs
 
-Made by `scripts/plan_big_jobs.py`: each is the command's own output, with its flags.
+Produced by `scripts/plan_big_jobs.py`. Each is the command's own output, with its flags.
 """
 
 
