@@ -89,8 +89,8 @@ def train(*flags: str) -> dict[str, Any]:
     tokens = torch.randint(256, (rows, 65), generator=torch.Generator().manual_seed(0)).chunk(dims.dp)[meshes.dp_rank]
     losses = []
     batches = [Batch(part[:, :-1], part[:, 1:], None, None) for part in tokens.split(size)]
-    for check_products in (contextlib.nullcontext(), checked_step(engine, len(batches))):
-        with check_products:
+    for check_gemms in (contextlib.nullcontext(), checked_step(engine, len(batches))):
+        with check_gemms:
             loss, _ = train_step(engine, batches, 1e-3)
         losses.append(sum_over_ranks(engine, loss).item() / (rows * config.training.seq_len))
     scales = {}

@@ -186,14 +186,14 @@ def test_validation_data_that_are_shortened_cost_no_step(
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(200)))
-    train_step = Trainer._train_step
+    train_step = Trainer.train_step
 
     def shortening(trainer: Trainer, *arguments: Any) -> None:
         if trainer.step == 3:
             os.truncate(data, 50)
         train_step(trainer, *arguments)
 
-    monkeypatch.setattr(Trainer, "_train_step", shortening)
+    monkeypatch.setattr(Trainer, "train_step", shortening)
     saving = ("--checkpoint.enable_checkpoint", "--checkpoint.interval=100", f"--training.steps={steps}")
     validating = ("--validation.enabled", "--validation.freq=3", f"--validation.dataset_path={data}")
     with pytest.raises(UserError, match=r"data\.jsonl was changed while the run reads it"):

@@ -234,7 +234,7 @@ def test_training_outlives_a_disk_on_which_no_file_can_be_made(
 
 QUOTA = """
 import errno, os, sys, tiny
-from torchtitan.optim.guard import UpdateGuard
+from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.trainer import Trainer
 used_up = False
 
@@ -244,14 +244,14 @@ def refuse_new_files(event, arguments):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(arguments[0]))
 
 sys.addaudithook(refuse_new_files)
-train_step = Trainer._train_step
+train_step = Trainer.train_step
 
 def act(self, *arguments):
     global used_up
     used_up = 3 <= self.step < 7
     train_step(self, *arguments)
 
-Trainer._train_step = act
+Trainer.train_step = act
 UpdateGuard._reason = lambda *_: "a bad day"  # recorded, if not skipped
 """
 

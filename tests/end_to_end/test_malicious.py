@@ -14,7 +14,7 @@ import torch
 from runs import CHECKPOINTS, TINY, into, train_here
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from torchtitan.checkpoint.manifest import MANIFEST, FileRecord, _sha256, damage, write_manifest
+from torchtitan.checkpoint.manifest import MANIFEST, FileRecord, damage, sha256_of, write_manifest
 from torchtitan.errors import CheckpointError, DataError
 
 FLAGS = (*TINY, *CHECKPOINTS, "--training.steps=3")
@@ -45,7 +45,7 @@ class Evil:
 
 def seal(checkpoint: Path) -> None:
     """Writes a matching manifest, as an attacker could."""
-    files = {path.name: FileRecord(path.stat().st_size, _sha256(path)) for path in checkpoint.iterdir()}
+    files = {path.name: FileRecord(path.stat().st_size, sha256_of(path)) for path in checkpoint.iterdir()}
     files.pop(MANIFEST)
     write_manifest(checkpoint, {"step": 2}, files)
 

@@ -47,7 +47,7 @@ def step(model: Llama) -> tuple[list[torch.Tensor], Counter[str]]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "option", "products_again", "activations_again"),
+    ("mode", "option", "gemms_again", "activations_again"),
     [
         ("full", "2", GEMMS * LAYERS, LAYERS),
         ("selective", "1", GEMMS * LAYERS, LAYERS),
@@ -55,17 +55,17 @@ def step(model: Llama) -> tuple[list[torch.Tensor], Counter[str]]:
         ("selective", "op", 0, LAYERS),
     ],
 )
-def test_what_is_computed_again(mode: str, option: str, products_again: int, activations_again: int) -> None:
+def test_what_is_computed_again(mode: str, option: str, gemms_again: int, activations_again: int) -> None:
     expected, once = step(llama())
     model = llama()
     names = list(model.state_dict())
     config = ActivationCheckpoint(mode=mode, selective_ac_option=option)  # type: ignore[arg-type]
     apply_activation_checkpoint(list(model.layers.values()), config)
     gradients, operations = step(model)
-    assert operations["mm"] - once["mm"] == products_again
+    assert operations["mm"] - once["mm"] == gemms_again
     assert operations["silu"] - once["silu"] == activations_again
     attention = "causal_attention"
-    assert operations[attention] - once[attention] == products_again // GEMMS
+    assert operations[attention] - once[attention] == gemms_again // GEMMS
     assert all_equal(gradients, expected)
     assert list(model.state_dict()) == names
 

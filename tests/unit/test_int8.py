@@ -19,7 +19,7 @@ CPU = Target("cpu", tokens=64)
 RECIPES = ("rowwise", "tensorwise")
 
 
-def products_of(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
+def gemms_of(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
     """[output, input gradient, weight gradient]"""
     x = x.clone().requires_grad_()
     out = module(x)
@@ -28,7 +28,7 @@ def products_of(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> l
 
 def count_int_mm(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=False) as recorded:
-        products_of(module, x, out_grad)
+        gemms_of(module, x, out_grad)
     return sum(event.name == "torchtitan::int8_mm" for event in recorded.events())
 
 
@@ -55,9 +55,9 @@ def test_errors_are_those_of_8_bits_and_not_zero(recipe: str) -> None:
 def test_each_product_is_switched_by_its_key(output, grad_input, grad_weight, linear, data) -> None:
     config = Int8(output=output, grad_input=grad_input, grad_weight=grad_weight)
     low = Int8Converter(config, CPU).swap(linear)
-    products_of(low, *data)  # compiles the casts
+    gemms_of(low, *data)  # compiles the casts
     for is_low, high_result, low_result in zip(
-        (output, grad_input, grad_weight), products_of(linear, *data), products_of(low, *data), strict=True
+        (output, grad_input, grad_weight), gemms_of(linear, *data), gemms_of(low, *data), strict=True
     ):
         assert torch.equal(high_result, low_result) != is_low
     assert count_int_mm(low, *data) == output + grad_input + grad_weight
@@ -70,13 +70,13 @@ def test_inductor_has_nothing_to_compile_on_cpu(linear, data, monkeypatch: pytes
         raise AssertionError("torch.compile was called")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    products_of(Int8Converter(Int8(), CPU).swap(linear), *data)
+    gemms_of(Int8Converter(Int8(), CPU).swap(linear), *data)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_emulated_products_are_the_real_ones(recipe: str, linear: nn.Linear, data) -> None:
     real, emulated = (Int8Converter(Int8(recipe_name=recipe, emulate=e), CPU).swap(linear) for e in (False, True))
-    for a, b in zip(products_of(real, *data), products_of(emulated, *data), strict=True):
+    for a, b in zip(gemms_of(real, *data), gemms_of(emulated, *data), strict=True):
         assert torch.equal(a, b)
     assert count_int_mm(emulated, *data) == 0
 
@@ -93,7 +93,7 @@ def test_transposed_input_and_bias(data) -> None:
 def test_compiles_into_one_graph(linear: nn.Linear, data) -> None:
     low = Int8Converter(Int8(), CPU).swap(linear)
     compiled = torch.compile(low, fullgraph=True)
-    for a, b in zip(products_of(compiled, *data), products_of(low, *data), strict=True):
+    for a, b in zip(gemms_of(compiled, *data), gemms_of(low, *data), strict=True):
         assert (a - b).float().norm() <= 0.004 * b.float().norm()  # different order of rounding to bfloat16
     assert count_int_mm(compiled, *data) == 3
 

@@ -64,7 +64,7 @@ def ready(script: str, before: Callable[[], object] | None = None) -> Iterator[s
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=before,
+        preexec_fn=before or (lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)),  # the tests may run under nohup
     )
     assert process.stdout is not None
     try:
