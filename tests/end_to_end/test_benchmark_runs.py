@@ -19,8 +19,6 @@ def test_without_a_name_all_are_listed() -> None:
     listed = {line.split()[0] for line in lines[1:]}
     scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if path.stem[0] != "_"]
     assert listed == {path.stem for path in scripts if 'if __name__ == "__main__"' in path.read_text()}
-        script.stem for script in scripts if script.stem[0] != "_" and 'if __name__ == "__main__"' in script.read_text()
-    }
     assert all(len(line.split()) > 3 for line in lines)
 
 
