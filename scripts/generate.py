@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchtitan.errors import ConfigError
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -41,7 +43,6 @@ def _run(arguments: argparse.Namespace) -> None:
     import torch
 
     from torchtitan.device import find_device
-    from torchtitan.errors import ConfigError
     from torchtitan.generation.open import open_model
     from torchtitan.generation.sample import Sampling, generate
     from torchtitan.generation.stream import TextStream
@@ -99,7 +100,11 @@ def _read_prompts(path: Path) -> list[str]:
             return line
         return value if isinstance(value, str) else line
 
-    return [read(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts-file: {path} is not UTF-8 ({error.reason} at byte {error.start}).") from None
+    return [read(line) for line in text.splitlines() if line.strip()]
 
 
 if __name__ == "__main__":

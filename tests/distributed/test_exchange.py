@@ -82,3 +82,24 @@ def test_a_full_disk_leaves_the_checkpoint(published: Path, tmp_path: Path) -> N
     assert "step-2-hf could not be written" in output
     assert "Traceback" not in output
     assert (tmp_path / "checkpoint" / "step-2" / "manifest.json").exists()
+
+
+def test_optimizer_and_step_cannot_come_from_published_weights(published: Path, tmp_path: Path) -> None:
+    start = f"--checkpoint.initial_load_path={published / 'step-4-hf'}"
+    status, output = failure(*RUN, into(tmp_path), start, "--checkpoint.no_initial_load_model_weights_only")
+    assert status == 2
+    assert "checkpoint.initial_load_model_weights_only is off" in output
+
+
+def test_a_tokenizer_that_is_gone_at_the_end_is_told_at_once(published: Path, tmp_path: Path) -> None:
+    """Only rank 0 reads it, and the other rank does not wait for its timeout."""
+    tokenizer = tmp_path / "tokenizer.model"
+    tokenizer.write_bytes((published / "step-4-hf" / "tokenizer.model").read_bytes())
+    flags = (f"--model.tokenizer_path={tokenizer}", "--training.steps=60", "--checkpoint.last_save_in_hf")
+    with started(*RUN, *CHECKPOINTS, *flags, into(tmp_path / "run"), processes=2) as run:
+        run.wait_until(lambda: "saved" in run.output())
+        tokenizer.unlink()
+        status, output = run.finish(90)  # comm.train_timeout_seconds is 100
+    assert status == 2, output
+    assert f"model.tokenizer_path: there is no file or folder {tokenizer}" in output
+    assert "Traceback" not in output

@@ -63,12 +63,12 @@ def publish(
     temporary, final = temporary_folder(folder, step), step_folder(folder, step)
     files = {**files, TRAIN_STATE: write_json(temporary / TRAIN_STATE, train_state)}
     write_manifest(temporary, {"step": step, **about}, files)
-    _sync(temporary)
+    sync(temporary)
     for later in saved_steps(folder):
         if later >= step:
             _set_aside(step_folder(folder, later))
     temporary.rename(final)
-    _sync(folder)
+    sync(folder)
 
 
 def _set_aside(checkpoint: Path) -> None:
@@ -79,9 +79,9 @@ def _set_aside(checkpoint: Path) -> None:
     logger.info(f"{checkpoint} is of a course that was given up; it is {aside.name} now, and may be deleted")
 
 
-def _sync(folder: Path) -> None:
-    """Waits until a folder's directory entries are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Waits until a file, or a folder's directory entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -48,7 +48,9 @@ TrainState = dict[str, Any]
 class Exchange(Protocol):
     """Imports and exports folders in other formats (`interchange.Exchange`)."""
 
-    def load(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool: ...
+    def find(self, folder: Path) -> Any: ...
+
+    def load(self, source: Any, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
     def export(self, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None: ...
 
@@ -150,7 +152,13 @@ class CheckpointManager:
             return self._resume(step, prepare)
         if self.config.initial_load_path:
             path, weights_only = Path(self.config.initial_load_path), self.config.initial_load_model_weights_only
-            if self.exchange is not None and self.exchange.load(path, model_tensors(self.model)):
+            source = None if self.exchange is None else self.exchange.find(path)
+            if self.exchange is not None and source is not None:
+                if not weights_only:
+                    raise CheckpointError(
+                        f"checkpoint.initial_load_model_weights_only is off, but {path} holds only weights; turn it on."
+                    )
+                self.exchange.load(source, {} if "model" in self.excluded else model_tensors(self.model))
                 return None
             check_start(path)
             state = self._load(path, weights_only, prepare)

@@ -20,7 +20,7 @@ from torchtitan.checkpoint.folder import publish, saved_steps, step_folder, temp
 from torchtitan.checkpoint.manifest import damage, read_manifest
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, CheckpointError, UserError
+from torchtitan.errors import EXIT_STATUS, INTERRUPTED, CheckpointError, UserError
 from torchtitan.interchange.model import PublishedModel, published
 from torchtitan.interchange.sources import Source, find_source, wrong_sums
 from torchtitan.models import MODELS, ModelSpec
@@ -40,6 +40,8 @@ def one_process(custom_import: str | None) -> Iterator[None]:
     except (UserError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(EXIT_STATUS)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 @dataclass(frozen=True)

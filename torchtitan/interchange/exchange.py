@@ -10,7 +10,7 @@ from torchtitan.errors import CheckpointError
 from torchtitan.interchange.export import export
 from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import PublishedModel
-from torchtitan.interchange.sources import find_source, wrong_sums
+from torchtitan.interchange.sources import Source, find_source, wrong_sums
 from torchtitan.logging import logger
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
 
@@ -25,30 +25,31 @@ class Exchange:
     def __init__(self, model: PublishedModel | None) -> None:
         self.model = model
 
-    def load(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Fills this rank's weights from a folder in Hugging Face's or Meta's format; False if it is neither.
+    def find(self, folder: Path) -> Source | None:
+        """A folder in Hugging Face's or Meta's format, opened; None if it is neither.
 
         Raises:
-            CheckpointError: on every rank, if the folder is damaged or contains another model.
+            CheckpointError: on every rank, if the folder is damaged.
         """
         source = raise_on_all_ranks(lambda: find_source(folder, None if self.model is None else self.model.naming))
-        if source is None:
-            return False
-        assert self.model is not None  # checked by find_source
-        wrong = sorted(
-            {
-                fault
-                for part in all_gather_object(wrong_sums(folder, dist.get_rank(), dist.get_world_size()))
-                for fault in part
-            }
-        )
-        if wrong:
-            raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong[:3])}.")
+        if source is not None:
+            part = wrong_sums(folder, dist.get_rank(), dist.get_world_size())
+            wrong = sorted(fault for faults in all_gather_object(part) for fault in faults)
+            if wrong:
+                raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong[:3])}.")
+        return source
+
+    def load(self, source: Source, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fills this rank's weights.
+
+        Raises:
+            CheckpointError: on every rank, if the folder contains another model or cannot be read.
+        """
+        assert self.model is not None  # checked by find
         model = self.model
         raise_on_all_ranks(lambda: model.check(source))
         raise_on_all_ranks(lambda: load_weights(tensors, source))
-        logger.info(f"loaded the weights of {folder}")
-        return True
+        logger.info(f"loaded the weights of {source.folder}")
 
     def export(self, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         """Writes a new folder for `transformers`.

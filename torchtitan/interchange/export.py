@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from torchtitan.checkpoint.folder import sync
 from torchtitan.checkpoint.manifest import sha256_of
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import INDEX, SUMS
 from torchtitan.logging import logger
-from torchtitan.parallel.object_collectives import all_gather_object
+from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
 
 LARGEST_FILE = 5 * 10**9  # bytes, as in `save_pretrained`
 WORTH_A_FILE = 10**9  # bytes; files below this size are not split further
@@ -54,7 +54,7 @@ def export(
         largest_file: bytes.
 
     Raises:
-        CheckpointError: on every rank, if writing failed.
+        UserError: on every rank, if writing failed or the tokenizer is gone.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     on_rank_0 = dist.get_rank() == 0
@@ -98,9 +98,9 @@ def export(
             sums[name] = sha256_of(temporary / name)
         (temporary / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
         for path in [*temporary.iterdir(), temporary]:
-            _sync(path)
+            sync(path)
         temporary.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
 
     _attempt(folder, lambda: finish() if on_rank_0 else None)
     logger.info(f"exported {folder}, for Hugging Face transformers")
@@ -144,29 +144,19 @@ def _attempt(folder: Path, act: Callable[[], None]) -> None:
     """Runs `act` on this rank.
 
     Raises:
-        CheckpointError: on every rank, if `act` fails on any.
+        UserError: on every rank, if `act` fails on any.
     """
-    failure = None
-    try:
-        act()
-    except CheckpointError as error:
-        failure = str(error)
-    except (OSError, SafetensorError) as error:
-        failure = f"{folder} could not be written ({getattr(error, 'strerror', None) or error})."
-    for failed in all_gather_object(failure):
-        if failed is not None:
-            raise CheckpointError(failed)
+
+    def attempt() -> None:
+        try:
+            act()
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{folder} could not be written ({reason}).") from None
+
+    raise_on_all_ranks(attempt)
 
 
 def _raise_first(failures: list[Exception]) -> None:
     for failure in failures:
         raise failure
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file, or a folder's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

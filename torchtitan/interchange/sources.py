@@ -134,12 +134,12 @@ class HuggingFaceFolder:
     def unknown(self, names: Iterable[str]) -> list[str]:
         known = {self.naming.name(name) for name in names}
         if self.args.tied_embeddings and self._tied_twice():
-            known.add("lm_head.weight")
+            known.add(self.naming.name("output.weight"))
         return sorted(name for name in self._file_of.keys() - known if not re.fullmatch(self.naming.ignored, name))
 
     def _tied_twice(self) -> bool:
         """Whether the output layer of a tied model is stored too, and equals the embedding."""
-        names = ("lm_head.weight", "model.embed_tokens.weight")
+        names = (self.naming.name("output.weight"), self.naming.name("tok_embeddings.weight"))
         if not self._file_of.keys() >= set(names):
             return False
         one, other = map(self._slice, names)
@@ -254,8 +254,10 @@ def wrong_sums(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     """
     try:
         lines = (folder / SUMS).read_text().splitlines()
-    except OSError:
+    except FileNotFoundError:
         return []
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"{SUMS} cannot be read ({error})"]
     found = []
     for line in lines[part::parts]:
         digest, _, name = line.partition("  ")

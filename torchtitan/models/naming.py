@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from torchtitan.errors import CheckpointError
+
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -36,10 +38,12 @@ class HuggingFaceNaming:
         """The name in `transformers`: 'layers.0.attention.wq.weight' to 'model.layers.0.self_attn.q_proj.weight'.
 
         Raises:
-            KeyError: the parameter is not in `names`.
+            CheckpointError: the parameter is not in `names`.
         """
-        numbers = iter(LAYER_NUMBER.findall(ours))
-        return re.sub(r"\*", lambda _: next(numbers), self.names[LAYER_NUMBER.sub("*", ours)])
+        numbers, pattern = iter(LAYER_NUMBER.findall(ours)), LAYER_NUMBER.sub("*", ours)
+        if pattern not in self.names:
+            raise CheckpointError(f"{ours}: the family's ModelSpec.hf has no name for this weight.")
+        return re.sub(r"\*", lambda _: next(numbers), self.names[pattern])
 
     def rows_there(self, ours: str, rows: int, head_dim: int) -> torch.Tensor | None:
         """(rows,) int64: the `transformers` row of each row here; None if they are the same."""
