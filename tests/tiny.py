@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+import torch
+
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import HUGGING_FACE
+from torchtitan.models.llama.model import Llama
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None)
 
@@ -23,3 +26,16 @@ MODELS.register(
         hf=HUGGING_FACE,
     ),
 )
+
+
+def nontrivial_llama(args: LlamaArgs) -> Llama:
+    """With weights that make every part matter: non-uniform attention, norms other than 1."""
+    model = Llama(args)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
+    return model

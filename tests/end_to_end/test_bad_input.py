@@ -163,8 +163,8 @@ def test_a_vocabulary_that_is_too_small_is_found_before_a_large_model_is_made(tm
     assert "40002 tokens, but llama2 7B has a vocabulary of 32000" in text
 
 
-def test_data_that_are_shortened_cost_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = tmp_path / "data.jsonl"
+def shortened_before_step_3(data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Documents, most of which are cut off while a run in this process trains."""
     data.write_text("".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(200)))
     train_step = Trainer.train_step
 
@@ -174,6 +174,11 @@ def test_data_that_are_shortened_cost_no_step(tmp_path: Path, monkeypatch: pytes
         train_step(trainer, *arguments)
 
     monkeypatch.setattr(Trainer, "train_step", shortening)
+    return data
+
+
+def test_data_that_are_shortened_cost_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = shortened_before_step_3(tmp_path / "data.jsonl", monkeypatch)
     saving = ("--checkpoint.enable_checkpoint", "--checkpoint.interval=100", "--training.steps=1000")
     with pytest.raises(UserError, match=r"data\.jsonl was changed while the run reads it"):
         train_here(*TINY, *saving, f"--training.dataset_path={data}", into(tmp_path / "run"))
@@ -184,16 +189,7 @@ def test_data_that_are_shortened_cost_no_step(tmp_path: Path, monkeypatch: pytes
 def test_validation_data_that_are_shortened_cost_no_step(
     steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(200)))
-    train_step = Trainer.train_step
-
-    def shortening(trainer: Trainer, *arguments: Any) -> None:
-        if trainer.step == 3:
-            os.truncate(data, 50)
-        train_step(trainer, *arguments)
-
-    monkeypatch.setattr(Trainer, "train_step", shortening)
+    data = shortened_before_step_3(tmp_path / "data.jsonl", monkeypatch)
     saving = ("--checkpoint.enable_checkpoint", "--checkpoint.interval=100", f"--training.steps={steps}")
     validating = ("--validation.enabled", "--validation.freq=3", f"--validation.dataset_path={data}")
     with pytest.raises(UserError, match=r"data\.jsonl was changed while the run reads it"):

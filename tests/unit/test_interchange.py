@@ -14,6 +14,7 @@ import pytest
 import torch
 from runs import ROOT
 from safetensors.torch import load_file, save_file
+from tiny import nontrivial_llama
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -43,19 +44,6 @@ FLAVORS = [(family, flavor) for family in MODELS.names() for flavor in MODELS.ge
 def group() -> Iterator[None]:
     with one_process(None):
         yield
-
-
-def llama(args: LlamaArgs) -> Llama:
-    """With weights that make every part matter."""
-    model = Llama(args)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5, generator=generator)
-            else:
-                parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
-    return model
 
 
 def published(args: LlamaArgs) -> PublishedModel:
@@ -115,7 +103,7 @@ def test_every_flavor_states_all_its_weights(family: str, flavor: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_transformers_computes_the_same_from_an_export(variant: str, tmp_path: Path) -> None:
-    ours = llama(VARIANTS[variant])
+    ours = nontrivial_llama(VARIANTS[variant])
     theirs = judge(exported(ours, tmp_path / "out"), dtype=torch.float32)
     torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, atol=1e-5, rtol=0)
     prompt = tokens(8)
@@ -146,7 +134,7 @@ def test_weights_of_transformers_compute_the_same_here(variant: str, dtype: torc
 @pytest.mark.parametrize("rows", [False, True], ids=["Llama 2", "Llama 3"])
 def test_metas_files_are_joined(rows: bool, tmp_path: Path) -> None:
     args = replace(SMALL, n_kv_heads=2, ffn_dim=256, rope_theta=10000.0)
-    weights = llama(args).state_dict()
+    weights = nontrivial_llama(args).state_dict()
     params = {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 256, "norm_eps": 1e-5}
     (tmp_path / "params.json").write_text(json.dumps({**params, "vocab_size": -1}))
     for part in range(2):
@@ -164,7 +152,7 @@ def test_metas_files_are_joined(rows: bool, tmp_path: Path) -> None:
 
 def test_a_tied_model_that_is_stored_twice_loads_if_both_are_alike(tmp_path: Path) -> None:
     args = VARIANTS["tied"]
-    path = exported(llama(args), tmp_path / "out") / "model.safetensors"
+    path = exported(nontrivial_llama(args), tmp_path / "out") / "model.safetensors"
     (tmp_path / "out" / "SHA256SUMS").unlink()
     weights = load_file(path)
     save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path)
@@ -211,7 +199,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_folder_that_does_not_fit_is_refused_in_a_sentence(fault: str, tmp_path: Path) -> None:
     damage, words = FAULTS[fault]
-    folder = exported(llama(SMALL), tmp_path / "out")
+    folder = exported(nontrivial_llama(SMALL), tmp_path / "out")
     damage(folder)
     with pytest.raises(CheckpointError) as error:
         loaded(folder, SMALL)
@@ -221,7 +209,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_a_sentence(fault: str, tmp_pat
 
 @pytest.mark.parametrize("fault", ["missing", "moved"])
 def test_a_shard_that_is_not_there_is_named(fault: str, tmp_path: Path) -> None:
-    folder = exported(llama(SMALL), tmp_path / "out", largest_file=300_000)
+    folder = exported(nontrivial_llama(SMALL), tmp_path / "out", largest_file=300_000)
     second = sorted(folder.glob("*.safetensors"))[1]
     if fault == "missing":
         second.unlink()
@@ -238,18 +226,18 @@ def test_an_export_that_was_interrupted_looks_like_none(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr("torchtitan.interchange.export.save_file", fail)
         with pytest.raises(CheckpointError, match="No space left on device"):
-            exported(llama(SMALL), tmp_path / "out")
+            exported(nontrivial_llama(SMALL), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    exported(llama(SMALL), tmp_path / "out")  # leftovers do not prevent it
+    exported(nontrivial_llama(SMALL), tmp_path / "out")  # leftovers do not prevent it
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(CheckpointError, match="is there already"):
-        exported(llama(SMALL), tmp_path / "out")
+        exported(nontrivial_llama(SMALL), tmp_path / "out")
 
 
 def test_scripts_there_and_back(tmp_path: Path) -> None:
     """A published model becomes a checkpoint, which becomes a published model with the same bits."""
     model = replace(MODELS.get("llama3").flavor("debugmodel"), vocab_size=4096)
-    first = exported(llama(model), tmp_path / "first", torch.bfloat16)
+    first = exported(nontrivial_llama(model), tmp_path / "first", torch.bfloat16)
     checkpoint = import_weights(first, tmp_path / "checkpoint", "llama3", None)
     saved = saved_model(checkpoint.parent)
     assert saved.args == model

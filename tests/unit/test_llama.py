@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import nontrivial_llama
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,19 +23,6 @@ VARIANTS = {
     "tied": replace(SMALL, n_kv_heads=2, tied_embeddings=True),
 }
 SEQ_LEN = 100  # three times the original context of SCALED
-
-
-def llama(args: LlamaArgs) -> Llama:
-    """With weights that make every part matter: non-uniform attention, norms other than 1."""
-    model = Llama(args)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5, generator=generator)
-            else:
-                parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
-    return model
 
 
 def tokens(batch: int = 2, seq_len: int = SEQ_LEN) -> torch.Tensor:
@@ -72,7 +60,7 @@ def transformers_llama(args: LlamaArgs) -> LlamaForCausalLM:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_those_of_transformers(variant: str) -> None:
     args = VARIANTS[variant]
-    ours, theirs = llama(args), transformers_llama(args)
+    ours, theirs = nontrivial_llama(args), transformers_llama(args)
     weights = {
         HUGGING_FACE.name(name): HUGGING_FACE.to_transformers(name, weight, args.head_dim)
         for name, weight in ours.state_dict().items()
@@ -86,7 +74,7 @@ def test_logits_equal_those_of_transformers(variant: str) -> None:
 
 @torch.no_grad()
 def test_rope_scaling_matters() -> None:
-    scaled, plain = llama(SCALED), llama(replace(SCALED, rope_scaling=None))
+    scaled, plain = nontrivial_llama(SCALED), nontrivial_llama(replace(SCALED, rope_scaling=None))
     assert (scaled(tokens()) - plain(tokens())).abs().max() > 1e-2
 
 
@@ -141,7 +129,7 @@ def test_vocabulary_comes_from_the_tokenizer_where_the_flavor_has_none() -> None
 
 @torch.no_grad()
 def test_a_position_sees_only_itself_and_those_before_it() -> None:
-    model = llama(VARIANTS["gqa"])
+    model = nontrivial_llama(VARIANTS["gqa"])
     changed = tokens()
     changed[:, 60] = (changed[:, 60] + 1) % 101
     before, after = model(tokens()), model(changed)
@@ -153,7 +141,7 @@ def test_a_position_sees_only_itself_and_those_before_it() -> None:
 @pytest.mark.parametrize("variant", ["gqa", "rope_scaling"])
 def test_document_mask_equals_separate_sequences(variant: str) -> None:
     """RoPE is relative, so a document deep in a sequence gets the same logits as on its own."""
-    model = llama(VARIANTS[variant])
+    model = nontrivial_llama(VARIANTS[variant])
     ids = torch.zeros(2, SEQ_LEN, dtype=torch.long)
     ids[0, 30:70], ids[0, 70:], ids[1, 50:] = 5, 2, 1
     packed = model(tokens(), document_ids=ids)
@@ -165,21 +153,21 @@ def test_document_mask_equals_separate_sequences(variant: str) -> None:
 
 @torch.no_grad()
 def test_one_document_is_no_mask() -> None:
-    model = llama(SMALL)
+    model = nontrivial_llama(SMALL)
     torch.testing.assert_close(
         model(tokens(), document_ids=torch.full((2, SEQ_LEN), 7)), model(tokens()), atol=1e-5, rtol=0
     )
 
 
 def test_sequence_length_may_change_from_call_to_call() -> None:
-    model = llama(SMALL)
+    model = nontrivial_llama(SMALL)
     first = model(tokens())
     torch.testing.assert_close(model(tokens()[:, :10]), first[:, :10])
     assert torch.equal(model(tokens()), first)
 
 
 def test_bfloat16_computation_stays_close_to_float32() -> None:
-    model = llama(VARIANTS["gqa"])
+    model = nontrivial_llama(VARIANTS["gqa"])
     exact = model(tokens())
     rounded = model.to(torch.bfloat16)(tokens())
     assert rounded.dtype == torch.bfloat16
@@ -188,7 +176,7 @@ def test_bfloat16_computation_stays_close_to_float32() -> None:
 
 @pytest.mark.parametrize("variant", ["gqa", "tied"])
 def test_loss_and_gradients_equal_those_of_the_logits(variant: str) -> None:
-    model, plain = llama(VARIANTS[variant]), llama(VARIANTS[variant])
+    model, plain = nontrivial_llama(VARIANTS[variant]), nontrivial_llama(VARIANTS[variant])
     labels = tokens().roll(-1, 1)
     loss = model(tokens(), labels)
     loss.backward()
