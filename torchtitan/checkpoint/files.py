@@ -145,7 +145,7 @@ def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
         CheckpointError: invalid metadata, or they point elsewhere. The message is only the reason.
     """
     try:
-        metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA))).load()
+        metadata: Metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA))).load()
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
         for name, tensor in tensors.items():
             if type(tensor) is not TensorStorageMetadata:

@@ -60,7 +60,8 @@ def flight_recorder_trace() -> bytes:
     """The last collectives of this process, pickled."""
     from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
 
-    return _dump_fr_trace()
+    trace: bytes = _dump_fr_trace()
+    return trace
 
 
 def enable_symmetric_memory(group_name: str) -> None:

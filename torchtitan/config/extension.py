@@ -25,7 +25,7 @@ def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
     hints = typing.get_type_hints(theirs, include_extras=True)
     known = {field.name for field in dataclasses.fields(config_class)}
     sections = []
-    for field in dataclasses.fields(theirs):  # type: ignore[arg-type]
+    for field in dataclasses.fields(theirs):
         section = hints[field.name]
         if not dataclasses.is_dataclass(section):
             raise ConfigError(f"{where}: section {field.name} of {module_name}.JobConfig is not a dataclass.")

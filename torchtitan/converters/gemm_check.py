@@ -64,7 +64,7 @@ def checked_gemms(
     units = {fqn: _compiled_with(model, fqn) for fqn in layers}
     with _marked(model, set(units.values())), _profiled() as recorded:
         yield
-    ran = _count(recorded.profiler.kineto_results.events(), {*by_op, *unwanted})  # type: ignore[union-attr]
+    ran = _count(recorded.profiler.kineto_results.events(), {*by_op, *unwanted})
     for op in unwanted:
         found = sum(ran[op].values())
         if found and not (op == EMULATED_FLOAT8 and by_op):  # real float8 GEMMs come with such casts as well

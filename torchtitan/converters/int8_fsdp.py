@@ -59,7 +59,7 @@ class ShardedWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor, recipe: str) -> "ShardedWeight":
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls,
             tensor.size(),
             strides=tensor.stride(),
@@ -130,7 +130,7 @@ class GatheredWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, quantized: Quantized, dtype: torch.dtype) -> "GatheredWeight":
         data = quantized.data
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls, data.size(), strides=data.stride(), dtype=dtype, device=data.device
         )
 

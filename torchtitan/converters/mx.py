@@ -88,7 +88,7 @@ class MXConverter(LinearConverter):
     def swap(self, linear: nn.Linear) -> nn.Linear:
         from torchtitan.compat.torchao_mx import KernelPreference, MXFP8Linear
 
-        new = MXFP8Linear(
+        new: nn.Linear = MXFP8Linear(
             linear.in_features,
             linear.out_features,
             linear.bias is not None,

@@ -263,7 +263,7 @@ class ParquetFiles:
 
 
 def is_text(pa: Any, type: Any) -> bool:
-    return pa.types.is_string(type) or pa.types.is_large_string(type)
+    return bool(pa.types.is_string(type) or pa.types.is_large_string(type))
 
 
 def types_at(pa: Any, schema: Any, column: str) -> list[Any]:

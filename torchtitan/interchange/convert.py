@@ -24,6 +24,7 @@ from torchtitan.errors import EXIT_STATUS, INTERRUPTED, CheckpointError, UserErr
 from torchtitan.interchange.model import PublishedModel, published
 from torchtitan.interchange.sources import Source, find_source, wrong_sums
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.protocols import ModelArgs
 
 
 @contextlib.contextmanager
@@ -59,7 +60,7 @@ class SavedModel:
 
     checkpoint: Path
     spec: ModelSpec
-    args: Any
+    args: ModelArgs
     tokenizer_path: str | None
     seq_len: int
     weight: Callable[[str], torch.Tensor]
@@ -143,6 +144,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         raise CheckpointError(f"{out} holds checkpoints already; choose another folder.")
     name, source = find_model(folder, family)
     spec = MODELS.get(name)
+    assert source.args.vocab_size is not None  # a published model has one
     fitting = (
         flavor for flavor in spec.flavors if spec.flavor(flavor).with_vocab_size(source.args.vocab_size) == source.args
     )
@@ -196,6 +198,7 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
             raise CheckpointError(f"{folder} holds no config.json with safetensors, and no consolidated.*.pth.")
         try:
             size = source.args.vocab_size
+            assert size is not None  # a published model has one
         except CheckpointError as error:
             refusals.append(error)
             continue

@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, D channels.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ class _AllGatherInput:
         self.linears, self.all_gather_for, self.group = linears, all_gather_for, group
         self.all_gather = all_gather_for(linears)
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return self.all_gather(inputs[0], SEQUENCE, self.group), *inputs[1:]
 
 
@@ -133,13 +133,15 @@ class LocalView(NamedTuple):
 class _SumGradients(torch.autograd.Function):
     """The identity, with a float32 all-reduce in the backward pass. (DTensor would use the gradient's dtype.)"""
 
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduce_no_grad(grad.float(), ctx.group).to(grad.dtype), None
 
 
@@ -147,7 +149,7 @@ def _local_shard(name: str, view: LocalView) -> property:
     """A property that returns the parameter's local shard; the parameter itself stays registered under its name."""
 
     def local(self: nn.Module) -> torch.Tensor:
-        parameter: Any = self._parameters[name]
+        parameter: DTensor = self._parameters[name]  # type: ignore[assignment]
         # For the forward pass FSDP replaces the parameter with the gathered one, which is sharded over `mesh` alone.
         if parameter.device_mesh.ndim > 1:
             return parameter

@@ -29,6 +29,7 @@ from torchtitan.plan.links import NODE, extent, min_seconds
 from torchtitan.plan.render import draw, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
+from torchtitan.protocols import Decoder
 
 
 def plan(config: JobConfig, device: Device) -> None:
@@ -96,10 +97,10 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     spec = MODELS.get(name)
     args = find_model_args(config.model)
     with torch.device("meta"):
-        model: Any = spec.build(args)
+        model = spec.build(args)
     require_parts(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    embedding = 0 if args.tied_embeddings else model.tok_embeddings.weight.numel()
+    embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     per_token = flops_per_token(parameters - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len)
     converters = apply_converters(
         model, config.model.converters, lambda section: getattr(config, section), target_on(device, config, spec, dims)
@@ -145,7 +146,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     )
 
 
-def layers_alike(model: Any) -> bool:
+def layers_alike(model: Decoder) -> bool:
     """Whether all layers have the same modules with the same sizes."""
     kinds = {
         tuple(

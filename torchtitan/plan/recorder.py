@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, name_of_group: Callable[[str], str], fake_mode: FakeTensorMode | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.name_of_group = name_of_group
         self.fake_mode = fake_mode
         self.count: Counter[Collective] = Counter()
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
 
         def resize_and_record(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             before = storage.nbytes()
-            result = resize(storage, size)
+            result: torch.UntypedStorage = resize(storage, size)
             recorder._on_resize(storage, before, size)
             return result
 
@@ -119,16 +119,16 @@ class Recorder(TorchDispatchMode):
         self._replaced.enter_context(_replaced(torch.UntypedStorage, "resize_", resize_and_record))
         # DTensor infers shapes with full-size fake tensors.
         self._replaced.enter_context(_replaced(ShardingPropagator, PROPAGATE, propagate_unseen))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._replaced.close()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # most calls; fast path
         if self._paused:
