@@ -136,7 +136,7 @@ class DelayedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Without gradients no amax is recorded: validation does not affect training.
-        recorded: Any = zip(self.amaxes, self.casts.delayed, strict=True)
+        recorded = zip(self.amaxes, self.casts.delayed, strict=True)
         amaxes = [amax if delayed and torch.is_grad_enabled() else None for amax, delayed in recorded]
         scales = self.scales if self.has_scales else None
         out: torch.Tensor = DelayedMatmul.apply(x.flatten(0, -2), self.weight, scales, *amaxes, self.casts)

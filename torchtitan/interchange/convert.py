@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pydantic import TypeAdapter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
 from torchtitan.checkpoint.folder import publish, saved_steps, step_folder, temporary_folder
@@ -104,7 +104,7 @@ def saved_model(checkpoint: Path) -> SavedModel:
         raise CheckpointError(f"{checkpoint} does not say what model it is of ({error!r}).") from None
 
     def weight(name: str) -> torch.Tensor:
-        saved: Any = metadata.state_dict_metadata[name]
+        saved: TensorStorageMetadata = metadata.state_dict_metadata[name]  # type: ignore[assignment]
         tensors = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
         dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnlyPlanner(), no_dist=True)
         return tensors[name]
@@ -123,7 +123,7 @@ class ReadWhenWritten(dcp.DefaultSavePlanner):
         super().__init__()
         self.source = source
 
-    def lookup_object(self, index: Any) -> torch.Tensor:
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         name = index.fqn
         return self.source.read(name, tuple(slice(0, size) for size in self.state_dict[name].shape)).contiguous()
 

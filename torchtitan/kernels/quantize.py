@@ -45,7 +45,7 @@ def fused(function: Callable[..., R]) -> Callable[..., R]:
 _last: tuple[Any, ...] = (lambda: None,)
 
 
-def quantize_once(x: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) -> R:
+def quantize_once(x: torch.Tensor, key: object, make: Callable[[torch.Tensor], R]) -> R:
     """make(x), cached for the last x and key: wq, wk and wv share their input, and so do w1 and w3.
 
     No gradients flow through it. Under torch.compile there is no cache: the compiler removes repetitions itself.

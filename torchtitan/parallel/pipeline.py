@@ -207,6 +207,8 @@ class Pipeline:
         ConfigError: the CSV file does not hold a schedule for these stages.
     """
 
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti
+
     def __init__(
         self,
         modules: Mapping[int, nn.Module],
@@ -242,7 +244,7 @@ class Pipeline:
             "scale_grads": False,
         }
         csv = parallelism.pipeline_parallel_schedule_csv
-        kind: Any = PipelineScheduleRuntime if csv else get_schedule_class(parallelism.pipeline_parallel_schedule)
+        kind: type[Any] = PipelineScheduleRuntime if csv else get_schedule_class(parallelism.pipeline_parallel_schedule)
         self.schedule = kind(own[0] if issubclass(kind, PipelineScheduleSingle) else own, **options)
         if csv:
             try:

@@ -118,8 +118,8 @@ def _shard_parameters(module: nn.Module, placements: Mapping[str, Placement], me
         # The gradient of a full weight on a sequence shard is a partial sum.
         views[name] = LocalView(placement, mesh.get_group().group_name if isinstance(placement, Replicate) else None)
     if views:
-        cls: Any = type(module)
-        module.__class__ = _with_local_views(cls, tuple(views.items()))
+        cls = type(module)
+        module.__class__ = _with_local_views(cls, tuple(views.items()))  # type: ignore[arg-type]  # mypy: not hashable
 
 
 class LocalView(NamedTuple):
@@ -160,7 +160,7 @@ def _local_shard(name: str, view: LocalView) -> property:
 
 
 @functools.cache  # one class for identical modules, so that one layer's compiled code serves all
-def _with_local_views(cls: Any, views: tuple[tuple[str, LocalView], ...]) -> Any:
+def _with_local_views(cls: type[nn.Module], views: tuple[tuple[str, LocalView], ...]) -> type[nn.Module]:
     """A subclass whose attributes are the local shards of these parameters, as in `torch.nn.utils.parametrize`.
 
     Args:
@@ -171,7 +171,7 @@ def _with_local_views(cls: Any, views: tuple[tuple[str, LocalView], ...]) -> Any
     )
 
 
-def set_class(module: nn.Module, cls: Any) -> None:
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Changes the class of a module, sharded or not, to `cls`.
 
     Raises:
@@ -180,12 +180,12 @@ def set_class(module: nn.Module, cls: Any) -> None:
     if isinstance(module, FSDPModule):
         raise NotImplementedError(f"{type(module).__name__} is an FSDP group by itself, so its class cannot change")
     views = vars(type(module)).get("_local_views")
-    module.__class__ = _with_local_views(cls, views) if views else cls
+    module.__class__ = _with_local_views(cls, views) if views else cls  # type: ignore[arg-type]
 
 
 def _embed_own_tokens(module: nn.Module, tokens: torch.Tensor, rank: int, group: str) -> torch.Tensor:
     """Forward of an embedding that holds a vocabulary shard."""
-    weight: Any = module.weight
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
     rows = tokens - rank * weight.shape[0]
     is_local = (rows >= 0) & (rows < weight.shape[0])
     return reduce_scatter(F.embedding(rows.where(is_local, 0), weight) * is_local.unsqueeze(-1), SEQUENCE, group)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +27,7 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
     number per row; and the loss processes a chunk's logits at once. On CPU causal attention with unequal lengths has a
     mask.
     """
-    patched: list[tuple[Any, str, Any]] = [(context, "causal_lower_right", _mask_on_cpu)]
+    patched: list[tuple[ModuleType, str, Callable[..., object]]] = [(context, "causal_lower_right", _mask_on_cpu)]
     if device_type == "cuda":
         patched = [
             (context, "causal_lower_right", lambda queries, keys: _CausalMask()),

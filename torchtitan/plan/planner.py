@@ -4,7 +4,6 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -163,8 +162,8 @@ def modes(config: JobConfig) -> list[str]:
     return list(dict.fromkeys([config.activation_checkpoint.mode, "none", "full"]))
 
 
-def _with_mode(job: Job, mode: Any) -> Job:
-    checkpointing = dataclasses.replace(job.config.activation_checkpoint, mode=mode)
+def _with_mode(job: Job, mode: str) -> Job:
+    checkpointing = dataclasses.replace(job.config.activation_checkpoint, mode=mode)  # type: ignore[arg-type]
     return dataclasses.replace(job, config=dataclasses.replace(job.config, activation_checkpoint=checkpointing))
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -227,7 +227,7 @@ class Simulation:
                 blocks[0].register_forward_pre_hook(lambda *_: self._microbatches.append(self._traffic()))
 
 
-def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Any, ...]]) -> None:
+def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Hashable, ...]]) -> None:
     visits = {"forward": 0, "after forward": 0, "backward": 0, "after backward": 0}
 
     def enter(what: str) -> None:
@@ -261,7 +261,7 @@ class _WatchedBatches(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # nobody takes a slice
         return self.batches[index]
 
     def __iter__(self) -> Iterator[Batch]:
