@@ -104,7 +104,7 @@ def saved_model(checkpoint: Path) -> SavedModel:
         raise CheckpointError(f"{checkpoint} does not say what model it is of ({error!r}).") from None
 
     def weight(name: str) -> torch.Tensor:
-        saved: TensorStorageMetadata = metadata.state_dict_metadata[name]  # type: ignore[assignment]
+        saved: TensorStorageMetadata = metadata.state_dict_metadata[name]  # type: ignore[assignment]  # a tensor
         tensors = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
         dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnlyPlanner(), no_dist=True)
         return tensors[name]

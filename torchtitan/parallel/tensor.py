@@ -149,7 +149,7 @@ def _local_shard(name: str, view: LocalView) -> property:
     """A property that returns the parameter's local shard; the parameter itself stays registered under its name."""
 
     def local(self: nn.Module) -> torch.Tensor:
-        parameter: DTensor = self._parameters[name]  # type: ignore[assignment]
+        parameter: DTensor = self._parameters[name]  # type: ignore[assignment]  # of `_shard_parameters`
         # For the forward pass FSDP replaces the parameter with the gathered one, which is sharded over `mesh` alone.
         if parameter.device_mesh.ndim > 1:
             return parameter

@@ -163,7 +163,7 @@ def modes(config: JobConfig) -> list[str]:
 
 
 def _with_mode(job: Job, mode: str) -> Job:
-    checkpointing = dataclasses.replace(job.config.activation_checkpoint, mode=mode)  # type: ignore[arg-type]
+    checkpointing = dataclasses.replace(job.config.activation_checkpoint, mode=mode)  # type: ignore[arg-type]  # of `modes`
     return dataclasses.replace(job, config=dataclasses.replace(job.config, activation_checkpoint=checkpointing))
 
 
