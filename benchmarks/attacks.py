@@ -238,7 +238,8 @@ def wait_for_moment(start: Start, phases: tuple[str, ...]) -> None:
 
 
 def published(trial: Trial) -> list[int]:
-    return checkpoint_steps(trial.run)
+    steps: list[int] = checkpoint_steps(trial.run)
+    return steps
 
 
 def assert_intact(trial: Trial) -> None:

@@ -31,6 +31,7 @@ from torchtitan.engine.train_step import train_step
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
+from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.process_group import init_process_group
 
@@ -88,6 +89,7 @@ class Bench:
         4 of the keys' width, 4 of the feed-forward's, and the float32 queries and keys of the rotary embedding.
         """
         args = MODELS.get(family).flavor(flavor)
+        assert isinstance(args, LlamaArgs) and args.vocab_size is not None
         if self.smoke:
             return 2
         kv = args.n_kv_heads * args.head_dim
@@ -103,6 +105,7 @@ class Bench:
         """The table entries of a row."""
         device, config = self.device, self.config(family, flavor, recipe)
         args = replace(MODELS.get(family).flavor(flavor), n_layers=layers, **(SMOKE_SIZES if self.smoke else {}))
+        assert args.vocab_size is not None
         torch.manual_seed(0)
         engine = build_engine(config, build_meshes(ParallelDims(), device.type), device, args, global_batch_size=1)
         batches = [self.batch(args.vocab_size) for _ in range(WARMUP)]

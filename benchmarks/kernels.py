@@ -32,6 +32,7 @@ from torchtitan.device import Device, find_device
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
+from torchtitan.models.llama.args import LlamaArgs
 
 MODELS_BY_NAME = {
     "debug": ("llama3", "debugmodel"),
@@ -56,6 +57,7 @@ def layers(names: list[str], output: bool) -> Iterator[tuple[str, int, int]]:
     for name in names:
         family, flavor = MODELS_BY_NAME[name]
         args = MODELS.get(family).flavor(flavor).with_vocab_size(4096)
+        assert isinstance(args, LlamaArgs) and args.vocab_size is not None
         kv = args.n_kv_heads * args.head_dim
         of_model = {
             "wq, wo": (args.dim, args.dim),

@@ -12,9 +12,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from torchtitan.protocols import ModelArgs
 
 
 def model_size(argv: Sequence[str]) -> dict[str, float]:
@@ -33,15 +36,15 @@ def model_size(argv: Sequence[str]) -> dict[str, float]:
     spec = MODELS.get(config.model.name)
     args = find_model_args(config.model)
     with torch.device("meta"):
-        model: Any = spec.build(args)
+        model = spec.build(args)
     seq_len = config.training.seq_len
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    embedding = 0 if args.tied_embeddings else model.tok_embeddings.weight.numel()
+    embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     full = flops_per_token(parameters - embedding, args.n_layers, args.n_heads, args.head_dim, seq_len)
     return {"parameters": parameters, "full": full, "causal": causal(full, args, seq_len)}
 
 
-def causal(full: float, args: Any, seq_len: int) -> float:
+def causal(full: float, args: "ModelArgs", seq_len: int) -> float:
     """FLOPs per token with half the attention FLOPs. `args`: a model's sizes."""
     return full - 6.0 * args.n_layers * args.n_heads * args.head_dim * seq_len
 
@@ -52,7 +55,8 @@ def ask(argv: Sequence[str]) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"the configuration cannot be built: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    sizes: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return sizes
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
             others = {name: [torch.nn.Parameter(local_tensor(it).clone()) for it in parameters] for name in errors}
             optimizers: dict[str, Any] = {}
             for name, them in others.items():
-                section = Optimizer(**{**vars(config.optimizer), **CHANGES[name]})  # type: ignore[arg-type]
+                section = Optimizer(**{**vars(config.optimizer), **CHANGES[name]})
                 optimizers[name] = build_optimizer(them, section)
             before: list[torch.Tensor] = []
 
@@ -191,7 +191,9 @@ def peaks_table() -> str:
 
 def _peak(processes: int, flags: list[str]) -> dict[str, int]:
     command = [sys.executable, "-m", "torchtitan.launch", str(ROOT / "benchmarks" / "peak_memory.py"), *flags]
-    return json.loads(next(line for line in finish(command, processes).splitlines() if line.startswith("{")))
+    line = next(line for line in finish(command, processes).splitlines() if line.startswith("{"))
+    peaks: dict[str, int] = json.loads(line)
+    return peaks
 
 
 def plot(runs: dict[str, Path], errors: dict[str, list[float]], output: Path, smooth: int) -> None:

@@ -219,7 +219,8 @@ def earlier(path: Path | None, device: str, versions: dict[str, str]) -> dict[st
     content = json.loads(path.read_text())
     if (content["machine"]["device"], content["machine"]["versions"]) != (device, versions):
         sys.exit(f"{path} is of another machine or other versions; a table never mixes them: name another file")
-    return content["axes"]
+    axes: dict[str, list[dict[str, Any]]] = content["axes"]
+    return axes
 
 
 if __name__ == "__main__":

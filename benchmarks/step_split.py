@@ -108,7 +108,7 @@ def computes(operation: Event) -> bool:
 
 
 def is_compiled(operation: Event) -> bool:
-    return operation["name"].startswith("CompiledFunction")
+    return str(operation["name"]).startswith("CompiledFunction")
 
 
 # Class of the first pattern found in the name of a kernel, or of a CPU operation.

@@ -62,11 +62,11 @@ def train(flags: list[str], output: Path) -> None:
     dims = check(config, int(os.environ["WORLD_SIZE"]), device.type)
     all_reduces, bits, saturated = [], [], 0
     with build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
-        model, train_step = trainer.engine.model, loop.train_step
+        model, train_step = trainer.engine.model, loop.train_step  # type: ignore[attr-defined]
 
         def watched(*arguments: Any, **options: Any) -> Any:
             nonlocal saturated
-            with AllReduces() as counted:
+            with AllReduces() as counted:  # type: ignore[no-untyped-call]
                 result = train_step(*arguments, **options)
             all_reduces.append(counted.count)
             weights = [w for w in float8_all_gather_weights([model]).values() if w._precomputed_scale is not None]
@@ -81,7 +81,7 @@ def train(flags: list[str], output: Path) -> None:
                 saturated += int(count)
             return result
 
-        loop.train_step = watched
+        loop.train_step = watched  # type: ignore[attr-defined]
         trainer.train()
         if dist.get_rank() == 0:
             output.write_text(json.dumps({"all_reduces": all_reduces, "bits": bits, "saturated": saturated}))

@@ -43,7 +43,7 @@ def render(config_class: type[JobConfig] = JobConfig) -> str:
         parts += [f"\n## [{section.name}]\n\n{doc}\n\n", table(mine)]
         for key, spec in mine.items():
             if spec.entry:
-                doc = " ".join(spec.entry.__doc__.split("\n\n")[0].split())
+                doc = " ".join((spec.entry.__doc__ or "").split("\n\n")[0].split())
                 parts += [f"\n### [[{key}]]\n\n{doc}\n\n", table(keys_of_entry(spec.entry))]
     return "".join([*parts, former_names()])
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.object_collectives import raise_on_all_ranks
 from torchtitan.parallel.process_group import init_process_group, set_timeout
+from torchtitan.protocols import ModelArgs
 from torchtitan.trainer import Trainer
 
 
@@ -129,8 +129,9 @@ def build_trainer(
     return trainer
 
 
-def _model_args(config: JobConfig, tokenizer: Tokenizer) -> Any:
+def _model_args(config: JobConfig, tokenizer: Tokenizer) -> ModelArgs:
     args = MODELS.get(config.model.name).flavor(config.model.flavor).with_vocab_size(tokenizer.vocab_size)
+    assert args.vocab_size is not None
     if tokenizer.vocab_size > args.vocab_size:
         raise ConfigError(
             f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, but {config.model.name} "

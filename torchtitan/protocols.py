@@ -1,11 +1,13 @@
-"""Function types passed between layers of the architecture.
+"""Types passed between layers of the architecture.
 
 Shapes: T tokens, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import Field
+from typing import Any, ClassVar, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Causal attention of (q, k, v, document_ids): `models.attention.causal_attention` or its context-parallel form."""
@@ -16,3 +18,45 @@ to the logits, in their dtype. May overwrite the logits."""
 
 IGNORE_INDEX = -100
 """Label of positions without a loss; the default of torch's cross_entropy."""
+
+
+class ModelArgs(Protocol):
+    """Sizes of a model: a frozen dataclass such as `models.llama.args.LlamaArgs`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def n_layers(self) -> int: ...
+
+    @property
+    def n_heads(self) -> int: ...
+
+    @property
+    def n_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int | None: ...
+
+    @property
+    def tied_embeddings(self) -> bool: ...
+
+    def with_vocab_size(self, vocab_size: int) -> "ModelArgs": ...
+
+
+class Decoder(nn.Module):
+    """A model, or a pipeline stage of it with the missing modules None; the attributes are those of `Llama`."""
+
+    args: ModelArgs
+    tok_embeddings: nn.Embedding | None
+    layers: nn.ModuleDict
+    norm: nn.Module | None
+    output: nn.Module | None
+    positions: Tensor | None
+    init_std: Callable[[str], float | None]
+    __call__: Callable[..., Tensor]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]
     return None, damaged
 
 
-def newest_of_same_command(folder: Path, steps: list[int], configuration: Any) -> int | None:
+def newest_of_same_command(folder: Path, steps: list[int], configuration: Mapping[str, Any] | None) -> int | None:
     """The step of the newest intact checkpoint saved by this same command; None if there is none.
 
     `load_step` and `exclude_from_loading` apply only to a command's first start: on a restart they would discard its
@@ -84,11 +85,11 @@ def newest_of_same_command(folder: Path, steps: list[int], configuration: Any) -
     return step
 
 
-def _steps_of_same_command(folder: Path, steps: list[int], configuration: Any) -> list[int]:
+def _steps_of_same_command(folder: Path, steps: list[int], configuration: Mapping[str, Any] | None) -> list[int]:
     """Those of `steps` that were saved under the same configuration, except for [job] and the number of training
     steps."""
 
-    def command(configuration: Any) -> Any:
+    def command(configuration: Mapping[str, Any]) -> dict[str, Any]:
         sections = {name: section for name, section in configuration.items() if name != "job"}
         return {**sections, "training": {**sections["training"], "steps": None}}
 

@@ -1,5 +1,6 @@
 """Files of torch.distributed.checkpoint: written with hashes, and read without executing anything in them."""
 
+import os
 import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from torchtitan.checkpoint.manifest import METADATA, FileRecord, HashingFile, read_file
 from torchtitan.errors import CheckpointError
@@ -30,12 +33,12 @@ class HashingFileSystem(FileSystem):
         self.written: Files = {}
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[HashingFile]:
         with HashingFile(Path(path)) as file:
             yield file
         self.written[Path(path).name] = file.record()
 
-    def rename(self, path: Any, new_path: Any) -> None:
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
@@ -44,7 +47,7 @@ class HashingFileSystem(FileSystem):
 class WriteResults:
     """What one rank has written: torch's own result list, and the files."""
 
-    results: Any
+    results: list[WriteResult]
     files: Files
 
 
@@ -65,7 +68,9 @@ class Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # torch's contains the path on this machine
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
+    def write_data(  # type: ignore[override]  # `finish` takes the results apart
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[WriteResults]:
         before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # besides SHA-256 it would take as long as everything else
         try:
@@ -77,11 +82,11 @@ class Writer(dcp.FileSystemWriter):
             raise (cause or error) from None
         finally:
             torch.serialization.set_crc32_options(before)
-        future: Any = torch.futures.Future()
+        future: torch.futures.Future[WriteResults] = torch.futures.Future()
         future.set_result(WriteResults(results, self.hashing.written))
         return future
 
-    def finish(self, metadata: Metadata, results: Any) -> None:
+    def finish(self, metadata: Metadata, results: list[WriteResults]) -> None:  # type: ignore[override]
         super().finish(metadata, [written.results for written in results])
         files = {name: record for written in results for name, record in written.files.items()}
         self.finished({**files, METADATA: self.hashing.written[METADATA]})
@@ -94,14 +99,14 @@ class Reader(dcp.FileSystemReader):
         super().__init__(path)
         self.metadata = metadata
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self.metadata
 
 
 class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
     """torch's planner would unpickle any entry that is not a tensor; this one refuses it."""
 
-    def load_bytes(self, read_item: Any, value: BytesIO) -> None:
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
@@ -145,7 +150,7 @@ def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
         CheckpointError: invalid metadata, or they point elsewhere. The message is only the reason.
     """
     try:
-        metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA))).load()
+        metadata: Metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA))).load()
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
         for name, tensor in tensors.items():
             if type(tensor) is not TensorStorageMetadata:
@@ -186,7 +191,8 @@ def differences(metadata: Metadata, tensors: dict[str, torch.Tensor]) -> list[st
     """Which of `tensors` are missing from a checkpoint or differ in shape or dtype; a few words each."""
     found = []
     for name, tensor in tensors.items():
-        saved: Any = metadata.state_dict_metadata.get(name)
+        # `read_metadata` refuses everything but tensors.
+        saved: TensorStorageMetadata | None = metadata.state_dict_metadata.get(name)  # type: ignore[assignment]
         if saved is None:
             found.append(f"{name} is not in it")
         elif tuple(saved.size) != tuple(tensor.shape):

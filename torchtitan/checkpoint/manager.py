@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import torchtitan
@@ -43,14 +44,15 @@ from torchtitan.parallel.object_collectives import all_gather_object, broadcast_
 from torchtitan.parallel.process_group import failed_collective
 
 TrainState = dict[str, Any]
+S = TypeVar("S")
 
 
-class Exchange(Protocol):
+class Exchange(Protocol[S]):
     """Imports and exports folders in other formats (`interchange.Exchange`)."""
 
-    def find(self, folder: Path) -> Any: ...
+    def find(self, folder: Path) -> S | None: ...
 
-    def load(self, source: Any, tensors: Mapping[str, torch.Tensor]) -> None: ...
+    def load(self, source: S, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
     def export(self, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None: ...
 
@@ -86,7 +88,7 @@ class CheckpointManager:
         identity: dict[str, Any],
         about: Mapping[str, Any] | None = None,
         on_saved: Callable[[int], None] = lambda step: None,
-        exchange: Exchange | None = None,
+        exchange: Exchange[Any] | None = None,
     ) -> None:
         self.config = config
         self.exchange = exchange
@@ -173,7 +175,7 @@ class CheckpointManager:
     def _load(self, path: Path, weights_only: bool, prepare: Callable[[TrainState], None]) -> TrainState:
         """Loads an intact checkpoint, after checking that it is of this model."""
 
-        def read() -> tuple[TrainState, Any]:
+        def read() -> tuple[TrainState, Metadata]:
             try:
                 manifest = read_manifest(path)
                 return read_train_state(path, manifest.step), read_metadata(path, manifest.files)

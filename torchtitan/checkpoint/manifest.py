@@ -17,6 +17,8 @@ from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Buffer
+
 from torchtitan.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -53,7 +55,7 @@ class HashingFile(BufferedWriter):
         self._thread = ThreadPoolExecutor(1)
         super().__init__(FileIO(path, "w"), buffer_size=PIECE)
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Buffer) -> int:
         with memoryview(data) as view:
             self._size += view.nbytes
             if view.nbytes < WORTH_A_THREAD:

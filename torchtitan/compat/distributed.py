@@ -8,9 +8,10 @@
 - `_symmetric_memory.enable_symm_mem_for_group`: asynchronous tensor parallelism; CUDA only
 """
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch.distributed.distributed_c10d import (
@@ -34,10 +35,10 @@ __all__ = [
     "set_group_timeout",
 ]
 
-all_gather_tensor: Any = (
+all_gather_tensor: Callable[..., torch.Tensor] = (
     getattr(functional_collectives, "all_gather_single", None) or functional_collectives.all_gather_tensor
 )
-reduce_scatter_tensor: Any = (
+reduce_scatter_tensor: Callable[..., torch.Tensor] = (
     getattr(functional_collectives, "reduce_scatter_single", None) or functional_collectives.reduce_scatter_tensor
 )
 
@@ -60,7 +61,8 @@ def flight_recorder_trace() -> bytes:
     """The last collectives of this process, pickled."""
     from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
 
-    return _dump_fr_trace()
+    trace: bytes = _dump_fr_trace()
+    return trace
 
 
 def enable_symmetric_memory(group_name: str) -> None:

@@ -6,17 +6,17 @@
 """
 
 import contextlib
-from typing import Any
 
 import torch
 
 
-def fused_step(optimizer: Any, skip: torch.Tensor) -> None:
+def fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
     """A fused optimizer's step, which the device skips if the scalar `skip` is above 0."""
-    optimizer.grad_scale, optimizer.found_inf = None, skip
+    optimizer.grad_scale, optimizer.found_inf = None, skip  # type: ignore[attr-defined]
     optimizer.step()
 
 
 def recompile_limit(count: int) -> contextlib.AbstractContextManager[None]:
     """Within this context a function may be compiled `count` times."""
-    return torch._dynamo.config.patch(recompile_limit=count)
+    patch: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=count)
+    return patch

@@ -18,10 +18,10 @@ def load_csv(schedule: Any, path: str) -> None:
     schedule._load_csv(path)
 
 
-def computations(schedule: Any, rank: int, stage: int) -> Counter[Any]:
+def computations(schedule: Any, rank: int, stage: int) -> Counter[ComputationType]:
     """How often a rank runs each `ComputationType` of one of its stages per step."""
     order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
-    counts: Counter[Any] = Counter()
+    counts: Counter[ComputationType] = Counter()
     for action in order.get(rank, []):
         for part in (getattr(action, "sub_actions", None) or [action]) if action is not None else []:
             if part.stage_index == stage:

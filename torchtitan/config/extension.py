@@ -25,8 +25,8 @@ def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
     hints = typing.get_type_hints(theirs, include_extras=True)
     known = {field.name for field in dataclasses.fields(config_class)}
     sections = []
-    for field in dataclasses.fields(theirs):  # type: ignore[arg-type]
-        section = hints[field.name]
+    for field in dataclasses.fields(theirs):
+        section: type[Any] = hints[field.name]
         if not dataclasses.is_dataclass(section):
             raise ConfigError(f"{where}: section {field.name} of {module_name}.JobConfig is not a dataclass.")
         base = section_class(config_class, field.name) if field.name in known else None
@@ -35,11 +35,11 @@ def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
     return dataclasses.make_dataclass("JobConfig", sections, bases=(config_class,), frozen=True)
 
 
-def _frozen(section: Any, base: Any) -> Any:
+def _frozen(section: type[Any], base: type[Any] | None) -> type[Any]:
     """A frozen copy of a user's section, derived from ours if we have one of that name. For a key that both have, the
     user's type and default win."""
     hints = typing.get_type_hints(section, include_extras=True)
-    fields: list[Any] = []
+    fields: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(section):
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"experimental.custom_args_module: {section.__name__}.{field.name} needs a default.")

@@ -3,10 +3,16 @@
 import dataclasses
 import types
 import typing
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import annotated_types
 from typing_extensions import Doc
+
+
+class Section(Protocol):
+    """A dataclass of keys: a section of the configuration, or an entry in a list of tables."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +32,10 @@ class Key:
         return any(typing.get_origin(_plain(arm)) is list for arm in _union_members(self.annotation))
 
     @property
-    def entry(self) -> Any:
+    def entry(self) -> type[Any] | None:
         """The dataclass of the entries if the value is a list of tables, else None."""
         plain = _plain(self.annotation)
-        of_list = typing.get_args(plain)[0] if typing.get_origin(plain) is list else None
+        of_list: type[Any] | None = typing.get_args(plain)[0] if typing.get_origin(plain) is list else None
         return of_list if dataclasses.is_dataclass(of_list) else None
 
     @property
@@ -82,12 +88,12 @@ def fields_by_key(config_class: type) -> dict[str, Key]:
     return keys
 
 
-def keys_of_entry(entry: Any) -> dict[str, Key]:
+def keys_of_entry(entry: type[Any]) -> dict[str, Key]:
     """The keys of an entry in a list of tables; fields without help are not keys."""
     return {name: key for name, key in _keys_of(entry).items() if key.help}
 
 
-def _keys_of(cls: Any) -> dict[str, Key]:
+def _keys_of(cls: type[Any]) -> dict[str, Key]:
     keys = {}
     hints, defaults = typing.get_type_hints(cls, include_extras=True), cls()
     for field in dataclasses.fields(cls):
@@ -97,8 +103,9 @@ def _keys_of(cls: Any) -> dict[str, Key]:
     return keys
 
 
-def section_class(config_class: type, name: str) -> Any:
-    return typing.get_type_hints(config_class)[name]
+def section_class(config_class: type, name: str) -> type[Any]:
+    section: type[Any] = typing.get_type_hints(config_class)[name]
+    return section
 
 
 def _constraints(annotation: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from torchtitan.config.overrides import ValueChecks, values_of_file, values_of_f
 from torchtitan.errors import ConfigError
 
 if sys.version_info >= (3, 11):
-    import tomllib
+    import tomllib as tomllib
 else:
     import tomli as tomllib
 

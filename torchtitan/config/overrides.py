@@ -136,6 +136,7 @@ def _take(values: Values, key: str, spec: Key, value: Any, strict: bool, where: 
 def _take_tables(values: Values, key: str, keys: dict[str, Key], tables: Any, path: str, problems: list[str]) -> None:
     """Adds a list of tables as entries of its dataclass. A nested table holds keys of the section of that name."""
     entry = keys[key].entry
+    assert entry is not None
     own = keys_of_entry(entry)
     if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
         problems.append(f"{path}: {key} must be a list of tables, each headed [[{key}]], not {tables!r}.")

@@ -16,6 +16,7 @@ def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """
     if mesh.size(0) == 1:
         return None
+    group: dist.ProcessGroup | None
     group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
     return group
 

@@ -7,7 +7,7 @@ An entry of `filter_fqns` matches complete components of a module's path: `layer
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Protocol
 
 from torch import nn
 
@@ -60,7 +60,14 @@ class FilterRules:
     measured: SizeRule
 
 
-def names_own_layers(section: Any) -> bool:
+class FilterSection(Protocol):
+    """The configuration section of a converter with a filter."""
+
+    @property
+    def filter_fqns(self) -> list[str]: ...
+
+
+def names_own_layers(section: FilterSection) -> bool:
     """Whether a section's `filter_fqns` differs from its default."""
     return section.filter_fqns != type(section)().filter_fqns
 

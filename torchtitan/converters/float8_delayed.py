@@ -7,7 +7,8 @@ one pass over the data. `amax_history.py` computes scales from amaxes after each
 Shapes: M tokens, K inputs, N outputs of a layer.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -43,8 +44,19 @@ class DelayedMatmul(torch.autograd.Function):
         amaxes: three scalars for the same tensors, updated to the maximum seen. None records nothing.
     """
 
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx, x, weight, scales, amax_input, amax_weight, amax_out_grad, casts):  # type: ignore[no-untyped-def, override]
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor | None,
+        amax_input: torch.Tensor | None,
+        amax_weight: torch.Tensor | None,
+        amax_out_grad: torch.Tensor | None,
+        casts: Casts,
+    ) -> torch.Tensor:
         # Copies, since the layer's own scales are overwritten after each step.
         known = [scales[i].clone() if scales is not None and casts.delayed[i] else None for i in range(3)]
         x_scale = _scale(x, known[INPUT], amax_input, casts.dtypes[INPUT])
@@ -58,7 +70,7 @@ class DelayedMatmul(torch.autograd.Function):
         return float8_matmul(x_low, weight_low.transpose(), x.dtype, casts.emulate, fast=True)
 
     @staticmethod
-    def backward(ctx, out_grad):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_data, x_scale_inverse, weight, weight_scale, scale = ctx.saved_tensors
         casts = ctx.casts
         scale = _scale(out_grad, scale, ctx.amax_out_grad, casts.dtypes[OUT_GRAD])
@@ -124,9 +136,9 @@ class DelayedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Without gradients no amax is recorded: validation does not affect training.
-        recorded: Any = zip(self.amaxes, self.casts.delayed, strict=True)
+        recorded = zip(self.amaxes, self.casts.delayed, strict=True)
         amaxes = [amax if delayed and torch.is_grad_enabled() else None for amax, delayed in recorded]
         scales = self.scales if self.has_scales else None
-        out = DelayedMatmul.apply(x.flatten(0, -2), self.weight, scales, *amaxes, self.casts)
+        out: torch.Tensor = DelayedMatmul.apply(x.flatten(0, -2), self.weight, scales, *amaxes, self.casts)
         out = out.unflatten(0, x.shape[:-1])
         return out if self.bias is None else out + self.bias

@@ -3,7 +3,8 @@
 Shapes: M tokens, K inputs, N outputs of a layer.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class Float8Recipe(NamedTuple):
 RECIPES = {"tensorwise": (False, False), "rowwise": (True, False), "rowwise_with_gw_hp": (True, True)}
 
 
-def round_input(x: Any, recipe: Float8Recipe, trains: bool) -> QuantizedInput:
+def round_input(x: torch.Tensor, recipe: Float8Recipe, trains: bool) -> QuantizedInput:
     """Quantizes x for the GEMMs that use it.
 
     Args:
@@ -59,16 +60,22 @@ class Float8Matmul(torch.autograd.Function):
         low: x quantized by `round_input`.
     """
 
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx, x, weight, low, recipe):  # type: ignore[no-untyped-def, override]
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, low: QuantizedInput, recipe: Float8Recipe
+    ) -> torch.Tensor:
         ctx.recipe, ctx.shape, ctx.dtype = recipe, x.shape, x.dtype
         ctx.save_for_backward(weight, *(low.right or (x.flatten(0, -2), None)))
         right = _rowwise(weight) if recipe.rowwise else _tensorwise(weight, E4M3)
-        out = float8_matmul(low.left, right.transpose(), x.dtype, recipe.emulate, fast=True)
-        return out.unflatten(0, x.shape[:-1])
+        assert low.left is not None
+        out: torch.Tensor = float8_matmul(low.left, right.transpose(), x.dtype, recipe.emulate, fast=True)
+        out = out.unflatten(0, x.shape[:-1])
+        return out
 
     @staticmethod
-    def backward(ctx, out_grad):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, x, x_scale_inverse = ctx.saved_tensors
         rowwise, hp_weight_grad, emulate = ctx.recipe
         out_grad = out_grad.flatten(0, -2).contiguous()

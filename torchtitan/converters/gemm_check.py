@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -19,6 +19,8 @@ from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, Profi
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.parallel.pipeline import Passes
+
+T = TypeVar("T")
 
 FORWARD, RECOMPUTED = "forward pass of ", "recomputed forward pass of "
 
@@ -64,7 +66,7 @@ def checked_gemms(
     units = {fqn: _compiled_with(model, fqn) for fqn in layers}
     with _marked(model, set(units.values())), _profiled() as recorded:
         yield
-    ran = _count(recorded.profiler.kineto_results.events(), {*by_op, *unwanted})  # type: ignore[union-attr]
+    ran = _count(recorded.profiler.kineto_results.events(), {*by_op, *unwanted})
     for op in unwanted:
         found = sum(ran[op].values())
         if found and not (op == EMULATED_FLOAT8 and by_op):  # real float8 GEMMs come with such casts as well
@@ -139,14 +141,14 @@ def _marked(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
     """Marks the forward passes of these modules in the profiler's trace."""
     with ExitStack() as undo:
         for path in paths:
-            module: Any = model.get_submodule(path)
+            module = model.get_submodule(path)
             own, forward = vars(module).get("forward"), module.forward
             module.forward = partial(_run_marked, forward, path)
             undo.callback(partial(setattr, module, "forward", own) if own else partial(delattr, module, "forward"))
         yield
 
 
-def _run_marked(forward: Callable[..., Any], path: str, *inputs: Any, **more: Any) -> Any:
+def _run_marked(forward: Callable[..., T], path: str, *inputs: object, **more: object) -> T:
     with record_function(f"{RECOMPUTED if in_backward_pass() else FORWARD}{path}"):
         return forward(*inputs, **more)
 

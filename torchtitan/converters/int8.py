@@ -7,8 +7,8 @@ high precision. Based on SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.1
 Shapes: M tokens, K inputs, N outputs of a layer.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -68,18 +68,19 @@ class Int8Matmul(torch.autograd.Function):
         low: x quantized by `round_input`.
     """
 
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx, x, weight, low, gemms):  # type: ignore[no-untyped-def, override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, low: QuantizedInput, gemms: Int8Gemms) -> torch.Tensor:
         ctx.gemms, ctx.dtype = gemms, x.dtype
         ctx.save_for_backward(weight, *(low.right or (x, None)))
         if low.left is None:
             return x @ _high_precision(weight).T
-        gathered = isinstance(weight, GatheredWeight)
-        weight_rows = weight.quantized() if gathered else quantize(weight, gemms.recipe)
+        weight_rows = weight.quantized() if isinstance(weight, GatheredWeight) else quantize(weight, gemms.recipe)
         return int8_matmul(low.left, weight_rows.transpose(), x.dtype, gemms.emulate)
 
     @staticmethod
-    def backward(ctx, out_grad):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, x, x_scale_inverse = ctx.saved_tensors
         recipe, _, grad_input, grad_weight, emulate = ctx.gemms
         needs_x, needs_weight, *_ = ctx.needs_input_grad
@@ -114,7 +115,7 @@ class Int8Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         key = (self.gemms, torch.is_grad_enabled())
         low = quantize_once(x, key, lambda x: round_input(x, *key))
-        out = Int8Matmul.apply(x.flatten(0, -2), self.weight, low, self.gemms)
+        out: torch.Tensor = Int8Matmul.apply(x.flatten(0, -2), self.weight, low, self.gemms)
         out = out.unflatten(0, x.shape[:-1])
         return out if self.bias is None else out + self.bias
 

@@ -6,12 +6,14 @@ tensorwise scale needs a reduction over the shards: one for all weights after ea
 (`set_tensorwise_scales`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from torchtitan.compat.dispatch import pytree
@@ -59,7 +61,7 @@ class ShardedWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor, recipe: str) -> "ShardedWeight":
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls,
             tensor.size(),
             strides=tensor.stride(),
@@ -79,7 +81,13 @@ class ShardedWeight(torch.Tensor):
         return f"ShardedWeight({self.tensor}, {self.recipe})"
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         recipes = {leaf.recipe for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)}
         args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.tensor, (args, kwargs or {}))
         out = func(*args, **kwargs)
@@ -88,14 +96,23 @@ class ShardedWeight(torch.Tensor):
         (recipe,) = recipes
         return pytree.tree_map_only(torch.Tensor, lambda tensor: cls(tensor, recipe), out)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], ScaleRecipe]:
         return ["tensor"], self.recipe
 
     @staticmethod
-    def __tensor_unflatten__(inner, recipe, outer_size, outer_stride):  # type: ignore[no-untyped-def]
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], recipe: ScaleRecipe, outer_size: torch.Size, outer_stride: tuple[int, ...]
+    ) -> "ShardedWeight":
         return ShardedWeight(inner["tensor"], recipe)
 
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """((int8 data, scale inverses), metadata) of this shard; a tensorwise scale is sent as metadata."""
         if self.recipe == "rowwise":
             data, scale_inverse = quantize(self.tensor, "rowwise")
@@ -106,13 +123,20 @@ class ShardedWeight(torch.Tensor):
         scale_inverse = self.scale_inverse.clone()  # belongs to this data, even if the weight's scale changes later
         return (quantize_with(self.tensor, scale_inverse),), scale_inverse
 
-    def fsdp_post_all_gather(self, outputs, scale_inverse, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        scale_inverse: torch.Tensor | None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> "tuple[GatheredWeight, tuple[torch.Tensor, ...]] | None":
         """The full weight, and the tensors whose memory FSDP2 frees after use."""
         if out is None:
             scale_inverse = outputs[1] if scale_inverse is None else scale_inverse
             return GatheredWeight(Quantized(outputs[0], scale_inverse), param_dtype), outputs
         # FSDP2 refilled the same memory. Tensors saved for the backward pass refer to it, so refill the scale as well.
-        weight: Any = out._local_tensor if isinstance(out, DTensor) else out
+        weight: GatheredWeight = out._local_tensor if isinstance(out, DTensor) else out  # type: ignore[assignment]
         if scale_inverse is not None:
             weight.scale_inverse.data.copy_(scale_inverse)  # .data hides the write from autograd, as FSDP2 does
         return None
@@ -130,7 +154,7 @@ class GatheredWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, quantized: Quantized, dtype: torch.dtype) -> "GatheredWeight":
         data = quantized.data
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls, data.size(), strides=data.stride(), dtype=dtype, device=data.device
         )
 
@@ -144,7 +168,13 @@ class GatheredWeight(torch.Tensor):
         return Quantized(self.data_int8, self.scale_inverse)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         # FSDP2 calls as_strided with the weight's own shape and strides, DTensor.to_local() view with its own shape.
         same = func is aten.view.default and list(args[1]) == list(args[0].shape)
         if same or func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
@@ -156,15 +186,17 @@ class GatheredWeight(torch.Tensor):
     def dequantize_all(self) -> torch.Tensor:
         return dequantize(self.data_int8, self.scale_inverse, self.dtype)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["data_int8", "scale_inverse"], self.dtype
 
     @staticmethod
-    def __tensor_unflatten__(inner, dtype, outer_size, outer_stride):  # type: ignore[no-untyped-def]
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], dtype: torch.dtype, outer_size: torch.Size, outer_stride: tuple[int, ...]
+    ) -> "GatheredWeight":
         return GatheredWeight(Quantized(inner["data_int8"], inner["scale_inverse"]), dtype)
 
 
-def tensorwise_scale(amax: torch.Tensor, mesh: Any) -> torch.Tensor:
+def tensorwise_scale(amax: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Tensorwise scale inverses from the largest magnitudes of the shards."""
     if mesh.size() > 1:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())

@@ -1,10 +1,10 @@
 """`auto_filter_measured`: whether a layer of this size is faster in low precision on this device."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torchtitan.logging import logger
 
 if TYPE_CHECKING:
     from torchtitan.converters.linear import LinearConverter
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
 
 RESULTS = "measured_products.json"
 ROUNDS = 7
@@ -103,14 +105,16 @@ def layer_seconds(
     layers = [nn.Linear(k, n, bias=False, device=device, dtype=dtype) for _ in converters]
     modules = [c.swap(layer) if c is not None else layer for c, layer in zip(converters, layers, strict=True)]
     keep_compiled_code_private()
-    forwards: list[Any] = [torch.compile(module) if compiled else module for module in modules]
+    forwards: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        torch.compile(module) if compiled else module for module in modules
+    ]
 
     def now() -> float:
         if device == "cuda":
             torch.cuda.synchronize()
         return perf_counter()
 
-    def seconds(forward: Any) -> tuple[float, float]:
+    def seconds(forward: Forward) -> tuple[float, float]:
         start = now()
         out = forward(x)
         middle = now()

@@ -4,7 +4,7 @@ The layer is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it 
 quantizing under tensor parallelism.)
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.compat.torchao_mx import ScaleCalculationMode
 
 FIRST_CAPABILITY = (10, 0)  # Blackwell: NVIDIA's CUDA programming guide, table of capabilities
 BLOCK = 32
@@ -80,7 +83,7 @@ class MXConverter(LinearConverter):
         exact = tensor / scale.repeat_interleave(BLOCK, 1)
         return Scaled(exact, mx.qdata.float(), torch.finfo(torch.float8_e4m3fn).max)
 
-    def _scale_mode(self) -> Any:
+    def _scale_mode(self) -> "ScaleCalculationMode":
         from torchtitan.compat.torchao_mx import ScaleCalculationMode
 
         return ScaleCalculationMode[self.config.scale_calculation_mode.upper()]
@@ -88,7 +91,7 @@ class MXConverter(LinearConverter):
     def swap(self, linear: nn.Linear) -> nn.Linear:
         from torchtitan.compat.torchao_mx import KernelPreference, MXFP8Linear
 
-        new = MXFP8Linear(
+        new: nn.Linear = MXFP8Linear(
             linear.in_features,
             linear.out_features,
             linear.bias is not None,

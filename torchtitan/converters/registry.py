@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from torchtitan.config.keys import Section
 from torchtitan.converters.float8 import Float8Converter
 from torchtitan.converters.int8 import Int8Converter
 from torchtitan.converters.mx import MXConverter
@@ -54,7 +55,7 @@ CONVERTERS: Registry[ConverterEntry] = Registry(
 
 
 def apply_converters(
-    model: nn.Module, names: Iterable[str], section_of: Callable[[str], Any], target: Target
+    model: nn.Module, names: Iterable[str], section_of: Callable[[str], Section], target: Target
 ) -> list[ModelConverter]:
     """Builds the converters called `names` and applies them in this order.
 

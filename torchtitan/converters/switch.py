@@ -60,7 +60,7 @@ def layer_variants(models: Sequence[ConvertedModel]) -> list[LayerVariants]:
     return [{fqn: _variant_of(model.get_submodule(fqn)) for fqn in converted} for model, _ in models]
 
 
-def _registered(module: nn.Module) -> tuple[Any, ...]:
+def _registered(module: nn.Module) -> tuple[object, ...]:
     """What FSDP, the optimizer and checkpoints know about a layer."""
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return (

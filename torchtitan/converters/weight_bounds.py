@@ -6,7 +6,7 @@ bounds the amax after the next update, and after later ones. Derivation: docs/lo
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,15 @@ from torchtitan.converters.amax import all_reduce_max, local_amaxes
 from torchtitan.errors import TrainingError
 from torchtitan.logging import logger
 
+if TYPE_CHECKING:
+    from torchtitan.compat.torchao_float8 import WeightWithDynamicFloat8CastTensor
+
 # A float32 operation has a relative error of at most 2^-24. An update applies four to a weight, hence an error relative
 # to the weight, and many to the moments, which amplify it by at most 1 / (1 - beta), hence one relative to the step.
 WEIGHT_ROUNDING = 2**-21
 STEP_ROUNDING = 2**-10
+
+Bound = TypeVar("Bound", float, torch.Tensor)
 
 
 def largest_ratio(beta1: float, beta2: float) -> float:
@@ -35,7 +40,7 @@ def largest_ratio(beta1: float, beta2: float) -> float:
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
 
 
-def bound_after_update(bound: Any, learning_rate: float, ratio: float, decay: float) -> Any:
+def bound_after_update(bound: Bound, learning_rate: float, ratio: float, decay: float) -> Bound:
     """The bound on magnitudes after an update.
 
     Args:
@@ -120,7 +125,7 @@ class WeightBounds:
         set_scales(weights, self.bounds)
 
 
-def float8_all_gather_weights(models: Sequence[nn.Module]) -> dict[str, Any]:
+def float8_all_gather_weights(models: Sequence[nn.Module]) -> dict[str, "WeightWithDynamicFloat8CastTensor"]:
     """This rank's shards of the weights that are gathered in float8, by layer path."""
     return {
         fqn: module.weight._local_tensor
@@ -132,12 +137,14 @@ def float8_all_gather_weights(models: Sequence[nn.Module]) -> dict[str, Any]:
     }
 
 
-def measure_amaxes(weights: dict[str, Any], group: dist.ProcessGroup | None) -> torch.Tensor:
+def measure_amaxes(
+    weights: "dict[str, WeightWithDynamicFloat8CastTensor]", group: dist.ProcessGroup | None
+) -> torch.Tensor:
     """(number of weights,): the amax of each full weight, in one all-reduce over the ranks that hold shards."""
     return all_reduce_max(local_amaxes([weight._tensor for weight in weights.values()]), group)
 
 
-def set_scales(weights: dict[str, Any], amaxes: torch.Tensor) -> None:
+def set_scales(weights: "dict[str, WeightWithDynamicFloat8CastTensor]", amaxes: torch.Tensor) -> None:
     """Sets the scales with which the weights are gathered from now on."""
     from torchtitan.compat.torchao_float8 import amax_to_scale
 

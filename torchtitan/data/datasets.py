@@ -110,7 +110,7 @@ def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]
         if isinstance(source, TextFiles):
             source = source.for_rows(rows, seq_len)
         streamed = StridedSource(source, name) if hasattr(source, "__getitem__") else source  # type: ignore[arg-type]
-        weighted.append(Weighted(streamed, name, weight))  # type: ignore[arg-type]
+        weighted.append(Weighted(streamed, name, weight))
     return weighted
 
 

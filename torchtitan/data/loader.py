@@ -170,7 +170,7 @@ def steps(rows: list[Row], spec: BatchSpec) -> Iterator[tuple[list[Batch], Posit
 
 def epoch_of(positions: Positions) -> int:
     """The number of complete epochs of all rows, for display."""
-    return min(position["epoch"] for position in positions.values())
+    return min(int(position["epoch"]) for position in positions.values())
 
 
 # State entry -> the config key that determines it.

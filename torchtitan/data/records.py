@@ -5,11 +5,16 @@ import mmap
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.data.sources import Document, Stamp, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["JsonLines", "ParquetFiles", "Skipped", "check_columns", "text_of_line"]
 
@@ -170,7 +175,7 @@ def is_array(path: Path) -> bool:
         return re.match(rb"\s*\[\s*[{\]]", file.read(ARRAY_LOOKED_AT)) is not None
 
 
-def array_offsets(path: Path) -> Any:
+def array_offsets(path: Path) -> "NDArray[np.int64]":
     """(records + 1) int64: the start of each object of an array, and the end of the file."""
     import numpy as np
 
@@ -194,7 +199,7 @@ def first_lines(path: Path) -> Iterator[bytes]:
                 yield line
 
 
-def line_offsets(path: Path) -> Any:
+def line_offsets(path: Path) -> "NDArray[np.int64]":
     """(lines + 1) int64: the start of each line, and the end of the last."""
     import numpy as np
 
@@ -262,11 +267,11 @@ class ParquetFiles:
         return Document(text or "", id)
 
 
-def is_text(pa: Any, type: Any) -> bool:
-    return pa.types.is_string(type) or pa.types.is_large_string(type)
+def is_text(pa: ModuleType, type: Any) -> bool:
+    return bool(pa.types.is_string(type) or pa.types.is_large_string(type))
 
 
-def types_at(pa: Any, schema: Any, column: str) -> list[Any]:
+def types_at(pa: ModuleType, schema: Any, column: str) -> list[Any]:
     """The Arrow type of a column, or of a field within it (`a.b`); empty if it does not exist."""
     if column in schema.names:
         return [schema.field(column).type]

@@ -124,7 +124,7 @@ def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source 
         DataError: there are fewer than a hundred documents.
     """
     if not hasattr(source, "__getitem__"):
-        return StreamedSplit(source, held_out)  # type: ignore[arg-type]
+        return StreamedSplit(source, held_out)
     if isinstance(source, TextFiles):
         # Split independently of the batch size, so that the held-out part depends only on the data.
         source = source.cut(4 * HELD_OUT_EVERY)

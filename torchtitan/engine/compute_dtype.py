@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from torchtitan.config import JobConfig
 from torchtitan.config.manager import read_toml
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
+
+ComputeDtype = Literal["bfloat16", "float32"]
 
 SLOW_BFLOAT16 = "bfloat16 GEMMs are slower than float32 ones on this CPU"
 
@@ -23,13 +25,13 @@ def decide_compute_dtype(config: JobConfig, device_type: str) -> JobConfig:
     """
     if config.training.mixed_precision_param != "auto":
         return config
-    dtype: Any = "bfloat16"
+    dtype: ComputeDtype = "bfloat16"
     if device_type == "cpu":
         dtype = _agree_over_ranks(_dtype_of_checkpoint(config), bfloat16_is_fast())
     return dataclasses.replace(config, training=dataclasses.replace(config.training, mixed_precision_param=dtype))
 
 
-def _dtype_of_checkpoint(config: JobConfig) -> str | None:
+def _dtype_of_checkpoint(config: JobConfig) -> ComputeDtype | None:
     """The dtype of the run in this dump folder, if it has a checkpoint to resume from."""
     folder = Path(config.job.dump_folder)
     if not config.checkpoint.enable_checkpoint or not saved_steps(folder / config.checkpoint.folder):
@@ -41,7 +43,7 @@ def _dtype_of_checkpoint(config: JobConfig) -> str | None:
     return dtype if dtype in ("bfloat16", "float32") else None
 
 
-def _agree_over_ranks(of_checkpoint: str | None, bfloat16: bool) -> str:
+def _agree_over_ranks(of_checkpoint: ComputeDtype | None, bfloat16: bool) -> ComputeDtype:
     if dist.is_initialized() and dist.get_world_size() > 1:
         fast = torch.tensor(int(bfloat16))
         dist.all_reduce(fast, op=dist.ReduceOp.MIN)

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,11 +16,12 @@ from torchtitan.converters import (
     conversion_report,
 )
 from torchtitan.models import MODELS
+from torchtitan.protocols import Decoder, ModelArgs
 
 
 def build_converted_model(
-    config: JobConfig, args: Any, target: Target, mesh: DeviceMesh
-) -> tuple[Any, list[ModelConverter]]:
+    config: JobConfig, args: ModelArgs, target: Target, mesh: DeviceMesh
+) -> tuple[Decoder, list[ModelConverter]]:
     """The full model on the meta device, and the converters applied to it. Collective.
 
     Args:
@@ -30,7 +30,7 @@ def build_converted_model(
         mesh: (pp, dp_replicate, fsdp, tp).
     """
     with torch.device("meta"):
-        model: Any = MODELS.get(config.model.name).build(args)
+        model = MODELS.get(config.model.name).build(args)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.training.weight_dtype))
     converters = apply_converters(model, config.model.converters, functools.partial(getattr, config), target)

@@ -6,7 +6,6 @@ It knows nothing of data sets, checkpoints or metrics: the trainer feeds it, and
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +26,7 @@ from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_par
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
+from torchtitan.protocols import Decoder, ModelArgs
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Engine:
     config: JobConfig
     meshes: Meshes
     device: Device
-    model: Any
-    stages: dict[int, Any]
+    model: Decoder
+    stages: dict[int, Decoder]
     positions: torch.Tensor | None
     converters: list[ModelConverter]
     phases: PrecisionPhases | None
@@ -105,7 +105,7 @@ class Engine:
     converted_model: str
 
 
-def materialize(model: Any, stages: Sequence[Any], config: JobConfig, device: Device) -> None:
+def materialize(model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
     """Allocates this rank's shards and initializes them."""
     offload = config.training.enable_cpu_offload
     if not offload:
@@ -119,12 +119,12 @@ def build_engine(
     config: JobConfig,
     meshes: Meshes,
     device: Device,
-    args: Any,
+    args: ModelArgs,
     global_batch_size: int,
     *,
     target: Target | None = None,
     first_layers: Sequence[int] | None = None,
-    materialize: Callable[[Any, Sequence[Any], JobConfig, Device], None] = materialize,
+    materialize: Callable[[Decoder, Sequence[Decoder], JobConfig, Device], None] = materialize,
 ) -> Engine:
     """Builds the engine, top to bottom. Collective.
 
@@ -154,8 +154,8 @@ def build_engine(
     else:
         model, converters = convert(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    embedding = model.tok_embeddings.weight.numel() if not args.tied_embeddings else 0
-    calls = model.passes(target.tokens) if hasattr(model, "passes") else {}
+    embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
+    calls: dict[str, int] = getattr(model, "passes", lambda tokens: {})(target.tokens)
     converted_model = str(model) if config.model.print_after_conversion else ""
 
     # Parallelize: split into pipeline stages; then in each, tensor and context parallelism, activation checkpointing,
@@ -224,8 +224,8 @@ def _build_pipeline(
     config: JobConfig,
     meshes: Meshes,
     device: Device,
-    args: Any,
-    stages: dict[int, Any],
+    args: ModelArgs,
+    stages: dict[int, Decoder],
     stage_count: int,
     local_batch_size: int,
     scale: float = 1.0,

@@ -1,13 +1,12 @@
 """Sizes of the configured model."""
 
-from typing import Any
-
 from torchtitan.config.training import Model
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.models import MODELS
+from torchtitan.protocols import ModelArgs
 
 
-def find_model_args(model: Model) -> Any:
+def find_model_args(model: Model) -> ModelArgs:
     """Sizes of the flavor; the vocabulary size is the tokenizer's if the flavor does not set it.
 
     Raises:

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
+from torch import nn
 
 from torchtitan.config import JobConfig
 from torchtitan.config.low_precision import Precision, PrecisionPhase
@@ -19,8 +19,10 @@ from torchtitan.converters import (
     layer_variants,
 )
 from torchtitan.converters.conversion_report import precision_of
+from torchtitan.converters.switch import ConvertedModel
 from torchtitan.engine.conversion import decisions_of, steps_that_compile
 from torchtitan.errors import ConfigError
+from torchtitan.protocols import Decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ class PrecisionPhases:
         current: index of the phase that the model is in.
     """
 
-    def __init__(self, phases: Sequence[Phase], models: Sequence[tuple[Any, list[ModelConverter]]]) -> None:
+    def __init__(self, phases: Sequence[Phase], models: Sequence[ConvertedModel]) -> None:
         self.phases = phases
         self.current = 0
         self.converters_by_phase = [converters for _, converters in models]
@@ -99,7 +101,7 @@ class PrecisionPhases:
             first_of_phase = (phase.last_step or 0) + 1
         return steps
 
-    def enter(self, step: int, model: Any, compiled: bool) -> bool:
+    def enter(self, step: int, model: nn.Module, compiled: bool) -> bool:
         """Switches the model's layers to the phase of `step`; returns whether the phase changed.
 
         Parameters, their sharding and the optimizer state stay. Compiled blocks are recompiled.
@@ -115,8 +117,8 @@ class PrecisionPhases:
 
 
 def build_precision_phases(
-    config: JobConfig, convert: Callable[[JobConfig], tuple[Any, list[ModelConverter]]]
-) -> tuple[Any, PrecisionPhases]:
+    config: JobConfig, convert: Callable[[JobConfig], tuple[Decoder, list[ModelConverter]]]
+) -> tuple[Decoder, PrecisionPhases]:
     """The full model on the meta device in its first phase, and the phases.
 
     Args:

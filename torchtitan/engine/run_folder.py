@@ -62,7 +62,7 @@ class RunFolder:
         if self._skipped_updates is not None:
             self._skipped_updates.write(step, values)
 
-    def record_event(self, step: int, event: str, **values: Any) -> None:
+    def record_event(self, step: int, event: str, **values: object) -> None:
         """Records an event that the report marks on its time axis. Acts on rank 0 only."""
         if self._events is not None:
             self._events.write(step, {"event": event, "time": round(time.time(), 3), **values})

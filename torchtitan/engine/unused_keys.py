@@ -1,9 +1,9 @@
 """Reports keys that were set but have no effect in this run."""
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from torchtitan.config import JobConfig
+from torchtitan.config.keys import Section
 from torchtitan.converters import CONVERTERS
 
 
@@ -34,7 +34,7 @@ def unused_keys(config: JobConfig) -> list[str]:
     return sentences
 
 
-def _changed(section: Any) -> list[str]:
+def _changed(section: Section) -> list[str]:
     default = type(section)()
     return [field.name for field in fields(section) if getattr(section, field.name) != getattr(default, field.name)]
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.models.attention import causal_attention
+from torchtitan.protocols import Decoder
 
 
 class KeyValueCache:
@@ -55,7 +56,7 @@ class KeyValueCache:
 
 
 @contextlib.contextmanager
-def cached(model: nn.Module, length: int, padding: torch.Tensor) -> Iterator[KeyValueCache]:
+def cached(model: Decoder, length: int, padding: torch.Tensor) -> Iterator[KeyValueCache]:
     """Lets a model's layers cache keys and values, and its output layer process only the last token."""
     cache = KeyValueCache(length, padding)
     layers = [module for module in model.modules() if hasattr(module, "attend")]
@@ -68,6 +69,6 @@ def cached(model: nn.Module, length: int, padding: torch.Tensor) -> Iterator[Key
         yield cache
     finally:
         hook.remove()
-        model.positions = None  # type: ignore[assignment]
+        model.positions = None
         for layer, attend in zip(layers, before, strict=True):
             layer.attend = attend

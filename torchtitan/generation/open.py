@@ -1,10 +1,8 @@
 """Opens models for generation, from our checkpoints and from published folders."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from torchtitan.checkpoint.folder import saved_steps
 from torchtitan.checkpoint.manifest import MANIFEST
@@ -15,11 +13,12 @@ from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import published
 from torchtitan.interchange.sources import wrong_sums
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.protocols import Decoder, ModelArgs
 
 
 def open_model(
     path: Path, device: torch.device, dtype: torch.dtype, tokenizer_path: str | None = None
-) -> tuple[nn.Module, Tokenizer]:
+) -> tuple[Decoder, Tokenizer]:
     """A model with its weights, written under any layout, and its tokenizer.
 
     Args:
@@ -53,7 +52,7 @@ def open_model(
     return model, load_tokenizer(tokenizer_path or str(path))
 
 
-def _empty(spec: ModelSpec, args: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def _empty(spec: ModelSpec, args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Decoder:
     with torch.device("meta"):
         model = spec.build(args)
     return model.to(dtype).to_empty(device=device).eval()

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from torchtitan.generation.cache import cached
+from torchtitan.protocols import Decoder
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Sampling:
 
 @torch.inference_mode()
 def generate(
-    model: nn.Module,
+    model: Decoder,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     eos_id: int,
@@ -89,7 +89,7 @@ def generate(
         for _ in range(sampling.max_new_tokens):
             if not use_cache:
                 cache.filled, given = 0, tokens
-            model.positions = torch.arange(cache.filled, cache.filled + given.shape[1], device=device)  # type: ignore[assignment]
+            model.positions = torch.arange(cache.filled, cache.filled + given.shape[1], device=device)
             logits = model(given)[:, -1]
             cache.filled += given.shape[1]
             chosen = sampling.choose(logits, generator)

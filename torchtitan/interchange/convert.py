@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pydantic import TypeAdapter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
 from torchtitan.checkpoint.folder import publish, saved_steps, step_folder, temporary_folder
@@ -24,6 +24,7 @@ from torchtitan.errors import EXIT_STATUS, INTERRUPTED, CheckpointError, UserErr
 from torchtitan.interchange.model import PublishedModel, published
 from torchtitan.interchange.sources import Source, find_source, wrong_sums
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.protocols import ModelArgs
 
 
 @contextlib.contextmanager
@@ -59,7 +60,7 @@ class SavedModel:
 
     checkpoint: Path
     spec: ModelSpec
-    args: Any
+    args: ModelArgs
     tokenizer_path: str | None
     seq_len: int
     weight: Callable[[str], torch.Tensor]
@@ -103,7 +104,7 @@ def saved_model(checkpoint: Path) -> SavedModel:
         raise CheckpointError(f"{checkpoint} does not say what model it is of ({error!r}).") from None
 
     def weight(name: str) -> torch.Tensor:
-        saved: Any = metadata.state_dict_metadata[name]
+        saved: TensorStorageMetadata = metadata.state_dict_metadata[name]  # type: ignore[assignment]  # a tensor
         tensors = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
         dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnlyPlanner(), no_dist=True)
         return tensors[name]
@@ -122,7 +123,7 @@ class ReadWhenWritten(dcp.DefaultSavePlanner):
         super().__init__()
         self.source = source
 
-    def lookup_object(self, index: Any) -> torch.Tensor:
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         name = index.fqn
         return self.source.read(name, tuple(slice(0, size) for size in self.state_dict[name].shape)).contiguous()
 
@@ -143,6 +144,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         raise CheckpointError(f"{out} holds checkpoints already; choose another folder.")
     name, source = find_model(folder, family)
     spec = MODELS.get(name)
+    assert source.args.vocab_size is not None  # a published model has one
     fitting = (
         flavor for flavor in spec.flavors if spec.flavor(flavor).with_vocab_size(source.args.vocab_size) == source.args
     )
@@ -196,6 +198,7 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
             raise CheckpointError(f"{folder} holds no config.json with safetensors, and no consolidated.*.pth.")
         try:
             size = source.args.vocab_size
+            assert size is not None  # a published model has one
         except CheckpointError as error:
             refusals.append(error)
             continue

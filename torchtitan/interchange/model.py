@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError
@@ -16,6 +15,7 @@ from torchtitan.interchange.sources import CONFIG, Source
 from torchtitan.interchange.tokenizer_files import tokenizer_files
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.registry import ModelSpec
+from torchtitan.protocols import Decoder, ModelArgs
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class PublishedModel:
     """
 
     naming: HuggingFaceNaming
-    args: Any
-    build: Callable[[Any], nn.Module]
+    args: ModelArgs
+    build: Callable[[Any], Decoder]
     tokenizer_path: str | None
     seq_len: int
 
@@ -86,6 +86,6 @@ class PublishedModel:
         }
 
 
-def published(spec: ModelSpec, args: Any, tokenizer_path: str | None, seq_len: int) -> PublishedModel | None:
+def published(spec: ModelSpec, args: ModelArgs, tokenizer_path: str | None, seq_len: int) -> PublishedModel | None:
     """The published form of a model of these sizes; None if the family does not define its published weight names."""
     return None if spec.hf is None else PublishedModel(spec.hf, args, spec.build, tokenizer_path, seq_len)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torchtitan.checkpoint.manifest import sha256_of
 from torchtitan.errors import CheckpointError
 from torchtitan.models.naming import HuggingFaceNaming
+from torchtitan.protocols import ModelArgs
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -23,13 +24,21 @@ Box = tuple[slice, ...]
 """A part of a tensor: a slice with start and stop for each dimension."""
 
 
+class StoredTensor(Protocol):
+    """A tensor in a safetensors file, read one slice at a time."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, box: slice | Box) -> torch.Tensor: ...
+
+
 class Source(Protocol):
     """Weights in a folder, under their names in this project."""
 
     folder: Path
 
     @property
-    def args(self) -> Any:
+    def args(self) -> ModelArgs:
         """The model's sizes."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -89,7 +98,7 @@ class HuggingFaceFolder:
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
         self.folder = folder
         self.naming = naming
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, safe_open] = {}
         self._file_of = self._find()
 
     def _find(self) -> dict[str, str]:
@@ -105,7 +114,7 @@ class HuggingFaceFolder:
                 raise CheckpointError(f"{self.folder / file} lacks {name}, which {INDEX} says it holds.")
         return listed
 
-    def _open(self, file: str) -> Any:
+    def _open(self, file: str) -> safe_open:
         if file not in self._files:
             path = self.folder / file
             try:
@@ -117,7 +126,7 @@ class HuggingFaceFolder:
         return self._files[file]
 
     @cached_property
-    def args(self) -> Any:
+    def args(self) -> ModelArgs:
         path = self.folder / CONFIG
         config = read_json(path)
         try:
@@ -147,8 +156,9 @@ class HuggingFaceFolder:
         parts = ((one[at : at + 4096], other[at : at + 4096]) for at in range(0, rows, 4096))
         return one.get_shape() == other.get_shape() and all(torch.equal(*part) for part in parts)
 
-    def _slice(self, theirs: str) -> Any:
-        return self._open(self._file_of[theirs]).get_slice(theirs)
+    def _slice(self, theirs: str) -> StoredTensor:
+        stored: StoredTensor = self._open(self._file_of[theirs]).get_slice(theirs)
+        return stored
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         stored = self._slice(self.naming.name(name))
@@ -191,7 +201,7 @@ class MetaFolder:
                 raise CheckpointError(f"{path} and {paths[0].name} hold different weights: {name} is in one alone.")
 
     @cached_property
-    def args(self) -> Any:
+    def args(self) -> ModelArgs:
         path = self.folder / PARAMS
         params = read_json(path)
         if self.naming.from_params is None:

@@ -9,9 +9,9 @@ Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a h
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -48,15 +48,19 @@ def causal_attention_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
 
 
 class _CausalAttention(torch.autograd.Function):
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx, q, k, v):  # type: ignore[no-untyped-def, override]
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor
         out, logsumexp = causal_attention_and_logsumexp(q, k, v)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
 
     @staticmethod
-    def backward(ctx, out_grad):  # type: ignore[no-untyped-def, override]
-        return causal_attention_gradients(*ctx.saved_tensors, out_grad)
+    def backward(ctx: Any, out_grad: torch.Tensor) -> Gradients:
+        gradients: Gradients = causal_attention_gradients(*ctx.saved_tensors, out_grad)
+        return gradients
 
 
 # Both are custom operators, so the compiler calls them without tracing into them.
@@ -72,7 +76,7 @@ def causal_attention_and_logsumexp(
 
 
 @causal_attention_and_logsumexp.register_fake
-def _(q, k, v):  # type: ignore[no-untyped-def]
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _rows_of_heads(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
@@ -96,7 +100,14 @@ def causal_attention_gradients(
 
 
 @causal_attention_gradients.register_fake
-def _(q, k, v, out, logsumexp, out_grad):  # type: ignore[no-untyped-def]
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    out_grad: torch.Tensor,
+) -> Gradients:
     return _rows_of_heads(q), _rows_of_heads(k), _rows_of_heads(v)
 
 
@@ -155,7 +166,9 @@ def gradients_by_matrix_unit(library: ctypes.CDLL, saved: SavedTensors, out_grad
     return grads
 
 
-def _call(function: Any, tensors: Sequence[torch.Tensor], logsumexp: torch.Tensor, kv_heads: int) -> None:
+def _call(
+    function: Callable[..., object], tensors: Sequence[torch.Tensor], logsumexp: torch.Tensor, kv_heads: int
+) -> None:
     batch, heads, seq, head_dim = tensors[0].shape
     sizes = map(ctypes.c_int64, (batch, heads, kv_heads, seq, head_dim))
     function((_Matrices * len(tensors))(*map(_matrices, tensors)), ctypes.byref(_matrices(logsumexp)), *sizes)
@@ -173,13 +186,16 @@ def _in_pairs(x: torch.Tensor) -> torch.Tensor:
 
 def attention_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`causal_attention_and_logsumexp` for as many key-value heads as query heads, in any memory layout."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    results: tuple[torch.Tensor, torch.Tensor]
+    results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    return results
 
 
 def gradients_by_torch(saved: SavedTensors, out_grad: torch.Tensor) -> Gradients:
     """`causal_attention_gradients` for the shapes that `attention_by_torch` takes."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return kernel(out_grad, *saved, 0.0, True)
+    gradients: Gradients = kernel(out_grad, *saved, 0.0, True)
+    return gradients
 
 
 def gradients_by_tiles(saved: SavedTensors, out_grad: torch.Tensor) -> Gradients:

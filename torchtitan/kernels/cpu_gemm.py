@@ -136,7 +136,13 @@ def _widen(name: str, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
     return _widen(name, data.t(), scale.t() if scale.dim() == 2 else scale, dtype).t()
 
 
-def _result(a, a_scale_inverse, b, b_scale_inverse, dtype):  # type: ignore[no-untyped-def]
+def _result(
+    a: torch.Tensor,
+    a_scale_inverse: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inverse: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 

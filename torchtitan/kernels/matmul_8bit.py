@@ -28,7 +28,8 @@ def float8_matmul(
     if emulate:
         return (a.dequantize() @ b.dequantize()).to(dtype)
     if rounding.has_own_kernel(a.data):
-        return float8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
+        out: torch.Tensor = float8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
+        return out
     left, right = _row_major(a.data), _row_major(b.data.t()).t()  # the layouts that cuBLASLt requires
     if a.scale_inverse.numel() == b.scale_inverse.numel() == 1:
         scales = (a.scale_inverse.reshape(()), b.scale_inverse.reshape(()))
@@ -52,7 +53,8 @@ def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = 
         sums = (a.data.double() @ b.data.double()).float()
         return sums.mul_(a.scale_inverse).mul_(b.scale_inverse).to(dtype)
     if rounding.has_own_kernel(a.data):
-        return int8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
+        out: torch.Tensor = int8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
+        return out
     sums = torch._int_mm(_row_major(a.data), _row_major(b.data.t()).t())
     return scale_sums(sums, a.scale_inverse, b.scale_inverse, dtype)
 
@@ -69,5 +71,6 @@ def _row_major(matrix: torch.Tensor) -> torch.Tensor:
     """The same matrix, row-major in memory. Under torch.compile `contiguous` would be dropped and strides chosen
     freely, so it forces the stride order."""
     if torch.compiler.is_compiling():
-        return torch.ops.prims.inductor_force_stride_order.default(matrix, (matrix.shape[1], 1))
+        forced: torch.Tensor = torch.ops.prims.inductor_force_stride_order.default(matrix, (matrix.shape[1], 1))
+        return forced
     return matrix.contiguous()

@@ -45,7 +45,7 @@ def fused(function: Callable[..., R]) -> Callable[..., R]:
 _last: tuple[Any, ...] = (lambda: None,)
 
 
-def quantize_once(x: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) -> R:
+def quantize_once(x: torch.Tensor, key: object, make: Callable[[torch.Tensor], R]) -> R:
     """make(x), cached for the last x and key: wq, wk and wv share their input, and so do w1 and w3.
 
     No gradients flow through it. Under torch.compile there is no cache: the compiler removes repetitions itself.
@@ -57,7 +57,8 @@ def quantize_once(x: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) 
     if _last[0]() is not x or _last[1:3] != (x._version, key):
         with torch.no_grad():
             _last = (weakref.ref(x), x._version, key, make(x))
-    return _last[3]
+    made: R = _last[3]
+    return made
 
 
 @fused

@@ -55,7 +55,8 @@ def round_to_both(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`round_to` with two scales."""
     if has_own_kernel(x):
-        return _round_both_cpu(x, scale, scale_2, dtype)
+        rounded: tuple[torch.Tensor, torch.Tensor] = _round_both_cpu(x, scale, scale_2, dtype)
+        return rounded
     return _round_by_torch(x, scale, dtype), _round_by_torch(x, scale_2, dtype)
 
 
@@ -103,22 +104,24 @@ def _round_both_cpu(
 
 
 @_amax_cpu.register_fake
-def _(x):  # type: ignore[no-untyped-def]
+def _(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
 @_amax_both_cpu.register_fake
-def _(x):  # type: ignore[no-untyped-def]
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape[0], 1, dtype=torch.float32), x.new_empty(1, x.shape[1], dtype=torch.float32)
 
 
 @_round_cpu.register_fake
-def _(x, scale, dtype):  # type: ignore[no-untyped-def]
+def _(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
 @_round_both_cpu.register_fake
-def _(x, scale, scale_2, dtype):  # type: ignore[no-untyped-def]
+def _(
+    x: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=dtype)
 
 

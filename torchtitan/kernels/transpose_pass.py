@@ -1,5 +1,6 @@
 """A compiler pass for bfloat16 GEMMs on CPU."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class TransposeWeightGradients(CustomGraphPass):
                 node.replace_all_uses_with(_call(graph, aten.permute.default, gemm, [1, 0]))
             graph.erase_node(node)
 
-    def uuid(self) -> Any:
+    def uuid(self) -> bytes:
         return get_hash_for_files((__file__,))
 
 
@@ -54,7 +55,7 @@ def _row_major(graph: fx.Graph, matrix: fx.Node) -> fx.Node:
     return _call(graph, torch.ops.prims.inductor_force_stride_order.default, matrix, strides)
 
 
-def _call(graph: fx.Graph, operation: Any, *args: Any) -> fx.Node:
+def _call(graph: fx.Graph, operation: Callable[..., torch.Tensor], *args: Any) -> fx.Node:
     node = graph.call_function(operation, args)
     node.meta["val"] = operation(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
     return node

@@ -45,7 +45,8 @@ class Agent(LocalElasticAgent):
 
     def run(self, *arguments: Any) -> RunResult:
         try:
-            return super().run(*arguments)
+            result: RunResult = super().run(*arguments)
+            return result
         finally:
             ignore_stop_signals()  # from here on only the exit statuses of the processes count
             remove_empty(self._logs_specs.root_log_dir)
@@ -83,7 +84,8 @@ class Agent(LocalElasticAgent):
         # A KeyboardInterrupt during Python's startup would print a traceback: train.py unblocks Ctrl-C once it can.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return super()._start_workers(worker_group)
+            workers: dict[int, Any] = super()._start_workers(worker_group)
+            return workers
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -95,7 +97,7 @@ class Agent(LocalElasticAgent):
             raise
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             rank, failure = root_cause(result.failures)
             # Restarting does not fix a user error, and a run that was asked to stop should not restart.

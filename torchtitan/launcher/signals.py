@@ -9,10 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchtitan.errors import INTERRUPTED
 from torchtitan.launcher.progress import Progress
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 # SIGHUP stays ignored under `nohup`. Read before a handler is set.
 STOP_SIGNALS = (
@@ -48,7 +51,7 @@ class Stop:
         self.agreed_on = 0
         self.progress = Progress()
         self.failed = False
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
 
     def listen(self) -> None:
         """Starts to handle signals."""
@@ -142,7 +145,7 @@ class Stop:
 
 
 def set_signal_handlers(
-    numbers: tuple[int, ...], handler: Callable[[int, FrameType | None], Any] | signal.Handlers
+    numbers: tuple[int, ...], handler: Callable[[int, FrameType | None], object] | signal.Handlers
 ) -> None:
     for number in numbers:
         signal.signal(number, handler)
@@ -182,7 +185,7 @@ def exit_now(status: int) -> None:
     os._exit(status)
 
 
-def with_timeout(seconds: float, action: Callable[[], Any]) -> None:
+def with_timeout(seconds: float, action: Callable[[], object]) -> None:
     """Runs `action` in a thread for at most this long. Output that cannot be written is lost."""
 
     def run() -> None:

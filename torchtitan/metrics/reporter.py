@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.metrics.flops import Peak, describe_mfu
 from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value, WandbWriter, Writer
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 Reading = float | int | torch.Tensor | Callable[[], float | int | torch.Tensor]
 """A number, a one-element tensor, or a function that returns one of them. Read only when a report is due."""
@@ -252,7 +255,7 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def progress_bar(total_steps: int, start_step: int) -> Iterator[Any]:
+def progress_bar(total_steps: int, start_step: int) -> Iterator["tqdm | None"]:
     """A tqdm bar below the log lines if stderr is a terminal; otherwise None."""
     if not sys.stderr.isatty():
         yield None

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -151,7 +151,7 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and an optional dependency
 
-        self._begin = lambda step: SummaryWriter(str(folder), purge_step=step)
+        self._begin: Callable[[int], SummaryWriter] = lambda step: SummaryWriter(str(folder), purge_step=step)
         self.folder = folder
         self.summary = self._begin(start_step + 1)
         self.broken = False

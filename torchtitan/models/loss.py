@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, D channels, V vocabulary, T tokens (B x S or a part
 """
 
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
@@ -80,8 +81,18 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx, output, cross_entropy, chunk, labels, hidden, weight):  # type: ignore[no-untyped-def, override]
+    def forward(
+        ctx: Any,
+        output: Callable[[torch.Tensor], torch.Tensor],
+        cross_entropy: CrossEntropyFunction,
+        chunk: int,
+        labels: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grads = []
         weight_grad: torch.Tensor | None = None
@@ -105,6 +116,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         return None, None, None, None, hidden_grad * grad, (weight_grad * grad).to(ctx.weight_dtype)

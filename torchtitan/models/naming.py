@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchtitan.errors import CheckpointError
+from torchtitan.protocols import ModelArgs
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -30,9 +31,9 @@ class HuggingFaceNaming:
     names: Mapping[str, str]
     rotary: frozenset[str]
     to_config: Callable[[Any], dict[str, Any]]
-    from_config: Callable[[dict[str, Any]], Any]
+    from_config: Callable[[dict[str, Any]], ModelArgs]
     ignored: str = r"(?!)"
-    from_params: Callable[[dict[str, Any], int], Any] | None = None
+    from_params: Callable[[dict[str, Any], int], ModelArgs] | None = None
 
     def name(self, ours: str) -> str:
         """The name in `transformers`: 'layers.0.attention.wq.weight' to 'model.layers.0.self_attn.q_proj.weight'.

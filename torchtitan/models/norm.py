@@ -1,5 +1,8 @@
 """RMSNorm (arXiv 1910.07467)."""
 
+from collections.abc import Callable
+from typing import Any, ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -27,17 +30,20 @@ def has_own_kernel(x: torch.Tensor) -> bool:
 class _RMSNorm(torch.autograd.Function):
     """With n = x / rms, d = g * weight and gradient g: dx = (d - n mean(d * n)) / rms, dweight = sum(g * n)."""
 
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def, override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, weight.dtype)
         wide = x.to(torch.promote_types(dtype, torch.float32))
         mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
         inverse = mean.add_(torch.finfo(x.dtype).eps if eps is None else eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(weight).to(dtype)
+        out: torch.Tensor = (wide * inverse).mul_(weight).to(dtype)
+        return out
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
         grad, wide_weight = grad.to(inverse.dtype), weight.to(inverse.dtype)
         normal = x.to(inverse.dtype) * inverse

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from torchtitan.models.llama.hf import HUGGING_FACE
@@ -13,6 +11,7 @@ from torchtitan.models.llama.model import Llama
 from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN, parallelize
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.parallel.dims import Style
+from torchtitan.protocols import Decoder, ModelArgs
 from torchtitan.registry import Registry
 
 
@@ -31,13 +30,13 @@ class ModelSpec:
         hf: names of the weights in other projects' checkpoints; None if unknown.
     """
 
-    flavors: Mapping[str, Any]
-    build: Callable[[Any], nn.Module] = Llama
+    flavors: Mapping[str, ModelArgs]
+    build: Callable[[Any], Decoder] = Llama
     plan: Mapping[str, Style] = field(default_factory=lambda: TENSOR_PARALLEL_PLAN)
     parallelize: Callable[..., None] = parallelize
     hf: HuggingFaceNaming | None = None
 
-    def flavor(self, name: str) -> Any:
+    def flavor(self, name: str) -> ModelArgs:
         """The sizes called `name`, or a ConfigError that lists the known names."""
         if name not in self.flavors:
             known = list(self.flavors)

@@ -41,7 +41,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         lr: float,
         betas: tuple[float, float],
         eps: float,
@@ -67,7 +67,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             self._update = torch.compile(update, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
         for group in self.param_groups:
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a Python float would recompile at each step

@@ -55,10 +55,10 @@ def build_optimizer(
     Args:
         seed: for stochastic rounding.
     """
-    given: Any = list(parameters)
+    given: list[Any] = list(parameters)
     all_parameters = [one for group in given for one in (group["params"] if isinstance(group, dict) else [group])]
-    kind: Any = OPTIMIZERS.get(config.name)
-    options = {
+    kind = OPTIMIZERS.get(config.name)
+    options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
@@ -73,14 +73,16 @@ def build_optimizer(
         root = config.second_moment == "sqrt_v"
         return kind(given, **options, state_dtype=state_dtype, root=root, seed=seed)
     implementation = config.implementation
-    return kind(given, **options, fused=implementation == "fused", foreach=implementation == "foreach")
+    build: Callable[..., torch.optim.Optimizer] = kind
+    return build(given, **options, fused=implementation == "fused", foreach=implementation == "foreach")
 
 
 def bytes_of_state(config: Optimizer) -> float:
     """Minimum bytes per parameter of both moments together; 0 for a user's own optimizer."""
     if config.name in QUANTIZED_OPTIMIZERS:
         return 1 if config.name == "AdamW4bit" else 2
-    return {"Adam": 8, "AdamW": 2 * getattr(torch, config.state_dtype).itemsize}.get(config.name, 0)
+    of_torch: dict[str, float] = {"Adam": 8, "AdamW": 2 * getattr(torch, config.state_dtype).itemsize}
+    return of_torch.get(config.name, 0)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -92,7 +94,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def optimizer_step(optimizer: Any, skip: torch.Tensor | None) -> bool:
+def optimizer_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> bool:
     """Runs the optimizer step unless `skip`, a scalar on the device, is above 0.
 
     torch's fused optimizers read it on the device (as `found_inf`, meant for gradient scaling). For the others the host

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchtitan.config.training import Training
 from torchtitan.errors import TrainingError
 from torchtitan.logging import logger
+from torchtitan.parallel.object_collectives import all_gather_object
 
 WINDOW = 100  # recent gradient norms whose median defines an outlier
 ENOUGH = 20  # with fewer norms, nothing is an outlier
@@ -104,9 +105,7 @@ class UpdateGuard:
             return
         self.skipped += 1
         self.in_a_row += 1
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, sample_ids)
-        ids = list(dict.fromkeys(sample for rank_ids in by_rank for sample in rank_ids))
+        ids = list(dict.fromkeys(sample for rank_ids in all_gather_object(sample_ids) for sample in rank_ids))
         if dist.get_rank() == 0:
             logger.warning(f"step {step}: update skipped, {reason}; {self.skipped} so far")
             self.record(step, {"reason": reason, "grad_norm": norm if math.isfinite(norm) else None, "ids": ids})

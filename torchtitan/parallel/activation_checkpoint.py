@@ -12,7 +12,7 @@ from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.kernels import cpu_gemm  # noqa: F401  registers its operators
 
 
-def _expensive_operations() -> set[Any]:
+def _expensive_operations() -> set[object]:
     """Operations whose results selective ("op") checkpointing saves: GEMMs and attention."""
     aten = torch.ops.aten
     return {
@@ -42,7 +42,7 @@ def apply_activation_checkpoint(blocks: Sequence[nn.Module], config: ActivationC
     if config.mode == "selective" and config.selective_ac_option == "op":
         keep = _expensive_operations()
 
-        def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        def policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if operation in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)

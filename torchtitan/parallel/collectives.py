@@ -1,6 +1,7 @@
 """Differentiable collectives for eager and compiled code, and variants without gradients. All wait for the result."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,35 +56,41 @@ def all_to_all_no_grad(x: torch.Tensor, split_dim: int, concat_dim: int, group: 
 
 
 class _AllGather(torch.autograd.Function):
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
         return all_gather_no_grad(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return reduce_scatter_no_grad(grad, ctx.dim, ctx.group), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
         return reduce_scatter_no_grad(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return all_gather_no_grad(grad, ctx.dim, ctx.group), None, None
 
 
 class _AllToAll(torch.autograd.Function):
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, split_dim: int, concat_dim: int, group: str, world_size: int
     ) -> torch.Tensor:
         ctx.reverse = (concat_dim, split_dim, group, world_size)
         return all_to_all_no_grad(x, split_dim, concat_dim, group, world_size)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return all_to_all_no_grad(grad, *ctx.reverse), None, None, None, None

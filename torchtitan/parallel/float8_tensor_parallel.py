@@ -33,7 +33,7 @@ def _float8_all_gather(dtype: torch.dtype) -> AllGather:
     @torch.compiler.allow_in_graph
     class Float8AllGather(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:  # type: ignore[override]
+        def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
             ctx.dim, ctx.group = dim, group
             flat = x.flatten(0, -2)
             amax = wait_tensor(funcol.all_reduce(rounding.amax(flat).amax(), "max", group))  # type: ignore[arg-type]
@@ -43,10 +43,11 @@ def _float8_all_gather(dtype: torch.dtype) -> AllGather:
                 data = all_gather_no_grad(data.view(torch.uint8), dim, group).view(dtype)
             else:
                 data = all_gather_no_grad(data, dim, group)
-            return Float8TrainingTensor(data, scale, x.dtype, LinearMMConfig(), GemmInputRole.INPUT)
+            out: torch.Tensor = Float8TrainingTensor(data, scale, x.dtype, LinearMMConfig(), GemmInputRole.INPUT)
+            return out
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             return reduce_scatter_no_grad(grad, ctx.dim, ctx.group), None, None
 
     return Float8AllGather.apply

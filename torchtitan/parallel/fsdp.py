@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtitan.errors import ConfigError
 
 
-def require_parts(model: Any) -> None:
+def require_parts(model: nn.Module) -> None:
     """Raises a ConfigError if a model, such as a user's own, lacks the parts that define the FSDP groups."""
     if not isinstance(getattr(model, "layers", None), nn.ModuleDict) or not hasattr(model, "tok_embeddings"):
         raise ConfigError(

@@ -1,17 +1,22 @@
 """Checks that a model, a batch and a pipeline schedule fit the degrees of parallelism."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchtitan.config.system import Parallelism
 from torchtitan.config.training import Training, Validation
 from torchtitan.errors import nearest
 from torchtitan.parallel.dims import ParallelDims
 
+if TYPE_CHECKING:
+    from torchtitan.protocols import ModelArgs  # imports torch
+
 PREFIX = "parallelism."
 
 
-def check_model(args: Any, dims: ParallelDims, parallelism: Parallelism, seq_len: int, problems: list[str]) -> None:
+def check_model(
+    args: "ModelArgs", dims: ParallelDims, parallelism: Parallelism, seq_len: int, problems: list[str]
+) -> None:
     """Appends a sentence to `problems` for each size that a degree does not divide, with degrees that do.
 
     Args:
@@ -19,6 +24,7 @@ def check_model(args: Any, dims: ParallelDims, parallelism: Parallelism, seq_len
     """
     kv_heads = args.n_kv_heads
     if dims.tp > 1:
+        assert args.vocab_size is not None  # `find_model_args` fills it in
         sizes = {
             "heads": args.n_heads,
             "key-value heads": kv_heads,

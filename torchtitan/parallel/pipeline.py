@@ -7,7 +7,7 @@ Schedules are torch's (torch.distributed.pipelining): GPipe (arXiv 1811.06965), 
 import contextlib
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from torchtitan.compat.pipelining import ComputationType, PipelineScheduleRuntim
 from torchtitan.config.system import Parallelism
 from torchtitan.errors import ConfigError
 from torchtitan.parallel.fsdp import require_parts
+from torchtitan.protocols import Decoder
 
 SCHEDULES = (
     "1F1B",
@@ -138,7 +139,7 @@ def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[
     return [0] * (stages - len(firsts) - 1) + firsts + [layers] * (stages > len(firsts))
 
 
-def layer_costs(model: Any, seq_len: int) -> list[float]:
+def layer_costs(model: Decoder, seq_len: int) -> list[float]:
     """Multiplications per token in each layer of a model; the output layer is added to the last.
 
     Attention takes 2 per channel and visible token; on average half of the sequence is visible.
@@ -151,11 +152,12 @@ def layer_costs(model: Any, seq_len: int) -> list[float]:
 
     attention = model.args.n_heads * model.args.head_dim * seq_len
     costs = [float(weights(layer) + attention) for layer in model.layers.values()]
+    assert model.output is not None and isinstance(model.output.weight, torch.Tensor)  # a full model has them
     costs[-1] += model.output.weight.numel()
     return costs
 
 
-def split(model: Any, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Any]:
+def split(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Decoder]:
     """Builds the stages with these numbers, and removes all other modules from the model.
 
     A stage is a view: it shares its modules with the model, under the same names, so the optimizer and checkpoints keep
@@ -205,9 +207,11 @@ class Pipeline:
         ConfigError: the CSV file does not hold a schedule for these stages.
     """
 
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti
+
     def __init__(
         self,
-        modules: dict[int, nn.Module],
+        modules: Mapping[int, nn.Module],
         stages: int,
         group: dist.ProcessGroup,
         parallelism: Parallelism,
@@ -240,7 +244,7 @@ class Pipeline:
             "scale_grads": False,
         }
         csv = parallelism.pipeline_parallel_schedule_csv
-        kind: Any = PipelineScheduleRuntime if csv else get_schedule_class(parallelism.pipeline_parallel_schedule)
+        kind: type[Any] = PipelineScheduleRuntime if csv else get_schedule_class(parallelism.pipeline_parallel_schedule)
         self.schedule = kind(own[0] if issubclass(kind, PipelineScheduleSingle) else own, **options)
         if csv:
             try:
@@ -278,7 +282,9 @@ class Pipeline:
         """`train` without backward."""
         return self._run(self.schedule.eval, tokens, labels, **inputs)
 
-    def _run(self, run: Any, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    def _run(
+        self, run: Callable[..., object], tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor
+    ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         if self.is_last:
             inputs["labels"] = labels

@@ -1,17 +1,16 @@
 """The local part of tensors that are sharded over the mesh."""
 
-from typing import Any
-
 import torch
 from torch.distributed.tensor import DTensor
 
 
-def unwrapped(tensor: Any) -> torch.Tensor:
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside a subclass that customizes FSDP's all-gather; any other tensor unchanged."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor
     (name, *_), _ = tensor.__tensor_flatten__()
-    return getattr(tensor, name)
+    inner: torch.Tensor = getattr(tensor, name)
+    return inner
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, D channels.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ class _AllGatherInput:
         self.linears, self.all_gather_for, self.group = linears, all_gather_for, group
         self.all_gather = all_gather_for(linears)
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return self.all_gather(inputs[0], SEQUENCE, self.group), *inputs[1:]
 
 
@@ -118,8 +118,8 @@ def _shard_parameters(module: nn.Module, placements: Mapping[str, Placement], me
         # The gradient of a full weight on a sequence shard is a partial sum.
         views[name] = LocalView(placement, mesh.get_group().group_name if isinstance(placement, Replicate) else None)
     if views:
-        cls: Any = type(module)
-        module.__class__ = _with_local_views(cls, tuple(views.items()))
+        cls = type(module)
+        module.__class__ = _with_local_views(cls, tuple(views.items()))  # type: ignore[arg-type]  # mypy: not hashable
 
 
 class LocalView(NamedTuple):
@@ -133,13 +133,15 @@ class LocalView(NamedTuple):
 class _SumGradients(torch.autograd.Function):
     """The identity, with a float32 all-reduce in the backward pass. (DTensor would use the gradient's dtype.)"""
 
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduce_no_grad(grad.float(), ctx.group).to(grad.dtype), None
 
 
@@ -147,7 +149,7 @@ def _local_shard(name: str, view: LocalView) -> property:
     """A property that returns the parameter's local shard; the parameter itself stays registered under its name."""
 
     def local(self: nn.Module) -> torch.Tensor:
-        parameter: Any = self._parameters[name]
+        parameter: DTensor = self._parameters[name]  # type: ignore[assignment]  # of `_shard_parameters`
         # For the forward pass FSDP replaces the parameter with the gathered one, which is sharded over `mesh` alone.
         if parameter.device_mesh.ndim > 1:
             return parameter
@@ -158,7 +160,7 @@ def _local_shard(name: str, view: LocalView) -> property:
 
 
 @functools.cache  # one class for identical modules, so that one layer's compiled code serves all
-def _with_local_views(cls: Any, views: tuple[tuple[str, LocalView], ...]) -> Any:
+def _with_local_views(cls: type[nn.Module], views: tuple[tuple[str, LocalView], ...]) -> type[nn.Module]:
     """A subclass whose attributes are the local shards of these parameters, as in `torch.nn.utils.parametrize`.
 
     Args:
@@ -169,7 +171,7 @@ def _with_local_views(cls: Any, views: tuple[tuple[str, LocalView], ...]) -> Any
     )
 
 
-def set_class(module: nn.Module, cls: Any) -> None:
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Changes the class of a module, sharded or not, to `cls`.
 
     Raises:
@@ -178,12 +180,12 @@ def set_class(module: nn.Module, cls: Any) -> None:
     if isinstance(module, FSDPModule):
         raise NotImplementedError(f"{type(module).__name__} is an FSDP group by itself, so its class cannot change")
     views = vars(type(module)).get("_local_views")
-    module.__class__ = _with_local_views(cls, views) if views else cls
+    module.__class__ = _with_local_views(cls, views) if views else cls  # type: ignore[arg-type]
 
 
 def _embed_own_tokens(module: nn.Module, tokens: torch.Tensor, rank: int, group: str) -> torch.Tensor:
     """Forward of an embedding that holds a vocabulary shard."""
-    weight: Any = module.weight
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
     rows = tokens - rank * weight.shape[0]
     is_local = (rows >= 0) & (rows < weight.shape[0])
     return reduce_scatter(F.embedding(rows.where(is_local, 0), weight) * is_local.unsqueeze(-1), SEQUENCE, group)

@@ -9,13 +9,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchtitan.config import JobConfig
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.pipeline import stages_of
 from torchtitan.plan.devices import PlannedDevice
 from torchtitan.plan.simulation import Measures, Simulation, fake_process_group
+from torchtitan.protocols import ModelArgs
 
 
 def extrapolate(first: Measures, second: Measures, steps: float) -> Measures:
@@ -65,7 +66,7 @@ class Job:
     config: JobConfig
     dims: ParallelDims
     rows: int
-    args: Any
+    args: ModelArgs
     layers: Sequence[int]
     alike: bool
     device: PlannedDevice

@@ -1,8 +1,9 @@
 """Makes fake tensors save what a device's kernels would save, where torch's fake CPU kernels differ."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
     number per row; and the loss processes a chunk's logits at once. On CPU causal attention with unequal lengths has a
     mask.
     """
-    patched: list[tuple[Any, str, Any]] = [(context, "causal_lower_right", _mask_on_cpu)]
+    patched: list[tuple[ModuleType, str, Callable[..., object]]] = [(context, "causal_lower_right", _mask_on_cpu)]
     if device_type == "cuda":
         patched = [
             (context, "causal_lower_right", lambda queries, keys: _CausalMask()),
@@ -60,32 +61,37 @@ def _attention(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    out: torch.Tensor
     causal = is_causal or isinstance(attn_mask, _CausalMask)
     if q.dtype != torch.float32 and (attn_mask is None or causal):
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal)[0]
+        out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal)[0]
+        return out
     if enable_gqa:  # the other kernel does not support grouped queries
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     bias = None
     if isinstance(attn_mask, torch.Tensor):
         bias = attn_mask.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, q.requires_grad, dropout_p, causal)[0]
+    out = aten._scaled_dot_product_efficient_attention(q, k, v, bias, q.requires_grad, dropout_p, causal)[0]
+    return out
 
 
 def _rms_norm(
-    x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+    x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     return _RMSNorm.apply(x, weight)
 
 
 class _RMSNorm(torch.autograd.Function):
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         row = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         ctx.save_for_backward(x, weight, row)
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
         return torch.empty_like(x, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)

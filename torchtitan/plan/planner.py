@@ -4,7 +4,6 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ from torchtitan.plan.links import NODE, extent, min_seconds
 from torchtitan.plan.render import draw, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
+from torchtitan.protocols import Decoder
 
 
 def plan(config: JobConfig, device: Device) -> None:
@@ -96,10 +96,10 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     spec = MODELS.get(name)
     args = find_model_args(config.model)
     with torch.device("meta"):
-        model: Any = spec.build(args)
+        model = spec.build(args)
     require_parts(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    embedding = 0 if args.tied_embeddings else model.tok_embeddings.weight.numel()
+    embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     per_token = flops_per_token(parameters - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len)
     converters = apply_converters(
         model, config.model.converters, lambda section: getattr(config, section), target_on(device, config, spec, dims)
@@ -145,7 +145,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     )
 
 
-def layers_alike(model: Any) -> bool:
+def layers_alike(model: Decoder) -> bool:
     """Whether all layers have the same modules with the same sizes."""
     kinds = {
         tuple(
@@ -162,8 +162,8 @@ def modes(config: JobConfig) -> list[str]:
     return list(dict.fromkeys([config.activation_checkpoint.mode, "none", "full"]))
 
 
-def _with_mode(job: Job, mode: Any) -> Job:
-    checkpointing = dataclasses.replace(job.config.activation_checkpoint, mode=mode)
+def _with_mode(job: Job, mode: str) -> Job:
+    checkpointing = dataclasses.replace(job.config.activation_checkpoint, mode=mode)  # type: ignore[arg-type]  # of `modes`
     return dataclasses.replace(job, config=dataclasses.replace(job.config, activation_checkpoint=checkpointing))
 
 

@@ -6,7 +6,7 @@ Works on real and fake tensors.
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, name_of_group: Callable[[str], str], fake_mode: FakeTensorMode | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.name_of_group = name_of_group
         self.fake_mode = fake_mode
         self.count: Counter[Collective] = Counter()
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
         self._paused = False
         self.peaks: dict[Hashable, int] = {}
         self._labels: tuple[Hashable, ...] = ("start",)
-        self._live: dict[int, tuple[int, Any]] = {}
+        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def clear(self) -> None:
         """Discards everything recorded, except for live memory."""
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
 
         def resize_and_record(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             before = storage.nbytes()
-            result = resize(storage, size)
+            result: torch.UntypedStorage = resize(storage, size)
             recorder._on_resize(storage, before, size)
             return result
 
@@ -119,16 +119,18 @@ class Recorder(TorchDispatchMode):
         self._replaced.enter_context(_replaced(torch.UntypedStorage, "resize_", resize_and_record))
         # DTensor infers shapes with full-size fake tensors.
         self._replaced.enter_context(_replaced(ShardingPropagator, PROPAGATE, propagate_unseen))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._replaced.close()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # most calls; fast path
         if self._paused:
@@ -168,7 +170,7 @@ class Recorder(TorchDispatchMode):
             self.current -= scratch
         return out
 
-    def _record(self, func: Any, args: Any, out: Any) -> None:
+    def _record(self, func: Any, args: Sequence[Any], out: object) -> None:
         kind = KINDS.get(func._overloadpacket.__name__)
         if kind is None:  # wait, barrier
             return
@@ -219,7 +221,7 @@ def _sums_in_memory() -> bool:
 
 
 @contextmanager
-def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+def _replaced(owner: type, name: str, value: object) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -228,17 +230,17 @@ def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _repeat_kv_heads(args: Any) -> list[Any]:
+def _repeat_kv_heads(args: Sequence[Any]) -> list[object]:
     """Shapes of attention's operands, with grouped keys and values repeated: torch 2.11 counts no others."""
     heads = args[0].shape[1]
     shapes = (arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args)
     return [(s[0], heads, *s[2:]) if isinstance(s, torch.Size) and len(s) == 4 else s for s in shapes]
 
 
-def _tensor_bytes(tree: Any) -> int:
+def _tensor_bytes(tree: object) -> int:
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def _last_string(leaves: list[Any]) -> str:
+def _last_string(leaves: Iterable[object]) -> str:
     """The group name of a functional collective, which follows the name of the reduction."""
     return [leaf for leaf in leaves if isinstance(leaf, str)][-1]

@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.plan.result import Plan, RankPlan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 GIB, MIB = 2**30, 2**20
 
@@ -148,7 +152,7 @@ def draw(plan: Plan, path: Path) -> None:
     figure.savefig(path, dpi=120, format="png")
 
 
-def _stack(axes, places: Sequence[int], parts: dict[str, list[float]]) -> None:  # type: ignore[no-untyped-def]
+def _stack(axes: "Axes", places: Sequence[int], parts: dict[str, list[float]]) -> None:
     bottom = [0.0] * len(places)
     for name, heights in parts.items():
         axes.bar(places, heights, 0.6, bottom=bottom, label=name)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import PlannedDevice
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
+from torchtitan.protocols import Decoder, ModelArgs
 
 Measures = dict[tuple[Any, ...], float]
 """Results of a simulation, by key: ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",), ("flops_8bit",);
@@ -51,7 +52,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def local_bytes(tensors: Iterator[Any]) -> int:
+def local_bytes(tensors: Iterator[torch.Tensor]) -> int:
     """Bytes of the tensors' local shards."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
@@ -84,7 +85,7 @@ class Simulation:
         config: JobConfig,
         dims: ParallelDims,
         rows: int,
-        args: Any,
+        args: ModelArgs,
         layers: Sequence[int],
         edge_blocks: int,
         planned: PlannedDevice,
@@ -111,7 +112,7 @@ class Simulation:
         )
         self._label_blocks()
 
-    def _materialize(self, model: Any, stages: Sequence[Any], config: JobConfig, device: Device) -> None:
+    def _materialize(self, model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
         with self.fake_mode, self.recorder:
             for stage in stages:
                 stage.to_empty(device="cpu")
@@ -140,7 +141,7 @@ class Simulation:
         last = self.config.training.local_batch_size // self.config.parallelism.pipeline_parallel_microbatch_size
         visits = found = 0
 
-        def look(*_: Any) -> None:
+        def look(*_: object) -> None:
             nonlocal visits, found
             visits += 1
             if visits == last:
@@ -226,7 +227,7 @@ class Simulation:
                 blocks[0].register_forward_pre_hook(lambda *_: self._microbatches.append(self._traffic()))
 
 
-def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Any, ...]]) -> None:
+def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Hashable, ...]]) -> None:
     visits = {"forward": 0, "after forward": 0, "backward": 0, "after backward": 0}
 
     def enter(what: str) -> None:
@@ -238,7 +239,7 @@ def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Any, ...]]) 
         if inputs[0].requires_grad:
             inputs[0].register_hook(lambda grad: enter("after backward"))
 
-    def after(module: nn.Module, inputs: Any, out: torch.Tensor) -> None:
+    def after(module: nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         enter("after forward")
         if out.requires_grad:
             out.register_hook(lambda grad: enter("backward"))
@@ -260,7 +261,7 @@ class _WatchedBatches(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # nobody takes a slice
         return self.batches[index]
 
     def __iter__(self) -> Iterator[Batch]:

@@ -131,7 +131,8 @@ def _not_finite(run: Run) -> list[int]:
     if "loss" not in run.series:
         return []
     loss = run.series["loss"]
-    return loss.steps[np.isnan(loss.values)].tolist()
+    steps: list[int] = loss.steps[np.isnan(loss.values)].tolist()
+    return steps
 
 
 def _phases(run: Run) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from torchtitan.config.manager import tomllib
 from torchtitan.errors import UserError
 from torchtitan.report.compare import Values, flat, shown
 from torchtitan.report.series import Floats, Series
+
+T = TypeVar("T")
 
 METRICS = "metrics.jsonl"
 CURVES = (
@@ -236,7 +238,7 @@ def _read_samples(run: Run) -> None:
             run.samples.append({"step": step, "prompt": str(entry.get("prompt") or ""), "text": text})
 
 
-def _part(run: Run, name: str, parse: Callable[[str], Any], consequence: str, optional: bool = False) -> Any:
+def _part(run: Run, name: str, parse: Callable[[str], T], consequence: str, optional: bool = False) -> T | None:
     """The result of `parse` on a file; None, with a note, if that fails."""
     path = run.folder / name
     try:

@@ -3,6 +3,8 @@
 Shapes: B batch, S sequence, D channels, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,13 +14,15 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.loss import chunked_cross_entropy, chunks, cross_entropy
 from torchtitan.models.norm import RMSNorm
 from torchtitan.models.rope import apply_rope, rope_table
-from torchtitan.protocols import AttentionFunction, CrossEntropyFunction
+from torchtitan.protocols import AttentionFunction, CrossEntropyFunction, Decoder
 
 OUTPUT_STD = 0.02
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary position embedding."""
+
+    __call__: Callable[..., torch.Tensor]
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
@@ -34,11 +38,14 @@ class Attention(nn.Module):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_ids)
-        return self.wo(out.transpose(1, 2).flatten(2))
+        mixed: torch.Tensor = self.wo(out.transpose(1, 2).flatten(2))
+        return mixed
 
 
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    __call__: Callable[..., torch.Tensor]
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
@@ -47,11 +54,14 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: torch.Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
 
 
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each with an RMSNorm before it and a residual connection."""
+
+    __call__: Callable[..., torch.Tensor]
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
@@ -80,7 +90,7 @@ class TiedOutput(nn.Module):
         return F.linear(x, self.weight)
 
 
-class Llama(nn.Module):
+class Llama(Decoder):
     """A decoder-only transformer, or one pipeline stage of it, in which the missing modules are None.
 
     Args:
@@ -91,9 +101,7 @@ class Llama(nn.Module):
         positions: (seq,) int64 position ids of the input tokens; None for the full sequence in order.
     """
 
-    tok_embeddings: nn.Embedding | None
-    norm: RMSNorm | None
-    output: nn.Module | None
+    args: LlamaArgs
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
@@ -136,7 +144,8 @@ class Llama(nn.Module):
             return h
         h = self.norm(h)
         if labels is None:
-            return self.output(h)
+            logits: torch.Tensor = self.output(h)
+            return logits
         # The registered parameter, which receives the gradient; `weight` may be a view of it.
         owner = self.output if self.tok_embeddings is None or not self.args.tied_embeddings else self.tok_embeddings
         weight = next(owner.parameters())
@@ -173,7 +182,7 @@ class Llama(nn.Module):
             case ["output", "weight"]:
                 return OUTPUT_STD
             case ["layers", layer, _, "wo", "weight"]:
-                return (2 * (int(layer) + 1) * self.args.n_heads * self.args.head_dim) ** -0.5
+                return float((2 * (int(layer) + 1) * self.args.n_heads * self.args.head_dim) ** -0.5)
             case ["layers", layer, _, "w2", "weight"]:
-                return (2 * (int(layer) + 1) * self.args.ffn_dim) ** -0.5
-        return self.args.dim**-0.5
+                return float((2 * (int(layer) + 1) * self.args.ffn_dim) ** -0.5)
+        return float(self.args.dim**-0.5)
