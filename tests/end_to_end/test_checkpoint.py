@@ -189,7 +189,7 @@ def test_a_seed_checkpoint_gives_a_run_its_weights(six_steps: Path, tmp_path: Pa
 
 
 def test_a_seed_checkpoint_does_not_displace_a_run(six_steps: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"create_seed_checkpoint: .* holds checkpoints already"):
+    with pytest.raises(CheckpointError, match=r"create_seed_checkpoint: .* already holds checkpoints; choose another"):
         train_here(*FLAGS, into(copy_of(six_steps, tmp_path)), "--checkpoint.create_seed_checkpoint")
 
 

@@ -121,5 +121,5 @@ def test_inductors_code_is_kept_there_too(home: Path, log: list[str], monkeypatc
     monkeypatch.setenv(cache.INDUCTOR, str(shared))
     keep()
     assert Path(os.environ[cache.INDUCTOR]).stat().st_mode & 0o777 == 0o700
-    assert len(log) == 1 and f"others may write to {shared}" in log[0]
+    assert len(log) == 1 and f"other users can write to {shared}" in log[0]
     os.rmdir(os.environ[cache.INDUCTOR])

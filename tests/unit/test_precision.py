@@ -83,7 +83,7 @@ def test_the_resolved_configuration_loads_to_an_equal_one(tmp_path: Path) -> Non
         ("[[precision.phase]]\nuntill = 0.9", "[[precision.phase]] 1: unknown key untill (did you mean until?)."),
         (
             "[[precision.phase]]\nuntil = 2.0",
-            "[[precision.phase]] 1: until must be a number of at least 0 and at most 1 or none, not 2.0.",
+            "[[precision.phase]] 1: until must be a number of at least 0 and at most 1, or none, not 2.0.",
         ),
         (
             "[[precision.phase]]\n[[precision.phase]]\nconverters = 'float8'",
@@ -111,7 +111,9 @@ def test_mistakes_in_the_file_name_the_entry(text: str, message: str, tmp_path: 
 
 
 def test_a_schedule_has_no_flag() -> None:
-    with pytest.raises(ConfigError, match=r"--precision\.phase is a list of tables and has no flag: write \[\[pre"):
+    with pytest.raises(
+        ConfigError, match=r"--precision\.phase is a list of tables and cannot be set by a flag; write \[\[pre"
+    ):
         ConfigManager().parse_args(["--precision.phase=float8"])
 
 
