@@ -168,4 +168,4 @@ def test_blocks_are_compiled_once_for_each_phase(tmp_path: Path, capfd: pytest.C
     compiled = Counter((metrics.co_name, metrics.is_forward) for metrics in get_compilation_metrics())
     assert compiled["forward", True] == 2
     # 24 layers, 3 GEMMs, 2 grad-accumulation steps; counted in the second step of a phase.
-    assert "int8 rowwise: 144 low-precision GEMMs ran in this step, 144 promised" in capfd.readouterr().out
+    assert "int8 rowwise: 144 low-precision GEMMs ran in this step, 144 expected" in capfd.readouterr().out

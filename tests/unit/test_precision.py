@@ -130,20 +130,23 @@ PHASE, FLOAT8 = "[[precision.phase]]\n", "[[precision.phase]]\nconverters = ['fl
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"[model]\nconverters = ['int8']\n{FLOAT8}", r"model\.converters and \[\[precision\.phase\]\] both name"),
+        (
+            f"[model]\nconverters = ['int8']\n{FLOAT8}",
+            r"model\.converters and \[\[precision\.phase\]\] exclude each other",
+        ),
         (FLOAT8 + PHASE, r"1: it has no end; set until_step, or until"),
-        (f"{PHASE}until = 0.5\nuntil_step = 50\n{PHASE}", r"1: until and until_step both give"),
-        (f"{PHASE}until = 0.001\n{PHASE}", r"1: it would end at step 0 of 100, but the phase before it ends at step 0"),
+        (f"{PHASE}until = 0.5\nuntil_step = 50\n{PHASE}", r"1: until and until_step are both set"),
+        (f"{PHASE}until = 0.001\n{PHASE}", r"1: it ends at step 0 of 100, but the phase before it ends at step 0"),
         (
             f"{PHASE}until = 0.5\n{PHASE}until_step = 50\n{PHASE}",
-            r"2: it would end at step 50 .*; raise its until_step",
+            r"2: it ends at step 50 .*; raise its until_step",
         ),
         (
             f"{PHASE}until = 0.5\n{PHASE}until = 0.9",
             r"2: the last phase ends at step 90 of 100; remove its",
         ),
         (f"{PHASE}converters = ['flot8']", r"1: converters: unknown converter 'flot8' \(did you mean float8\?\)"),
-        (f"{PHASE}converters = ['mx', 'mx']", r"1: converters: a converter is named twice"),
+        (f"{PHASE}converters = ['mx', 'mx']", r"1: converters: a converter is listed twice"),
         (
             f"{FLOAT8}[precision.phase.int8]\nemulate = true",
             r"1: the table \[precision\.phase\.int8\] belongs to no",
