@@ -295,7 +295,7 @@ def kill_a_process(trial: Trial) -> None:
             status = start.finish()
             assert status in (0, 137), f"status {status}"
             if trial.processes > 1 and status == 137:
-                assert "was ended by SIGKILL" in start.output(), "the rank is not named"
+                assert "was killed by SIGKILL" in start.output(), "the rank is not named"
         elif target == "launcher":
             start.process.kill()
             start.finish()
@@ -454,7 +454,7 @@ def damage_checkpoints(trial: Trial) -> None:
         assert intact <= set(published(trial))
     else:
         assert status == 2, f"status {status}"
-        assert "Error:" in output and "everything is in" not in output
+        assert "Error:" in output and "training finished" not in output
         assert losses(trial.run) == losses(trial.template), "the losses so far are gone"
         shutil.rmtree(trial.run)
         shutil.copytree(trial.template, trial.run)

@@ -98,7 +98,7 @@ def layer(fqn: str, converted: bool) -> dict[str, Any]:
         "converter": "float8" if converted else "",
         "recipe": "rowwise" if converted else "bf16",
         "converted": converted,
-        "reason": "no rule against it" if converted else "float8.filter_fqns has attention.wk",
+        "reason": "passes the filter" if converted else "float8.filter_fqns has attention.wk",
     }
 
 

@@ -53,7 +53,7 @@ def private_folder(name: str) -> Path:
     if folder.stat().st_mode & 0o077:
         folder.chmod(0o700)
     if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder} cannot be written")
+        raise PermissionError(f"{folder} is not writable")
     return folder
 
 
@@ -65,11 +65,11 @@ def check_owned(folder: Path) -> None:
     """
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-        raise PermissionError(f"{folder} is a link, or belongs to another user")
+        raise PermissionError(f"{folder} is not a folder, or is a link, or belongs to another user")
     for place in (folder, *folder.parents):
         mode, owner = place.stat().st_mode, place.stat().st_uid
         if owner not in (0, os.geteuid()) or (mode & stat.S_IWOTH and not mode & stat.S_ISVTX):
-            raise PermissionError(f"others may write to {place}")
+            raise PermissionError(f"other users can write to {place}")
 
 
 @functools.cache
@@ -84,6 +84,8 @@ def keep_compiled_code_private() -> None:
         Path(preset).mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owned(Path(preset))
     except (OSError, RuntimeError) as error:
-        logger.warning(f"What is compiled is for this run alone, since it cannot be kept safely: {error}")
+        logger.warning(
+            f"compiled code is cached in a temporary folder for this run only; no safe cache folder: {error}"
+        )
         os.environ[INDUCTOR] = tempfile.mkdtemp(prefix="torchtitan-inductor-")
         atexit.register(shutil.rmtree, os.environ[INDUCTOR], ignore_errors=True)

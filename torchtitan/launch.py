@@ -63,7 +63,7 @@ def launch(arguments: list[str]) -> int:
         return EXIT_STATUS
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
-        print(f"Error: NGPU is {processes}, but this machine has {gpus} GPUs.", file=sys.stderr)
+        print(f"Error: NGPU = {processes}, but this machine has only {gpus} GPUs; lower NGPU.", file=sys.stderr)
         return EXIT_STATUS
     _set_threads(processes)
     for name in list(logging.root.manager.loggerDict):  # each logger has its own level
@@ -79,12 +79,12 @@ def launch(arguments: list[str]) -> int:
             exit_before_start(-exitcode)
         return exitcode if exitcode >= 0 else 128 - exitcode
     except RendezvousError as error:
-        print(f"Error: the machines of this run did not find each other, or lost each other: {error}", file=sys.stderr)
+        print(f"Error: the machines of this run could not connect, or lost their connection: {error}", file=sys.stderr)
         return 1
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
     except OSError as error:  # such as no disk space for torchrun's log folder
-        print(f"Error: the processes cannot be started: {error}.", file=sys.stderr)
+        print(f"Error: cannot start the processes: {error}.", file=sys.stderr)
         return EXIT_STATUS
     return 0
 

@@ -78,7 +78,7 @@ class Trainer:
             self._save_seed_checkpoint()
             return
         if self.step >= steps:
-            logger.info(f"this run has finished its {steps} steps already; raise training.steps to go on")
+            logger.info(f"this run has already finished its {steps} steps; raise training.steps to continue")
             self.checkpoints.export(self.step)
             return
         self._log_settings()
@@ -110,7 +110,7 @@ class Trainer:
                 collect_garbage(self.step)
                 recompiles = False
                 if phases is not None and self._enter_phase(phases, self.step):
-                    logger.info(f"step {self.step}: {phases.schedule[phases.current][1]} from here on")
+                    logger.info(f"step {self.step}: precision changes to {phases.schedule[phases.current][1]}")
                     recompiles = config.training.compile
                 if recompiles:
                     set_timeout(config.comm.init_timeout_seconds)
@@ -132,12 +132,12 @@ class Trainer:
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
             raise CheckpointError(
-                "training finished, but its last checkpoint could not be saved (see above); make room and run the same "
-                "command again: it goes on from the checkpoint before."
+                "training finished, but its last checkpoint could not be saved (see above). Fix the cause, such as a "
+                "full disk, and run the same command again: it resumes from the previous checkpoint."
             )
         self.checkpoints.export(self.step)
         self.folder.restore_config()
-        logger.info(f"training finished after step {self.step}; everything is in {self.folder.path}")
+        logger.info(f"training finished after step {self.step}; its output is in {self.folder.path}")
 
     def train_step(self, microbatches: Sequence[Batch], reporter: MetricsReporter) -> None:
         """Runs one training step and reports it."""
@@ -195,8 +195,8 @@ class Trainer:
     def _save_seed_checkpoint(self) -> None:
         if self.checkpoints.step_on_disk is not None:
             raise CheckpointError(
-                f"checkpoint.create_seed_checkpoint: {self.checkpoints.folder} holds checkpoints already, so a run "
-                "would not begin from a seed; choose another --job.dump_folder."
+                f"checkpoint.create_seed_checkpoint: {self.checkpoints.folder} already holds checkpoints; choose "
+                "another --job.dump_folder."
             )
         self.checkpoints.save(0, self._state)
 
@@ -239,9 +239,9 @@ class Trainer:
         schedule = phases.schedule if phases is not None else []
         if saved and saved != schedule:
             logger.warning(
-                f"the checkpoint of step {state['step']} had the precision schedule {schedule_line(saved)}; it is "
-                f"{schedule_line(schedule) if schedule else 'none'} from here on (a fraction such as until = 0.9 is of "
-                "training.steps)"
+                f"the checkpoint of step {state['step']} had the precision schedule {schedule_line(saved)}; this "
+                f"run continues with {schedule_line(schedule) if schedule else 'none'} (fractions such as until = 0.9 "
+                "refer to training.steps)"
             )
 
     def _should_stop(self, reporter: MetricsReporter) -> bool:
@@ -264,22 +264,24 @@ class Trainer:
             errors: list[str | None] = [None] * dist.get_world_size()
             dist.all_gather_object(errors, self.data_error)
             if self.checkpoints.save_before_stop(self.step, self._state):
-                logger.info(f"the data cannot be read on after step {self.step}, which is saved")
+                logger.info(f"the data cannot be read beyond step {self.step}; a checkpoint of this step is saved")
             raise DataError(next(error for error in errors if error is not None))
         stopped = f"stopped by {self.stop.name}"
         if self.checkpoints.save_before_stop(self.step, self._state):
-            logger.info(f"{stopped} after step {self.step}, which is saved: the same command goes on from there")
+            logger.info(
+                f"{stopped} after step {self.step}; its checkpoint is saved, and the same command resumes from it"
+            )
         elif self.checkpoints.last_save_failed:
             raise CheckpointError(
-                f"{stopped} after step {self.step}, which could not be saved (see above); make room and run the same "
-                "command again: it goes on from the checkpoint before."
+                f"{stopped} after step {self.step}; its checkpoint could not be saved (see above). Fix the cause, such "
+                "as a full disk, and run the same command again: it resumes from the previous checkpoint."
             )
         elif self.stop.has_trained:
             logger.info(
-                f"{stopped} after step {self.step}; nothing is saved, since checkpoint.enable_checkpoint is off"
+                f"{stopped} after step {self.step}; nothing is saved because checkpoint.enable_checkpoint is off"
             )
         else:
-            logger.info(f"{stopped} before a step was done: the same command starts it again")
+            logger.info(f"{stopped} before the first step finished; run the same command to start again")
 
     def _profiler(self, checked_steps: set[int]) -> Profiler:
         return Profiler(

@@ -25,8 +25,8 @@ from torchtitan.models.llama.args import LlamaArgs
 class Rounding:
     """Train weights for integers of few bits (converter rounding)."""
 
-    bits: Annotated[int, Ge(2), Le(8), Doc("Bits of a rounded weight.")] = 8
-    filter_fqns: Annotated[list[str], Doc("Layers to leave alone.")] = field(default_factory=lambda: ["output"])
+    bits: Annotated[int, Ge(2), Le(8), Doc("Bits per rounded weight.")] = 8
+    filter_fqns: Annotated[list[str], Doc("Layers not to convert.")] = field(default_factory=lambda: ["output"])
 
 
 @dataclass

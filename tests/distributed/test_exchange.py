@@ -68,7 +68,7 @@ def test_another_model_is_refused(published: Path, tmp_path: Path) -> None:
     start = f"--checkpoint.initial_load_path={published / 'step-4-hf'}"
     status, output = failure(*RUN, into(tmp_path), start, "--model.flavor=wide", processes=2)
     assert status == 2
-    assert "its dim is 64, here it is 128" in output
+    assert "its dim is 64, this run's is 128" in output
     assert "Traceback" not in output
 
 

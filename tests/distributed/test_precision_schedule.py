@@ -85,7 +85,7 @@ def test_two_processes_go_on_as_from_a_checkpoint_in_the_other_precision(
 ) -> None:
     base = (*BASE, *LAYOUTS[layout], "--training.steps=4")
     said = train(*base, into(tmp_path / "whole"), schedule(tmp_path, *names), processes=2)
-    assert f"step 3: {names[1]} from here on" in said and "low-precision GEMMs ran in this step" in said
+    assert f"step 3: precision changes to {names[1]}" in said and "low-precision GEMMs ran in this step" in said
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     train(*base, into(tmp_path / "resumed"), "--checkpoint.load_step=2", *flags_of(names[1]), processes=2)
     assert_same_training(tmp_path / "whole", tmp_path / "resumed", steps=4)
@@ -137,7 +137,7 @@ def test_another_schedule_at_a_resume_is_said(tmp_path: Path, capfd: pytest.Capt
     said = "had the precision schedule float8 tensorwise to step 1, then bf16; it is float8 tensorwise to step 2, then"
     assert said in capfd.readouterr().out
     train_here(*BASE, into(tmp_path), "--training.steps=5", "--model.converters=float8")
-    assert "float8 tensorwise to step 2, then bf16; it is none from here on" in capfd.readouterr().out
+    assert "float8 tensorwise to step 2, then bf16; this run continues with none" in capfd.readouterr().out
 
 
 def test_a_mistake_in_a_later_phase_stops_the_run_at_its_start(tmp_path: Path) -> None:
@@ -168,4 +168,4 @@ def test_blocks_are_compiled_once_for_each_phase(tmp_path: Path, capfd: pytest.C
     compiled = Counter((metrics.co_name, metrics.is_forward) for metrics in get_compilation_metrics())
     assert compiled["forward", True] == 2
     # 24 layers, 3 GEMMs, 2 grad-accumulation steps; counted in the second step of a phase.
-    assert "int8 rowwise: 144 low-precision GEMMs ran in this step, 144 promised" in capfd.readouterr().out
+    assert "int8 rowwise: 144 low-precision GEMMs ran in this step, 144 expected" in capfd.readouterr().out

@@ -59,9 +59,9 @@ def test_two_nodes_start_again_from_the_checkpoint(uninterrupted: dict[int, floa
         ends = [node.finish() for node in nodes]
     assert [status for status, _ in ends] == [0, 0], ends
     assert losses(tmp_path) == uninterrupted
-    assert "rank 1 was ended by SIGKILL (often: out of memory). All processes start again" in ends[index][1]
+    assert "rank 1 was killed by SIGKILL (often: out of memory). Restarting all processes" in ends[index][1]
     survivor = ends[1 - index][1]
-    assert "Error: lost the connection to another rank. Rank 1 does not answer" in survivor
+    assert "Error: lost the connection to another rank. Rank 1 does not respond" in survivor
     assert "loaded" in survivor  # rank 0 is here, and loaded the checkpoint of step 4
     assert "Traceback" not in survivor
 
@@ -89,11 +89,11 @@ def test_one_process_starts_again_where_the_environment_asks_torchrun_for_it(tmp
         run.wait_until(lambda: run.pid_of_rank(0))
         kill_after_a_checkpoint(run, folder, run.pid_of_rank(0) or 0)
         data.rename(away)  # seconds before it is opened again
-        run.wait_until(lambda: "All processes start again; restarts left after this one: 1." in run.output())
+        run.wait_until(lambda: "Restarting all processes; restarts left after this one: 1." in run.output())
         away.rename(data)
         status, output = run.finish()
     assert status == 0, output
-    assert "rank 0 was ended by SIGKILL" in output
+    assert "rank 0 was killed by SIGKILL" in output
     assert f"there is no file or folder {data}" in output
     assert losses(folder) == losses(tmp_path / "uninterrupted")
 
@@ -105,7 +105,7 @@ def test_a_stopped_rank_ends_the_others_in_time(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGSTOP)
         status, output = nodes[1 - index].finish()
     assert status == 1
-    assert "a collective took longer than comm.train_timeout_seconds = 2. Rank 1 does not answer" in output
+    assert "a collective took longer than comm.train_timeout_seconds = 2. Rank 1 does not respond" in output
     assert "Traceback" not in output
     assert (tmp_path / "comm_traces" / "rank_0").stat().st_size > 0  # of the flight recorder
 
@@ -124,16 +124,18 @@ def test_a_lost_machine_is_told_of_though_the_store_was_there(tmp_path: Path) ->
         assert time.monotonic() - stopped < 30
         output = survivor.output()
     assert "a collective took longer than comm.train_timeout_seconds = 2. " in output
-    assert (
-        "The store of the run, where the launchers have met, does not answer" in output or "Rank 0 does not" in output
-    )
+    assert "The rendezvous store of the run does not respond" in output or "Rank 0 does not" in output
     assert "Traceback" not in output
 
 
 HOOKS = {
     # what rank 1 does at its third step, and what rank 0 reports about it
     "late": ("time.sleep(1000)", "Rank 1 is at", "slow.py:9, in post_optimizer_hook"),
-    "broken": ("raise ArithmeticError; time.sleep(1)", "Rank 1 ended with ArithmeticError", "see its own message"),
+    "broken": (
+        "raise ArithmeticError; time.sleep(1)",
+        "Rank 1 failed with ArithmeticError",
+        "see its own error message",
+    ),
 }
 
 

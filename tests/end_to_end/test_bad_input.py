@@ -59,7 +59,9 @@ def test_mistakes_between_keys_are_reported_at_once_and_by_one_rank(tmp_path: Pa
 
 def test_more_processes_than_rows(tmp_path: Path) -> None:
     status, output = failure(*SMALL, "--training.global_batch_size=1", into(tmp_path), processes=2)
-    assert_message(status, output, "training.global_batch_size = 1 is smaller than the 2 data-parallel ranks")
+    assert_message(
+        status, output, "training.global_batch_size = 1 is smaller than the number of data-parallel ranks, 2"
+    )
 
 
 def test_a_mistake_in_the_data_ends_all_ranks(tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ LINE = json.dumps({"text": "some words to train on", "url": "u"}).encode() + b"\
         ("data.jsonl", LINE.replace(b'"text"', b'"content"') * 1000, "training.text_column"),
         ("data.txt", b"caf\xe9\n" * 10_000, "is not UTF-8 text"),
         ("data.jsonl", LINE * 3, "has 3 documents for the 4 rows"),
-        ("data.jsonl", LINE * 8, "shorter than one sequence"),
+        ("data.jsonl", LINE * 8, "fewer than one sequence"),
         ("data.txt", b"a line\n" * 30, "documents for the 4 rows"),
         ("data.parquet", b"no parquet", "is not a Parquet file"),
         ("data.jsonl", b"no json\n" * 100, "is not JSONL"),
@@ -180,7 +182,7 @@ def shortened_before_step_3(data: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def test_data_that_are_shortened_cost_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = shortened_before_step_3(tmp_path / "data.jsonl", monkeypatch)
     saving = ("--checkpoint.enable_checkpoint", "--checkpoint.interval=100", "--training.steps=1000")
-    with pytest.raises(UserError, match=r"data\.jsonl was changed while the run reads it"):
+    with pytest.raises(UserError, match=r"data\.jsonl was changed while the run is reading it"):
         train_here(*TINY, *saving, f"--training.dataset_path={data}", into(tmp_path / "run"))
     assert checkpoint_steps(tmp_path / "run") == [last_step(tmp_path / "run")]
 
@@ -192,7 +194,7 @@ def test_validation_data_that_are_shortened_cost_no_step(
     data = shortened_before_step_3(tmp_path / "data.jsonl", monkeypatch)
     saving = ("--checkpoint.enable_checkpoint", "--checkpoint.interval=100", f"--training.steps={steps}")
     validating = ("--validation.enabled", "--validation.freq=3", f"--validation.dataset_path={data}")
-    with pytest.raises(UserError, match=r"data\.jsonl was changed while the run reads it"):
+    with pytest.raises(UserError, match=r"data\.jsonl was changed while the run is reading it"):
         train_here(*TINY, *saving, *validating, into(tmp_path / "run"))
     assert checkpoint_steps(tmp_path / "run") == [3]
 

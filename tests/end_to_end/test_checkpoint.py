@@ -83,7 +83,11 @@ def test_keys_of_the_first_start_do_not_throw_away_what_they_began(
     assert "step-2, without optimizer" in capsys.readouterr().out
     train_here(*command, "--training.steps=7")
     output = capsys.readouterr().out
-    assert "step 5 was saved by this same command" in output and "loaded " in output and "without" not in output
+    assert (
+        "resuming from step 5, which this same command saved" in output
+        and "loaded " in output
+        and "without" not in output
+    )
     assert list(losses(run)) == list(range(1, 8))
     assert begun == {step: (run / "checkpoint" / f"step-{step}" / "manifest.json").read_bytes() for step in begun}
     assert [path.name for path in sorted((run / "checkpoint").glob("*abandoned*"))] == [
@@ -173,7 +177,7 @@ def test_the_last_can_be_the_weights_alone_in_another_dtype(six_steps: Path, tmp
     )
     assert any(name.startswith("optimizer.") for name in tensors_of(tmp_path, 4))
     # It cannot be resumed from,
-    with pytest.raises(CheckpointError, match=r"weights alone.*initial_load_path"):
+    with pytest.raises(CheckpointError, match=r"only the weights.*initial_load_path"):
         train_here(*FLAGS, into(tmp_path), "--training.steps=8")
     # but a new run can start from it.
     path = f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-6"
@@ -189,7 +193,7 @@ def test_a_seed_checkpoint_gives_a_run_its_weights(six_steps: Path, tmp_path: Pa
 
 
 def test_a_seed_checkpoint_does_not_displace_a_run(six_steps: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"create_seed_checkpoint: .* holds checkpoints already"):
+    with pytest.raises(CheckpointError, match=r"create_seed_checkpoint: .* already holds checkpoints; choose another"):
         train_here(*FLAGS, into(copy_of(six_steps, tmp_path)), "--checkpoint.create_seed_checkpoint")
 
 
@@ -220,7 +224,7 @@ def test_a_checkpoint_of_another_model_is_refused(six_steps: Path, tmp_path: Pat
 
 
 def test_a_dump_folder_of_another_model_is_refused(six_steps: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"job\.dump_folder: .* tiny narrow, and this is tiny wide"):
+    with pytest.raises(ConfigError, match=r"job\.dump_folder: .* tiny narrow, but this run is tiny wide"):
         train_here(*FLAGS, into(copy_of(six_steps, tmp_path)), "--model.flavor=wide")
 
 
@@ -265,7 +269,7 @@ def test_a_save_that_fails_stops_nothing_and_harms_nothing(
     output = capsys.readouterr().out
     assert "checkpoint of step 8 could not be saved" in output
     assert "checkpoint of step 10 could not be saved" in output
-    assert "training goes on" in output.lower()
+    assert "training continues" in output.lower()
     assert "File too large" in output
     assert list(losses(run)) == list(range(1, 11))
     assert [path.name for path in sorted((run / "checkpoint").iterdir())] == ["step-2", "step-4", "step-6"]

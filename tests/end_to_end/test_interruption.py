@@ -56,7 +56,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
         assert run.pids() == []
     assert not list(temporary.glob("torchelastic_*"))
     assert status == 128 + signal.SIGKILL
-    assert "rank 1 was ended by SIGKILL" in output
+    assert "rank 1 was killed by SIGKILL" in output
 
 
 @pytest.mark.parametrize(

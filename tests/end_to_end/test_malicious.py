@@ -144,17 +144,17 @@ def without_chunks(checkpoint: Path) -> None:
 
 ROW = ("dataloader", "positions", "0")
 WRONG = {
-    "step": (in_train_state("step", value=50), "it is of step 50, the manifest of 2"),
+    "step": (in_train_state("step", value=50), "its step is 50, but the manifest's is 2"),
     "tokens_seen": (in_train_state("tokens_seen", value="many"), "tokens_seen is 'many'"),
     "norms": (in_train_state("guard", "norms", value=["a"]), "could not convert string to float"),
     "positions": (in_train_state("dataloader", "positions", value=[]), "dataloader.positions is []"),
     "windows": (in_train_state(*ROW, "windows", value=-1), "dataloader.positions.0.windows is -1"),
     "offset": (in_train_state(*ROW, "sources", 0, 2, value=-1), r"sources[0][2] is -1"),
     "tokens": (in_train_state(*ROW, "sources", 0, 1, value="x"), r"sources[0][1] is 'x'"),
-    "int64": (with_dtype(torch.int64), f"{WEIGHT} is torch.int64 in it and torch.float32 here"),
+    "int64": (with_dtype(torch.int64), f"{WEIGHT} is torch.int64 in the checkpoint and torch.float32 in this run"),
     "bool": (with_dtype(torch.bool), f"{WEIGHT} is torch.bool in it"),
     "complex64": (with_dtype(torch.complex64), f"{WEIGHT} is torch.complex64 in it"),
-    "chunks": (without_chunks, f"{WEIGHT} is there in part only"),
+    "chunks": (without_chunks, f"{WEIGHT} is incomplete"),
 }
 
 

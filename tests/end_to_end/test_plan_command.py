@@ -36,8 +36,11 @@ def test_a_plan_without_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--job.simulate_world_size=8"], "job.simulate_world_size is for plans; add --job.plan"),
-        ([PLAN, "--job.simulate_world_size=6", "--parallelism.tensor_parallel_degree=4"], "6 processes cannot be"),
+        (["--job.simulate_world_size=8"], "job.simulate_world_size applies only to plans; add --job.plan"),
+        (
+            [PLAN, "--job.simulate_world_size=6", "--parallelism.tensor_parallel_degree=4"],
+            "6 processes are not a multiple",
+        ),
         ([PLAN, "--job.simulate_device=H101"], "job.simulate_device: unknown device 'H101' (did you mean H100?)"),
         (["--memory_estimation.enabled", "--memory_estimation.disable_fake_mode"], "a plan has no real tensors"),
     ],

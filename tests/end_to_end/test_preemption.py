@@ -40,7 +40,9 @@ def assert_saved(run: Run, folder: Path, name: str) -> int:
     step = last_step(folder)
     assert checkpoint_steps(folder)[-1] == step
     assert damage(folder / "checkpoint" / f"step-{step}") == []
-    assert f"stopped by {name} after step {step}, which is saved: the same command goes on from there" in output
+    assert (
+        f"stopped by {name} after step {step}; its checkpoint is saved, and the same command resumes from it" in output
+    )
     return step
 
 
@@ -205,7 +207,7 @@ def test_a_rank_inside_a_long_gemm_is_shown_and_ends_within_the_grace_period(tmp
     assert "Rank 0: at" in output and "in a collective" in output
     assert f"(rank 1: {pid} on " in output
     assert status == 128 + signal.SIGTERM
-    assert "Stopped by SIGTERM inside a step, which does not end, so nothing is saved." in output
+    assert "Stopped by SIGTERM during a step that does not end, so nothing is saved." in output
     assert "Traceback" not in output
 
 
@@ -215,6 +217,6 @@ def test_torchrun_gives_half_a_minute(tmp_path: Path) -> None:
         os.kill(run.process.pid, signal.SIGTERM)
         _, output = run.finish(PATIENCE)  # torchrun's own status is that of its signal
     step = last_step(tmp_path)
-    assert f"stopped by SIGTERM after step {step}, which is saved" in output
+    assert f"stopped by SIGTERM after step {step}; its checkpoint is saved" in output
     assert checkpoint_steps(tmp_path) == [step]
     assert damage(tmp_path / "checkpoint" / f"step-{step}") == []

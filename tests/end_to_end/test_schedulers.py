@@ -82,7 +82,7 @@ def test_is_queued_again_when_the_machines_are_taken_away(slurm: dict[str, Any],
         assert run.pids() == []
     assert (tmp_path / "scontrol.log").read_text() == f"requeue {slurm['SLURM_JOB_ID']}\n", output
     step = last_step(tmp_path / "out")
-    assert f"stopped by SIGUSR1 after step {step}, which is saved" in output
+    assert f"stopped by SIGUSR1 after step {step}; its checkpoint is saved" in output
     assert checkpoint_steps(tmp_path / "out") == [step]
 
 

@@ -58,7 +58,7 @@ def test_profiling_a_run_in_low_precision_waits_for_its_products_to_be_counted(t
     flags = ("--model.converters=float8", "--profiling.enable_profiling", "--profiling.profile_freq=1")
     bfloat16 = "--training.mixed_precision_param=bfloat16"
     output = train(*TINY, into(tmp_path), bfloat16, "--training.steps=3", *flags)
-    assert "90 low-precision GEMMs ran in this step, 90 promised" in output
+    assert "90 low-precision GEMMs ran in this step, 90 expected" in output
     assert {path.parent.name for path in (tmp_path / "profile_traces").rglob("*.json")} == {
         "iteration_2",
         "iteration_3",

@@ -37,7 +37,7 @@ def libraries(home: Path) -> list[Path]:
 
 def test_it_is_compiled_once_into_a_private_folder(source: Path, home: Path, log: list[str]) -> None:
     assert works(load(source, "a test")) and works(load(source, "a test"))
-    assert log == ["INFO Compiling a test for this CPU, once ..."]
+    assert log == ["INFO compiling a test for this CPU (once) ..."]
     (library,) = libraries(home)
     assert library.parent.stat().st_mode & 0o777 == 0o700
     library.parent.chmod(0o755)
@@ -64,7 +64,7 @@ def test_what_cannot_be_used_is_compiled_anew(fault: str, source: Path, home: Pa
         library = library.with_name(f"{library.stem.rpartition('-')[0]}-{digest}.so")
         library.write_bytes(b"no library")
     assert works(load(source, "a test"))
-    assert log == ["INFO Compiling a test for this CPU, once ..."]
+    assert log == ["INFO compiling a test for this CPU (once) ..."]
     (again,) = libraries(home)
     assert again.read_bytes() == text and again.stat().st_uid == os.geteuid()
 
@@ -86,7 +86,7 @@ def test_a_folder_that_is_not_safe_gets_nothing_and_the_run_goes_on(
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
     assert works(load(source, "a test"))
-    assert len(log) == 1 and "Compiling a test for this run alone, since it cannot be kept safely: " in log[0]
+    assert len(log) == 1 and "compiling a test for this run only; no safe cache folder: " in log[0]
     assert not libraries(home) and not list(home.glob("elsewhere/*"))
 
 
@@ -107,7 +107,9 @@ def test_a_compiler_that_does_not_work_is_one_sentence(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     assert load(source, "a test") is None
-    assert "A test will be slower than it could be, since its C++ cannot be used: " in log[-1] and reason in log[-1]
+    assert (
+        "A test: falling back to a slower kernel, because the C++ one cannot be used: " in log[-1] and reason in log[-1]
+    )
     assert not libraries(home)
 
 
@@ -121,5 +123,5 @@ def test_inductors_code_is_kept_there_too(home: Path, log: list[str], monkeypatc
     monkeypatch.setenv(cache.INDUCTOR, str(shared))
     keep()
     assert Path(os.environ[cache.INDUCTOR]).stat().st_mode & 0o777 == 0o700
-    assert len(log) == 1 and f"others may write to {shared}" in log[0]
+    assert len(log) == 1 and f"other users can write to {shared}" in log[0]
     os.rmdir(os.environ[cache.INDUCTOR])

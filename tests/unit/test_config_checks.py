@@ -34,16 +34,19 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
             ["--training.dataset=c5", "--training.dataset_mixture=python_stdlib:1"],
             r"training\.dataset: unknown data set",
         ),
-        (["--parallelism.pipeline_parallel_schedule=1G1B"], r"there is no '1G1B' \(did you mean 1F1B\?\); known: 1F1B"),
+        (
+            ["--parallelism.pipeline_parallel_schedule=1G1B"],
+            r"unknown schedule '1G1B' \(did you mean 1F1B\?\); known: 1F1B",
+        ),
         (
             ["--parallelism.pipeline_parallel_schedule=PipelineScheduleMulti"],
-            r"there is no 'PipelineScheduleMulti' without a pipeline_parallel_schedule_csv",
+            r"unknown schedule 'PipelineScheduleMulti' without a pipeline_parallel_schedule_csv",
         ),
         (["--model.converters=float9"], r"model\.converters: unknown converter 'float9'.*; known: .*float8"),
         (["--optimizer.name=SGD"], r"optimizer\.name: unknown optimizer 'SGD'.*; known: .*AdamW"),
         (
             ["--optimizer.no_weight_decay=norm"],
-            r"no_weight_decay: there is no 'norm' \(did you mean norms\?\); known: nor",
+            r"no_weight_decay: unknown group 'norm' \(did you mean norms\?\); known: nor",
         ),
         (["--model.converters=float8,float8"], r"model\.converters: .*twice"),
         (["--training.global_batch_size=0"], r"training\.global_batch_size .*above 0, not 0"),
@@ -57,8 +60,8 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
         (["--training.enable_cpu_offload"], r"training\.enable_cpu_offload needs a GPU"),
         (["--profiling.enable_memory_snapshot"], r"profiling\.enable_memory_snapshot needs a GPU"),
         (["--activation_checkpoint.selective_ac_option=0"], r"selective_ac_option must be 'op' or a number"),
-        (["--checkpoint.folder=../../x"], r"checkpoint\.folder = \.\./\.\./x leads out of job\.dump_folder"),
-        (["--metrics.save_tb_folder=a/../../x"], r"metrics\.save_tb_folder = a/\.\./\.\./x leads out of job"),
+        (["--checkpoint.folder=../../x"], r"checkpoint\.folder = \.\./\.\./x points outside job\.dump_folder"),
+        (["--metrics.save_tb_folder=a/../../x"], r"metrics\.save_tb_folder = a/\.\./\.\./x points outside job"),
         (["--parallelism.tensor_parallel_degree=2"], r"parallelism: .*tensor_parallel_degree|multiply to|divided"),
     ],
     ids=lambda value: value[0].removeprefix("--") if isinstance(value, list) else "",
@@ -76,11 +79,14 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--optimizer.name=Adam", "--optimizer.state_dtype=bfloat16"], r"optimizer\.state_dtype is for AdamW; "),
+        (
+            ["--optimizer.name=Adam", "--optimizer.state_dtype=bfloat16"],
+            r"optimizer\.state_dtype applies only to AdamW; ",
+        ),
         (["--optimizer.name=AdamW8bit", "--optimizer.state_dtype=bfloat16"], r"optimizer\.state_dtype .*AdamW8bit\."),
         (
             ["--optimizer.second_moment=sqrt_v"],
-            r"optimizer\.second_moment is for AdamWFp8; .*optimizer\.name = AdamW\.",
+            r"optimizer\.second_moment applies only to AdamWFp8; .*optimizer\.name = AdamW\.",
         ),
         (
             ["--optimizer.name=Adam", BFLOAT16],
@@ -114,7 +120,7 @@ def test_optimizers_that_cannot_be(flags: list[str], message: str, tmp_path: Pat
 
 def test_updates_in_the_backward_pass_of_a_pipeline(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"early_step_in_backward .*unset it, or parallelism\.pipeline_parallel_degree"
+        ConfigError, match=r"early_step_in_backward .*unset it, or set parallelism\.pipeline_parallel_degree = 1"
     ):
         checked(*EARLY, f"{PP}=2", world_size=2, folder=tmp_path)
 
@@ -125,7 +131,9 @@ def test_optimizers_that_can_be_together(name: str, tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_rows(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"training\.global_batch_size = 2 is smaller than the 4 data-parallel ranks"):
+    with pytest.raises(
+        ConfigError, match=r"training\.global_batch_size = 2 is smaller than the number of data-parallel ranks, 4"
+    ):
         checked("--training.global_batch_size=2", "--training.local_batch_size=1", world_size=4, folder=tmp_path)
 
 
@@ -159,7 +167,7 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
                 r"tensor_parallel_degree = 3 does not divide the model's 16 heads; these degrees do: 1, 2, 4, 8, 16\.",
                 r"16 key-value heads",
                 r"4096 tokens in the vocabulary",
-                r"training\.seq_len = 2047 .* 3 equal parts, which tensor parallelism needs; take 2046 or 2049",
+                r"training\.seq_len = 2047 .* 3 equal parts, as tensor parallelism requires; set it to 2046 or 2049",
             ],
         ),
         (
@@ -167,22 +175,26 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
             16,
             [r"tensor_parallel_degree = 16 .* 8 key-value heads; .*: 1, 2, 4, 8\."],
         ),
-        ([f"{CP}=2", "--training.seq_len=2046"], 2, [r"seq_len = 2046 .* 4 equal parts, which context parallelism"]),
+        ([f"{CP}=2", "--training.seq_len=2046"], 2, [r"seq_len = 2046 .* 4 equal parts, as context parallelism"]),
         (
             ["--model.flavor=8B", f"{CP}=16", "--parallelism.context_parallel_rotate_method=alltoall"],
             16,
-            [r"alltoall divides the 8 key-value heads over .* = 1 x 16, which does not come out even; use allgather"],
+            [r"alltoall divides the 8 key-value heads over .* = 1 x 16, which is not possible evenly; use allgather"],
         ),
-        (["--model.flavor=1B", f"{PP}=2"], 2, [r"pipeline_parallel_degree = 2: .*output layer is its embedding"]),
+        (
+            ["--model.flavor=1B", f"{PP}=2"],
+            2,
+            [r"pipeline_parallel_degree = 2: .*output layer shares the embedding's weight"],
+        ),
         (
             [f"{PP}=9", "--training.local_batch_size=9"],
             9,
-            [r"makes 9 stages, and the model has only 6 layers, an embed"],
+            [r"makes 9 stages, but the model has only 6 layers, an embed"],
         ),
         (
             [f"{PP}=2", f"{SCHEDULE}=1F2B"],
             2,
-            [r"pipeline_parallel_schedule: there is no '1F2B' .*1F1B\?.*; known: 1F1B"],
+            [r"pipeline_parallel_schedule: unknown schedule '1F2B' .*1F1B\?.*; known: 1F1B"],
         ),
         (
             [f"{PP}=2", f"{SCHEDULE}=ZBVZeroBubble", "--training.compile"],
@@ -201,10 +213,10 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
             2,
             [
                 r"split_points must name layers from layers\.0 to layers\.5, or norm",
-                r"one stage a rank, 2 in all, .* are 3",
+                r"one stage per rank, 2 in total, but there are 3",
             ],
         ),
-        ([f"{PP}=2", "--parallelism.pipeline_parallel_layers_per_stage=1"], 2, [r"2 in all, and there are 6"]),
+        ([f"{PP}=2", "--parallelism.pipeline_parallel_layers_per_stage=1"], 2, [r"2 in total, but there are 6"]),
         ([f"{PP}=2", "--parallelism.pipeline_parallel_schedule_csv=none.csv"], 2, [r"there is no file none\.csv"]),
         (
             ["--parallelism.enable_async_tensor_parallel"],
@@ -267,7 +279,7 @@ def test_a_dump_folder_that_cannot_be_one(tmp_path: Path) -> None:
 
 def test_the_dump_folder_of_another_model(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n')
-    with pytest.raises(ConfigError, match=r"belongs to a run of llama3 8B, and this is llama3 debugmodel"):
+    with pytest.raises(ConfigError, match=r"belongs to a run of llama3 8B, but this run is llama3 debugmodel"):
         checked(folder=tmp_path)
     checked("--model.flavor=8B", folder=tmp_path)
 
@@ -289,11 +301,11 @@ def test_the_global_batch_follows_from_the_ranks_unless_given(tmp_path: Path) ->
     [
         (
             ["--float8.filter_fqns=typo", "--float8.enable_fsdp_float8_all_gather"],
-            "float8.enable_fsdp_float8_all_gather, float8.filter_fqns: no effect in this run, without float8 in "
+            "float8.enable_fsdp_float8_all_gather, float8.filter_fqns: no effect in this run without float8 in "
             "model.converters",
         ),
-        (["--validation.freq=7"], "validation.freq: no effect in this run, without validation.enabled"),
-        (["--checkpoint.interval=7"], "checkpoint.interval: no effect in this run, without checkpoint.enable_checkp"),
+        (["--validation.freq=7"], "validation.freq: no effect in this run without validation.enabled"),
+        (["--checkpoint.interval=7"], "checkpoint.interval: no effect in this run without checkpoint.enable_checkp"),
         (["--parallelism.pipeline_parallel_microbatch_size=4"], "parallelism.pipeline_parallel_microbatch_size: no"),
         (["--lr_scheduler.decay_ratio=0", "--lr_scheduler.lr_min=0.1"], "lr_scheduler.lr_min: no effect in this run"),
         (["--training.dataset=c4", "--training.dataset_mixture=python_stdlib:1"], "training.dataset: no effect"),
@@ -313,5 +325,5 @@ def test_nothing_is_told_of_keys_that_are_used_or_at_their_defaults(log: list[st
 
 def test_a_model_without_blocks_is_one_sentence() -> None:
     unused: Any = None  # the other arguments are never used
-    with pytest.raises(ConfigError, match=r"model\.name: Linear needs .* layers, an nn\.ModuleDict"):
+    with pytest.raises(ConfigError, match=r"model\.name: Linear cannot be sharded .* an nn\.ModuleDict named layers"):
         parallelize(cast(Any, torch.nn.Linear(2, 2)), unused, unused, unused, unused, unused)

@@ -96,7 +96,7 @@ def test_own_keys_in_help(flag: str, capsys: pytest.CaptureFixture[str]) -> None
         ConfigManager().parse_args([flag, "--help"])
     text = capsys.readouterr().out
     assert "[distillation]  Learn from a larger model." in text
-    assert "--distillation.teacher\n      Checkpoint of the teacher. (a string or none; default none)" in text
+    assert "--distillation.teacher\n      Checkpoint of the teacher. (a string, or none; default none)" in text
     assert "default 3,5)" in text
     assert "--training.z_loss" in text
 
@@ -114,14 +114,14 @@ def test_resolved_configuration_with_own_section_loads_again(flag: str, tmp_path
 @pytest.mark.parametrize(
     ("name", "code", "message"),
     [
-        ("no_such_module", None, "there is no module 'no_such_module' in the working directory or on PYTHONPATH"),
-        (".relative", None, "there is no module '.relative' in the working directory or on PYTHONPATH"),
-        ("ext_empty", "", "ext_empty has no dataclass named JobConfig."),
-        ("ext_plain", "class JobConfig: ...", "ext_plain has no dataclass named JobConfig."),
+        ("no_such_module", None, "no module 'no_such_module' in the working directory or on PYTHONPATH"),
+        (".relative", None, "no module '.relative' in the working directory or on PYTHONPATH"),
+        ("ext_empty", "", "ext_empty has no dataclass named JobConfig; add one."),
+        ("ext_plain", "class JobConfig: ...", "ext_plain has no dataclass named JobConfig; add one."),
         (
             "ext_scalar",
             "from dataclasses import dataclass\n@dataclass\nclass JobConfig:\n    steps: int = 3",
-            "section steps of ext_scalar.JobConfig is not a dataclass.",
+            "section steps of ext_scalar.JobConfig is not a dataclass; make it one.",
         ),
         (
             "ext_no_default",

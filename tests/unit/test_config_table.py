@@ -15,9 +15,9 @@ def test_table_is_up_to_date_and_complete() -> None:
         "a key has changed: run scripts/config_table.py"
     )
     page, _, former = page.partition("## Names of other versions")
-    assert "| `training.batch_size` | is training.local_batch_size now |" in former
+    assert "| `training.batch_size` | is now training.local_batch_size |" in former
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     keys = fields_by_key(JobConfig)
     entries = [keys_of_entry(key.entry) for key in keys.values() if key.entry]
     assert len(rows) == len(keys) + sum(map(len, entries))
-    assert "| `steps` | `10000` | an integer above 0 | Optimizer steps. |" in rows
+    assert "| `steps` | `10000` | an integer above 0 | Number of optimizer steps. |" in rows

@@ -156,7 +156,7 @@ def test_a_state_of_other_data_or_batch_is_refused(corpus: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.tokenizer_path"):
         loaders_of(training_on(corpus), ROWS, 1)[0].load_state_dict({**state, "tokenizer": "another"})
     half = loaders_of(training_on(corpus), ROWS, 2)[0].state_dict()
-    with pytest.raises(CheckpointError, match="every row"):
+    with pytest.raises(CheckpointError, match="rows are missing"):
         loaders_of(training_on(corpus), ROWS, 1)[0].load_state_dict(half)
     write_jsonl(corpus, range(61))
     with pytest.raises(CheckpointError, match=r"training\.dataset"):
@@ -186,7 +186,7 @@ def test_less_text_than_one_sequence(tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "short.jsonl", range(8), words=1)
     loader = loaders_of(training_on(corpus, seq_len=64), ROWS, 1)[0]
     for _ in range(2):  # the second call neither hangs nor succeeds
-        with pytest.raises(DataError, match="shorter than one sequence"):
+        with pytest.raises(DataError, match="fewer than one sequence"):
             loader.next()
 
 
@@ -260,7 +260,7 @@ def test_held_out_text_of_files_is_not_trained_on(tmp_path: Path) -> None:
 
 def test_too_few_documents_to_hold_some_out(tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", range(99))
-    with pytest.raises(DataError, match=r"99 documents, too few to hold one in 100 out.*validation\.dataset_path"):
+    with pytest.raises(DataError, match=r"99 documents, too few to hold out one in 100.*validation\.dataset_path"):
         loaders_of(training_on(corpus), 4, 1, hold_out=True)
 
 

@@ -135,9 +135,9 @@ def test_parquet(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: 
     assert texts(folder) == [story(number) for number in range(20)]
     ids = sample_ids(loaders_of(training_on(folder), 2, 1), 100)
     assert {id for row in ids for id in row} == {f"parquet[{index}]" for index in range(20)}
-    with pytest.raises(DataError, match=r"no text in a column 'body'; it has n \(int64\), text \(string\)"):
+    with pytest.raises(DataError, match=r"no text column 'body'; its columns are n \(int64\), text \(string\)"):
         open_path(str(folder), "body")
-    with pytest.raises(DataError, match="no text in a column 'n'"):
+    with pytest.raises(DataError, match="no text column 'n'"):
         open_path(str(folder), "n")
     pq.write_table(pa.table({"text": ["a", None]}), tmp_path / "null.parquet")
     monkeypatch.setattr(logger, "propagate", True)
@@ -171,7 +171,7 @@ def test_of_a_folder_the_kind_that_the_data_are_is_read(tmp_path: Path, log: lis
     (tmp_path / "README.md").write_text("about " * 1000)
     (tmp_path / "notes.txt").write_text("beside\n")
     assert texts(tmp_path) == [story(0), story(1)]
-    assert log == [f"INFO {tmp_path}: 1 JSONL files are read; left aside: README.md, notes.txt"]
+    assert log == [f"INFO {tmp_path}: 1 JSONL files are read; skipped: README.md, notes.txt"]
     books = tmp_path / "books"
     books.mkdir()
     (books / "a.txt").write_text("long " * 100)
@@ -192,7 +192,7 @@ def test_an_array_of_records(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps(records))
     assert texts(tmp_path / "a.json") == texts(tmp_path / "b.json") == [record["text"] for record in records]
     (tmp_path / "c.json").write_text('[{"body": 1}]')
-    with pytest.raises(DataError, match=r"no text in a column 'text'; it has body"):
+    with pytest.raises(DataError, match=r"no text column 'text'; its columns are body"):
         open_path(str(tmp_path / "c.json"), "text")
 
 
@@ -203,7 +203,7 @@ def test_a_column_within_a_column(tmp_path: Path) -> None:
     assert texts(tmp_path / "a.jsonl", "a.b") == ["inner", "by its name"]
     pq.write_table(pa.table({"a": [{"b": "inner", "c": 1}]}), tmp_path / "a.parquet")
     assert texts(tmp_path / "a.parquet", "a.b") == ["inner"]
-    with pytest.raises(DataError, match=r"no text in a column 'a\.c'"):
+    with pytest.raises(DataError, match=r"no text column 'a\.c'"):
         open_path(str(tmp_path / "a.parquet"), "a.c")
 
 
@@ -226,7 +226,7 @@ def test_a_file_that_is_changed_while_it_is_read(name: str, tmp_path: Path) -> N
     loader = loaders_of(training_on(path), 2, 1)[0]
     loader.next()
     os.truncate(path, 100)
-    with pytest.raises(DataError, match=rf"{name} was changed .* \(it had {size:,} bytes, and has 100\); put it back"):
+    with pytest.raises(DataError, match=rf"{name} was changed .* \(it had {size:,} bytes, now 100\); restore it"):
         for _ in range(500):
             loader.next()
 
@@ -234,10 +234,10 @@ def test_a_file_that_is_changed_while_it_is_read(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"body": "x", "id": 1}\n', "no text in a column 'text'; it has body, id: set training.text_column"),
-        ('["x", "y"]\n', "not JSONL, one JSON object a line"),
+        ('{"body": "x", "id": 1}\n', "no text column 'text'; its columns are body, id: set training.text_column"),
+        ('["x", "y"]\n', "not JSONL, one JSON object per line"),
         ("plain text\n", "not JSONL"),
-        ("\n\n", "it holds no line"),
+        ("\n\n", "it has no lines"),
     ],
 )
 def test_a_jsonl_file_without_text(tmp_path: Path, content: str, message: str) -> None:

@@ -88,7 +88,7 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
 
 
 def test_errors_name_what_is_wrong(tmp_path: Path, c4: Training) -> None:
-    with pytest.raises(DataError, match="no text in a column 'body'; it has text, url"):
+    with pytest.raises(DataError, match="no text column 'body'; its columns are text, url"):
         loaders_of(training_on(c4.dataset_path, text_column="body"), 1, 1)
     with pytest.raises(DataError, match="too few documents for the 300 rows"):
         loaders_of(training_on(c4.dataset_path), 300, 1)[0].next()
@@ -103,7 +103,7 @@ def test_a_shard_damaged_in_the_middle_is_an_error_of_a_later_batch(tmp_path: Pa
     second = tmp_path / "1.json.gz"
     second.write_bytes(second.read_bytes()[:-5000])
     loader = loaders_of(training_on(tmp_path, shuffle=False, seq_len=2048), 2, 1)[0]
-    with pytest.raises(DataError, match="shard 1 cannot be read on"):
+    with pytest.raises(DataError, match="cannot continue reading shard 1"):
         for _ in range(200):
             loader.next()
 

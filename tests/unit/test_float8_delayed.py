@@ -284,11 +284,11 @@ def test_layers_without_a_history_begin_with_dynamic_scales() -> None:
         ({"recipe_name": "delayed", "enable_fsdp_float8_all_gather": True}, "enable_fsdp_float8_all_gather"),
         (
             {"recipe_name": "delayed", **{f"cast_{name}": "dynamic" for name in ("input", "weight", "grad_output")}},
-            "delays nothing",
+            "has no delayed scales",
         ),
-        ({"delayed_history_len": 4}, "float8.delayed_history_len belongs to"),
-        ({"cast_weight": "delayed"}, "float8.cast_weight belongs to"),
-        ({"weight_scale_freq": 4}, "float8.weight_scale_freq belongs to"),
+        ({"delayed_history_len": 4}, "float8.delayed_history_len applies only to"),
+        ({"cast_weight": "delayed"}, "float8.cast_weight applies only to"),
+        ({"weight_scale_freq": 4}, "float8.weight_scale_freq applies only to"),
         ({"weight_scale": "bound"}, "set float8.enable_fsdp_float8_all_gather too"),
         (
             {
@@ -296,7 +296,7 @@ def test_layers_without_a_history_begin_with_dynamic_scales() -> None:
                 "enable_fsdp_float8_all_gather": True,
                 "precompute_float8_dynamic_scale_for_fsdp": True,
             },
-            "there to avoid",
+            "weight_scale = bound avoids",
         ),
     ],
 )

@@ -93,7 +93,7 @@ def test_best_measurement_of_this_and_earlier_runs_counts(rates: list[float], tm
     assert not rates and peak.flops == 2e12 and peak.mfu(1e12) == 0.5
     rates += [0.4e12, 0.4e12, 3e12, 1e12]
     busy = MeasuredPeak("a CPU", torch.bfloat16)
-    assert busy.flops == 2e12 and "20% of it now, so the machine is busy" in describe_mfu(busy)
+    assert busy.flops == 2e12 and "20% of that now, so the machine is busy" in describe_mfu(busy)
     assert MeasuredPeak("a CPU", torch.float32).flops == 0.4e12
     assert MeasuredPeak("a CPU", torch.bfloat16).flops == 3e12
     file = tmp_path / "torchtitan" / "measured_peaks.json"

@@ -85,7 +85,7 @@ def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pyt
 def test_on_another_machine_what_counts_is_a_sign_of_life(tmp_path: Path, log: list[str]) -> None:
     left_by_another_machine(tmp_path)
     assert take(tmp_path) > folder_lock.SILENCE
-    assert "process 7 on node7 has not ended in good order" in log[0]
+    assert "process 7 on node7 has not released its lock" in log[0]
     assert take(tmp_path) < folder_lock.SILENCE  # the last one has
     left_by_another_machine(tmp_path)
     timer = threading.Timer(0.2, lambda: os.utime(tmp_path / ".lock"))
@@ -139,7 +139,7 @@ def test_a_run_whose_folder_was_taken_over_ends(tmp_path: Path) -> None:
         left_by_another_machine(tmp_path)
         assert first.wait() == 2
         assert first.stderr is not None
-        assert first.stderr.read().startswith("Error: job.dump_folder: another run (process 7 on node7) writes to")
+        assert first.stderr.read().startswith("Error: job.dump_folder: another run (process 7 on node7) is writing to")
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         (("--checkpoint", "/nowhere", "--prompt", "a"), "there is no folder /nowhere"),
-        (("--checkpoint", "docs", "--prompt", "a"), "docs holds no config.json"),
+        (("--checkpoint", "docs", "--prompt", "a"), "docs holds neither config.json"),
         (("--checkpoint", "docs"), "there is no prompt"),
         (("--checkpoint", "docs", "--prompt", "a", "--top-p", "0"), "--top-p must be above 0"),
         (("--checkpoint", "docs", "--prompts-file", "/nowhere"), "No such file"),

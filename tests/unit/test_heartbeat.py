@@ -58,7 +58,7 @@ def test_each_start_of_a_run_has_a_name_of_its_own(store: dist.TCPStore) -> None
 def test_who_does_not_come_is_named_to_all(store: dist.TCPStore) -> None:
     results = in_threads([0, 2], lambda rank: _rendezvous(store.clone(), rank, 4, seconds=1))
     for error in results.values():
-        assert str(error) == "of 4 ranks these did not come within comm.init_timeout_seconds = 1: 1, 3."
+        assert str(error) == "of 4 ranks, these did not join within comm.init_timeout_seconds = 1: 1, 3."
     assert len(results) == 2
 
 
@@ -81,11 +81,11 @@ def test_a_silent_rank_is_named_before_anything_fails(store: dist.TCPStore) -> N
         stop.set()
         logger.removeHandler(handler)
     thread.join()
-    assert lines == ["nothing has been heard from rank 1 for 1.5 s"]
-    assert hearts[2].account() == "Ranks 0, 1 do not answer: ended, stopped, or on a machine that is gone."
+    assert lines == ["no heartbeat from rank 1 for 1.5 s"]
+    assert hearts[2].account() == "Ranks 0, 1 do not respond: exited, stopped, or on a machine that is down."
     hearts[1].end("ValueError")
     hearts[0].end("lost contact")
-    assert hearts[2].account() == "Rank 1 ended with ValueError: see its own message."
+    assert hearts[2].account() == "Rank 1 failed with ValueError: see its own error message."
 
 
 def test_a_store_that_is_gone_does_not_keep_a_rank(
@@ -95,13 +95,13 @@ def test_a_store_that_is_gone_does_not_keep_a_rank(
     heart = Heartbeat(store, 1, 2)
     heart._silent = lambda: time.sleep(1000)  # type: ignore[method-assign, assignment, return-value]  as a dead machine's
     started = time.monotonic()
-    assert "where the launchers have met, does not answer" in heart.account()
+    assert "rendezvous store of the run does not respond" in heart.account()
     assert time.monotonic() - started < 10
     # No other connection to it is attempted either.
     monkeypatch.setattr(process_group, "_heartbeat", heart)
     timed_out = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv to complete")
     keys = Comm(train_timeout_seconds=2, trace_buf_size=0)
-    with pytest.raises(LostRankError, match=r"comm\.train_timeout_seconds = 2\. The store of the run, where"):  # noqa: SIM117
+    with pytest.raises(LostRankError, match=r"comm\.train_timeout_seconds = 2\. The rendezvous store of the run"):  # noqa: SIM117
         with process_group.named_failures(keys, tmp_path):
             raise timed_out
 

@@ -126,7 +126,7 @@ def test_dimensions_that_are_no_multiples_of_16_stay_in_bf16() -> None:
 
 
 def test_no_product_left_on_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="all off"):
+    with pytest.raises(ConfigError, match="all false"):
         Int8Converter(Int8(output=False, grad_input=False, grad_weight=False), CPU)
 
 

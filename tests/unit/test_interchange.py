@@ -146,7 +146,7 @@ def test_metas_files_are_joined(rows: bool, tmp_path: Path) -> None:
     found = loaded(tmp_path, args).state_dict()
     assert all(torch.equal(weight, found[name]) for name, weight in weights.items())
     (tmp_path / "consolidated.01.pth").rename(tmp_path / "consolidated.02.pth")
-    with pytest.raises(CheckpointError, match=r"consolidated\.00\.pth and those after it"):
+    with pytest.raises(CheckpointError, match=r"expected consolidated\.00\.pth, consolidated\.01\.pth"):
         find_source(tmp_path, HUGGING_FACE)
 
 
@@ -158,7 +158,7 @@ def test_a_tied_model_that_is_stored_twice_loads_if_both_are_alike(tmp_path: Pat
     save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path)
     loaded(tmp_path / "out", args)
     save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1}, path)
-    with pytest.raises(CheckpointError, match=r"holds lm_head\.weight, for which this model has no place"):
+    with pytest.raises(CheckpointError, match=r"holds lm_head\.weight, which this model does not have"):
         loaded(tmp_path / "out", args)
 
 
@@ -181,9 +181,9 @@ FAULTS = {
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
     "another family": (lambda f: change(f, model_type="mistral"), "model_type is 'mistral'"),
     "biases": (lambda f: change(f, attention_bias=True), "attention_bias is True"),
-    "another rope": (lambda f: change(f, rope_scaling={"rope_type": "yarn"}), "RoPE scaling is of type 'yarn'"),
-    "another width": (lambda f: change(f, intermediate_size=100), "its ffn_dim is 100, here it is 96"),
-    "another vocabulary": (lambda f: change(f, vocab_size=32000), "its vocab_size is 32000, here it is 4096"),
+    "another rope": (lambda f: change(f, rope_scaling={"rope_type": "yarn"}), "RoPE scaling has type 'yarn'"),
+    "another width": (lambda f: change(f, intermediate_size=100), "its ffn_dim is 100, this run's is 96"),
+    "another vocabulary": (lambda f: change(f, vocab_size=32000), "its vocab_size is 32000, this run's is 4096"),
     "a size is a word": (lambda f: change(f, hidden_size="big"), "config.json: "),
     "a size is missing": (lambda f: change(f, num_hidden_layers=None), "n_layers is None"),
     "cut short": (lambda f: truncate(f / "model.safetensors"), "model.safetensors is damaged"),
@@ -230,7 +230,7 @@ def test_an_export_that_was_interrupted_looks_like_none(tmp_path: Path, monkeypa
     assert not (tmp_path / "out").exists()
     exported(nontrivial_llama(SMALL), tmp_path / "out")  # leftovers do not prevent it
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists; move it away"):
         exported(nontrivial_llama(SMALL), tmp_path / "out")
 
 
@@ -248,7 +248,7 @@ def test_scripts_there_and_back(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
-    assert "is there already" in result.stderr
+    assert "already exists; move it away" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -111,7 +111,7 @@ def test_a_file_of_2024(tmp_path: Path) -> None:
     assert config.parallelism.tensor_parallel_degree == 2 and not config.parallelism.disable_loss_parallel
     assert config.checkpoint.last_save_model_weights_only
     assert config.float8.cast_input == "delayed"
-    assert f"{tmp_path / 'run.toml'}: training.batch_size is training.local_batch_size now" in notices
+    assert f"{tmp_path / 'run.toml'}: training.batch_size is now training.local_batch_size" in notices
     assert len(notices) == 19  # one for each of them
 
 
@@ -143,10 +143,9 @@ def test_flags(tmp_path: Path) -> None:
     assert config.training.local_batch_size == 3 and config.training.seed == 4
     assert config.model.flavor == "debugmodel" and config.training.document_mask
     assert config.mx.recipe_name == "mxfp8" and config.mx.scale_calculation_mode == "floor"
-    assert "--compile.enable is training.compile now" in notices
+    assert "--compile.enable is now training.compile" in notices
     assert (
-        "model.flavor = debugmodel_flex_attn is model.flavor = debugmodel, training.document_mask = true here"
-        in notices
+        "model.flavor = debugmodel_flex_attn is now model.flavor = debugmodel, training.document_mask = true" in notices
     )
 
 
@@ -160,11 +159,15 @@ def test_a_key_of_today_wins(tmp_path: Path) -> None:
     ("section", "line", "said"),
     [
         ("training", "batch_size = 0", "training.batch_size must be an integer above 0, not 0."),
-        ("checkpoint", "interval_type = 'seconds'", "cannot be taken over: checkpoints are saved every so many steps"),
-        ("parallelism", "expert_parallel_degree = 2", "cannot be taken over: there are no experts"),
+        (
+            "checkpoint",
+            "interval_type = 'seconds'",
+            "is not supported: the interval is always in steps; set checkpoint.interval",
+        ),
+        ("parallelism", "expert_parallel_degree = 2", "is not supported: mixture-of-experts models"),
         ("compile", "components = ['loss']", "set training.compile = false."),
         ("compile", "mode = 'x'", "unknown key compile.mode"),
-        ("fault_tolerance", "enable = true", "cannot be taken over: torchrun"),
+        ("fault_tolerance", "enable = true", "is not supported: TorchFT"),
         ("quantize.linear.float8", "nosuch = 1", "unknown key quantize.linear.float8.nosuch"),
     ],
 )

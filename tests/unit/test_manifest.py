@@ -85,7 +85,7 @@ def test_a_pipe_instead_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_copy_under_the_name_of_another_step_is_none(tmp_path: Path) -> None:
     shutil.copytree(save(tmp_path, 2), tmp_path / "step-50")
-    assert damage(tmp_path / "step-50") == ["manifest.json is of step 2: the folder is a copy under another name"]
+    assert damage(tmp_path / "step-50") == ["manifest.json is of step 2: the folder is a renamed copy"]
     assert not is_complete(tmp_path / "step-50")
     shutil.copytree(tmp_path / "step-2", tmp_path / "step-02")
     assert saved_steps(tmp_path) == [2, 50]
@@ -106,7 +106,7 @@ def test_a_file_that_did_not_reach_the_disk_fails_the_save(tmp_path: Path) -> No
     with HashingFile(temporary / "tensors") as file:
         file.write(b"tensors")
     cut_short(temporary / "tensors")
-    with pytest.raises(OSError, match=r"tensors has \d bytes on disk of 7"):
+    with pytest.raises(OSError, match=r"tensors has \d bytes on disk, but 7 were written"):
         publish(tmp_path, 1, {}, {}, {"tensors": file.record()})
     assert saved_steps(tmp_path) == []
 

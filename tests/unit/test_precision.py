@@ -83,7 +83,7 @@ def test_the_resolved_configuration_loads_to_an_equal_one(tmp_path: Path) -> Non
         ("[[precision.phase]]\nuntill = 0.9", "[[precision.phase]] 1: unknown key untill (did you mean until?)."),
         (
             "[[precision.phase]]\nuntil = 2.0",
-            "[[precision.phase]] 1: until must be a number of at least 0 and at most 1 or none, not 2.0.",
+            "[[precision.phase]] 1: until must be a number of at least 0 and at most 1, or none, not 2.0.",
         ),
         (
             "[[precision.phase]]\n[[precision.phase]]\nconverters = 'float8'",
@@ -111,7 +111,9 @@ def test_mistakes_in_the_file_name_the_entry(text: str, message: str, tmp_path: 
 
 
 def test_a_schedule_has_no_flag() -> None:
-    with pytest.raises(ConfigError, match=r"--precision\.phase is a list of tables and has no flag: write \[\[pre"):
+    with pytest.raises(
+        ConfigError, match=r"--precision\.phase is a list of tables and cannot be set by a flag; write \[\[pre"
+    ):
         ConfigManager().parse_args(["--precision.phase=float8"])
 
 
@@ -128,20 +130,23 @@ PHASE, FLOAT8 = "[[precision.phase]]\n", "[[precision.phase]]\nconverters = ['fl
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"[model]\nconverters = ['int8']\n{FLOAT8}", r"model\.converters and \[\[precision\.phase\]\] both name"),
+        (
+            f"[model]\nconverters = ['int8']\n{FLOAT8}",
+            r"model\.converters and \[\[precision\.phase\]\] exclude each other",
+        ),
         (FLOAT8 + PHASE, r"1: it has no end; set until_step, or until"),
-        (f"{PHASE}until = 0.5\nuntil_step = 50\n{PHASE}", r"1: until and until_step both give"),
-        (f"{PHASE}until = 0.001\n{PHASE}", r"1: it would end at step 0 of 100, but the phase before it ends at step 0"),
+        (f"{PHASE}until = 0.5\nuntil_step = 50\n{PHASE}", r"1: until and until_step are both set"),
+        (f"{PHASE}until = 0.001\n{PHASE}", r"1: it ends at step 0 of 100, but the phase before it ends at step 0"),
         (
             f"{PHASE}until = 0.5\n{PHASE}until_step = 50\n{PHASE}",
-            r"2: it would end at step 50 .*; raise its until_step",
+            r"2: it ends at step 50 .*; raise its until_step",
         ),
         (
             f"{PHASE}until = 0.5\n{PHASE}until = 0.9",
             r"2: the last phase ends at step 90 of 100; remove its",
         ),
         (f"{PHASE}converters = ['flot8']", r"1: converters: unknown converter 'flot8' \(did you mean float8\?\)"),
-        (f"{PHASE}converters = ['mx', 'mx']", r"1: converters: a converter is named twice"),
+        (f"{PHASE}converters = ['mx', 'mx']", r"1: converters: a converter is listed twice"),
         (
             f"{FLOAT8}[precision.phase.int8]\nemulate = true",
             r"1: the table \[precision\.phase\.int8\] belongs to no",

@@ -80,9 +80,9 @@ def ready(script: str, before: Callable[[], object] | None = None) -> Iterator[s
     ("script", "number", "status", "words"),
     [
         (FIRST_STEP, signal.SIGINT, 130, "Stopped by SIGINT"),
-        (FIRST_STEP, signal.SIGTERM, 0, "Stopped by SIGTERM before a step was done"),
+        (FIRST_STEP, signal.SIGTERM, 0, "Stopped by SIGTERM before the first step finished"),
         (THIRD_STEP, signal.SIGINT, 130, "Stopped by SIGINT"),
-        (THIRD_STEP, signal.SIGUSR1, 128 + signal.SIGUSR1, "inside a step, which does not end"),
+        (THIRD_STEP, signal.SIGUSR1, 128 + signal.SIGUSR1, "during a step that does not end"),
         (LAST_WORDS, signal.SIGTERM, 0, ""),  # everything is saved, and the interpreter is exiting
     ],
 )

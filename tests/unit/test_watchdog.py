@@ -45,7 +45,7 @@ def test_lines_come_at_growing_intervals_and_after_long_steps_later(
         assert log == []
         wait_for_lines(log, 1)
     (line,) = log
-    assert "WARNING no step has ended for 1 s. The main thread is at" in line
+    assert "WARNING no step has finished for 1 s. The main thread is at" in line
     assert "unit/test_watchdog.py" in line and "in wait_for_lines (`time.sleep(0.01)`)" in line
     assert "kill -USR2" in line and "py-spy dump --pid" in line
 
@@ -77,8 +77,8 @@ def test_ranks_in_the_same_place_share_a_line(hearts: list[Heartbeat], monkeypat
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 6)
     assert watchdog._locations_of_all() == (
-        "Rank 4: at data.py:3, in next; Ranks 0 to 3, 5: at clip.py:9, in clip. The whole stack of a rank: kill -USR2 "
-        "PID on its machine, or py-spy dump --pid PID (rank 4: 4244 on node7)."
+        "Rank 4: at data.py:3, in next; Ranks 0 to 3, 5: at clip.py:9, in clip. For the full stack of a rank: kill "
+        "-USR2 PID on its machine, or py-spy dump --pid PID (rank 4: 4244 on node7)."
     )
 
 

@@ -92,7 +92,7 @@ def test_a_fresh_start_keeps_the_files_of_earlier_runs(path: Path, log: list[str
         write(path, 0, 1, loss=loss)
     losses = {file.name: json.loads(file.read_text())["loss"] for file in path.parent.iterdir()}
     assert losses == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 3.0}
-    assert len(log) == 2 and log[0].endswith("the metrics.jsonl of an earlier one is now metrics.1.jsonl")
+    assert len(log) == 2 and log[0].endswith("renamed metrics.jsonl of an earlier run to metrics.1.jsonl")
 
 
 def test_an_empty_file_is_not_kept(path: Path) -> None:

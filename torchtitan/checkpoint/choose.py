@@ -34,7 +34,7 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
             are signs of an earlier run.
     """
     if wanted != -1 and wanted not in steps:
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none at all"
+        there = f"it has steps {', '.join(map(str, steps))}" if steps else "it has no checkpoints"
         raise CheckpointError(
             f"checkpoint.load_step: no checkpoint of step {wanted} in {folder}; {there}. Use -1 for the newest."
         )
@@ -46,11 +46,11 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
         return step
     if wanted != -1:
         raise CheckpointError(
-            f"{damaged[0]}. Choose another step with --checkpoint.load_step, or -1 for the newest that is intact."
+            f"{damaged[0]}. Choose another step with --checkpoint.load_step, or -1 for the newest intact one."
         )
     raise CheckpointError(
-        f"{folder} holds {len(steps)} checkpoint(s), and none is intact: {'; '.join(damaged[:NAMED])}. To begin a new "
-        "run all the same, choose another --job.dump_folder, or move the folder away."
+        f"{folder} holds {len(steps)} checkpoint(s), but none is intact: {'; '.join(damaged[:NAMED])}. To start a "
+        "new run anyway, choose another --job.dump_folder, or move the folder away."
     )
 
 
@@ -62,7 +62,7 @@ def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]
         found = damage_over_ranks(path)
         if not found:
             if damaged and dist.get_rank() == 0:
-                logger.warning(f"going on from step {step}, the newest checkpoint that is intact")
+                logger.warning(f"resuming from step {step}, the newest intact checkpoint")
             return step, damaged
         damaged.append(f"{path} is damaged: {abbreviated(found)}")
         if dist.get_rank() == 0:
@@ -79,8 +79,8 @@ def newest_of_same_command(folder: Path, steps: list[int], configuration: Mappin
     step, _ = newest_intact(folder, broadcast_from_rank_0(lambda: _steps_of_same_command(folder, steps, configuration)))
     if step is not None:
         logger.info(
-            f"step {step} was saved by this same command, so it goes on from there; checkpoint.load_step and "
-            "exclude_from_loading were for its first start (to start so again, move away what it has saved)"
+            f"resuming from step {step}, which this same command saved; checkpoint.load_step and exclude_from_loading "
+            "apply only to its first start (to apply them again, move its checkpoints away)"
         )
     return step
 
@@ -110,7 +110,7 @@ def check_start(path: Path) -> None:
     found = damage_over_ranks(path)
     if found:
         there = saved_steps(path)
-        hint = f" It holds checkpoints: use {step_folder(path, there[-1])}." if there else ""
+        hint = f" It contains checkpoints: use {step_folder(path, there[-1])}." if there else ""
         raise CheckpointError(
             f"checkpoint.initial_load_path: {path} is not a checkpoint of this program, or is damaged: "
             f"{abbreviated(found)}.{hint}"
@@ -133,7 +133,7 @@ def check_identity(path: Path, theirs: dict[str, Any], this_run: dict[str, Any])
         key = different[0]
         raise CheckpointError(
             f"{path} is a checkpoint of another model: its {key} is {theirs.get(key)}, this run's is {this_run[key]}. "
-            "Use another --job.dump_folder, or the other model."
+            "Use that model, or another --job.dump_folder."
         )
 
 
@@ -149,20 +149,20 @@ def check_tensors(
         CheckpointError: listing the first differences.
     """
     for what, tensors, remedy in (
-        ("the model", model, "Use the model that it is of, or another checkpoint."),
-        ("the optimizer", optimizer, "--checkpoint.exclude_from_loading=optimizer begins it anew."),
+        ("the model", model, "Use the model of the checkpoint, or another checkpoint."),
+        ("the optimizer", optimizer, "Set --checkpoint.exclude_from_loading=optimizer to restart the optimizer."),
     ):
         found = [fault for part in all_gather_object(differences(metadata, tensors)) for fault in part]
         if found:
             raise CheckpointError(
-                f"{path} does not fit {what} of this run: {abbreviated(list(dict.fromkeys(found)))}. {remedy}"
+                f"{path} does not match {what} of this run: {abbreviated(list(dict.fromkeys(found)))}. {remedy}"
             )
     weights = {name for name in metadata.state_dict_metadata if not name.startswith(OPTIMIZER)}
     unknown = set.intersection(*all_gather_object(weights - model.keys()))
     if unknown and unknown != weights:  # all are unknown if the model is not loaded
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: it has {abbreviated(sorted(unknown))}, which this one has not. "
-            "Use the model that it is of, or another checkpoint."
+            f"{path} is a checkpoint of another model: it has {abbreviated(sorted(unknown))}, which this model lacks. "
+            "Use the model of the checkpoint, or another checkpoint."
         )
 
 

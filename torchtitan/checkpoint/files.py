@@ -137,7 +137,7 @@ class MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if ALLOWED.get(name) == module or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which metadata of tensors do not need")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which tensor metadata do not need")
 
 
 def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
@@ -158,7 +158,7 @@ def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
             if not isinstance(tensor.properties.dtype, torch.dtype):
                 raise TypeError(f"{name} has no dtype")
             if not _is_complete(tensor):
-                raise ValueError(f"{name} is there in part only")
+                raise ValueError(f"{name} is incomplete")
         for place in places.values():
             if place.relative_path not in files:
                 raise ValueError(f"it points to {place.relative_path!r}, which is not a file of the checkpoint")
@@ -194,9 +194,11 @@ def differences(metadata: Metadata, tensors: dict[str, torch.Tensor]) -> list[st
         # `read_metadata` refuses everything but tensors.
         saved: TensorStorageMetadata | None = metadata.state_dict_metadata.get(name)  # type: ignore[assignment]
         if saved is None:
-            found.append(f"{name} is not in it")
+            found.append(f"{name} is not in the checkpoint")
         elif tuple(saved.size) != tuple(tensor.shape):
-            found.append(f"{name} is {tuple(saved.size)} in it and {tuple(tensor.shape)} here")
+            found.append(
+                f"{name} has shape {tuple(saved.size)} in the checkpoint and {tuple(tensor.shape)} in this run"
+            )
         elif saved.properties.dtype != tensor.dtype and not {saved.properties.dtype, tensor.dtype} <= INTERCHANGEABLE:
-            found.append(f"{name} is {saved.properties.dtype} in it and {tensor.dtype} here")
+            found.append(f"{name} is {saved.properties.dtype} in the checkpoint and {tensor.dtype} in this run")
     return found

@@ -76,7 +76,7 @@ def _set_aside(checkpoint: Path) -> None:
     while (aside := checkpoint.with_name(f"{checkpoint.name}.abandoned-{number}")).exists():
         number += 1
     checkpoint.rename(aside)
-    logger.info(f"{checkpoint} is of a course that was given up; it is {aside.name} now, and may be deleted")
+    logger.info(f"{checkpoint} is from an abandoned branch of this run; renamed to {aside.name}, which may be deleted")
 
 
 def sync(path: Path) -> None:
@@ -91,7 +91,7 @@ def sync(path: Path) -> None:
 def remove_left_overs(folder: Path) -> None:
     """Removes what interrupted saves and removals have left behind."""
     for path in folder.glob("step-*.tmp"):
-        logger.info(f"removing {path.name}, which was interrupted")
+        logger.info(f"removing {path.name}, left by an interrupted save or removal")
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -122,15 +122,15 @@ def refuse_foreign(folder: Path, dump_folder: Path) -> None:
     foreign = [
         entry.name for entry in entries if not (entry.name.startswith((".", "lost+found")) or entry.suffix == ".tmp")
     ]
-    remedy = "To begin a new run, choose another --job.dump_folder."
+    remedy = "To start a new run, choose another --job.dump_folder."
     if foreign:
         raise CheckpointError(
             f"checkpoint.folder: {folder} holds {', '.join(foreign[:4])}{', ...' if len(foreign) > 4 else ''}, but no "
-            f"checkpoint under the name step-N, so there is nothing to go on from. {remedy}"
+            f"checkpoint named step-N, so there is nothing to resume from. {remedy}"
         )
     others = sorted({path.parents[1] for path in dump_folder.glob(f"*/step-*/{MANIFEST}")} - {folder})
     if others:
         raise CheckpointError(
             f"checkpoint.folder: {folder} holds no checkpoint, but {others[0]} does. Use "
-            f"--checkpoint.folder={others[0].name} to go on from there. {remedy}"
+            f"--checkpoint.folder={others[0].name} to resume from it. {remedy}"
         )

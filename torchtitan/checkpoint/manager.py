@@ -114,7 +114,7 @@ class CheckpointManager:
                     self.folder.mkdir(parents=True, exist_ok=True)
                 except OSError as error:
                     raise CheckpointError(
-                        f"checkpoint.folder: {self.folder} cannot be made ({error.strerror})."
+                        f"checkpoint.folder: {self.folder} cannot be created ({error.strerror})."
                     ) from None
                 remove_left_overs(self.folder)
             dist.barrier()
@@ -142,7 +142,7 @@ class CheckpointManager:
         if not self.config.enable_checkpoint:
             if steps and dist.get_rank() == 0:
                 logger.warning(
-                    f"{self.folder} holds checkpoints up to step {steps[-1]}, which are not looked at, since "
+                    f"{self.folder} holds checkpoints up to step {steps[-1]}, which are ignored because "
                     "checkpoint.enable_checkpoint is off"
                 )
         elif (self.config.load_step != -1 or self.excluded) and (
@@ -187,7 +187,7 @@ class CheckpointManager:
             check_identity(path, state["identity"], self.identity)
         if state["weights_only"] and not weights_only:
             raise CheckpointError(
-                f"{path} holds the weights alone (checkpoint.last_save_model_weights_only), so the run cannot go on "
+                f"{path} holds only the weights (checkpoint.last_save_model_weights_only), so the run cannot resume "
                 "from it; choose an earlier one with --checkpoint.load_step, or start a new run with "
                 f"--checkpoint.initial_load_path={path} and another --job.dump_folder."
             )
@@ -204,8 +204,8 @@ class CheckpointManager:
                 dcp.load(tensors, storage_reader=Reader(path, metadata), planner=TensorsOnlyPlanner())
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"{path} could not be loaded: {first_line(error)}. Choose another with --checkpoint.load_step, "
-                "or move the folder away."
+                f"{path} could not be loaded: {first_line(error)}. Choose another checkpoint with "
+                "--checkpoint.load_step, or move this one away."
             ) from error
         if optimizer:  # the model's tensors were loaded in place
             load_optimizer_tensors(self.model, self.optimizer, {key: tensors[key] for key in optimizer})
@@ -240,7 +240,7 @@ class CheckpointManager:
         weights_only = last and self.config.last_save_model_weights_only
         train_state = {"weights_only": weights_only, "identity": self.identity, **state()}
         if dist.get_rank() == 0 and not self.folder.exists():
-            logger.warning(f"{self.folder} was removed, and with it the checkpoints so far; it is made again")
+            logger.warning(f"{self.folder} was removed, with all checkpoints in it; creating it again")
         # Asking a new optimizer for its state makes it count a step.
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)
         about = {"versions": _versions(), **self.about}
@@ -330,8 +330,8 @@ class CheckpointManager:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary_folder(self.folder, step), ignore_errors=True)
             logger.error(
-                f"the checkpoint of step {step} could not be saved ({first_line(error)}); {self.failed_saves} failed "
-                "so far. Training goes on, and the checkpoints before it are as they were."
+                f"the checkpoint of step {step} could not be saved ({first_line(error)}); {self.failed_saves} saves "
+                "failed so far. Training continues; earlier checkpoints are not affected."
             )
 
 

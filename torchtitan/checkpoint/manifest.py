@@ -97,7 +97,7 @@ def write_manifest(checkpoint: Path, about: Mapping[str, Any], files: Mapping[st
     """
     for name, record in files.items():
         if (size := (checkpoint / name).stat().st_size) != record.size:
-            raise OSError(f"{name} has {size} bytes on disk of {record.size} that were written")
+            raise OSError(f"{name} has {size} bytes on disk, but {record.size} were written")
     content = {"format": FORMAT, **about, "files": {name: asdict(files[name]) for name in sorted(files)}}
     content = json.loads(json.dumps(content, default=str))  # as it will be read back, for its hash
     write_json(checkpoint / MANIFEST, {**content, "sha256": _digest(content)})
@@ -116,9 +116,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         content = json.loads(read_file(checkpoint / MANIFEST))
         if content.pop("sha256") != _digest(content):
-            raise ValueError("its own hash does not match")
+            raise ValueError("its hash does not match its content")
         if content["format"] > FORMAT:
-            raise CheckpointError(f"{MANIFEST} is of format {content['format']}: a newer program wrote it")
+            raise CheckpointError(
+                f"{MANIFEST} has format {content['format']}, written by a newer version of this program"
+            )
         files = {name: FileRecord(int(file["size"]), file["sha256"]) for name, file in content["files"].items()}
         manifest = Manifest(int(content["step"]), content.get("configuration"), files)
     except FileNotFoundError:
@@ -127,13 +129,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise CheckpointError(f"{MANIFEST} is damaged ({_reason(error)})") from None
     for name in files:
         if not inside(name):
-            raise CheckpointError(f"{MANIFEST} names {name!r}, which is not a file in the checkpoint")
+            raise CheckpointError(f"{MANIFEST} lists {name!r}, which is not a file in the checkpoint")
     for name in (METADATA, TRAIN_STATE):
         if name not in files:  # its hash would not be checked
-            raise CheckpointError(f"{MANIFEST} does not name {name}")
+            raise CheckpointError(f"{MANIFEST} does not list {name}")
     named = re.fullmatch(r"step-(\d+)", checkpoint.name)
     if named and int(named[1]) != manifest.step:
-        raise CheckpointError(f"{MANIFEST} is of step {manifest.step}: the folder is a copy under another name")
+        raise CheckpointError(f"{MANIFEST} is of step {manifest.step}: the folder is a renamed copy")
     return manifest
 
 
@@ -198,7 +200,7 @@ def _fault(path: Path, expected: FileRecord) -> str:
         if status.st_size != expected.size:
             return f"has {status.st_size} bytes instead of {expected.size}"
         if sha256_of(path) != expected.sha256:
-            return "has other content than was written (its SHA-256 differs)"
+            return "has changed since it was written (its SHA-256 differs)"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:

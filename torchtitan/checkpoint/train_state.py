@@ -34,15 +34,15 @@ def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
     try:
         state = json.loads(read_file(checkpoint / TRAIN_STATE))
         if not (isinstance(state, dict) and NEEDED.keys() <= state.keys()):
-            raise ValueError("parts are missing")
+            raise ValueError("some of its parts are missing")
         for part, kind in PARTS.items():
             if type(state.get(part, kind())) is not kind:
                 raise ValueError(f"{part} is {state[part]!r:.40}")
         if state["step"] != step:
-            raise ValueError(f"it is of step {state['step']}, the manifest of {step}")
+            raise ValueError(f"its step is {state['step']}, but the manifest's is {step}")
         return state
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{TRAIN_STATE} is not that of a run ({error})") from None
+        raise CheckpointError(f"{TRAIN_STATE} is invalid ({error})") from None
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def refuse_wrong_values() -> Iterator[None]:
         if failed_collective(error):
             raise
         raise CheckpointError(
-            f"{TRAIN_STATE} of the checkpoint has a wrong value ({type(error).__name__}: {error}); choose another "
+            f"{TRAIN_STATE} of the checkpoint has an invalid value ({type(error).__name__}: {error}); choose another "
             "checkpoint with --checkpoint.load_step."
         ) from error
 

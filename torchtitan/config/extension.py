@@ -21,14 +21,16 @@ def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
     where = "experimental.custom_args_module"
     theirs = getattr(import_user_module(module_name, where), "JobConfig", None)
     if not dataclasses.is_dataclass(theirs):
-        raise ConfigError(f"{where}: {module_name} has no dataclass named JobConfig.")
+        raise ConfigError(f"{where}: module {module_name} has no dataclass named JobConfig; add one.")
     hints = typing.get_type_hints(theirs, include_extras=True)
     known = {field.name for field in dataclasses.fields(config_class)}
     sections = []
     for field in dataclasses.fields(theirs):
         section: type[Any] = hints[field.name]
         if not dataclasses.is_dataclass(section):
-            raise ConfigError(f"{where}: section {field.name} of {module_name}.JobConfig is not a dataclass.")
+            raise ConfigError(
+                f"{where}: section {field.name} of {module_name}.JobConfig is not a dataclass; make it one."
+            )
         base = section_class(config_class, field.name) if field.name in known else None
         merged = _frozen(section, base)
         sections.append((field.name, merged, dataclasses.field(default_factory=merged)))
@@ -66,6 +68,6 @@ def import_user_module(name: str, key: str) -> types.ModuleType:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise  # the module exists; one of its imports does not
         raise ConfigError(
-            f"{key}: there is no module {name!r} in the working directory or on PYTHONPATH; give a dotted name such as "
+            f"{key}: no module {name!r} in the working directory or on PYTHONPATH; set it to a dotted name such as "
             "my_package.my_module."
         ) from None

@@ -51,7 +51,7 @@ class Key:
     def expected(self) -> str:
         """'an integer above 0', 'one of bfloat16, float32' ..."""
         if self.choices:
-            return f"one of {', '.join(map(str, self.choices))}" + (" or none" if self.optional else "")
+            return f"one of {', '.join(map(str, self.choices))}" + (", or none" if self.optional else "")
         if self.entry:
             return "a list of tables"
         names = {
@@ -65,7 +65,7 @@ class Key:
         kinds = [names.get(_plain(arm), str(_plain(arm))) for arm in arms]
         limits = [_limit(item) for arm in [self.annotation, *arms] for item in _constraints(arm)]
         return " ".join([" or ".join(kinds), " and ".join(dict.fromkeys(filter(None, limits)))]).strip() + (
-            " or none" if self.optional else ""
+            ", or none" if self.optional else ""
         )
 
     @property

@@ -27,7 +27,7 @@ class LegacyKey:
 
 
 def renamed(new: str) -> LegacyKey:
-    return LegacyKey(f"is {new} now", lambda value: {new: value})
+    return LegacyKey(f"is now {new}", lambda value: {new: value})
 
 
 def negated(new: str) -> LegacyKey:
@@ -35,7 +35,7 @@ def negated(new: str) -> LegacyKey:
         given = parse_text(value)
         return {new: not given if isinstance(given, bool) else value}
 
-    return LegacyKey(f"is the opposite of {new}", translate)
+    return LegacyKey(f"is now the opposite of {new}", translate)
 
 
 def without_effect(why: str) -> LegacyKey:
@@ -71,7 +71,7 @@ def if_true(values: Values) -> Callable[[Any], Values]:
 
 def from_components(value: Any) -> Values:
     if "model" not in as_list(value):
-        raise ValueError("the blocks of the model are what is compiled here; set training.compile = false")
+        raise ValueError("only the transformer blocks of the model are compiled; set training.compile = false")
     return {}
 
 
@@ -81,7 +81,7 @@ def from_modules_per_part(value: Any) -> Values:
     if parts in (None, []):
         return {}
     if not (isinstance(parts, list) and all(isinstance(part, list) and part for part in parts)):
-        raise ValueError("it must be a list of lists of names of modules")
+        raise ValueError("it must be a list of lists of module names")
     return {"parallelism.pipeline_parallel_split_points": [part[0] for part in parts[1:]]}
 
 
@@ -89,35 +89,36 @@ def from_checkpoint_folder(value: str) -> Values:
     return {"checkpoint.enable_checkpoint": True, "checkpoint.folder": value} if value else {}
 
 
-NO_EXPERTS = "there are no experts (MoE) here"
-NO_TORCHFT = "torchrun or ./run_train.sh restarts a run, and there is no TorchFT"
-RECOMPUTATION = "activation recomputation has no such choice"
-IN_STEPS = accept_only(["steps", "step"], "checkpoints are saved every so many steps: set checkpoint.interval in steps")
+NO_EXPERTS = "mixture-of-experts models are not supported"
+NO_TORCHFT = "TorchFT is not supported; torchrun or ./run_train.sh restarts a run"
+RECOMPUTATION = "activation checkpointing has no such option"
+IN_STEPS = accept_only(["steps", "step"], "the interval is always in steps; set checkpoint.interval")
 NORM = accept_only(
-    ["rmsnorm", "compiled_rmsnorm", "fused_rmsnorm", ""], "the norm of a Llama is RMSNorm; others need a custom_import"
+    ["rmsnorm", "compiled_rmsnorm", "fused_rmsnorm", ""],
+    "Llama models use RMSNorm; another norm needs an experimental.custom_import",
 )
-FLOAT8_ON = LegacyKey("is model.converters = [float8] now", if_true({"model.converters": ["float8"]}))
+FLOAT8_ON = LegacyKey("is now model.converters = [float8]", if_true({"model.converters": ["float8"]}))
 
 LEGACY_KEYS: Mapping[str, LegacyKey] = {
-    "job.use_for_integration_test": without_effect("it concerns torchtitan's own tests"),
+    "job.use_for_integration_test": without_effect("it is for torchtitan's own tests"),
     "job.print_config": renamed("job.print_args"),
-    "job.save_config_file": without_effect("config.toml is written into job.dump_folder always"),
+    "job.save_config_file": without_effect("config.toml is always written to job.dump_folder"),
     "job.custom_config_module": renamed("experimental.custom_args_module"),
     "profiling.run_profiler": renamed("profiling.enable_profiling"),
     "profiling.profile_every_x_iter": renamed("profiling.profile_freq"),
-    "profiling.profiler_active": without_effect("a trace is of one step"),
-    "profiling.profiler_warmup": without_effect("a trace is of one step"),
+    "profiling.profiler_active": without_effect("a trace always covers one step"),
+    "profiling.profiler_warmup": without_effect("a trace always covers one step"),
     "metrics.enable_color_printing": negated("metrics.disable_color_printing"),
     "metrics.rank_0_only": negated("metrics.save_for_all_ranks"),
     "model.hf_assets_path": renamed("model.tokenizer_path"),
     "model.norm_type": NORM,
-    "model.use_flex_attn": without_effect("the attention kernel is chosen by what it must mask"),
+    "model.use_flex_attn": without_effect("the attention kernel is chosen automatically, by the mask"),
     "model.attn_mask_type": LegacyKey(
-        "is training.document_mask now (true for block_causal)",
+        "is now training.document_mask (true for block_causal)",
         lambda value: {"training.document_mask": value == "block_causal"},
     ),
     "optimizer.fused": LegacyKey(
-        "is optimizer.implementation now (fused or foreach)",
+        "is now optimizer.implementation (fused or foreach)",
         lambda value: {"optimizer.implementation": "fused" if parse_text(value) is True else "foreach"},
     ),
     "lr_scheduler.min_lr_factor": renamed("lr_scheduler.lr_min"),
@@ -136,7 +137,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "training.enable_loss_parallel": negated("parallelism.disable_loss_parallel"),
     "training.enable_fp8_linear": FLOAT8_ON,
     "training.checkpoint_folder": LegacyKey(
-        "is checkpoint.enable_checkpoint and checkpoint.folder now", from_checkpoint_folder
+        "is now checkpoint.enable_checkpoint and checkpoint.folder", from_checkpoint_folder
     ),
     "training.checkpoint_interval": renamed("checkpoint.interval"),
     "training.checkpoint_interval_type": IN_STEPS,
@@ -155,11 +156,15 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     ),
     "experimental.custom_model_path": renamed("experimental.custom_import"),
     "parallelism.module_fqns_per_model_part": LegacyKey(
-        "is parallelism.pipeline_parallel_split_points now: the first module of each part but the first",
+        "is now parallelism.pipeline_parallel_split_points: the first module of each part but the first",
         from_modules_per_part,
     ),
-    "parallelism.pipeline_parallel_first_stage_less_layers": without_effect("stages are cut by what layers cost"),
-    "parallelism.pipeline_parallel_last_stage_less_layers": without_effect("stages are cut by what layers cost"),
+    "parallelism.pipeline_parallel_first_stage_less_layers": without_effect(
+        "stages are balanced by the cost of their layers"
+    ),
+    "parallelism.pipeline_parallel_last_stage_less_layers": without_effect(
+        "stages are balanced by the cost of their layers"
+    ),
     "parallelism.pipeline_parallel_expert_parallel_overlap": without_effect(NO_EXPERTS),
     "parallelism.expert_parallel_degree": accept_only([1], NO_EXPERTS),
     "parallelism.expert_tensor_parallel_degree": accept_only([1], NO_EXPERTS),
@@ -169,11 +174,13 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "checkpoint.model_weights_only": renamed("checkpoint.last_save_model_weights_only"),
     "checkpoint.last_save_model_only": renamed("checkpoint.last_save_model_weights_only"),
     "checkpoint.initial_load_model_only": renamed("checkpoint.initial_load_model_weights_only"),
-    "checkpoint.initial_load_in_hf": without_effect("a folder of Hugging Face's form is known by its files"),
+    "checkpoint.initial_load_in_hf": without_effect("Hugging Face format is detected from the files"),
     "checkpoint.initial_load_in_hf_quantized": accept_only(
-        [False], "weights are loaded in float32, bfloat16 or float16"
+        [False], "only float32, bfloat16 and float16 weights can be loaded"
     ),
-    "checkpoint.load_only": accept_only([False], "a run that loads saves too; copy the folder to keep it as it is"),
+    "checkpoint.load_only": accept_only(
+        [False], "a run that loads checkpoints also saves them; to keep the folder unchanged, copy it"
+    ),
     "checkpoint.enable_ft_dataloader_checkpoints": without_effect(NO_TORCHFT),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": without_effect(RECOMPUTATION),
     "activation_checkpoint.early_stop": without_effect(RECOMPUTATION),
@@ -183,8 +190,8 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "activation_checkpoint.determinism_check": without_effect(RECOMPUTATION),
     "activation_checkpoint.debug": without_effect(RECOMPUTATION),
     "compile.enable": renamed("training.compile"),
-    "compile.components": LegacyKey("has no effect here: the blocks of the model are compiled", from_components),
-    "compile.backend": accept_only(["inductor"], "the compiler is inductor"),
+    "compile.components": LegacyKey("has no effect here: the transformer blocks are compiled", from_components),
+    "compile.backend": accept_only(["inductor"], "inductor is the only backend"),
     "float8.enable_float8_linear": FLOAT8_ON,
     "float8.scaling_type_input": renamed("float8.cast_input"),
     "float8.scaling_type_weight": renamed("float8.cast_weight"),
@@ -211,7 +218,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "mx.moe_fqns_prototype": accept_only([[], ""], NO_EXPERTS),
     "comm.save_traces_folder": without_effect("the flight recorder writes to comm_traces in job.dump_folder"),
     "comm.save_traces_file_prefix": without_effect("the flight recorder writes to comm_traces in job.dump_folder"),
-    "comm.mode": accept_only(["default"], "to see what a large run would do, use job.plan"),
+    "comm.mode": accept_only(["default"], "to simulate a large run, use job.plan"),
     "memory_estimation.enable": renamed("memory_estimation.enabled"),
     "fault_tolerance.enable": accept_only([False], NO_TORCHFT),
     **{
@@ -230,17 +237,19 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
             "module_fqns_per_model_fragment",
         )
     },
-    "liger_kernel.enable_fused_linear_cross_entropy": without_effect("the loss is computed in pieces always"),
+    "liger_kernel.enable_fused_linear_cross_entropy": without_effect("the loss is always computed in chunks"),
     "validation.enable": renamed("validation.enabled"),
-    "validation.seq_len": without_effect("validation takes training.seq_len"),
+    "validation.seq_len": without_effect("validation uses training.seq_len"),
     **{
-        f"{section}.dataloader.{name}": without_effect("batches are made ahead in a thread")
+        f"{section}.dataloader.{name}": without_effect("a thread prepares batches in advance")
         for section in ("training", "validation")
         for name in ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")
     },
     "debug.seed": renamed("training.seed"),
     "debug.deterministic": renamed("training.deterministic"),
-    "debug.deterministic_warn_only": without_effect("training.deterministic refuses, always"),
+    "debug.deterministic_warn_only": without_effect(
+        "with training.deterministic, a nondeterministic operation is always an error"
+    ),
     "debug.moe_force_load_balance": accept_only([False], NO_EXPERTS),
 }
 
@@ -280,7 +289,7 @@ def translate_value(key: str, value: Any) -> tuple[Any, Values, list[str]]:
             others.update(more)
             shown = [f"{key} = {new}"] if new is not None else []
             shown += [f"{name} = {str(other).lower()}" for name, other in more.items()]
-            notices.append(f"{key} = {entry} is {', '.join(shown) or 'left out'} here")
+            notices.append(f"{key} = {entry} is now {', '.join(shown) or 'ignored'}")
         entries.append(new)
     if not notices:
         return value, {}, []

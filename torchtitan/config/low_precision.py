@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torchtitan.config.fields import Annotated, Doc, Fraction, NonNegativeInt, PositiveInt
 
 Cast = Literal["dynamic", "delayed"]
-FILTER_DOC = Doc("Layers to leave alone: whole components of a module path, such as output or attention.wk; globs too.")
+FILTER_DOC = Doc("Layers not to convert: whole components of a module path, such as output or attention.wk; or globs.")
 
 
 @dataclass(frozen=True)
@@ -15,50 +15,63 @@ class Float8:
 
     recipe_name: Annotated[
         Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"] | None,
-        Doc("Granularity of scales; delayed: one for each tensor, from the steps before; none: tensorwise."),
+        Doc("Scaling granularity; delayed: one scale per tensor, from previous steps; none: tensorwise."),
     ] = None
-    cast_input: Annotated[Cast | None, Doc("Whether inputs are scaled by their own numbers, or by those before.")] = (
-        None
+    cast_input: Annotated[
+        Cast | None, Doc("Scaling of inputs: from their current values (dynamic) or from previous steps (delayed).")
+    ] = None
+    cast_weight: Annotated[Cast | None, Doc("The same for weights; none: as recipe_name implies.")] = None
+    cast_grad_output: Annotated[Cast | None, Doc("The same for output gradients.")] = None
+    delayed_history_len: Annotated[PositiveInt, Doc("Number of steps in the history of largest magnitudes (amax).")] = (
+        16
     )
-    cast_weight: Annotated[Cast | None, Doc("The same for weights; none: as the recipe does it.")] = None
-    cast_grad_output: Annotated[Cast | None, Doc("The same for gradients of outputs.")] = None
-    delayed_history_len: Annotated[PositiveInt, Doc("Steps that the largest magnitudes (amax) are kept for.")] = 16
     delayed_amax: Annotated[
-        Literal["max", "most_recent"], Doc("Which amax of the history makes the scale: the largest, or the last.")
+        Literal["max", "most_recent"], Doc("Which amax of the history sets the scale: the largest, or the most recent.")
     ] = "max"
-    delayed_margin: Annotated[NonNegativeInt, Doc("Powers of two left free above that amax.")] = 0
+    delayed_margin: Annotated[NonNegativeInt, Doc("Headroom above that amax, in powers of two.")] = 0
     delayed_format: Annotated[
-        Literal["hybrid", "e4m3"], Doc("Gradients of outputs in e5m2 and the rest in e4m3, or everything in e4m3.")
+        Literal["hybrid", "e4m3"], Doc("hybrid: e5m2 for output gradients, e4m3 for the rest; e4m3: e4m3 for all.")
     ] = "hybrid"
     weight_scale: Annotated[
         Literal["measured", "bound"],
-        Doc("Scales of the float8 all-gather: from the weights' amax, or from how far AdamW can have moved them."),
+        Doc(
+            "Scales of the float8 all-gather: from the measured amax of the weights, or from a bound on AdamW's "
+            "updates."
+        ),
     ] = "measured"
-    weight_scale_freq: Annotated[PositiveInt, Doc("With bound: steps between measurements of the weights.")] = 16
-    enable_fsdp_float8_all_gather: Annotated[bool, Doc("Gather sharded weights in float8 (tensorwise only).")] = False
+    weight_scale_freq: Annotated[
+        PositiveInt, Doc("With weight_scale = bound: steps between measurements of the weights.")
+    ] = 16
+    enable_fsdp_float8_all_gather: Annotated[bool, Doc("All-gather sharded weights in float8 (tensorwise only).")] = (
+        False
+    )
     precompute_float8_dynamic_scale_for_fsdp: Annotated[
-        bool, Doc("One reduction for all weight scales after each step (with the float8 all-gather).")
+        bool, Doc("With the float8 all-gather: compute all weight scales with one all-reduce after each step.")
     ] = False
     force_recompute_fp8_weight_in_bwd: Annotated[bool, Doc("Deprecated in torchao; has no effect.")] = False
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=list)
-    emulate: Annotated[bool, Doc("Compute in high precision with float8 rounding, where the device has none.")] = False
+    emulate: Annotated[
+        bool, Doc("Emulate float8: round the operands, but compute the GEMMs in high precision; runs on any device.")
+    ] = False
 
 
 @dataclass(frozen=True)
 class Int8:
     """GEMMs in INT8 (converter int8)."""
 
-    recipe_name: Annotated[Literal["rowwise", "tensorwise"], Doc("One scale for each row, or for each tensor.")] = (
-        "rowwise"
+    recipe_name: Annotated[Literal["rowwise", "tensorwise"], Doc("One scale per row, or one per tensor.")] = "rowwise"
+    output: Annotated[bool, Doc("Compute the forward GEMM in int8.")] = True
+    grad_input: Annotated[bool, Doc("Compute the input-gradient GEMM in int8.")] = True
+    grad_weight: Annotated[bool, Doc("Compute the weight-gradient GEMM in int8.")] = True
+    enable_fsdp_int8_all_gather: Annotated[bool, Doc("All-gather sharded weights in int8: half the bytes of bf16.")] = (
+        False
     )
-    output: Annotated[bool, Doc("Forward GEMM in int8.")] = True
-    grad_input: Annotated[bool, Doc("GEMM of the input's gradient in int8.")] = True
-    grad_weight: Annotated[bool, Doc("GEMM of the weight's gradient in int8.")] = True
-    enable_fsdp_int8_all_gather: Annotated[bool, Doc("Gather sharded weights in int8, half the bytes of bf16.")] = False
     # The gradient of the logits spans many orders of magnitude within a row: in int8 nearly all of it would be 0
     # (docs/low_precision.md).
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
-    emulate: Annotated[bool, Doc("Compute in high precision with int8 rounding, where the device has none.")] = False
+    emulate: Annotated[
+        bool, Doc("Emulate int8: round the operands, but compute the GEMMs in high precision; runs on any device.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -71,23 +84,27 @@ class MX:
     scale_calculation_mode: Annotated[
         Literal["rceil", "floor", "even", "ceil"], Doc("How a block's scale is rounded to a power of two.")
     ] = "rceil"
-    wgrad_with_hp: Annotated[bool, Doc("GEMM of the weight's gradient in high precision.")] = False
+    wgrad_with_hp: Annotated[bool, Doc("Compute the weight-gradient GEMM in high precision.")] = False
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
-    emulate: Annotated[bool, Doc("Compute in high precision with MX rounding, where the device has none.")] = False
-    use_fp8_dim1_cast_triton_kernel: Annotated[bool, Doc("No effect: torchao chooses the kernel now.")] = True
+    emulate: Annotated[
+        bool, Doc("Emulate MX: round the operands, but compute the GEMMs in high precision; runs on any device.")
+    ] = False
+    use_fp8_dim1_cast_triton_kernel: Annotated[bool, Doc("Has no effect: torchao chooses the kernel.")] = True
 
 
 @dataclass(frozen=True)
 class PrecisionPhase:
-    """A stretch of a run with its own converters. In the file it may have tables of their sections, such as
-    [precision.phase.float8], whose keys replace those of [float8] for this phase.
+    """A phase of the run with its own converters. In the TOML file it may contain tables such as
+    [precision.phase.float8], whose keys override those of [float8] in this phase.
 
     Attributes:
         sections: these tables, by name.
     """
 
-    until_step: Annotated[PositiveInt | None, Doc("Last step of the phase; the last phase may leave it out.")] = None
-    until: Annotated[Fraction | None, Doc("The same as a share of training.steps.")] = None
+    until_step: Annotated[PositiveInt | None, Doc("Last step of the phase; optional for the last phase.")] = None
+    until: Annotated[
+        Fraction | None, Doc("End of the phase as a fraction of training.steps, instead of until_step.")
+    ] = None
     converters: Annotated[list[str], Doc("Converters, as in model.converters; none: bf16.")] = field(
         default_factory=list
     )
@@ -96,8 +113,8 @@ class PrecisionPhase:
 
 @dataclass(frozen=True)
 class Precision:
-    """A precision schedule: converters that change while the run goes on."""
+    """A precision schedule: converters that change during the run."""
 
-    phase: Annotated[list[PrecisionPhase], Doc("Phases, one after another, in place of model.converters.")] = field(
+    phase: Annotated[list[PrecisionPhase], Doc("Consecutive phases, which replace model.converters.")] = field(
         default_factory=list
     )

@@ -110,13 +110,13 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"job.config_file: there is no file {path} (looked from {Path.cwd()}).") from None
+        raise ConfigError(f"job.config_file: {path} not found (working directory: {Path.cwd()}).") from None
     except OSError as error:
         raise ConfigError(f"job.config_file: {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}).") from None
+        raise ConfigError(f"{path}: not UTF-8 text (invalid byte at offset {error.start}).") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+        raise ConfigError(f"{path}: invalid TOML: {error}.") from None
 
 
 def _raw_flags(argv: list[str]) -> dict[str, str]:
@@ -140,8 +140,8 @@ def _of_table(table: dict[str, Any], section: str, key: str) -> Any:
 def print_help(config_class: type[JobConfig]) -> None:
     """Prints every key with its help, type and default."""
     print("usage: train.py [--job.config_file FILE.toml] [--section.key=value ...]\n")
-    print("Defaults, then the TOML file, then these flags. A list is one comma-separated value;")
-    print("a boolean is --section.key or --section.no_key (or =true, =false).")
+    print("Flags override the TOML file, which overrides the defaults. Separate the items of a list by commas.")
+    print("Booleans: --section.key or --section.no_key (or =true, =false).")
     keys = fields_by_key(config_class)
     for section in dataclasses.fields(config_class):
         doc = (section_class(config_class, section.name).__doc__ or "").strip().split("\n")[0]

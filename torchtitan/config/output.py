@@ -10,79 +10,93 @@ from torchtitan.config.fields import Annotated, Doc, NonNegativeInt, NotEmpty, P
 class Job:
     """The run as a whole."""
 
-    config_file: Annotated[NotEmpty | None, Doc("TOML file to read; flags on the command line win over it.")] = None
-    dump_folder: Annotated[NotEmpty, Doc("Folder for everything the run writes.")] = "./outputs"
-    description: Annotated[str, Doc("One line for people; printed at start.")] = "default job"
-    print_args: Annotated[bool, Doc("Print the resolved configuration at start.")] = False
+    config_file: Annotated[NotEmpty | None, Doc("TOML file to read; command-line flags override it.")] = None
+    dump_folder: Annotated[NotEmpty, Doc("Folder for all output of the run.")] = "./outputs"
+    description: Annotated[str, Doc("Description of the run; logged at startup.")] = "default job"
+    print_args: Annotated[bool, Doc("Log the resolved configuration at startup.")] = False
     plan: Annotated[
-        bool, Doc("Train nothing: say what each device would hold and send; plan.json and plan.png in dump_folder.")
+        bool,
+        Doc(
+            "Do not train: estimate memory and communication per device; writes plan.json and plan.png to dump_folder."
+        ),
     ] = False
     simulate_world_size: Annotated[
-        WorldSize | None, Doc("For a plan: the number of processes; none: one for each GPU here, or one.")
+        WorldSize | None,
+        Doc("Plan only: number of processes to simulate; none: the number of GPUs of this machine, at least one."),
     ] = None
     simulate_device: Annotated[
-        str, Doc("For a plan: A100, H100, H200, B200, MI300X, cpu; auto: this machine's GPU, else H100 for a world.")
+        str,
+        Doc(
+            "Plan only: A100, H100, H200, B200, MI300X or cpu; auto: the GPU of this machine; without one, H100 if "
+            "simulate_world_size is set, else cpu."
+        ),
     ] = "auto"
 
 
 @dataclass(frozen=True)
 class Profiling:
-    """Traces of time and memory."""
+    """Profiler traces and memory snapshots."""
 
     enable_profiling: Annotated[bool, Doc("Write a Chrome trace of one step in every profile_freq.")] = False
     save_traces_folder: Annotated[NotEmpty, Doc("Folder for traces, inside dump_folder.")] = "profile_traces"
-    profile_freq: Annotated[PositiveInt, Doc("Steps from one trace to the next.")] = 10
-    enable_memory_snapshot: Annotated[bool, Doc("Write CUDA memory snapshots every profile_freq steps.")] = False
-    save_memory_snapshot_folder: Annotated[NotEmpty, Doc("Folder for snapshots, inside dump_folder.")] = (
+    profile_freq: Annotated[PositiveInt, Doc("Steps between traces.")] = 10
+    enable_memory_snapshot: Annotated[bool, Doc("Write a CUDA memory snapshot every profile_freq steps.")] = False
+    save_memory_snapshot_folder: Annotated[NotEmpty, Doc("Folder for memory snapshots, inside dump_folder.")] = (
         "memory_snapshot"
     )
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Numbers about the run. `metrics.jsonl` in the dump folder is always written."""
+    """Metrics of the run. `metrics.jsonl` in the dump folder is always written."""
 
-    log_freq: Annotated[PositiveInt, Doc("Steps from one report to the next.")] = 10
+    log_freq: Annotated[PositiveInt, Doc("Steps between reports.")] = 10
     enable_tensorboard: Annotated[bool, Doc("Also write TensorBoard event files.")] = False
-    disable_color_printing: Annotated[bool, Doc("Plain text on the console.")] = False
-    save_tb_folder: Annotated[NotEmpty, Doc("Folder for TensorBoard, inside dump_folder.")] = "tb"
-    save_for_all_ranks: Annotated[bool, Doc("TensorBoard and wandb from every rank instead of rank 0 alone.")] = False
-    enable_wandb: Annotated[bool, Doc("Also send the numbers to Weights & Biases (needs `pip install wandb`).")] = False
-    report: Annotated[bool, Doc("Write report.html into dump_folder when the run ends: its curves, to look at.")] = (
+    disable_color_printing: Annotated[bool, Doc("Disable colors in console output.")] = False
+    save_tb_folder: Annotated[NotEmpty, Doc("Folder for TensorBoard files, inside dump_folder.")] = "tb"
+    save_for_all_ranks: Annotated[bool, Doc("Write TensorBoard and W&B metrics from every rank, not only rank 0.")] = (
+        False
+    )
+    enable_wandb: Annotated[bool, Doc("Also log metrics to Weights & Biases (needs `pip install wandb`).")] = False
+    report: Annotated[bool, Doc("Write report.html, with the curves of the run, to dump_folder when the run ends.")] = (
         False
     )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State to disk and back. Running the same command again goes on from the newest checkpoint."""
+    """Saving and loading checkpoints. Running the same command again resumes from the newest."""
 
     enable_checkpoint: Annotated[bool, Doc("Save checkpoints, and resume from the newest.")] = False
     folder: Annotated[NotEmpty, Doc("Folder for checkpoints, inside dump_folder.")] = "checkpoint"
     initial_load_path: Annotated[
         NotEmpty | None,
-        Doc("To start from where `folder` holds none: a step-N folder, or one of Hugging Face's or Meta's form."),
+        Doc("Checkpoint to start from if `folder` has none: a step-N folder, or one in Hugging Face or Meta format."),
     ] = None
     initial_load_model_weights_only: Annotated[
-        bool, Doc("Take only the weights from initial_load_path, not optimizer, step and data position.")
+        bool, Doc("Load only the weights from initial_load_path, not the optimizer, step and data position.")
     ] = True
-    interval: Annotated[PositiveInt, Doc("Steps from one checkpoint to the next.")] = 500
+    interval: Annotated[PositiveInt, Doc("Steps between checkpoints.")] = 500
     last_save_model_weights_only: Annotated[
-        bool, Doc("Save only the weights, in export_dtype, after the last step; such a run cannot be extended.")
+        bool, Doc("Save only the weights, in export_dtype, after the last step; the run cannot be resumed from them.")
     ] = False
     export_dtype: Annotated[
-        Literal["float16", "bfloat16", "float32"], Doc("dtype of a weights-only last checkpoint, and of an export.")
+        Literal["float16", "bfloat16", "float32"],
+        Doc("dtype of a weights-only last checkpoint and of exported weights."),
     ] = "float32"
     last_save_in_hf: Annotated[
-        bool, Doc("Also export the weights for Hugging Face transformers, after the last step, into step-N-hf.")
+        bool, Doc("After the last step, also export the weights for Hugging Face transformers, to step-N-hf.")
     ] = False
-    create_seed_checkpoint: Annotated[bool, Doc("Save the initial state as step 0 from one process, and stop.")] = False
+    create_seed_checkpoint: Annotated[bool, Doc("Save the initial state as step 0, from one process, then exit.")] = (
+        False
+    )
     async_mode: Annotated[
-        Literal["disabled", "async", "async_with_pinned_mem"], Doc("Write checkpoints while training goes on.")
+        Literal["disabled", "async", "async_with_pinned_mem"],
+        Doc("Write checkpoints in the background while training continues."),
     ] = "disabled"
-    keep_latest_k: Annotated[NonNegativeInt, Doc("Checkpoints to keep; 0 keeps all, 1 is refused.")] = 10
-    load_step: Annotated[int, Doc("Step to resume from at the first start of a command; -1: the newest.")] = -1
+    keep_latest_k: Annotated[NonNegativeInt, Doc("Number of checkpoints to keep; 0 keeps all, 1 is refused.")] = 10
+    load_step: Annotated[int, Doc("Step to resume from when a command is first started; -1: the newest.")] = -1
     exclude_from_loading: Annotated[
-        list[str], Doc("Parts not to load then: model, optimizer, dataloader, train_state.")
+        list[str], Doc("Parts not to load when a command is first started: model, optimizer, dataloader, train_state.")
     ] = field(default_factory=list)
-    enable_first_step_checkpoint: Annotated[bool, Doc("Also save after step 1, to find a full disk early.")] = False
+    enable_first_step_checkpoint: Annotated[bool, Doc("Also save after step 1, to detect a full disk early.")] = False

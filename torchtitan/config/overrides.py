@@ -37,7 +37,7 @@ class ValueChecks:
         try:
             translated = legacy.translate(value)
         except ValueError as error:
-            self.problems.append(f"{where} = {value} cannot be taken over: {error}.")
+            self.problems.append(f"{where} = {value} is not supported: {error}.")
             return
         self.notices.append(f"{where} {legacy.now}")
         checked: Values = {}
@@ -98,7 +98,7 @@ def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
         if name.startswith("-"):
             problems.append(f"Command line: unknown flag {name}{nearest(name.lstrip('-'), list(keys))}.")
         elif not before.startswith("-") or "=" in before:  # else it is the value of an unknown flag
-            problems.append(f"Command line: {argument!r} belongs to no flag; flags are --section.key=value.")
+            problems.append(f"Command line: unexpected argument {argument!r}; write flags as --section.key=value.")
         before = argument
     legacy = {key: text for key, text in vars(flags).items() if key not in keys}
     for key, text in vars(flags).items():
@@ -106,7 +106,9 @@ def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
             continue
         spec = keys[key]
         if spec.entry:
-            problems.append(f"--{key} is a list of tables and has no flag: write [[{key}]] in --job.config_file.")
+            problems.append(
+                f"--{key} is a list of tables and cannot be set by a flag; write [[{key}]] in the TOML file."
+            )
             continue
         checks.take(values, key, _value_of_text(spec, text), spec.is_bool, f"--{key}")
     for key, text in legacy.items():

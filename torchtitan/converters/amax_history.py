@@ -80,7 +80,7 @@ class Histories:
         missing = len(layers.keys() - state.keys())
         if missing:
             logger.info(
-                f"float8 delayed: the checkpoint has no amax history of {missing} of {len(layers)} layers, which begin "
+                f"float8 delayed: the checkpoint has no amax history of {missing} of {len(layers)} layers, which start "
                 "with dynamic scales"
             )
 

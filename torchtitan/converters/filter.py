@@ -102,7 +102,7 @@ def decide(
         )
     if AUTO_FILTER_SMALL_KN in entries and rules.small_kn is None:
         raise ConfigError(
-            f"{key}: there are no thresholds of {AUTO_FILTER_SMALL_KN} for {converter} {recipe}; "
+            f"{key}: {AUTO_FILTER_SMALL_KN} has no thresholds for {converter} {recipe}; "
             f"use {AUTO_FILTER_MEASURED}, which measures them on this device."
         )
 
@@ -112,7 +112,7 @@ def decide(
         if hit is not None:
             return f"{key} names {hit}"
         if type(linear) is not nn.Linear:
-            return f"is a {type(linear).__name__} already"
+            return f"already a {type(linear).__name__}"
         for name, size in (("K", k), ("N", n), ("M", m)):
             if size % rules.multiple_of:
                 return f"{name} = {size} is not a multiple of {rules.multiple_of}"
@@ -132,7 +132,7 @@ def decide(
             k, n = target.per_device(fqn, module.in_features, module.out_features)
             reason = reason_against(fqn, module, k, n)
             decisions.append(
-                Decision(fqn, target.tokens, k, n, converter, recipe, reason is None, reason or "no rule against it")
+                Decision(fqn, target.tokens, k, n, converter, recipe, reason is None, reason or "passes the filter")
             )
     return decisions
 

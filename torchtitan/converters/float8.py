@@ -69,12 +69,14 @@ class Float8Converter(LinearConverter):
         self.scaling_state = self._build_scaling_state()
         self.group: dist.ProcessGroup | None = None
         if config.force_recompute_fp8_weight_in_bwd:
-            logger.warning("float8.force_recompute_fp8_weight_in_bwd has no effect any more in torchao; remove the key")
+            logger.warning(
+                "float8.force_recompute_fp8_weight_in_bwd no longer has an effect in torchao; remove the key"
+            )
         capability = target.compute_capability
         if capability is not None and capability < FIRST_CAPABILITY and not config.emulate:
             raise ConfigError(
-                f"model.converters: float8 needs a GPU of compute capability 8.9 or above, and this one has "
-                f"{capability[0]}.{capability[1]}; remove float8, or set float8.emulate for its numerics without speed."
+                f"model.converters: float8 needs a GPU of compute capability 8.9 or above, but this one has "
+                f"{capability[0]}.{capability[1]}; remove float8, or set float8.emulate (same numerics, no speedup)."
             )
         self.one_scale = self.recipe in ("tensorwise", "delayed")
         self.e5m2_gradients = self.one_scale and not (self.recipe == "delayed" and config.delayed_format == "e4m3")

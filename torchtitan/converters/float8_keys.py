@@ -26,14 +26,13 @@ def _all_gather_problems(config: Float8) -> list[str]:
     problems, recipe = [], config.recipe_name or "tensorwise"
     if config.enable_fsdp_float8_all_gather and recipe == "delayed":
         problems.append(
-            "float8.enable_fsdp_float8_all_gather gathers with scales of the weights themselves, not with delayed "
-            "ones: unset it, or use float8.recipe_name = tensorwise, where float8.weight_scale = bound needs no "
-            "collective either."
+            "float8.enable_fsdp_float8_all_gather does not support delayed scales: unset it, or use "
+            "float8.recipe_name = tensorwise, where float8.weight_scale = bound needs no collective either."
         )
     elif config.enable_fsdp_float8_all_gather and recipe != "tensorwise":
         problems.append(
-            f"float8.enable_fsdp_float8_all_gather needs float8.recipe_name = tensorwise, not {recipe}: "
-            "a shard does not hold what the other scales need. Unset one of them."
+            f"float8.enable_fsdp_float8_all_gather needs float8.recipe_name = tensorwise, not {recipe}, "
+            "whose scales cannot be computed from a shard. Unset one of them."
         )
     if config.precompute_float8_dynamic_scale_for_fsdp and not config.enable_fsdp_float8_all_gather:
         problems.append(
@@ -47,8 +46,8 @@ def _delayed_problems(config: Float8) -> list[str]:
     if "delayed" in casts(config):
         return []
     return [
-        "float8.recipe_name = delayed, with cast_input, cast_weight and cast_grad_output all dynamic, delays nothing; "
-        "use tensorwise."
+        "float8.recipe_name = delayed, with cast_input, cast_weight and cast_grad_output all dynamic, has no delayed "
+        "scales; use tensorwise."
     ]
 
 
@@ -56,33 +55,35 @@ def _keys_of_delayed(config: Float8) -> list[str]:
     default = type(config)()
     given = [key for key in DELAYED_KEYS if getattr(config, key) != getattr(default, key)]
     given += [key for key in CAST_KEYS if getattr(config, key) == "delayed"]
-    return [f"float8.{key} belongs to delayed scaling: set float8.recipe_name = delayed, or unset it." for key in given]
+    return [
+        f"float8.{key} applies only to delayed scaling: set float8.recipe_name = delayed, or unset it." for key in given
+    ]
 
 
 def _weight_bound_problems(config: Float8, optimizer: Optimizer) -> list[str]:
     if config.weight_scale != "bound":
         if config.weight_scale_freq == type(config)().weight_scale_freq:
             return []
-        return ["float8.weight_scale_freq belongs to float8.weight_scale = bound; set that too, or unset it."]
+        return ["float8.weight_scale_freq applies only to float8.weight_scale = bound; set that too, or unset it."]
     problems = []
     if not config.enable_fsdp_float8_all_gather:
         problems.append(
-            "float8.weight_scale = bound gives scales to the float8 all-gather: set "
+            "float8.weight_scale = bound computes the scales of the float8 all-gather: set "
             "float8.enable_fsdp_float8_all_gather too, or unset it."
         )
     if config.precompute_float8_dynamic_scale_for_fsdp:
         problems.append(
             "float8.precompute_float8_dynamic_scale_for_fsdp measures the weights after each step, which "
-            "float8.weight_scale = bound is there to avoid; unset one of them."
+            "float8.weight_scale = bound avoids; unset one of them."
         )
     if optimizer.name not in ("Adam", "AdamW"):
         problems.append(
-            f"float8.weight_scale = bound knows how far AdamW and Adam can move a weight, not {optimizer.name}; "
-            "use measured."
+            f"float8.weight_scale = bound supports only AdamW and Adam, whose updates are bounded, not "
+            f"{optimizer.name}; use measured."
         )
     elif math.isinf(largest_ratio(optimizer.beta1, optimizer.beta2)):
         problems.append(
             f"float8.weight_scale = bound: with optimizer.beta1 = {optimizer.beta1} and optimizer.beta2 = "
-            f"{optimizer.beta2} nothing bounds an update; that takes beta1^2 < beta2 < 1. Use measured."
+            f"{optimizer.beta2} updates have no bound, which needs beta1^2 < beta2 < 1. Use measured."
         )
     return problems

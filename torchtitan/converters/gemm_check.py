@@ -73,12 +73,12 @@ def checked_gemms(
             raise ConfigError(
                 f"[[precision.phase]]: {op.operation} ran {found} times in this step, though no converter of this "
                 "phase uses it. Something (compile, a feature combined with it) keeps layers in the precision of "
-                "another phase; do without the phases, or without that feature."
+                "another phase; remove the phases, or that feature."
             )
     for op, group in by_op.items():
         what = " and ".join(f"{converter.name} {converter.recipe}" for converter in group)
         if compiled and op.operation == EMULATED_FLOAT8.operation:
-            logger.info(f"{what}: emulated and compiled, so its GEMMs cannot be counted")
+            logger.info(f"{what}: emulated and compiled, so its low-precision GEMMs cannot be counted")
             continue
         _compare(what, op, group, passes, units, ran[op], recomputed)
 
@@ -110,14 +110,14 @@ def _compare(
     if wrong or not 0 <= seen - wanted <= slack:
         where = f" ({wrong[0]}: {found.get(wrong[0], 0)} of {forward[wrong[0]]})" if wrong else ""
         raise ConfigError(
-            f"model.converters: {what} promised {wanted} low-precision GEMMs in this step, and {seen} ran{where}. "
-            "Something between conversion and training (parallelization, compile) takes layers out of low precision; "
+            f"model.converters: {what} should run {wanted} low-precision GEMMs in this step, but {seen} ran{where}. "
+            "Something between conversion and training (parallelization, compile) disables low precision in layers; "
             "remove the converter, or the feature combined with it."
         )
     more = again + seen - wanted
     logger.info(
-        f"{what}: {wanted} low-precision GEMMs ran in this step, {wanted} promised"
-        + (f"; recomputation shows {more} more" if more else "")
+        f"{what}: {wanted} low-precision GEMMs ran in this step, {wanted} expected"
+        + (f"; {more} more in recomputation" if more else "")
     )
 
 

@@ -134,11 +134,13 @@ class Int8Converter(LinearConverter):
         capability = target.compute_capability
         if capability is not None and capability < FIRST_CAPABILITY and not config.emulate:
             raise ConfigError(
-                f"model.converters: int8 needs a GPU of compute capability 7.5 or above, and this one has "
-                f"{capability[0]}.{capability[1]}; remove int8, or set int8.emulate for its numerics without speed."
+                f"model.converters: int8 needs a GPU of compute capability 7.5 or above, but this one has "
+                f"{capability[0]}.{capability[1]}; remove int8, or set int8.emulate (same numerics, no speedup)."
             )
         if not (config.output or config.grad_input or config.grad_weight):
-            raise ConfigError("int8: output, grad_input and grad_weight are all off; turn one on, or remove int8.")
+            raise ConfigError(
+                "int8: output, grad_input and grad_weight are all false; set one to true, or remove int8."
+            )
         self.recipe = config.recipe_name
         self.settings = Int8Gemms(
             config.recipe_name, config.output, config.grad_input, config.grad_weight, config.emulate

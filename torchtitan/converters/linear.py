@@ -145,8 +145,8 @@ class LinearConverter:
         if rows % self.target.shards == 0:
             return True
         logger.warning(
-            f"{self.name}: the {rows} rows of {fqn} are not divided evenly over {self.target.shards} ranks; it is "
-            "gathered in high precision"
+            f"{self.name}: the {rows} rows of {fqn} do not divide evenly over {self.target.shards} ranks; its weight "
+            "is all-gathered in high precision"
         )
         return False
 
@@ -191,8 +191,8 @@ class LinearConverter:
                 raise ConfigError(f"{what} is bit-identical to bf16: nothing was quantized. Remove the converter.")
             if not error < FAR_OUTSIDE * expected:
                 raise ConfigError(
-                    f"{what} is {error:.3f} off from bf16, where {expected:.3f} is normal: its kernel does not work on "
-                    f"this device. Remove the converter, or set {self.name}.emulate."
+                    f"{what} has a relative error of {error:.3f} against bf16 ({expected:.3f} is normal): its kernel "
+                    f"is wrong on this device. Remove the converter, or set {self.name}.emulate."
                 )
 
 

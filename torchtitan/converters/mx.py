@@ -46,19 +46,21 @@ class MXConverter(LinearConverter):
         super().__init__(config.filter_fqns, target, explicit=names_own_layers(config))
         if config.recipe_name == "nvfp4":
             raise ConfigError(
-                "mx.recipe_name = nvfp4 cannot be used: torchao's layer for it runs on Blackwell GPUs through Triton "
-                "alone, has no emulated form by which it could be checked elsewhere, and keeps random signs of its own "
-                "in the model's state, so that checkpoints would not load in another precision. Use mxfp8."
+                "mx.recipe_name = nvfp4 is not supported: torchao's layer for it needs Triton on a Blackwell GPU, has "
+                "no emulation with which it could be tested elsewhere, and stores random signs in the model's state, "
+                "so checkpoints would not load in another precision. Use mxfp8."
             )
         if not config.use_fp8_dim1_cast_triton_kernel:
-            logger.warning("mx.use_fp8_dim1_cast_triton_kernel has no effect: torchao chooses the kernel now")
+            logger.warning(
+                "mx.use_fp8_dim1_cast_triton_kernel has no effect: torchao chooses the kernel; remove the key"
+            )
         capability = target.compute_capability
         if not config.emulate and target.device_type == "cpu":
-            raise ConfigError("model.converters: a CPU has no mx GEMMs; remove mx, or set mx.emulate for its numerics.")
+            raise ConfigError("model.converters: a CPU has no mx GEMMs; remove mx, or set mx.emulate (same numerics).")
         if not config.emulate and capability is not None and capability < FIRST_CAPABILITY:
             raise ConfigError(
-                f"model.converters: mx needs a GPU of compute capability 10.0 or above, and this one has "
-                f"{capability[0]}.{capability[1]}; remove mx, or set mx.emulate for its numerics without speed."
+                f"model.converters: mx needs a GPU of compute capability 10.0 or above, but this one has "
+                f"{capability[0]}.{capability[1]}; remove mx, or set mx.emulate (same numerics, no speedup)."
             )
         self.config = config
         self.recipe = config.recipe_name

@@ -47,15 +47,15 @@ def layer_variants(models: Sequence[ConvertedModel]) -> list[LayerVariants]:
         for converter in converters:
             if not isinstance(converter, LinearConverter):
                 raise ConfigError(
-                    f"[[precision.phase]]: {type(converter).__name__} changes more than linear layers, and a phase can "
-                    "change only those in a built model; name it in model.converters, without phases."
+                    f"[[precision.phase]]: {type(converter).__name__} changes more than linear layers, which a phase "
+                    "cannot do once the model is built; list it in model.converters, without phases."
                 )
             converted.update(dict.fromkeys(decision.fqn for decision in converter.decisions if decision.converted))
     for fqn in converted:
         if len({_registered(model.get_submodule(fqn)) for model, _ in models}) > 1:
             raise ConfigError(
                 f"[[precision.phase]]: {fqn} does not have the same parameters, buffers and children in all phases, "
-                "and a built model cannot change them; remove the converter that adds some."
+                "and they cannot change once the model is built; remove the converter that adds some."
             )
     return [{fqn: _variant_of(model.get_submodule(fqn)) for fqn in converted} for model, _ in models]
 

@@ -90,8 +90,8 @@ class WeightBounds:
             # This waits for the device, too expensive for every step.
             if self.bounds is not None and self.every > 1 and not bool((measured <= self.bounds).all()):
                 raise TrainingError(
-                    "float8.weight_scale = bound: a weight has moved further than its optimizer can move it; was it "
-                    "changed by something else? Set float8.weight_scale = measured."
+                    "float8.weight_scale = bound: a weight exceeds its bound, so something other than the optimizer "
+                    "changed it. Set float8.weight_scale = measured."
                 )
             self.bounds, self.age = measured, 0
         self.layers = list(weights)
@@ -110,13 +110,13 @@ class WeightBounds:
         if not weights:
             return
         if not weights.keys() <= state.keys():
-            logger.info("float8.weight_scale = bound: the checkpoint has not all bounds; the first step measures")
+            logger.info("float8.weight_scale = bound: the checkpoint lacks some bounds; the first step measures")
             return
         bounds, ages, *betas = zip(*(state[fqn] for fqn in weights), strict=True)
         if betas and any(list(saved) != self.betas for saved in zip(*betas, strict=True)):
             logger.warning(
-                "float8.weight_scale = bound: the optimizer's betas have changed, and its moments come from the ones "
-                "before, so no bound is known; weights are measured after each step"
+                "float8.weight_scale = bound: the optimizer's betas have changed, but its moments come from the "
+                "previous ones, so there is no bound; weights are measured after each step"
             )
             self.betas, self.every = [0.0, 0.0], 1  # matches no optimizer, so this persists across later resumes
         device = next(iter(weights.values())).device

@@ -33,7 +33,7 @@ def open_c4_validation(path: str | None, text_column: str) -> Source | StreamedS
 
 def open_c4_test(path: str | None, text_column: str) -> Source | StreamedSource:
     if path is None:
-        raise DataError("data set c4_test needs a dataset_path: a file or folder of C4's format (JSONL).")
+        raise DataError("data set c4_test needs a dataset_path; set it to a file or folder in C4's format (JSONL).")
     return open_path(path, text_column)
 
 
@@ -133,7 +133,7 @@ def validation_sources(validation: Validation, training: Training, rows: int) ->
     if validation.dataset is None and validation.dataset_path is None:
         held_out = [(name, split(source, True, name), weight) for name, source, weight in open_training(training)]
         return as_rows(
-            [(f"What is held out of {name}", source, weight) for name, source, weight in held_out],
+            [(f"held-out part of {name}", source, weight) for name, source, weight in held_out],
             rows,
             training.seq_len,
         )

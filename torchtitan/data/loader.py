@@ -49,8 +49,9 @@ class BatchSpec:
 def build_batch_spec(training: Training, rows: int, local_batch_size: int, dp_rank: int, dp_size: int) -> BatchSpec:
     if rows % (dp_size * local_batch_size):
         raise ConfigError(
-            f"training.global_batch_size: {rows} sequences cannot be cut into batches of training.local_batch_size = "
-            f"{local_batch_size} on {dp_size} data-parallel ranks; make it a multiple of {dp_size * local_batch_size}."
+            f"training.global_batch_size: {rows} sequences cannot be divided into batches of training.local_batch_size "
+            f"= {local_batch_size} on {dp_size} data-parallel ranks; make it a multiple "
+            f"of {dp_size * local_batch_size}."
         )
     rows_per_rank = rows // dp_size
     local_rows = range(dp_rank * rows_per_rank, (dp_rank + 1) * rows_per_rank)
@@ -113,7 +114,7 @@ class Loader:
             f"{', '.join(mixture) if len(sources) > 1 else sources[0].name}"
             f"{'' if self._identity['shuffle'] else ', not shuffled'}"
             f"{', one document in 100 held out' if self._identity['hold_out'] else ''}"
-            f"; {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} tokens"
+            f"; {tokenizer.kind} tokenizer with {tokenizer.vocab_size:,} tokens"
         )
 
     def wait(self, cancelled: Callable[[], object] = lambda: False) -> None:
@@ -193,8 +194,8 @@ def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     ]
     if differ or len(theirs.get("positions", {})) != mine["global_batch_size"]:
         raise CheckpointError(
-            "The checkpoint's place in the data does not fit this run: "
-            f"{'; '.join(differ) or 'it does not hold every row'}. Change it back, or begin the data anew with "
+            "The checkpoint's data position does not match this run: "
+            f"{'; '.join(differ) or 'rows are missing'}. Change it back, or restart the data with "
             "--checkpoint.exclude_from_loading=dataloader."
         )
 

@@ -115,9 +115,9 @@ class SourceStream:
         _, tokens = self.progress
         if drawn.epoch > 0 and tokens <= self.corpus.seq_len:
             raise DataError(
-                f"{self.name} is too small: what falls to one of the {self.corpus.rows} rows of a global batch is "
-                f"{tokens} tokens, shorter than one sequence ({self.corpus.seq_len} and one to predict); give more "
-                "text, or lower training.seq_len or the batch size."
+                f"{self.name} is too small: one of the {self.corpus.rows} rows of a global batch gets only "
+                f"{tokens} tokens, fewer than one sequence ({self.corpus.seq_len} and one to predict); add text, or "
+                "lower training.seq_len or the batch size."
             )
         self.tokens = self.tokenized(drawn)
         self.sample_id, self.epoch = drawn.document.id, drawn.epoch

@@ -104,11 +104,11 @@ def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]
     kind, *others = sorted(of_kind, key=lambda kind: (-weight[kind], kind))
     if kind in RECORDS and any(size[other] * PART_OF_DATA > size[kind] for other in others if other in RECORDS):
         found = ", ".join(f"{len(of_kind[kind])} {kind}" for kind in (kind, *others))
-        raise DataError(f"{path} holds files of several kinds ({found}); keep one kind in a folder, or name one file.")
+        raise DataError(f"{path} holds files of several kinds ({found}); keep one kind per folder, or name one file.")
     aside = sorted(set(files) - set(of_kind[kind]))
     if aside:
         logger.info(
-            f"{path}: {len(of_kind[kind])} {kind} files are read; left aside: {', '.join(aside[:NAMED_ASIDE])}"
+            f"{path}: {len(of_kind[kind])} {kind} files are read; skipped: {', '.join(aside[:NAMED_ASIDE])}"
             + (f" and {len(aside) - NAMED_ASIDE} more" if len(aside) > NAMED_ASIDE else "")
         )
     return kind, of_kind[kind]

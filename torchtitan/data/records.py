@@ -83,7 +83,7 @@ def replace_surrogates(text: str) -> str:
 def check_columns(name: str, text_column: str, lines: Iterable[bytes | str]) -> None:
     """Raises a DataError unless one of these first lines has the column."""
     columns: set[str] = set()
-    last_error = ValueError("it holds no line")
+    last_error = ValueError("it has no lines")
     for line in lines:
         try:
             text_of_line(line, text_column)
@@ -97,12 +97,12 @@ def check_columns(name: str, text_column: str, lines: Iterable[bytes | str]) -> 
             pass
     if columns:
         raise missing_column(name, text_column, sorted(columns))
-    raise DataError(f"{name} is not JSONL, one JSON object a line ({last_error}).")
+    raise DataError(f"{name} is not JSONL, one JSON object per line ({last_error}).")
 
 
 def missing_column(name: str, text_column: str, columns: Sequence[str]) -> DataError:
     return DataError(
-        f"{name} has no text in a column {text_column!r}; it has {', '.join(columns)}: "
+        f"{name} has no text column {text_column!r}; its columns are {', '.join(columns)}: "
         "set training.text_column (or validation.text_column) to the one that holds the text."
     )
 

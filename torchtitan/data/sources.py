@@ -100,8 +100,8 @@ class Stamp(NamedTuple):
         status = os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != self:
             raise DataError(
-                f"{path} was changed while the run reads it (it had {self.size:,} bytes, and has {status.st_size:,}); "
-                "put it back as it was, and run the same command again."
+                f"{path} was changed while the run is reading it (it had {self.size:,} bytes, now {status.st_size:,}); "
+                "restore it, and run the same command again."
             )
 
 
@@ -181,7 +181,7 @@ class TextFiles:
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{path} is not UTF-8 text: byte {start + error.start} cannot be decoded; "
-                "convert the file, or leave it out."
+                "convert the file, or remove it."
             ) from error
         starts, ends = span.start == 0, span.stop == size
         return Document(text, name if starts and ends else f"{name}@{span.start}", starts, ends)

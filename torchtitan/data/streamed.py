@@ -70,7 +70,7 @@ class ShardedStream:
             try:
                 record = next(records, None)
             except Exception as error:  # from the network, a decoder or a parser; each library has its own classes
-                raise DataError(f"{self.name}: shard {shard} cannot be read on ({brief(error)}).") from error
+                raise DataError(f"{self.name}: cannot continue reading shard {shard} ({brief(error)}).") from error
             if record is None:
                 return
             yield record, stream.state_dict()
@@ -118,14 +118,14 @@ def open_hub(path: str, text_column: str, part: str = "train") -> ShardedStream:
     import datasets
 
     owner, name, *configuration = path.split("/")
-    logger.info(f"Opening {path} on the Hugging Face Hub")
+    logger.info(f"opening {path} on the Hugging Face Hub")
     try:
         dataset = datasets.load_dataset(f"{owner}/{name}", *configuration, split=part, streaming=True)
         first = next(iter(dataset), None)
     except Exception as error:
         raise DataError(
-            f"there is no file or folder {path}, and as a data set on the Hub it cannot be opened ({brief(error)}); "
-            "check the spelling, the network, and HF_TOKEN or HF_HUB_OFFLINE where they are set."
+            f"there is no file or folder {path}, and it cannot be opened as a data set on the Hub ({brief(error)}); "
+            "check the spelling, the network, and HF_TOKEN or HF_HUB_OFFLINE if they are set."
         ) from error
     if first is None:
         raise DataError(f"the data set {path} on the Hub is empty.")

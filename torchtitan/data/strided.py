@@ -130,8 +130,8 @@ def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source 
         source = source.cut(4 * HELD_OUT_EVERY)
     if len(source) < HELD_OUT_EVERY:  # type: ignore[arg-type]
         raise DataError(
-            f"{name} has {len(source)} documents, too few to hold one in {HELD_OUT_EVERY} out; "  # type: ignore[arg-type]
-            "name other text in validation.dataset_path, or set validation.enabled = false."
+            f"{name} has {len(source)} documents, too few to hold out one in {HELD_OUT_EVERY}; "  # type: ignore[arg-type]
+            "set validation.dataset_path to other text, or set validation.enabled = false."
         )
     if not isinstance(source, TextFiles):
         return SplitSource(source, held_out)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 
 SHIPPED = Path(__file__).parent / "assets" / "python_stdlib_4k.model"
 KINDS = "a sentencepiece model, a Hugging Face tokenizer.json or a tiktoken-style tokenizer.model"
-REMEDY = "give another model.tokenizer_path, or none for the tokenizer that is shipped"
+REMEDY = "set another model.tokenizer_path, or none for the shipped tokenizer"
 
 # Where downloaded model folders store their tokenizer; the first that exists is used.
 FILES_IN_FOLDER = ("tokenizer.model", "original/tokenizer.model", "tokenizer.json")
@@ -81,7 +81,9 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     except OSError as error:
         raise DataError(f"model.tokenizer_path: cannot read {file} ({error.strerror}); {REMEDY}.") from error
     if content.startswith(b"version https://git-lfs"):
-        raise DataError(f"model.tokenizer_path: {file} is only a Git LFS pointer; fetch the file with `git lfs pull`.")
+        raise DataError(
+            f"model.tokenizer_path: {file} is only a Git LFS pointer; download the file with `git lfs pull`."
+        )
     fingerprint = hashlib.sha256(content).hexdigest()[:16]
     if content.lstrip()[:1] == b"{":
         return load_tokenizers(file, content, fingerprint)
@@ -114,7 +116,7 @@ def damaged(file: Path, kind: str, reason: object) -> DataError:
 def without_eos(file: Path) -> DataError:
     return DataError(
         f"model.tokenizer_path: {file} has no end-of-document token (such as {' or '.join(EOS_NAMES)}); "
-        "documents could not be told apart. Add one, or use another tokenizer."
+        "documents would have no boundary. Add one, or use another tokenizer."
     )
 
 
@@ -234,7 +236,7 @@ def tiktoken_pieces(file: Path, content: bytes) -> dict[bytes, int]:
         except (ValueError, binascii.Error) as error:
             raise damaged(file, "a tiktoken file", f"line {number}") from error
     if sorted(pieces.values()) != list(range(len(pieces))) or any(bytes([byte]) not in pieces for byte in range(256)):
-        raise damaged(file, "a tiktoken file", f"{len(pieces)} pieces, of which some are missing or there twice")
+        raise damaged(file, "a tiktoken file", f"{len(pieces)} pieces, some of them missing or duplicate")
     return pieces
 
 

@@ -42,7 +42,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     if config.precision.phase:
         _collect(problems, lambda: parse_phases(config))
     if len(set(config.model.converters)) < len(config.model.converters):
-        problems.append("model.converters: a converter is named twice; each can be applied once.")
+        problems.append("model.converters: a converter is listed twice; list it once.")
     # Names are checked even if unused: a typo in a disabled feature would fail once it is enabled.
     _collect(problems, lambda: DATASETS.get(config.training.dataset))
     _collect(problems, lambda: DATASETS.get(config.validation.dataset or "c4", "validation.dataset"))
@@ -85,13 +85,13 @@ def _check_batch(config: JobConfig, dims: ParallelDims, problems: list[str]) -> 
         problems.append(f"training.global_batch_size must be -1 or above 0, not {rows}.")
     elif rows < dims.dp:
         problems.append(
-            f"training.global_batch_size = {rows} is smaller than the {dims.dp} data-parallel ranks: "
-            "some would have no row; raise it, or start fewer processes."
+            f"training.global_batch_size = {rows} is smaller than the number of data-parallel ranks, {dims.dp}: "
+            "some would have no sequences; raise it, or start fewer processes."
         )
     elif rows % (local * dims.dp):
         problems.append(
             f"training.global_batch_size = {rows} is not a multiple of training.local_batch_size x data-parallel "
-            f"ranks = {local} x {dims.dp} = {local * dims.dp}."
+            f"ranks = {local} x {dims.dp} = {local * dims.dp}; make it one."
         )
 
 
@@ -121,7 +121,7 @@ def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, pro
     if here % dims.tp:
         logger.warning(
             f"parallelism.tensor_parallel_degree = {dims.tp} spans several machines ({here} processes on this one): "
-            "each block waits four times for the network between them; keep it within a machine if you can."
+            "each block waits four times for the network between them; if possible, keep it within one machine."
         )
 
 
@@ -130,9 +130,9 @@ def _check_async_tensor_parallel(degree: int, compiled: bool, device_type: str, 
     if degree == 1:
         problems.append(f"{key} needs parallelism.tensor_parallel_degree above 1; unset it.")
     if not compiled:
-        problems.append(f"{key} is the compiler's work: set training.compile = true, or unset it.")
+        problems.append(f"{key} needs training.compile = true; set that, or unset this key.")
     if device_type != "cuda":
-        problems.append(f"{key} needs symmetric memory of CUDA devices, and this run is on {device_type}; unset it.")
+        problems.append(f"{key} needs symmetric memory of CUDA devices, but this run is on {device_type}; unset it.")
 
 
 def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
@@ -140,45 +140,49 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
     for name in optimizer.no_weight_decay:
         if name not in WITHOUT_DECAY:
             problems.append(
-                f"optimizer.no_weight_decay: there is no {name!r}{nearest(name, list(WITHOUT_DECAY))}; known: "
+                f"optimizer.no_weight_decay: unknown group {name!r}{nearest(name, list(WITHOUT_DECAY))}; known: "
                 f"{', '.join(WITHOUT_DECAY)}."
             )
     is_quantized = optimizer.name in QUANTIZED_OPTIMIZERS
     smaller = optimizer.state_dtype != "float32" or training.weight_dtype != "float32"
     if smaller and config.float8.weight_scale == "bound":
         problems.append(
-            "float8.weight_scale = bound holds for updates in float32: with optimizer.state_dtype or "
-            "training.weight_dtype in bfloat16, what is rounded could go beyond it. Use measured, or float32."
+            "float8.weight_scale = bound needs float32 updates: with optimizer.state_dtype or training.weight_dtype "
+            "in bfloat16, rounding could exceed the bound. Use measured, or float32."
         )
     if optimizer.state_dtype != "float32" and optimizer.name != "AdamW":
-        problems.append(f"optimizer.state_dtype is for AdamW; unset it, or change optimizer.name = {optimizer.name}.")
+        problems.append(
+            f"optimizer.state_dtype applies only to AdamW; unset it, or change optimizer.name = {optimizer.name}."
+        )
     if optimizer.second_moment != "v" and optimizer.name != "AdamWFp8":
         problems.append(
-            f"optimizer.second_moment is for AdamWFp8; unset it, or change optimizer.name = {optimizer.name}."
+            f"optimizer.second_moment applies only to AdamWFp8; unset it, or change optimizer.name = {optimizer.name}."
         )
     if training.weight_dtype != "float32" and not is_quantized and optimizer.name != "AdamW":
         problems.append(
-            f"training.weight_dtype = {training.weight_dtype} needs an update that rounds stochastically, for most are "
-            f"smaller than half a step of bfloat16: take AdamW, AdamW8bit, AdamWFp8 or AdamW4bit, not {optimizer.name}."
+            f"training.weight_dtype = {training.weight_dtype} needs an optimizer with stochastic rounding, since most "
+            "updates are smaller than half the spacing of bfloat16 numbers: use AdamW, AdamW8bit, AdamWFp8 or "
+            f"AdamW4bit, not {optimizer.name}."
         )
     if optimizer.implementation != "fused" and (is_quantized or (smaller and optimizer.name == "AdamW")):
         problems.append(
-            f"optimizer.implementation = {optimizer.implementation} is of torch's optimizers in float32; unset it."
+            f"optimizer.implementation = {optimizer.implementation} applies only to torch's float32 optimizers; "
+            "unset it."
         )
     if not optimizer.early_step_in_backward:
         return
     key = "optimizer.early_step_in_backward updates parameters before"
     if training.max_norm < math.inf:
         problems.append(
-            f"{key} the gradient norm is known, so nothing can be clipped by it: set training.max_norm = inf."
+            f"{key} the gradient norm is known, so gradients cannot be clipped: set training.max_norm = inf."
         )
     if training.skip_nonfinite or training.skip_grad_norm_outliers is not None:
         problems.append(
-            f"{key} the loss of all ranks and the gradient norm are known, so no update can be left out: set "
+            f"{key} the loss of all ranks and the gradient norm are known, so no update can be skipped: set "
             "training.skip_nonfinite = false and leave training.skip_grad_norm_outliers unset."
         )
     if training.enable_cpu_offload:
-        problems.append(f"{key} gradients are sure to be in host memory: unset training.enable_cpu_offload.")
+        problems.append(f"{key} gradients have been copied to CPU memory: unset training.enable_cpu_offload.")
 
 
 def _check_one_backward_pass(config: JobConfig, dims: ParallelDims, problems: list[str]) -> None:
@@ -188,7 +192,7 @@ def _check_one_backward_pass(config: JobConfig, dims: ParallelDims, problems: li
     if early and dims.pp > 1:
         problems.append(
             "optimizer.early_step_in_backward would update parameters after each microbatch of a pipeline: unset it, "
-            "or parallelism.pipeline_parallel_degree."
+            "or set parallelism.pipeline_parallel_degree = 1."
         )
     if rows <= size:
         return
@@ -200,8 +204,8 @@ def _check_one_backward_pass(config: JobConfig, dims: ParallelDims, problems: li
         )
     if weight_dtype != "float32":
         problems.append(
-            f"training.weight_dtype = {weight_dtype} keeps gradients in it too, and those of {rows // size} "
-            f"microbatches cannot be summed there without loss: {remedy}."
+            f"training.weight_dtype = {weight_dtype} also stores gradients in that dtype, and summing those of "
+            f"{rows // size} microbatches in it would lose precision: {remedy}."
         )
 
 
@@ -209,7 +213,7 @@ def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, prob
     checkpoint = config.checkpoint
     if checkpoint.keep_latest_k == 1:
         problems.append(
-            "checkpoint.keep_latest_k = 1 would leave nothing if the newest is damaged; use 2, or 0 for all."
+            "checkpoint.keep_latest_k = 1 would leave no checkpoint if the newest is damaged; use 2, or 0 to keep all."
         )
     if checkpoint.load_step < -1:
         problems.append(f"checkpoint.load_step must be -1 (the newest) or a step, not {checkpoint.load_step}.")
@@ -218,21 +222,23 @@ def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, prob
     for part in checkpoint.exclude_from_loading:
         if part not in PARTS_OF_CHECKPOINT:
             problems.append(
-                f"checkpoint.exclude_from_loading: there is no part {part!r}{nearest(part, PARTS_OF_CHECKPOINT)}; "
+                f"checkpoint.exclude_from_loading: unknown part {part!r}{nearest(part, PARTS_OF_CHECKPOINT)}; "
                 f"known: {', '.join(PARTS_OF_CHECKPOINT)}."
             )
     if checkpoint.async_mode == "async_with_pinned_mem" and device_type == "cpu":
         problems.append("checkpoint.async_mode = async_with_pinned_mem needs a GPU; use async.")
     if checkpoint.last_save_in_hf and MODELS.get(config.model.name).hf is None:
         problems.append(
-            f"checkpoint.last_save_in_hf: the family {config.model.name} does not say how its weights are called there "
-            "(ModelSpec.hf)."
+            f"checkpoint.last_save_in_hf: the model family {config.model.name} has no Hugging Face weight names "
+            "(ModelSpec.hf); unset it."
         )
     if checkpoint.create_seed_checkpoint:
         if not checkpoint.enable_checkpoint:
             problems.append("checkpoint.create_seed_checkpoint needs checkpoint.enable_checkpoint = true.")
         if world_size > 1:
-            problems.append("checkpoint.create_seed_checkpoint needs one process (NGPU=1); every layout can load it.")
+            problems.append(
+                "checkpoint.create_seed_checkpoint needs one process (NGPU=1); any layout can load the result."
+            )
 
 
 def is_plan(config: JobConfig) -> bool:
@@ -243,14 +249,14 @@ def is_plan(config: JobConfig) -> bool:
 def _check_plan(config: JobConfig, problems: list[str]) -> None:
     if config.memory_estimation.disable_fake_mode:
         problems.append(
-            "memory_estimation.disable_fake_mode: a plan has no real tensors; to measure with them, train a few steps "
-            "and look at peak_memory_bytes in metrics.jsonl."
+            "memory_estimation.disable_fake_mode: a plan has no real tensors; unset it. To measure memory, train a few "
+            "steps and see peak_memory_bytes in metrics.jsonl."
         )
     if is_plan(config):
         if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             problems.append(
-                "job.plan needs one process, whatever the size of the world; start one (NGPU=1 or `python train.py`) "
-                "and give --job.simulate_world_size."
+                "job.plan needs one process, whatever the world size; start one (NGPU=1 or `python train.py`) and set "
+                "--job.simulate_world_size."
             )
         return
     for key, on in {
@@ -258,7 +264,7 @@ def _check_plan(config: JobConfig, problems: list[str]) -> None:
         "simulate_device": config.job.simulate_device != "auto",
     }.items():
         if on:
-            problems.append(f"job.{key} is for plans; add --job.plan, or unset it.")
+            problems.append(f"job.{key} applies only to plans; add --job.plan, or unset it.")
 
 
 def _check_not_built(config: JobConfig, device_type: str, problems: list[str]) -> None:
@@ -267,11 +273,15 @@ def _check_not_built(config: JobConfig, device_type: str, problems: list[str]) -
         "parallelism.enable_compiled_autograd": config.parallelism.enable_compiled_autograd,
     }.items():
         if on:
-            problems.append(f"{key} is not built yet; set it to false.")
+            problems.append(f"{key} is not implemented; set it to false.")
     if config.training.enable_cpu_offload and device_type == "cpu":
-        problems.append("training.enable_cpu_offload needs a GPU: on CPU everything is in host memory already.")
+        problems.append(
+            "training.enable_cpu_offload needs a GPU: on CPU everything is already in CPU memory; unset it."
+        )
     if config.profiling.enable_memory_snapshot and device_type == "cpu":
-        problems.append("profiling.enable_memory_snapshot needs a GPU; enable_profiling works on CPU too.")
+        problems.append(
+            "profiling.enable_memory_snapshot needs a GPU; unset it (profiling.enable_profiling works on CPU too)."
+        )
 
 
 def _check_activation_checkpoint(config: JobConfig, problems: list[str]) -> None:
@@ -291,7 +301,9 @@ def _check_dump_folder(config: JobConfig, problems: list[str]) -> None:
         "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
     }.items():
         if ".." in Path(inside).parts:
-            problems.append(f"{key} = {inside} leads out of job.dump_folder; name a folder in it, or an absolute path.")
+            problems.append(
+                f"{key} = {inside} points outside job.dump_folder; use a folder inside it, or an absolute path."
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -309,6 +321,6 @@ def _check_dump_folder(config: JobConfig, problems: list[str]) -> None:
     mine = config.model
     if (theirs.get("name"), theirs.get("flavor")) != (mine.name, mine.flavor):
         problems.append(
-            f"job.dump_folder: {folder} belongs to a run of {theirs.get('name')} {theirs.get('flavor')}, and this is "
-            f"{mine.name} {mine.flavor}; choose another --job.dump_folder."
+            f"job.dump_folder: {folder} belongs to a run of {theirs.get('name')} {theirs.get('flavor')}, but this run "
+            f"is {mine.name} {mine.flavor}; choose another --job.dump_folder."
         )

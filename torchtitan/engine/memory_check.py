@@ -35,7 +35,7 @@ def check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:
             what = "GPU" if device.type == "cuda" else "machine"
             raise ConfigError(
                 f"model.flavor = {config.model.flavor}: weights, gradients and optimizer state alone need "
-                f"{need / 2**30:,.0f} GiB on one {what}, which has {there / 2**30:,.0f} GiB; take a smaller flavor, "
+                f"{need / 2**30:,.0f} GiB on one {what}, which has {there / 2**30:,.0f} GiB; use a smaller flavor, "
                 f"more {what}s, or smaller states (training.weight_dtype, optimizer.name = AdamW8bit). "
-                "--job.plan shows what a run holds."
+                "--job.plan estimates the memory of a run."
             )

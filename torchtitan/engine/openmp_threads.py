@@ -54,8 +54,8 @@ def _watch(ended: threading.Event) -> None:
             threading.Thread(target=_keep_idle_threads, args=(quiet,), daemon=True).start()
             if not said:
                 logger.info(
-                    f"busy: {lacking:.1f} threads of this run lack a core on average, which others have. Expect "
-                    "half of its speed at best, or end those; meanwhile waiting threads sleep rather than spin."
+                    f"busy: other processes keep {lacking:.1f} threads of this run waiting for a core, on average. "
+                    "Stop them, or expect half the speed at best; meanwhile waiting threads sleep instead of spinning."
                 )
                 said = True
         elif quiet is not None and lacking < QUIET:

@@ -145,8 +145,8 @@ def parse_phases(config: JobConfig) -> list[Phase]:
     problems = []
     if config.model.converters:
         problems.append(
-            "model.converters and [[precision.phase]] both name converters, and each phase names its own: remove "
-            "model.converters, or the phases."
+            "model.converters and [[precision.phase]] exclude each other, since each phase has its own converters: "
+            "remove model.converters, or the phases."
         )
     phases = []
     before = 0
@@ -156,7 +156,7 @@ def parse_phases(config: JobConfig) -> list[Phase]:
         last = _last_step(entry, config.training.steps)
         key = "until" if entry.until_step is None else "until_step"
         if entry.until is not None and entry.until_step is not None:
-            problems.append(f"{title}: until and until_step both give its end; keep one of them.")
+            problems.append(f"{title}: until and until_step are both set; keep one of them.")
         elif last is None and not is_last:
             problems.append(f"{title}: it has no end; set until_step, or until as a fraction of training.steps.")
         elif last is not None and is_last and last < config.training.steps:
@@ -166,7 +166,7 @@ def parse_phases(config: JobConfig) -> list[Phase]:
             )
         elif last is not None and last <= before:
             problems.append(
-                f"{title}: it would end at step {last} of {config.training.steps}, but the phase before it ends at "
+                f"{title}: it ends at step {last} of {config.training.steps}, but the phase before it ends at "
                 f"step {before}; raise its {key}, since each phase needs at least one step."
             )
         before = last or before
@@ -197,7 +197,7 @@ def _problems(entry: PrecisionPhase, config: JobConfig) -> list[str]:
             except ConfigError as error:
                 problems.extend(error.problems)
     if len(set(entry.converters)) < len(entry.converters):
-        problems.append("converters: a converter is named twice; name it once.")
+        problems.append("converters: a converter is listed twice; list it once.")
     sections = {CONVERTERS.get(name).section for name in entry.converters if name in known}
     problems += [
         f"the table [precision.phase.{section}] belongs to no converter of this phase; add the converter, or remove "
@@ -212,7 +212,7 @@ def _problems(entry: PrecisionPhase, config: JobConfig) -> list[str]:
         for key, value in vars(getattr(own_config, section)).items():
             if value is True and key.startswith("enable_fsdp_") and key.endswith("_all_gather"):
                 problems.append(
-                    f"{section}.{key} changes the class of the weights, which a phase cannot do in a built model; "
+                    f"{section}.{key} changes the class of the weights, which is impossible once the model is built; "
                     "unset it, or remove [[precision.phase]]."
                 )
     return problems

@@ -37,7 +37,7 @@ class RunFolder:
         """Rewrites `config.toml` if it was removed during the run."""
         path = self.path / "config.toml"
         if dist.get_rank() == 0 and not path.exists():
-            logger.warning(f"{path} was removed, perhaps with other files of this run; it is written again")
+            logger.warning(f"{path} was removed, perhaps with other files of this run; writing it again")
             with contextlib.suppress(OSError):
                 self.path.mkdir(parents=True, exist_ok=True)
                 self.write_config()

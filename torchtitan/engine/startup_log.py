@@ -48,7 +48,7 @@ def log_cost_of_low_precision(engine: Engine) -> None:
         found = f"{min(ratios):.1f} to {max(ratios):.1f} times as long as in {dtype}"
         line = f"{converter.name} {converter.recipe}: its layers take {found} on this CPU"
         if max(ratios) > SLOW:
-            logger.warning(f"{line}; leave {converter.name} to a GPU, or expect steps that much longer")
+            logger.warning(f"{line}; use {converter.name} on a GPU, or expect steps to take that much longer")
         else:
             logger.info(f"{line}{cpu_kernel(converter.gemms.op.operation)}")
 
@@ -79,10 +79,10 @@ def log_settings(
         + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else "")
         + (f"; schedule: {schedule_line(engine.phases.schedule)}" if engine.phases is not None else ""),
         "data": data,
-        "batch": f"{global_batch_size} x {training.seq_len} = {tokens:,} tokens a step"
+        "batch": f"{global_batch_size} x {training.seq_len} = {tokens:,} tokens per step"
         f" ({training.local_batch_size} x {dims.dp} ranks x {accumulation_steps} grad-accumulation steps)",
-        "steps": f"{first_step} to {training.steps}, {training.steps * tokens:,} tokens in all",
-        "activations": {"none": "all kept", "full": "recomputed in every block"}.get(
+        "steps": f"{first_step} to {training.steps}, {training.steps * tokens:,} tokens in total",
+        "activations": {"none": "all stored", "full": "recomputed in every block"}.get(
             config.activation_checkpoint.mode,
             f"recomputed selectively ({config.activation_checkpoint.selective_ac_option})",
         ),

@@ -30,7 +30,7 @@ def unused_keys(config: JobConfig) -> list[str]:
         changed = [key for key in _changed(getattr(config, group.section)) if key in group.keys or not group.keys]
         if group.off and changed:
             names = ", ".join(f"{group.section}.{key}" for key in changed)
-            sentences.append(f"{names}: no effect in this run, without {group.remedy}")
+            sentences.append(f"{names}: no effect in this run without {group.remedy}")
     return sentences
 
 
@@ -126,6 +126,6 @@ def _groups(config: JobConfig) -> list[Group]:
             bool(config.training.dataset_mixture),
             "training",
             ("dataset", "dataset_path"),
-            "an empty training.dataset_mixture, which wins over them",
+            "an empty training.dataset_mixture, which overrides them",
         ),
     ]

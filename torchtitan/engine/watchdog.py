@@ -37,7 +37,7 @@ def _watch(progress: Progress, stop: threading.Event) -> None:
             ended = progress.ended
             due = max(FIRST, 2 * progress.longest_interval) if progress.steps > 1 else FIRST
         elif (elapsed := time.monotonic() - ended) > due:
-            logger.warning(f"no step has ended for {elapsed:.0f} s. {_places()}")
+            logger.warning(f"no step has finished for {elapsed:.0f} s. {_places()}")
             due = 2 * elapsed
 
 
@@ -46,9 +46,9 @@ def _places() -> str:
     if dist.is_initialized() and dist.get_world_size() > 1:
         # On a separate connection, with a timeout: the store itself may not be answering.
         all_ranks = with_timeout(PATIENCE, _locations_of_all)
-        return all_ranks or f"The store of the run does not answer; rank 0 is at {main_thread_location()}."
+        return all_ranks or f"The store of the run does not respond; rank 0 is at {main_thread_location()}."
     location, pid = main_thread_location(), os.getpid()
-    return f"The main thread is at {location}. Its whole stack: kill -USR2 {pid}, or py-spy dump --pid {pid}."
+    return f"The main thread is at {location}. For its full stack: kill -USR2 {pid}, or py-spy dump --pid {pid}."
 
 
 def _locations_of_all() -> str:
@@ -58,12 +58,12 @@ def _locations_of_all() -> str:
         ranks_at.setdefault(where, []).append(rank)
     # First the ranks that the others wait for.
     groups = sorted(ranks_at.items(), key=lambda group: (COLLECTIVE in group[0], len(group[1])))
-    named = [f"{_ranks(ranks)}: at {where or 'an unknown place'}" for where, ranks in groups[:MOST]]
+    named = [f"{_ranks(ranks)}: at {where or 'an unknown location'}" for where, ranks in groups[:MOST]]
     if others := sum(len(ranks) for _, ranks in groups[MOST:]):
         named.append(f"{others} others: elsewhere")
     first = groups[0][1][0]
     return (
-        f"{'; '.join(named)}. The whole stack of a rank: kill -USR2 PID on its machine, or py-spy dump --pid PID "
+        f"{'; '.join(named)}. For the full stack of a rank: kill -USR2 PID on its machine, or py-spy dump --pid PID "
         f"(rank {first}: {heart.process(first)})."
     )
 

@@ -73,7 +73,7 @@ class SavedModel:
         """
         model = published(self.spec, self.args, self.tokenizer_path, self.seq_len)
         if model is None:
-            raise CheckpointError(f"{self.checkpoint}: its family does not say how weights are called elsewhere.")
+            raise CheckpointError(f"{self.checkpoint}: its model family has no published weight names (ModelSpec.hf).")
         return model
 
 
@@ -101,7 +101,7 @@ def saved_model(checkpoint: Path) -> SavedModel:
         args = TypeAdapter(type(next(iter(spec.flavors.values())))).validate_python(identity)
         tokenizer_path = section["tokenizer_path"]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint} does not say what model it is of ({error!r}).") from None
+        raise CheckpointError(f"{checkpoint} does not record the model that it belongs to ({error!r}).") from None
 
     def weight(name: str) -> torch.Tensor:
         saved: TensorStorageMetadata = metadata.state_dict_metadata[name]  # type: ignore[assignment]  # a tensor
@@ -141,7 +141,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     if found := wrong_sums(folder):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(found[:3])}.")
     if saved_steps(out):
-        raise CheckpointError(f"{out} holds checkpoints already; choose another folder.")
+        raise CheckpointError(f"{out} already holds checkpoints; choose another folder.")
     name, source = find_model(folder, family)
     spec = MODELS.get(name)
     assert source.args.vocab_size is not None  # a published model has one
@@ -151,8 +151,8 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     flavor = next(fitting, None)
     if flavor is None:
         raise CheckpointError(
-            f"{folder} has sizes that no flavor of {name} has: {source.args}. Register one (docs/extension.md), and "
-            "name the module with --custom-import and the family with --family."
+            f"{folder} matches no flavor of {name}: it has {source.args}. Register one (docs/extension.md), and "
+            "pass its module with --custom-import and its family with --family."
         )
     path = str(tokenizer_path or folder)
     model = published(spec, source.args, path, 0)
@@ -195,7 +195,7 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
             continue
         source = find_source(folder, spec.hf)
         if source is None:
-            raise CheckpointError(f"{folder} holds no config.json with safetensors, and no consolidated.*.pth.")
+            raise CheckpointError(f"{folder} holds neither config.json with safetensors nor consolidated.*.pth.")
         try:
             size = source.args.vocab_size
             assert size is not None  # a published model has one

@@ -103,7 +103,7 @@ def export(
         sync(folder.parent)
 
     _attempt(folder, lambda: finish() if on_rank_0 else None)
-    logger.info(f"exported {folder}, for Hugging Face transformers")
+    logger.info(f"exported the weights for Hugging Face transformers to {folder}")
 
 
 def _groups(sizes: dict[str, int]) -> list[tuple[dict[str, int], list[int]]]:
@@ -135,7 +135,7 @@ def _divide(sizes: dict[str, int], ranks: list[int], largest_file: int) -> list[
 
 def _make(folder: Path, temporary: Path) -> None:
     if folder.exists():
-        raise CheckpointError(f"{folder} is there already; move it away.")
+        raise CheckpointError(f"{folder} already exists; move it away.")
     shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
     temporary.mkdir(parents=True)
 

@@ -26,5 +26,7 @@ def load_weights(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
         except (OSError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{source.folder}: {name} cannot be read ({error}).") from None
         if part.dtype not in FLOATS:
-            raise CheckpointError(f"{source.folder}: {name} is {part.dtype}; only float32, bfloat16 and float16 load.")
+            raise CheckpointError(
+                f"{source.folder}: {name} is {part.dtype}; only float32, bfloat16 and float16 can be loaded."
+            )
         local.copy_(part)

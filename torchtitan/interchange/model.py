@@ -52,19 +52,19 @@ class PublishedModel:
             theirs, ours = getattr(source.args, field.name), getattr(self.args, field.name)
             if theirs != ours:
                 raise CheckpointError(
-                    f"{source.folder} is another model than this run's: its {field.name} is {theirs}, here it is "
-                    f"{ours}. Choose the model.flavor (and model.tokenizer_path) that it is of."
+                    f"{source.folder} holds another model: its {field.name} is {theirs}, this run's is {ours}. "
+                    "Set the model.flavor (and model.tokenizer_path) that match it."
                 )
         for name, shape in self.shapes.items():
             found = source.shape(name)
             if found is None:
-                raise CheckpointError(f"{source.folder} lacks the weight that is called {name} here.")
+                raise CheckpointError(f"{source.folder} lacks the weight {name} (its name in this program).")
             if found != shape:
-                raise CheckpointError(f"{source.folder}: {name} is {found} there and {shape} here.")
+                raise CheckpointError(f"{source.folder}: {name} has shape {found}, but {shape} in this run.")
         if unknown := source.unknown(self.shapes):
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             raise CheckpointError(
-                f"{source.folder} holds {', '.join(unknown[:3])}{more}, for which this model has no place."
+                f"{source.folder} holds {', '.join(unknown[:3])}{more}, which this model does not have."
             )
 
     def files(self, dtype: torch.dtype) -> dict[str, bytes]:

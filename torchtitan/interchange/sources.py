@@ -65,7 +65,7 @@ def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None
     else:
         return None
     if naming is None:
-        raise CheckpointError(f"{folder}: this model's family does not say how its weights are called elsewhere.")
+        raise CheckpointError(f"{folder}: this model family has no published weight names (ModelSpec.hf).")
     return kind(folder, naming)
 
 
@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError("it is not an object")
+            raise ValueError("not a JSON object")
         return content
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
@@ -111,7 +111,7 @@ class HuggingFaceFolder:
         there = {file: set(self._open(file).keys()) for file in sorted(set(listed.values()))}
         for name, file in listed.items():
             if name not in there[file]:
-                raise CheckpointError(f"{self.folder / file} lacks {name}, which {INDEX} says it holds.")
+                raise CheckpointError(f"{self.folder / file} lacks {name}, which {INDEX} lists there.")
         return listed
 
     def _open(self, file: str) -> safe_open:
@@ -120,9 +120,9 @@ class HuggingFaceFolder:
             try:
                 self._files[file] = safe_open(path, framework="pt")
             except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing; fetch all the files of this model.") from None
+                raise CheckpointError(f"{path} is missing; download all files of this model.") from None
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path} is damaged ({error}); fetch it again.") from None
+                raise CheckpointError(f"{path} is damaged ({error}); download it again.") from None
         return self._files[file]
 
     @cached_property
@@ -132,7 +132,7 @@ class HuggingFaceFolder:
         try:
             return self.naming.from_config(config)
         except KeyError as error:
-            raise CheckpointError(f"{path} does not say {error.args[0]}.") from None
+            raise CheckpointError(f"{path} lacks the entry {error.args[0]}.") from None
         except (ValueError, TypeError, ArithmeticError) as error:
             raise CheckpointError(f"{path}: {error}.") from None
 
@@ -186,19 +186,23 @@ class MetaFolder:
         paths = sorted(folder.glob("consolidated.*.pth"))
         numbers = [path.name.split(".")[1] for path in paths]
         if numbers != [f"{number:02d}" for number in range(len(paths))] or not paths:
-            raise CheckpointError(f"{folder}: consolidated.00.pth and those after it should be there, not {numbers}.")
+            raise CheckpointError(
+                f"{folder}: expected consolidated.00.pth, consolidated.01.pth ..., but found the numbers {numbers}."
+            )
         self._parts: list[Mapping[str, torch.Tensor]] = []
         for path in paths:
             try:
                 part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
                 if not isinstance(part, dict) or not all(isinstance(value, torch.Tensor) for value in part.values()):
-                    raise ValueError("it holds other things than tensors")
+                    raise ValueError("it holds objects that are not tensors")
             except Exception as error:  # any failure of a damaged or malicious pickle
-                raise CheckpointError(f"{path} is damaged ({str(error).splitlines()[0]}); fetch it again.") from None
+                raise CheckpointError(f"{path} is damaged ({str(error).splitlines()[0]}); download it again.") from None
             self._parts.append(part)
             if part.keys() != self._parts[0].keys():
                 name = sorted(part.keys() ^ self._parts[0].keys())[0]
-                raise CheckpointError(f"{path} and {paths[0].name} hold different weights: {name} is in one alone.")
+                raise CheckpointError(
+                    f"{path} and {paths[0].name} hold different weights: {name} is in only one of them."
+                )
 
     @cached_property
     def args(self) -> ModelArgs:
@@ -273,7 +277,7 @@ def wrong_sums(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         digest, _, name = line.partition("  ")
         try:
             if sha256_of(folder / Path(name).name) != digest:
-                found.append(f"{name} has other content than was written (its SHA-256 differs)")
+                found.append(f"{name} has changed since it was written (its SHA-256 differs)")
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
     return found

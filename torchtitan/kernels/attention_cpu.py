@@ -137,7 +137,7 @@ def matrix_unit_library() -> ctypes.CDLL | None:
         return None
     library.attention_works.restype = ctypes.c_bool
     if not library.attention_works():
-        logger.warning("Attention will be slower than it could be, since oneDNN may not use the matrix unit")
+        logger.warning("attention falls back to a slower kernel: oneDNN cannot use the matrix unit")
         return None
     return library
 

@@ -34,7 +34,7 @@ def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
         try:
             folder = private_folder("kernels")
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
-            logger.warning(f"Compiling {what} for this run alone, since it cannot be kept safely: {error}")
+            logger.warning(f"compiling {what} for this run only; no safe cache folder: {error}")
             with tempfile.TemporaryDirectory() as once:
                 return ctypes.CDLL(str(_compile(command, Path(once), source.stem)))
         key = repr((source.read_text(), command, torch.__version__, platform.machine()))
@@ -43,11 +43,13 @@ def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
             if loaded := _open(library):
                 return loaded
             library.unlink(missing_ok=True)  # truncated, another user's, or from another system
-        logger.info(f"Compiling {what} for this CPU, once ...")
+        logger.info(f"compiling {what} for this CPU (once) ...")
         return ctypes.CDLL(str(_compile(command, folder, name)))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[0]
-        logger.warning(f"{what.capitalize()} will be slower than it could be, since its C++ cannot be used: {reason}")
+        logger.warning(
+            f"{what.capitalize()}: falling back to a slower kernel, because the C++ one cannot be used: {reason}"
+        )
         return None
 
 

@@ -153,7 +153,7 @@ int8_mm.register_fake(_result)
 def cpu_kernel(operation: str) -> str:
     """For messages: which dtype the operators above multiply in on this CPU. "" for other operations."""
     if operation == "torchtitan::float8_mm":
-        return f"; its float8 data are multiplied in {str(fast_dtype()).removeprefix('torch.')}"
+        return f"; its float8 operands are multiplied in {str(fast_dtype()).removeprefix('torch.')}"
     if operation == "torchtitan::int8_mm" and not int8_is_fast():
-        return "; its int8 data are multiplied in float32, since this CPU has no fast int8 GEMM"
+        return "; its int8 operands are multiplied in float32, since this CPU has no fast int8 GEMM"
     return ""

@@ -111,7 +111,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         os.environ[STARTED_AGAIN] = "yes"
         if worker_group.state == WorkerState.HEALTHY:
-            print("Another machine starts its processes again, and so does this one.", file=sys.stderr)
+            print("Another machine is restarting its processes; restarting those of this machine too.", file=sys.stderr)
             self._await_last_words()
         super()._restart_workers(worker_group)
 
@@ -146,10 +146,10 @@ def _message(rank: int, exitcode: int, restarts: int) -> str:
     """'' if the process has reported its error itself and there is no restart."""
     message = f"Error: the process of rank {rank} "
     if exitcode >= 0:
-        message += f"ended with status {exitcode}."
+        message += f"exited with status {exitcode}."
     else:
         name = signal.Signals(-exitcode).name
-        message += f"was ended by {name}{' (often: out of memory)' if name == 'SIGKILL' else ''}."
+        message += f"was killed by {name}{' (often: out of memory)' if name == 'SIGKILL' else ''}."
     if restarts:
-        return f"{message} All processes start again; restarts left after this one: {restarts - 1}."
+        return f"{message} Restarting all processes; restarts left after this one: {restarts - 1}."
     return message if exitcode < 0 else ""

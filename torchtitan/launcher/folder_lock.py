@@ -106,15 +106,15 @@ class FolderLock:
             if not said and waited > PATIENCE:
                 said = True
                 logger.info(
-                    f"{holder.get('name')} has not ended in good order in {self.path.parent}: waiting {SILENCE:g} s "
-                    "for a sign of life"
+                    f"{holder.get('name')} has not released its lock on {self.path.parent}: waiting {SILENCE:g} s "
+                    "to see whether it is still running"
                 )
             time.sleep(0.1)
 
     def _sentence(self, holder: dict[str, str]) -> str:
         return (
-            f"job.dump_folder: another run ({holder.get('name', 'just started')}) writes to {self.path.parent}; wait "
-            "for its end, stop it, or choose another --job.dump_folder."
+            f"job.dump_folder: another run ({holder.get('name', 'just started')}) is writing to {self.path.parent}; "
+            "wait until it ends, stop it, or choose another --job.dump_folder."
         )
 
     def _keep(self) -> None:

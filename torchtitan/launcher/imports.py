@@ -19,14 +19,14 @@ def check_versions() -> None:
         UserError: with the required version.
     """
     for name, least in LEAST.items():
-        wanted = f"{name} {'.'.join(map(str, least))} or later is needed"
-        remedy = f"pip install '{name}>={'.'.join(map(str, least))}'"
+        wanted = f"{name} {'.'.join(map(str, least))} or later is required"
+        remedy = f"run pip install '{name}>={'.'.join(map(str, least))}'"
         try:
             found = version(name)
         except PackageNotFoundError:
-            raise UserError(f"{wanted}, and none is installed; {remedy}.") from None
+            raise UserError(f"{wanted}, but it is not installed; {remedy}.") from None
         if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < least:
-            raise UserError(f"{wanted}, and {found} is installed; {remedy}.")
+            raise UserError(f"{wanted}, but {found} is installed; {remedy}.")
 
 
 @contextlib.contextmanager

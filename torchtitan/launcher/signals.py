@@ -70,7 +70,7 @@ class Stop:
         if number == signal.SIGINT or self.failed:
             # Files are written atomically or flushed line by line, so there is nothing to finish.
             name = signal.Signals(number).name
-            self._say(f"\nStopped by {name}. The same command goes on from the last checkpoint, if there is one.")
+            self._say(f"\nStopped by {name}. The same command resumes from the last checkpoint, if there is one.")
             exit_now(INTERRUPTED)
         if number in STOP_SIGNALS:
             self.request(number)
@@ -81,7 +81,7 @@ class Stop:
             return
         self.requested = number
         threading.Thread(target=self._watch_grace_period, daemon=True).start()
-        self._say(f"\n{self.name}: the run ends after this step, and saves it if checkpoints are on.")
+        self._say(f"\n{self.name}: the run stops after this step, and saves a checkpoint if checkpoints are enabled.")
 
     def _watch_grace_period(self) -> None:
         asked = time.monotonic()
@@ -97,12 +97,12 @@ class Stop:
     def give_up(self) -> None:
         """Exits without saving."""
         if not self.has_trained:
-            self._say(f"Stopped by {self.name} before a step was done. The same command starts it again.")
+            self._say(f"Stopped by {self.name} before the first step finished. Run the same command to start again.")
             if self._group is None and os.environ.get(LAUNCHER) == str(os.getppid()):
                 os.kill(os.getppid(), GIVEN_UP)  # the other ranks do not know, and would wait for this one
             exit_now(0)
         self._say(
-            f"Stopped by {self.name} inside a step, which does not end, so nothing is saved. The same command goes on "
+            f"Stopped by {self.name} during a step that does not end, so nothing is saved. The same command resumes "
             "from the last checkpoint, if there is one."
         )
         exit_now(128 + self.requested)
@@ -174,7 +174,7 @@ def exit_with_launcher() -> None:
 def exit_before_start(number: int) -> None:
     """Ends a launcher whose processes have not started: there is nothing to save."""
     with contextlib.suppress(OSError):  # runs in a signal handler, which may have interrupted a print
-        os.write(2, f"Stopped by {signal.Signals(number).name} before the run has begun.\n".encode())
+        os.write(2, f"Stopped by {signal.Signals(number).name} before the run started.\n".encode())
     os._exit(0)
 
 

@@ -94,7 +94,7 @@ class MeasuredPeak(Peak):
         self.flops = max(self.now, self.earlier)
         self.source = f"{self.name} GEMM, measured"
         if self.now < 0.7 * self.earlier:
-            self.source += f" in an earlier run; {self.now / self.earlier:.0%} of it now, so the machine is busy"
+            self.source += f" in an earlier run; {self.now / self.earlier:.0%} of that now, so the machine is busy"
         if self.now > self.earlier:
             cache_result(RESULTS, self.key, self.now)
 

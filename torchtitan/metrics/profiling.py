@@ -48,8 +48,8 @@ class Profiler:
     ) -> None:
         if profiling.enable_memory_snapshot and device_type != "cuda":
             raise ConfigError(
-                f"profiling.enable_memory_snapshot needs a CUDA device and this run is on {device_type}: "
-                "turn the key off (profiling.enable_profiling works here)."
+                f"profiling.enable_memory_snapshot needs a CUDA device, but this run is on {device_type}: "
+                "unset it (profiling.enable_profiling works here)."
             )
         self.freq = profiling.profile_freq
         self.rank = rank
@@ -72,10 +72,10 @@ class Profiler:
 
     def __enter__(self) -> "Profiler":
         if self.profile is not None:
-            logger.info(f"profiling one step in every {self.freq}; traces go to {self.traces}")
+            logger.info(f"profiling one step of every {self.freq}; writing traces to {self.traces}")
             self.profile.__enter__()
         if self.snapshotting:
-            logger.info(f"recording memory; a snapshot every {self.freq} steps goes to {self.snapshots}")
+            logger.info(f"recording memory; writing a snapshot every {self.freq} steps to {self.snapshots}")
             torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
         return self
 
@@ -101,7 +101,7 @@ class Profiler:
             if error is None and self.traces_written == 0:
                 logger.warning(
                     f"no trace was written: the run ended at step {self.finished_step}, before the next multiple of "
-                    f"profiling.profile_freq ({self.freq}); lower that key"
+                    f"profiling.profile_freq ({self.freq}); lower it"
                 )
 
     def _save_trace(self, finished: profile) -> None:
@@ -119,7 +119,7 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(str(path))
     except (OSError, RuntimeError) as error:
-        logger.error(f"{path} cannot be written ({error}). Training goes on.")
+        logger.error(f"{path} cannot be written ({error}). Training continues.")
     else:
         logger.info(f"wrote {path}")
 

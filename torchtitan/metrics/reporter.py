@@ -293,6 +293,6 @@ def make_writers(
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder: metrics cannot be written to {dump_folder} ({error.strerror or error}); "
-            "choose a folder that can be written."
+            "choose a writable folder."
         ) from error
     return writers

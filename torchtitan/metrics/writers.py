@@ -53,7 +53,7 @@ class JSONLWriter:
             if self.lost_lines & (self.lost_lines - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
                 logger.error(
                     f"{self.path} cannot be written ({error.strerror}); {self.lost_lines} line(s) lost so far. "
-                    "Training goes on."
+                    "Training continues."
                 )
 
     def _opened(self, step: int) -> FileIO:
@@ -61,7 +61,9 @@ class JSONLWriter:
             return self.file
         if self.file is not None:
             self.close()
-            logger.warning(f"{self.path} was removed or replaced; what was in it is lost, it goes on from step {step}")
+            logger.warning(
+                f"{self.path} was removed or replaced; its content is lost, and it continues from step {step}"
+            )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = FileIO(self.path, "ab")
         return self.file
@@ -99,7 +101,7 @@ def keep_earlier_file(path: Path) -> None:
     while (moved := path.with_suffix(f".{number}{path.suffix}")).exists():
         number += 1
     path.rename(moved)
-    logger.info(f"this run starts at step 0: the {path.name} of an earlier one is now {moved.name}")
+    logger.info(f"this run starts at step 0: renamed {path.name} of an earlier run to {moved.name}")
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -161,7 +163,7 @@ class TensorBoardWriter:
             return
         try:
             if not self.folder.exists():
-                logger.warning(f"{self.folder} was removed; what was in it is lost, it goes on from step {step}")
+                logger.warning(f"{self.folder} was removed; its content is lost, and it continues from step {step}")
                 self.summary = self._begin(step)
             for name, value in values.items():
                 if value is not None:
@@ -169,7 +171,9 @@ class TensorBoardWriter:
             self.summary.flush()
         except OSError as error:
             self.broken = True
-            logger.error(f"TensorBoard's files cannot be written ({error.strerror}) and end here. Training goes on.")
+            logger.error(
+                f"TensorBoard files cannot be written ({error.strerror}); logging to them stops. Training continues."
+            )
 
     def close(self) -> None:
         with suppress(OSError):  # already reported
@@ -184,7 +188,7 @@ class WandbWriter:
             import wandb
         except ImportError:
             raise ConfigError(
-                "metrics.enable_wandb is set, but wandb is not installed: `pip install wandb`, or turn the key off."
+                "metrics.enable_wandb is set, but wandb is not installed: run `pip install wandb`, or unset the key."
             ) from None
         name = os.environ.get("WANDB_NAME")
         if rank > 0:

@@ -43,7 +43,7 @@ class HuggingFaceNaming:
         """
         numbers, pattern = iter(LAYER_NUMBER.findall(ours)), LAYER_NUMBER.sub("*", ours)
         if pattern not in self.names:
-            raise CheckpointError(f"{ours}: the family's ModelSpec.hf has no name for this weight.")
+            raise CheckpointError(f"{ours}: the model family's ModelSpec.hf has no name for this weight.")
         return re.sub(r"\*", lambda _: next(numbers), self.names[pattern])
 
     def rows_there(self, ours: str, rows: int, head_dim: int) -> torch.Tensor | None:

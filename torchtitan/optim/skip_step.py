@@ -17,7 +17,7 @@ from torchtitan.parallel.object_collectives import all_gather_object
 WINDOW = 100  # recent gradient norms whose median defines an outlier
 ENOUGH = 20  # with fewer norms, nothing is an outlier
 SHOWN = 8  # sample ids in a message
-SATURATED = "a number that a low-precision layer multiplies is not finite"
+SATURATED = "an operand of a low-precision GEMM is not finite"
 
 
 class UpdateGuard:
@@ -99,7 +99,7 @@ class UpdateGuard:
     def _judge(self, step: int, finite_loss: bool, finite_layers: bool, norm: float, sample_ids: list[str]) -> None:
         reason = self._reason(finite_loss, finite_layers, norm)
         if not finite_layers and not self.nonfinite and dist.get_rank() == 0:
-            logger.warning(f"step {step}: {SATURATED}, and training.skip_nonfinite is off: it was saturated")
+            logger.warning(f"step {step}: {SATURATED}; it was saturated, because training.skip_nonfinite is off")
         if not reason:
             self.in_a_row = 0
             return
@@ -112,9 +112,9 @@ class UpdateGuard:
         if self.in_a_row >= self.most_in_a_row:
             raise TrainingError(
                 f"the updates of steps {step - self.in_a_row + 1} to {step} were all skipped (the last: {reason}), "
-                f"which is training.max_skips_in_a_row. Samples of the last: {', '.join(ids[:SHOWN])}"
-                f"{', ...' if len(ids) > SHOWN else ''}; skipped_updates.jsonl in the dump folder has all. Look at "
-                "them, lower optimizer.lr, or go back with --checkpoint.load_step."
+                f"which reaches training.max_skips_in_a_row. Samples of the last: {', '.join(ids[:SHOWN])}"
+                f"{', ...' if len(ids) > SHOWN else ''}; skipped_updates.jsonl in the dump folder lists all. "
+                "Inspect them, lower optimizer.lr, or go back with --checkpoint.load_step."
             )
 
     def _reason(self, finite_loss: bool, finite_layers: bool, norm: float) -> str:
@@ -129,7 +129,7 @@ class UpdateGuard:
         usual = statistics.median(self.norms) if len(self.norms) >= ENOUGH else math.inf
         self.norms.append(norm)  # include outliers, so that a lasting change becomes normal
         if norm > self.factor * usual:
-            return f"the gradient norm {norm:.3g} is above {self.factor:g} times the usual {usual:.3g}"
+            return f"the gradient norm {norm:.3g} is above {self.factor:g} times the recent median {usual:.3g}"
         return ""
 
     def state_dict(self) -> dict[str, Any]:

@@ -41,8 +41,8 @@ class FusedGemms(CustomGraphPass):
         """
         if self.count == 0:
             raise ConfigError(
-                "parallelism.enable_async_tensor_parallel: the compiler fused no collective into a GEMM, so nothing "
-                "would overlap; unset it, or set TORCH_LOGS=+inductor to see why."
+                "parallelism.enable_async_tensor_parallel: the compiler fused no collective with a GEMM, so nothing "
+                "overlaps; unset it, or set TORCH_LOGS=+inductor to see why."
             )
         logger.info(f"asynchronous tensor parallelism: {self.count} GEMMs fused with a collective")
 

@@ -93,13 +93,13 @@ def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) ->
     named = ", ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
     if shard == -1:
         problems.append(
-            f"parallelism: {world_size} processes cannot be divided by the product of the degrees, {others} ({named}); "
-            f"start a multiple of {others} processes{_valid_degrees(degrees, world_size)}."
+            f"parallelism: {world_size} processes are not a multiple of the product of the degrees, {others} "
+            f"({named}); start a multiple of {others} processes{_valid_degrees(degrees, world_size)}."
         )
     else:
         problems.append(
             f"parallelism: the degrees multiply to {shard * others} ({named}), but there are {world_size} processes; "
-            f"set data_parallel_shard_degree to -1 to take what is left, start {shard * others} processes"
+            f"set data_parallel_shard_degree to -1 to use the rest, start {shard * others} processes"
             f"{_valid_degrees(degrees, world_size)}."
         )
     return None

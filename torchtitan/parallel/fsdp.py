@@ -19,9 +19,9 @@ def require_parts(model: nn.Module) -> None:
     """Raises a ConfigError if a model, such as a user's own, lacks the parts that define the FSDP groups."""
     if not isinstance(getattr(model, "layers", None), nn.ModuleDict) or not hasattr(model, "tok_embeddings"):
         raise ConfigError(
-            f"model.name: {type(model).__name__} needs an embedding named tok_embeddings and its blocks in layers, an "
-            "nn.ModuleDict by number, for it to be sharded block by block; or register it with a `parallelize` of its "
-            "own (docs/extension.md)."
+            f"model.name: {type(model).__name__} cannot be sharded block by block: it needs an embedding named "
+            "tok_embeddings, and its blocks in an nn.ModuleDict named layers, by number. Or register it with its own "
+            "`parallelize` (docs/extension.md)."
         )
 
 

@@ -72,18 +72,18 @@ class Heartbeat:
         """One sentence on missing or late ranks. Takes PATIENCE if some are missing, a second if none is."""
         silent = with_timeout(2 * PATIENCE, self._silent)
         if silent is None:
-            return "The store of the run, where the launchers have met, does not answer: that machine is gone."
+            return "The rendezvous store of the run does not respond: its machine is down or unreachable."
         if silent:
-            return f"{_ranks(silent)} not answer: ended, stopped, or on a machine that is gone."
+            return f"{_ranks(silent)} not respond: exited, stopped, or on a machine that is down."
         ends = with_timeout(PATIENCE, lambda: self._read("end", self.others)) or {}
-        failed = [f"Rank {other} ended with {how}" for other, how in ends.items() if how not in ("", LOST, FINISHED)]
+        failed = [f"Rank {other} failed with {how}" for other, how in ends.items() if how not in ("", LOST, FINISHED)]
         if failed:
-            return f"{'; '.join(failed)}: see its own message."
+            return f"{'; '.join(failed)}: see its own error message."
         late = [other for other, how in ends.items() if not how][:MOST]
         beats = with_timeout(PATIENCE, lambda: self._read("beat", late)) or {}
         if beats:
             return " ".join(f"Rank {other} is at {beat.partition(' ')[2]}." for other, beat in beats.items())
-        return "All ranks answer, and all have failed: the network is broken, or the time too short."
+        return "All ranks respond, and all have failed: the network is broken, or the timeout is too short."
 
     def places(self) -> dict[int, str]:
         """Where each rank was a second ago; '' if it has not reported yet."""
@@ -108,7 +108,7 @@ class Heartbeat:
                 elif time.monotonic() - since > silence and not warned:
                     warned = True
                     for other in self._silent():
-                        logger.warning(f"nothing has been heard from rank {other} for {silence:g} s")
+                        logger.warning(f"no heartbeat from rank {other} for {silence:g} s")
         except dist.DistError:  # the store is gone; the run will notice soon
             return
 

@@ -40,20 +40,20 @@ def check_model(
             "context parallelism": dims.cp > 1,
         }
         problems.append(
-            f"training.seq_len = {seq_len} cannot be cut into {pieces} equal parts, which "
-            f"{' and '.join(name for name, on in why.items() if on)} needs; "
-            f"take {seq_len // pieces * pieces or pieces} or {(seq_len // pieces + 1) * pieces}."
+            f"training.seq_len = {seq_len} cannot be divided into {pieces} equal parts, as "
+            f"{' and '.join(name for name, on in why.items() if on)} requires; "
+            f"set it to {seq_len // pieces * pieces or pieces} or {(seq_len // pieces + 1) * pieces}."
         )
     all_to_all = dims.cp > 1 and parallelism.context_parallel_rotate_method == "alltoall"
     if all_to_all and (args.n_heads % (dims.tp * dims.cp) or kv_heads % (dims.tp * dims.cp)):
         problems.append(
             f"{PREFIX}context_parallel_rotate_method = alltoall divides the {kv_heads} key-value heads over tensor x "
-            f"context parallel ranks = {dims.tp} x {dims.cp}, which does not come out even; use allgather."
+            f"context parallel ranks = {dims.tp} x {dims.cp}, which is not possible evenly; use allgather."
         )
     if dims.pp > 1 and getattr(args, "tied_embeddings", False):
         problems.append(
-            f"{PREFIX}pipeline_parallel_degree = {dims.pp}: this model's output layer is its embedding, and they would "
-            "be on different stages; set it to 1."
+            f"{PREFIX}pipeline_parallel_degree = {dims.pp}: this model's output layer shares the embedding's weight, "
+            "but they would be on different stages; set it to 1."
         )
 
 
@@ -76,7 +76,7 @@ def check_schedule(parallelism: Parallelism, problems: list[str]) -> None:
         of_csv = name.lower() in map(str.lower, OF_CSV)
         why = " without a pipeline_parallel_schedule_csv" if of_csv else nearest(name, list(SCHEDULES))
         problems.append(
-            f"{PREFIX}pipeline_parallel_schedule: there is no {name!r}{why}; known: {', '.join(SCHEDULES)}."
+            f"{PREFIX}pipeline_parallel_schedule: unknown schedule {name!r}{why}; known: {', '.join(SCHEDULES)}."
         )
 
 
@@ -106,8 +106,8 @@ def check_pipeline(
     per_rank = stages_per_rank(name)
     if training.compile and splits_backward(parallelism):
         problems.append(
-            f"{key} = {name} computes gradients of inputs and weights one after the other, which compiled blocks "
-            "cannot; unset training.compile, or take 1F1B or Interleaved1F1B."
+            f"{key} = {name} computes input and weight gradients separately, which compiled blocks do not support; "
+            "unset training.compile, or use 1F1B or Interleaved1F1B."
         )
     points = parallelism.pipeline_parallel_split_points
     each = parallelism.pipeline_parallel_layers_per_stage
@@ -129,24 +129,27 @@ def check_pipeline(
             problems.append(f"{PREFIX}pipeline_parallel_degree = {dims.pp} does not divide the {stages} stages.")
         if validation.enabled and validation.local_batch_size != training.local_batch_size:
             problems.append(
-                f"{PREFIX}pipeline_parallel_schedule_csv holds for one number of microbatches: set "
+                f"{PREFIX}pipeline_parallel_schedule_csv is for one number of microbatches: set "
                 f"validation.local_batch_size to training.local_batch_size = {training.local_batch_size}."
             )
     elif per_rank == 1 and stages != dims.pp:
         problems.append(
-            f"{key} = {name} takes one stage a rank, {dims.pp} in all, and there are {stages}; change "
-            "pipeline_parallel_split_points or _layers_per_stage, or take Interleaved1F1B."
+            f"{key} = {name} needs one stage per rank, {dims.pp} in total, but there are {stages}; change "
+            "pipeline_parallel_split_points or _layers_per_stage, or use Interleaved1F1B."
         )
     elif per_rank > 1 and (stages % dims.pp or stages == dims.pp):
         problems.append(
-            f"{key} = {name} takes several stages a rank, {2 * dims.pp} or more in all and a multiple of {dims.pp}; "
-            f"there are {stages}."
+            f"{key} = {name} needs several stages per rank, in total {2 * dims.pp} or more and a multiple of "
+            f"{dims.pp}, but there are {stages}; change pipeline_parallel_split_points or _layers_per_stage."
         )
     elif name.lower() in V_SHAPED and stages != 2 * dims.pp:
-        problems.append(f"{key} = {name} takes two stages a rank, {2 * dims.pp} in all, and there are {stages}.")
+        problems.append(
+            f"{key} = {name} needs two stages per rank, {2 * dims.pp} in total, but there are {stages}; "
+            "change pipeline_parallel_split_points or _layers_per_stage."
+        )
     if layers + 2 < stages:
         problems.append(
-            f"{PREFIX}pipeline_parallel_degree = {dims.pp} with {name} makes {stages} stages, and the model has only "
+            f"{PREFIX}pipeline_parallel_degree = {dims.pp} with {name} makes {stages} stages, but the model has only "
             f"{layers} layers, an embedding and an output layer; lower it."
         )
     _check_microbatches(name, per_rank, stages, dims, parallelism, training, validation, problems)
@@ -176,10 +179,10 @@ def _check_microbatches(
         rounds = max(1, count // dims.pp)
         if count < least:
             problems.append(
-                f"{what}, and {name} needs {least} or more, one for each stage; raise it to {least * size}."
+                f"{what}, but {name} needs {least} or more, one for each stage; raise it to {least * size}."
             )
         elif per_rank > 1 and name.lower() in ("interleaved1f1b", "interleavedzerobubble") and count % rounds:
             problems.append(
-                f"{what}, which {name} cannot divide into {rounds} rounds of {dims.pp} ranks; take a multiple of "
+                f"{what}, which {name} cannot divide into {rounds} rounds of {dims.pp} ranks; use a multiple of "
                 f"{dims.pp * size}."
             )

@@ -251,9 +251,9 @@ class Pipeline:
                 load_csv(self.schedule, csv)
             except (AssertionError, ValueError, KeyError, RuntimeError) as error:
                 raise ConfigError(
-                    f"parallelism.pipeline_parallel_schedule_csv: {csv} is no schedule of {stages} stages on "
-                    f"{group.size()} ranks for {microbatches} microbatches ({error}); a line for each rank, an action "
-                    "such as 0F3 (stage 0, forward, microbatch 3) in each column."
+                    f"parallelism.pipeline_parallel_schedule_csv: {csv} is not a schedule of {stages} stages on "
+                    f"{group.size()} ranks for {microbatches} microbatches ({error}). It needs one line per rank and "
+                    "one action per column, such as 0F3 (stage 0, forward, microbatch 3)."
                 ) from None
 
     def passes(self, number: int) -> Passes:

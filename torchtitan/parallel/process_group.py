@@ -59,7 +59,7 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
         start = _rendezvous(store, rank, world_size, comm.init_timeout_seconds)
     except dist.DistError:
         raise LostRankError(
-            f"rank 0, or the store that torchrun keeps on its machine, did not answer within "
+            f"rank 0, or torchrun's store on its machine, did not respond within "
             f"comm.init_timeout_seconds = {comm.init_timeout_seconds}."
         ) from None
     if device.type == "cuda":  # the watchdog does not create the folder
@@ -109,7 +109,7 @@ def _rendezvous(store: dist.Store, rank: int, world_size: int, seconds: int) -> 
         store.set(f"{start}/absent", absent)
     if absent:
         raise LostRankError(
-            f"of {world_size} ranks these did not come within comm.init_timeout_seconds = {seconds}: {absent}."
+            f"of {world_size} ranks, these did not join within comm.init_timeout_seconds = {seconds}: {absent}."
         )
     return start
 
@@ -182,4 +182,4 @@ def _dump_flight_recorder(comm: Comm, dump_folder: Path) -> str:
         path.write_bytes(pickle.dumps(trace))
     except OSError as error:
         return f" ({path} could not be written: {error.strerror}.)"
-    return f" The last collectives are in {path.parent}."
+    return f" Traces of the last collectives are in {path.parent}."

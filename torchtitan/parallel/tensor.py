@@ -106,7 +106,7 @@ def _shard_parameters(module: nn.Module, placements: Mapping[str, Placement], me
     views: dict[str, LocalView] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name not in placements:
-            raise NotImplementedError(f"tensor parallelism has no place for the parameter {name} of {module}")
+            raise NotImplementedError(f"tensor parallelism does not support the parameter {name} of {module}")
         placement = placements[name]
         local = parameter.data
         if isinstance(placement, Shard):
@@ -178,7 +178,7 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
         NotImplementedError: FSDP has already changed the class of this very module.
     """
     if isinstance(module, FSDPModule):
-        raise NotImplementedError(f"{type(module).__name__} is an FSDP group by itself, so its class cannot change")
+        raise NotImplementedError(f"{type(module).__name__} is itself an FSDP group, so its class cannot be changed")
     views = vars(type(module)).get("_local_views")
     module.__class__ = _with_local_views(cls, views) if views else cls  # type: ignore[arg-type]
 

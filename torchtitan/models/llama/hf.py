@@ -47,15 +47,15 @@ def from_config(config: dict[str, Any]) -> LlamaArgs:
     """
     for key, only in (("model_type", "llama"), ("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if config.get(key, only) != only:
-            raise ValueError(f"{key} is {config[key]!r}, and only {only!r} is supported")
+            raise ValueError(f"{key} is {config[key]!r}, but only {only!r} is supported")
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     if (config.get("head_dim") or dim // heads) * heads != dim:
-        raise ValueError(f"head_dim is {config['head_dim']}, and only hidden_size / num_attention_heads is supported")
+        raise ValueError(f"head_dim is {config['head_dim']}, but only hidden_size / num_attention_heads is supported")
     # transformers 5 puts everything in rope_parameters.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "llama3"):
-        raise ValueError(f"the RoPE scaling is of type {kind!r}, and only 'llama3' is supported")
+        raise ValueError(f"RoPE scaling has type {kind!r}, but only 'llama3' is supported")
     scaling = None
     if kind == "llama3":
         scaling = RopeScaling(
