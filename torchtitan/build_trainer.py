@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
-from torchtitan.data import Tokenizer, build_loader, build_validation_loader, load_tokenizer
+from torchtitan.data import build_loader, build_validation_loader, load_tokenizer
 from torchtitan.device import Device
 from torchtitan.engine.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
 from torchtitan.engine.engine import build_engine, build_meshes
+from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.run_folder import RunFolder
 from torchtitan.engine.startup_log import log_conversion, log_cost_of_low_precision
-from torchtitan.errors import ConfigError
 from torchtitan.interchange import Exchange, published
 from torchtitan.launcher.folder_lock import FolderLock
 from torchtitan.launcher.signals import Stop
@@ -24,7 +24,6 @@ from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.object_collectives import raise_on_all_ranks
 from torchtitan.parallel.process_group import init_process_group, set_timeout
-from torchtitan.protocols import ModelArgs
 from torchtitan.trainer import Trainer
 
 
@@ -59,7 +58,7 @@ def build_trainer(
 
     # Tokenizer first: a wrong path fails before anything expensive begins.
     tokenizer = load_tokenizer(config.model.tokenizer_path)
-    args = _model_args(config, tokenizer)
+    args = find_model_args(config.model, tokenizer.vocab_size)
 
     # Process group and mesh.
     init_process_group(device, config.comm, dump_folder, stop)
@@ -127,14 +126,3 @@ def build_trainer(
     trainer.load_checkpoint()
     folder.write_config()
     return trainer
-
-
-def _model_args(config: JobConfig, tokenizer: Tokenizer) -> ModelArgs:
-    args = MODELS.get(config.model.name).flavor(config.model.flavor).with_vocab_size(tokenizer.vocab_size)
-    assert args.vocab_size is not None
-    if tokenizer.vocab_size > args.vocab_size:
-        raise ConfigError(
-            f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, but {config.model.name} "
-            f"{config.model.flavor} has a vocabulary of {args.vocab_size}; use the tokenizer of this model."
-        )
-    return args

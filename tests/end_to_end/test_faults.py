@@ -75,7 +75,7 @@ def kill_at_a_random_moment(run: Run, folder: Path, at_step: int) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.full)])
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=[pytest.mark.full, pytest.mark.timeout(1200)])])
 def test_kills_at_random_moments_cost_no_published_step(kills: int, mode: str, tmp_path: Path) -> None:
     random.seed(kills)
     steps = STEPS_A_KILL * kills
@@ -318,7 +318,7 @@ def test_a_killed_rank_comes_back_by_itself(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_rank_that_is_killed_while_the_others_wait_for_it_comes_back(tmp_path: Path) -> None:
     """torchrun ends the others with SIGTERM, which must not count as the user's."""
-    (tmp_path / "hasty.py").write_text("import tiny\nfrom torchtitan import signals\nsignals.GRACE = 1\n")
+    (tmp_path / "hasty.py").write_text("import tiny\nfrom torchtitan.launcher import signals\nsignals.GRACE = 1\n")
     hasty = ("--experimental.custom_import=hasty", "--training.steps=2")
     with started(*SAVING, *hasty, into(tmp_path / "run"), processes=2, folder=tmp_path, PET_MAX_RESTARTS="1") as run:
         run.wait_until(lambda: listens(run.pid_of_rank(0)) and run.pid_of_rank(1))

@@ -2,18 +2,31 @@
 
 from torchtitan.config.training import Model
 from torchtitan.data.tokenizer import load_tokenizer
+from torchtitan.errors import ConfigError
 from torchtitan.models import MODELS
 from torchtitan.protocols import ModelArgs
 
 
-def find_model_args(model: Model) -> ModelArgs:
+def find_model_args(model: Model, vocab_size: int | None = None) -> ModelArgs:
     """Sizes of the flavor; the vocabulary size is the tokenizer's if the flavor does not set it.
 
+    Args:
+        vocab_size: the tokenizer's. If None, the tokenizer is read if the flavor needs it.
+
     Raises:
-        ConfigError: there is no such model or flavor.
+        ConfigError: there is no such model or flavor, or the tokenizer has too many tokens for it.
         DataError: the tokenizer is needed and cannot be used.
     """
     args = MODELS.get(model.name).flavor(model.flavor)
-    return (
-        args if args.vocab_size is not None else args.with_vocab_size(load_tokenizer(model.tokenizer_path).vocab_size)
-    )
+    if vocab_size is None:
+        if args.vocab_size is not None:
+            return args
+        vocab_size = load_tokenizer(model.tokenizer_path).vocab_size
+    args = args.with_vocab_size(vocab_size)
+    assert args.vocab_size is not None
+    if vocab_size > args.vocab_size:
+        raise ConfigError(
+            f"model.tokenizer_path: the tokenizer has {vocab_size} tokens, but {model.name} {model.flavor} has a "
+            f"vocabulary of {args.vocab_size}; use the tokenizer of this model."
+        )
+    return args
