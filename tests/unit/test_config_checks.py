@@ -90,7 +90,7 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
         ),
         (
             ["--optimizer.name=Adam", BFLOAT16],
-            r"training\.weight_dtype = bfloat16 needs .* stochastically.*, not Adam\.",
+            r"training\.weight_dtype = bfloat16 needs .* stochastic rounding.*, not Adam\.",
         ),
         ([BFLOAT16, "--training.global_batch_size=16"], r"training\.weight_dtype = .* 2 microbatches .*_size = 8 \("),
         (["--optimizer.name=AdamWFp8", "--optimizer.implementation=foreach"], r"optimizer\.implementation = foreach"),
