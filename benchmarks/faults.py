@@ -129,7 +129,7 @@ def read(path: Path) -> dict[int, Result]:
 
 
 def table(results: list[Result]) -> str:
-    lines = ["| attack | trials | of two processes | moments | problems (seeds) |", "|---|---:|---:|---|---|"]
+    lines = ["| attack | trials | with two processes | moments | problems (seeds) |", "|---|---:|---:|---|---|"]
     for name in ATTACKS:
         ours = [result for result in results if result["attack"] == name]
         moments = Counter(moment(result) for result in ours)

@@ -97,7 +97,13 @@ def split_table(splits: dict[str, dict[str, float]], results: dict[str, list[Res
         rows.append(
             [name, median_of(waits, "{:.2%}"), *shares, *others, f"{split['step'] * 1e3:.0f} ms, {slower:.2f} x"]
         )
-    columns = ["share of a step", *phases, "rest", "communication wait, in these", "traced step, to a timed one"]
+    columns = [
+        "share of a step",
+        *phases,
+        "rest",
+        "communication wait (included)",
+        "traced step, relative to a timed one",
+    ]
     return markdown(columns, rows)
 
 
