@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
         return 0
     name = arguments[0]
     if name not in known:
-        print(f"Error: there is no benchmark {name!r}{nearest(name, list(known))}.", file=sys.stderr)
+        print(f"Error: unknown benchmark {name!r}{nearest(name, list(known))}.", file=sys.stderr)
         return EXIT_STATUS
     sys.argv = arguments
     runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)

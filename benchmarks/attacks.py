@@ -160,7 +160,7 @@ class Start:
         """False if the run ends first."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < deadline, "the run does not get there"
+            assert time.monotonic() < deadline, "the run does not reach the condition in time"
             if self.process.poll() is not None:
                 return False
             time.sleep(0.005)
@@ -176,13 +176,13 @@ class Start:
         try:
             status: int = self.process.wait(patience)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it does not end within {patience:.0f} s") from None
+            raise AssertionError(f"the run does not end within {patience:.0f} s") from None
         deadline = time.monotonic() + 30
         while left := self.pids():
-            assert time.monotonic() < deadline, f"processes are left: {left}"
+            assert time.monotonic() < deadline, f"processes are still running: {left}"
             time.sleep(0.02)
         self.trial.outputs[self.number] = self.output()
-        assert "Traceback" not in self.output(), "a traceback"
+        assert "Traceback" not in self.output(), "the output has a traceback"
         return status if status >= 0 else 128 - status
 
     def kill(self) -> None:
@@ -245,7 +245,7 @@ def published(trial: Trial) -> list[int]:
 def assert_intact(trial: Trial) -> None:
     for step in published(trial):
         found = damage(trial.run / "checkpoint" / f"step-{step}")
-        assert found == [], f"step {step} is published and damaged: {found}"
+        assert found == [], f"step {step} is published but damaged: {found}"
 
 
 def tensor_hashes(checkpoint: Path) -> dict[str, str]:
@@ -259,12 +259,14 @@ def go_on(trial: Trial, all_losses: bool = True, **options: Any) -> Start:
     assert_intact(trial)
     with started(trial, **options) as start:
         status = start.finish()
-        assert status == 0, f"the same command again ends with status {status}"
+        assert status == 0, f"the same command again exits with status {status}"
     output = start.output()
     if before and before[-1] < STEPS:
-        assert f"loaded {trial.run}/checkpoint/step-{before[-1]}" in output, f"it does not go on from {before[-1]}"
+        assert f"loaded {trial.run}/checkpoint/step-{before[-1]}" in output, (
+            f"it does not resume from step {before[-1]}"
+        )
     assert_whole(trial, all_losses)
-    assert set(before) <= set(published(trial)), f"published steps {before} have become {published(trial)}"
+    assert set(before) <= set(published(trial)), f"published steps {before} became {published(trial)}"
     return start
 
 
@@ -295,7 +297,7 @@ def kill_a_process(trial: Trial) -> None:
             status = start.finish()
             assert status in (0, 137), f"status {status}"
             if trial.processes > 1 and status == 137:
-                assert "was killed by SIGKILL" in start.output(), "the rank is not named"
+                assert "was killed by SIGKILL" in start.output(), "the killed rank is not named"
         elif target == "launcher":
             start.process.kill()
             start.finish()
@@ -353,7 +355,7 @@ def stop_by_signal(trial: Trial) -> None:
         else:
             assert status == 0, f"status {status}"
             if (step := last_step(trial.run)) and "training finished" not in output:
-                assert published(trial)[-1:] == [step], f"step {step} is not saved, but {published(trial)}"
+                assert published(trial)[-1:] == [step], f"step {step} is not saved; saved are {published(trial)}"
     go_on(trial)
 
 
@@ -381,13 +383,13 @@ def freeze(trial: Trial) -> None:
         elif len(pids) < trial.processes:
             status = start.finish()
             assert status in (0, 1), f"status {status}"
-            assert status == 0 or "Error:" in start.output(), "it does not say why"
+            assert status == 0 or "Error:" in start.output(), "it does not say why it failed"
         elif start.process.poll() is None and start.ranks():
             refused = Start(trial)
             status = refused.finish()
             finished = status == 0 and "training finished" in start.output()  # frozen after its last step
             said = status == 2 and "another run" in refused.output()
-            assert finished or said, f"a second run ends with status {status}"
+            assert finished or said, f"a second run exits with status {status}"
     go_on(trial)
 
 
@@ -416,9 +418,9 @@ def change_data(trial: Trial) -> None:
     expected = (0,) if restarts else (0, 2)
     assert status in expected, f"status {status}"
     if status == 2:
-        assert str(trial.data) in output and output.count("Error:") == 1, "not one sentence that names the file"
+        assert str(trial.data) in output and output.count("Error:") == 1, "not exactly one error that names the file"
         step = last_step(trial.run)
-        assert not step or published(trial)[-1:] == [step], f"step {step} is not saved, but {published(trial)}"
+        assert not step or published(trial)[-1:] == [step], f"step {step} is not saved; saved are {published(trial)}"
     elif status == 0:
         assert_whole(trial)
     shutil.copy(original, trial.folder / "again")
@@ -443,10 +445,12 @@ def damage_checkpoints(trial: Trial) -> None:
         output = start.output()
     if intact:
         assert status == 0, f"status {status}"
-        assert f"loaded {trial.run}/checkpoint/step-{max(intact)}" in output, "not from the newest that is intact"
+        assert f"loaded {trial.run}/checkpoint/step-{max(intact)}" in output, (
+            "it does not resume from the newest intact checkpoint"
+        )
         for step in steps:
             if step > max(intact):
-                assert f"step-{step}" in output, f"the damage of step {step} is not told of"
+                assert f"step-{step}" in output, f"the damage of step {step} is not reported"
                 shutil.rmtree(next((trial.run / "checkpoint").glob(f"step-{step}.abandoned-*")))
             elif step not in intact:
                 shutil.rmtree(trial.run / "checkpoint" / f"step-{step}")
@@ -455,7 +459,7 @@ def damage_checkpoints(trial: Trial) -> None:
     else:
         assert status == 2, f"status {status}"
         assert "Error:" in output and "training finished" not in output
-        assert losses(trial.run) == losses(trial.template), "the losses so far are gone"
+        assert losses(trial.run) == losses(trial.template), "the losses so far are lost"
         shutil.rmtree(trial.run)
         shutil.copytree(trial.template, trial.run)
         go_on(trial)
@@ -526,9 +530,9 @@ def run_twice(trial: Trial) -> None:
     assert sorted(ends) in ([0, 0], [0, 2]), f"statuses {ends}"
     if 2 in ends:
         refused = outputs[ends.index(2)]
-        assert "another run" in refused and refused.count("Error:") == 1, "not one sentence"
+        assert "another run" in refused and refused.count("Error:") == 1, "not exactly one error"
     else:
-        assert any("finished its" in output for output in outputs), "both have trained"
+        assert any("finished its" in output for output in outputs), "both runs trained"
     assert_whole(trial)
 
 
@@ -558,7 +562,7 @@ def fill_the_disk(trial: Trial) -> None:
             status = start.finish()
             output = start.output()
         assert status in (0, 2), f"status {status}"
-        assert status == 0 or output.count("Error:") == 1, "not one sentence"
+        assert status == 0 or output.count("Error:") == 1, "not exactly one error"
         go_on(trial, all_losses="line(s) lost" not in output)
     finally:
         subprocess.run(["umount", "--lazy", trial.run], check=True)
@@ -580,10 +584,10 @@ def remove_files(trial: Trial) -> None:
         status = start.finish()
         output = start.output()
     assert status in (0, 2), f"status {status}"
-    assert status == 0 or output.count("Error:") == 1, "not one sentence"
+    assert status == 0 or output.count("Error:") == 1, "not exactly one error"
     trial.facts["said"] = "removed" in output
     if running and was_there and trial.facts["phase"] in TRAINING and last_step(trial.run) == STEPS:
-        assert "removed" in output, "it does not say so"
+        assert "removed" in output, "it does not report the removal"
     go_on(trial, all_losses=False)
 
 

@@ -36,10 +36,13 @@ NEIGHBOR = [sys.executable, "-c", "while True: pass"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--variant", action="append", type=Variant.parse, help="the first is what others are divided by"
+        "--variant",
+        action="append",
+        type=Variant.parse,
+        help="name, a colon, variables; the first is the baseline; repeatable",
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.5, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=2.5, help="duration of each measurement")
     parser.add_argument("flags", nargs="*", default=["--training.seq_len=512", "--training.local_batch_size=4"])
     options = parser.parse_args()
     variants = options.variant or [Variant.parse(text) for text in DEFAULTS]

@@ -75,7 +75,7 @@ def saves(mode: str, folder: Path, gigabytes: float, repeats: int, synchronize: 
         size = sum(path.stat().st_size for path in saved.iterdir())
         start = perf_counter()
         if manager.failed_saves or damage(saved):
-            raise SystemExit("a save has failed")
+            raise SystemExit("a save failed")
         verifying.append(perf_counter() - start)
         raw.append(raw_write(folder / "raw", size))
     stall, total, verify, disk = (min(times[1:]) / size * 1e9 for times in (stalls, totals, verifying, raw))
@@ -90,13 +90,16 @@ def saves(mode: str, folder: Path, gigabytes: float, repeats: int, synchronize: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--gigabytes", type=float, default=1, help="size of a checkpoint")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; by default a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure; default: a temporary one")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     device = find_device(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     modes = ["disabled", "async"] + ["async_with_pinned_mem"] * (device.type == "cuda")
-    print("| mode | checkpoint | loop held, per GB | whole save, per GB | raw write, per GB | of its speed | check |")
+    print(
+        "| mode | checkpoint | loop blocked, per GB | whole save, per GB | raw write, per GB | fraction of raw speed "
+        "| check |"
+    )
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for mode in modes:

@@ -34,11 +34,11 @@ RECIPES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="measured, after two of warm-up")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps, after two of warm-up")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--kinds", help="those whose names hold one of these words, separated by commas")
-    parser.add_argument("--recipes", help="likewise")
-    parser.add_argument("flags", nargs="*", help="after --: of every run")
+    parser.add_argument("--kinds", help="only kinds whose names contain one of these comma-separated words")
+    parser.add_argument("--recipes", help="the same for recipes")
+    parser.add_argument("flags", nargs="*", help="flags of every run, after --")
     arguments = parser.parse_args()
     rows = []
     for kind, environment in _named(KINDS, arguments.kinds).items():
@@ -55,7 +55,7 @@ def main() -> None:
             rows.append([*row, spread(ratios, "{:.2f}"), f"{statistics.median(firsts):.1f}"])
             print(f"{kind}, {name}: {row[2]} tokens/s, {row[3]}", file=sys.stderr, flush=True)
     print(ask(sizes="1024"))
-    print(markdown(["instructions", "recipe", "tokens/s", "of none", "spread", "s to the first step"], rows))
+    print(markdown(["instructions", "recipe", "tokens/s", "relative to none", "spread", "s to the first step"], rows))
 
 
 def _named(table: dict[str, dict[str, str]] | dict[str, list[str]], words: str | None) -> dict:  # type: ignore[type-arg]

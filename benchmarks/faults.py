@@ -34,13 +34,13 @@ Result = dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0, help="of the first trial; the next has the next")
-    parser.add_argument("--only", type=int, help="the seed of a trial to repeat; with all that was on its screens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first trial; later trials count up from it")
+    parser.add_argument("--only", type=int, help="repeat the trial with this seed, and print its whole output")
     parser.add_argument("--shard", default="0/1", help="I/N: every Nth trial, from the Ith")
     parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "faults.jsonl")
-    parser.add_argument("--tests", action="store_true", help="run the tests instead, and print their figures")
-    parser.add_argument("--full", action="store_true", help="with --tests: the long forms too")
-    parser.add_argument("--figures", type=Path, help="only print what an earlier run of the tests wrote")
+    parser.add_argument("--tests", action="store_true", help="run the tests instead, and print their results")
+    parser.add_argument("--full", action="store_true", help="with --tests: include the long tests")
+    parser.add_argument("--figures", type=Path, help="only print the results that an earlier run of the tests wrote")
     arguments = parser.parse_args()
     if arguments.tests or arguments.full or arguments.figures:
         return figures_of_tests(arguments.figures, arguments.full)
@@ -115,7 +115,7 @@ def attempt(seed: int, runs: UndisturbedRuns, verbose: bool) -> Result:
         try:
             ATTACKS[name][0](trial)
         except AssertionError as error:
-            problem = str(error) or "an assertion"
+            problem = str(error) or "assertion failed"
         for output in trial.outputs if verbose or problem else ():
             print(output, file=sys.stderr)
     facts = {"processes": processes, "async_mode": mode, "real": real, **trial.facts}
@@ -129,7 +129,7 @@ def read(path: Path) -> dict[int, Result]:
 
 
 def table(results: list[Result]) -> str:
-    lines = ["| attack | trials | of two processes | moments | problems (seeds) |", "|---|---:|---:|---|---|"]
+    lines = ["| attack | trials | with two processes | moments | problems (seeds) |", "|---|---:|---:|---|---|"]
     for name in ATTACKS:
         ours = [result for result in results if result["attack"] == name]
         moments = Counter(moment(result) for result in ours)

@@ -50,12 +50,16 @@ OUT_OF_MEMORY = "out of memory"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything (%(default)s)")
-    parser.add_argument("--models", default=",".join(MODELS), help="(%(default)s)")
-    parser.add_argument("--rows", default="", help="names of rows, comma-separated, a comma in a name left out; all")
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of a row (%(default)s)")
-    parser.add_argument("--name", default="", help="of the result files; default: the GPU's")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="their folder")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole benchmark (%(default)s)")
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (%(default)s)")
+    parser.add_argument(
+        "--rows", default="", help="names of rows, comma-separated, without commas within names; default: all"
+    )
+    parser.add_argument("--steps", type=int, default=8, help="measured steps per row (%(default)s)")
+    parser.add_argument("--name", default="", help="name of the result files; default: the GPU's")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the result files"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, uncompiled, any device")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -82,7 +86,7 @@ def main() -> None:
     run = Run(start + 60 * arguments.minutes, arguments)
     run.all(rows)
     if not any("rate" in result for result in run.results):
-        sys.exit("no row came to an end")
+        sys.exit("no row finished")
 
 
 class Run:
@@ -154,7 +158,7 @@ class Run:
         if left and timed_out.is_set():
             self.results.append({**dropped(left.pop(0)), "failed": "stopped: no time left"})
         elif left and status != 0 and not done:
-            self.results.append({**dropped(left.pop(0)), "failed": f"its process ended with status {status}"})
+            self.results.append({**dropped(left.pop(0)), "failed": f"its process exited with status {status}"})
         last = self.results[-1] if self.results else {}
         if done and OUT_OF_MEMORY in last.get("failed", "") and last["recipe"] == BASE.name and last["layers"] > 1:
             layers = max(1, int(0.75 * last["layers"]))  # the estimate was wrong: retry with fewer

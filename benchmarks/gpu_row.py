@@ -59,7 +59,7 @@ class Bench:
         logger.setLevel("WARNING")
         self.device = find_device(0)
         if self.device.type != "cuda" and not smoke:
-            sys.exit("there is no CUDA device here; --smoke runs tiny shapes on a CPU")
+            sys.exit("no CUDA device; --smoke runs tiny shapes on a CPU")
         end_expandable_segments_where_they_fail(self.device.torch_device)
         init_process_group(self.device, Comm(), Path(tempfile.gettempdir()))
         self.settings = {

@@ -130,14 +130,16 @@ def rows_of(users: str, m: int, k: int, n: int, found: dict[str, Any], names: li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="debug,1B", help=f"of {', '.join(MODELS_BY_NAME)} (%(default)s)")
+    parser.add_argument("--models", default="debug,1B", help=f"from {', '.join(MODELS_BY_NAME)} (%(default)s)")
     parser.add_argument("--tokens", type=int, help="M; default: 8192 on a GPU, 512 on a CPU")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-compile", action="store_true", help="eager; on a GPU that is not how anyone trains")
-    parser.add_argument("--output-layer", action="store_true", help="that shape too")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="eager mode, which is not typical for training on a GPU"
+    )
+    parser.add_argument("--output-layer", action="store_true", help="include the shape of the output layer")
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--json", type=Path, help="write every figure there")
+    parser.add_argument("--json", type=Path, help="JSON file to write all results to")
     arguments = parser.parse_args()
     end = time.monotonic() + 60 * arguments.minutes
     init_logging(0, 1, color=False)
@@ -172,7 +174,7 @@ def main() -> None:
     for failure in sorted(failures):
         print(f"\n{failure}")
     if dropped:
-        print(f"\nNo time was left for: {'; '.join(dropped)}.")
+        print(f"\nNot measured, no time left: {'; '.join(dropped)}.")
     if arguments.json:
         write_json(arguments.json, {"machine": asdict(machine), "rows": figures, "dropped": dropped})
 

@@ -137,7 +137,7 @@ def ask(threads: int | None = None, sizes: str = "") -> Machine:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--sizes", default="", help="of the GEMMs, comma-separated")
+    parser.add_argument("--sizes", default="", help="sizes of the GEMMs, comma-separated")
     arguments = parser.parse_args()
     sizes = tuple(int(size) for size in arguments.sizes.split(",") if size)
     print(json.dumps(asdict(measure_machine(arguments.threads, sizes))))

@@ -54,7 +54,7 @@ def ask(argv: Sequence[str]) -> dict[str, float]:
     command = [sys.executable, str(Path(__file__).resolve()), *argv]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        sys.exit(f"the configuration cannot be built: {done.stderr.strip().splitlines()[-1]}")
+        sys.exit(f"cannot build the configuration: {done.stderr.strip().splitlines()[-1]}")
     sizes: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return sizes
 

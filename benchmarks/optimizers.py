@@ -224,7 +224,9 @@ def plot(runs: dict[str, Path], errors: dict[str, list[float]], output: Path, sm
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--optimizer", action="append", choices=TRAINED, help="whose loss; repeatable (default: all)")
+    parser.add_argument(
+        "--optimizer", action="append", choices=TRAINED, help="optimizer to train with; repeatable (default: all)"
+    )
     parser.add_argument("--error-steps", type=int, default=100)
     parser.add_argument("--folder", type=Path, default=Path("outputs/optimizers"))
     parser.add_argument("--output", type=Path, default=Path("optimizers.png"))

@@ -114,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--processes", default="1,2", help="comma-separated (default: %(default)s)")
-    parser.add_argument("--recipes", default="float8 rowwise,int8 rowwise", help=f"of {', '.join(RECIPES)}")
+    parser.add_argument("--recipes", default="float8 rowwise,int8 rowwise", help=f"from {', '.join(RECIPES)}")
     parser.add_argument("--folder", type=Path, default=Path("outputs/precision_schedule"))
     parser.add_argument("--output", type=Path, default=Path("precision_schedule.png"))
     arguments = parser.parse_args()

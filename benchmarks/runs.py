@@ -104,7 +104,7 @@ def observe(name: str, command: Sequence[str], environment: Mapping[str, str]) -
     memory = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     observed = Observed(lines, perf_counter() - start, memory)
     if process.returncode != 0:
-        sys.exit(f"{name} ended with status {process.returncode}:\n{observed.text}")
+        sys.exit(f"{name} exited with status {process.returncode}:\n{observed.text}")
     return observed
 
 
@@ -155,8 +155,8 @@ def timed(variant: Variant, config: Path, flags: Sequence[str], warmup: int, ste
     late = recompiled_after(observed, warmup)
     if late:
         sys.exit(
-            f"{variant.name}: after {warmup} steps of warm-up the compiler was still at work ({late[0]}); a steady run "
-            "compiles in its first steps only: raise --warmup if these were too few, else find what changes."
+            f"{variant.name}: after {warmup} steps of warm-up the compiler was still running ({late[0]}). A run should "
+            "compile only in its first steps: raise --warmup if these were too few, or find what causes recompilation."
         )
     records = [json.loads(line) for line in lines]
     records = [record for record in records if "loss" in record][warmup:]
@@ -204,7 +204,7 @@ def timed_other(command: Variant, pattern: str, first_step: str, warmup: int) ->
     observed = observe(command.name, command.flags, command.environment)
     found = [float(rate.replace(",", "")) for rate in re.findall(pattern, observed.text)]
     if not found:
-        sys.exit(f"{command.name} printed nothing like {pattern!r}:\n{observed.text}")
+        sys.exit(f"{command.name} printed nothing that matches {pattern!r}:\n{observed.text}")
     return Result(
         [command.processes * rate for rate in found[warmup:] or found[-1:]],
         observed.when(first_step),

@@ -177,13 +177,13 @@ def dress(panel: Any, label: str, unit: str, xs: Sequence[float]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="without the largest points")
+    parser.add_argument("--quick", action="store_true", help="omit the largest points")
     parser.add_argument("--axes", default="sequence,size,accumulation,vocabulary,processes", help="(%(default)s)")
     parser.add_argument("--processes", default="1,2,4", help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps of a point (%(default)s)")
-    parser.add_argument("--gemm-sizes", default="", help="of the bf16 GEMMs that the machine is measured by")
-    parser.add_argument("--output", type=Path, help="figure, as PNG")
-    parser.add_argument("--json", type=Path, help="every figure; axes already there are kept")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps per point (%(default)s)")
+    parser.add_argument("--gemm-sizes", default="", help="sizes of the bf16 GEMMs that measure the machine")
+    parser.add_argument("--output", type=Path, help="PNG file for the figure")
+    parser.add_argument("--json", type=Path, help="JSON file for all results; axes already in it are kept")
     parser.add_argument("flags", nargs="*", help="flags for all runs, after --")
     arguments = parser.parse_args(argv)
     known = axes([int(number) for number in arguments.processes.split(",")])
@@ -218,7 +218,7 @@ def earlier(path: Path | None, device: str, versions: dict[str, str]) -> dict[st
         return {}
     content = json.loads(path.read_text())
     if (content["machine"]["device"], content["machine"]["versions"]) != (device, versions):
-        sys.exit(f"{path} is of another machine or other versions; a table never mixes them: name another file")
+        sys.exit(f"{path} is from another machine or other versions, which a table never mixes; set another file")
     axes: dict[str, list[dict[str, Any]]] = content["axes"]
     return axes
 

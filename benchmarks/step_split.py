@@ -63,7 +63,7 @@ def step_split(path: Path) -> dict[str, float]:
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     steps = [event for event in of_kind(events, "user_annotation") if event["name"].startswith("ProfilerStep")]
     if not steps:
-        sys.exit(f"{path} holds no step")
+        sys.exit(f"{path} contains no step")
     on_gpu = any(event["cat"] in GPU_WORK for event in events)
     split = {"step": length(spans(steps))}
     for phase in PHASES:

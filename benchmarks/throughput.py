@@ -97,7 +97,13 @@ def split_table(splits: dict[str, dict[str, float]], results: dict[str, list[Res
         rows.append(
             [name, median_of(waits, "{:.2%}"), *shares, *others, f"{split['step'] * 1e3:.0f} ms, {slower:.2f} x"]
         )
-    columns = ["share of a step", *phases, "rest", "communication wait, in these", "traced step, to a timed one"]
+    columns = [
+        "share of a step",
+        *phases,
+        "rest",
+        "communication wait (included)",
+        "traced step, relative to a timed one",
+    ]
     return markdown(columns, rows)
 
 
@@ -122,17 +128,28 @@ def kinds_table(
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=DEBUG_MODEL, help="TOML file (default: the debug model)")
-    parser.add_argument("--variant", action="append", type=Variant.parse, help="name, a colon, variables and flags")
-    parser.add_argument("--against", help="command of another trainer, at the same sizes; variables may come first")
-    parser.add_argument("--against-pattern", default=r"tps: ([0-9,]+)", help="its tokens/s per process (%(default)s)")
-    parser.add_argument("--against-first-step", default=r"step: +1\b", help="its first step's line (%(default)s)")
-    parser.add_argument("--against-processes", type=int, help="how many it starts; default: those of the first variant")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        type=Variant.parse,
+        help="name, a colon, variables and flags; the first is the baseline; repeatable",
+    )
+    parser.add_argument("--against", help="command of another trainer, with the same sizes; may start with variables")
+    parser.add_argument(
+        "--against-pattern", default=r"tps: ([0-9,]+)", help="pattern of its tokens/s per process (%(default)s)"
+    )
+    parser.add_argument(
+        "--against-first-step", default=r"step: +1\b", help="pattern of its first step's line (%(default)s)"
+    )
+    parser.add_argument(
+        "--against-processes", type=int, help="number of processes it starts; default: that of the first variant"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=4, help="steps that do not count; of the other trainer, reports")
-    parser.add_argument("--steps", type=int, default=12, help="steps that do")
-    parser.add_argument("--gemm-sizes", default="", help="of the bf16 GEMMs that the machine is measured by")
-    parser.add_argument("--no-split", action="store_true", help="leave out the run that is traced")
-    parser.add_argument("--json", type=Path, help="write every figure there")
+    parser.add_argument("--warmup", type=int, default=4, help="unmeasured steps; reports, for the other trainer")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps")
+    parser.add_argument("--gemm-sizes", default="", help="sizes of the bf16 GEMMs that measure the machine")
+    parser.add_argument("--no-split", action="store_true", help="skip the traced run")
+    parser.add_argument("--json", type=Path, help="JSON file to write all results to")
     parser.add_argument("flags", nargs="*", help="flags for all variants, after --")
     arguments = parser.parse_args(argv)
     arguments.variant = arguments.variant or [Variant("ours", {}, [])]

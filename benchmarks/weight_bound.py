@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--only", choices=VARIANTS, help="this row alone")
+    parser.add_argument("--only", choices=VARIANTS, help="only this row")
     arguments = parser.parse_args()
     import torch
 

@@ -41,7 +41,7 @@ find_python() {
 # Makes the environment $3 with Python $1 and torch $2.
 install() {
     local python constraints="$3/constraints.txt" requirements="$3/requirements.txt"
-    python="$(find_python "$1")" || { echo "no interpreter for Python $1 is found" >&2; return 1; }
+    python="$(find_python "$1")" || { echo "Python $1 not found" >&2; return 1; }
     mkdir -p "$3"
     # What the project needs, without the project: installing it would write beside its sources.
     sed -n '/^dependencies = \[/,/^\]/p; /^dev = \[/,/^\]/p' "$ROOT/pyproject.toml" |
@@ -113,13 +113,13 @@ export PYTHONPATH="$ROOT"
 PAIRS="$*"
 if [ -z "$PAIRS" ]; then
     for python in $PYTHONS; do
-        find_python "$python" > /dev/null || { echo "Python $python is not found: left out" >&2; continue; }
+        find_python "$python" > /dev/null || { echo "Python $python not found; skipping it" >&2; continue; }
         for torch in $TORCHES; do PAIRS+=" $python:$torch"; done
     done
 fi
 for pair in $PAIRS; do
     [[ "$pair" =~ ^3\.[0-9]+:([0-9.]+|newest|lowest)$ ]] || {
-        echo "Error: $pair is no PYTHON:TORCH such as 3.12:2.11, 3.12:newest or 3.12:lowest." >&2
+        echo "Error: $pair is not PYTHON:TORCH, such as 3.12:2.11, 3.12:newest or 3.12:lowest." >&2
         exit 2
     }
 done

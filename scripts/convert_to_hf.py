@@ -12,9 +12,9 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path, help="folder to write; must not be there")
+    parser.add_argument("out", type=Path, help="folder to create; must not exist")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--custom-import", help="module that registers the model's family", metavar="MODULE")
+    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
     arguments = parser.parse_args()
     import torch
 

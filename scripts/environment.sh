@@ -29,7 +29,7 @@ for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.1
     if python_fits "$candidate"; then BASE="$candidate"; break; fi
 done
 if [ -z "${BASE:-}" ]; then
-    echo "Error: no Python from 3.10 to 3.13 found; install one, or name it: PYTHON=/path/to/python $0" >&2
+    echo "Error: no Python 3.10 to 3.13 found; install one, or set PYTHON=/path/to/python" >&2
     exit 2
 fi
 
@@ -40,7 +40,7 @@ else
     stamp="$ROOT/.venv/.installed${EXTRA:+-$EXTRA}"
     wanted="$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-        echo "Setting up .venv (once; a few minutes where packages must be downloaded) ..."
+        echo "Setting up .venv (once; takes a few minutes if packages must be downloaded) ..."
         constraints="$(mktemp)"
         site=""
         if has "$BASE" torch; then  # use that torch, and hold pip to it
@@ -52,7 +52,7 @@ else
         fi
         [ -x "$PYTHON" ] || "$BASE" -m venv $site "$ROOT/.venv" || exit 1
         "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e "$ROOT${EXTRA:+[$EXTRA]}" || {
-            echo "Error: the packages could not be installed into .venv; see above." >&2
+            echo "Error: could not install the packages into .venv; see above." >&2
             rm -f "$constraints"
             exit 1
         }

@@ -14,7 +14,7 @@ from torchtitan.errors import EXIT_STATUS, UserError
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="file for the report as a list of objects", metavar="FILE")
+    parser.add_argument("--json", help="JSON file to write the report to, as a list of objects", metavar="FILE")
     arguments, flags = parser.parse_known_args()
     try:
         config = ConfigManager().parse_args(flags)

@@ -20,18 +20,29 @@ from torchtitan.errors import ConfigError
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
-    parser.add_argument("--prompts-file", type=Path, help="a prompt in each line, or JSON strings", metavar="FILE")
+    parser.add_argument("--prompt", action="append", default=[], help="text to continue; repeatable")
+    parser.add_argument(
+        "--prompts-file",
+        type=Path,
+        help="text file with one prompt per line, which may be a JSON string",
+        metavar="FILE",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="of the likeliest so many; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of the likeliest with this probability together")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the most likely tokens whose probabilities sum to p"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster")
-    parser.add_argument("--no-cache", action="store_true", help="compute all tokens anew for each: the same, but slow")
-    parser.add_argument("--tokenizer-path", help="by default the model's own")
-    parser.add_argument("--custom-import", help="module that registers the model's family", metavar="MODULE")
-    parser.add_argument("--out", type=Path, help="JSON lines with prompt, text and token ids", metavar="FILE")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
+    )
+    parser.add_argument(
+        "--no-cache", action="store_true", help="recompute all tokens for each new one: same result, but slow"
+    )
+    parser.add_argument("--tokenizer-path", help="default: the model's own")
+    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
+    parser.add_argument("--out", type=Path, help="JSONL file to write: prompt, text and token ids", metavar="FILE")
     arguments = parser.parse_args()
     from torchtitan.interchange.convert import one_process
 
@@ -56,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{error}.") from None
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts_file) if arguments.prompts_file else [])]
     if not prompts:
-        raise ConfigError("there is no prompt; give --prompt or --prompts-file (an empty one begins a document).")
+        raise ConfigError("there is no prompt; set --prompt or --prompts-file (an empty prompt starts a new document).")
     device = find_device(0).torch_device
     fast = device.type != "cpu" or bfloat16_is_fast()
     dtype = {"auto": torch.bfloat16 if fast else torch.float32}.get(arguments.dtype) or getattr(torch, arguments.dtype)
@@ -103,7 +114,7 @@ def _read_prompts(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompts-file: {path} is not UTF-8 ({error.reason} at byte {error.start}).") from None
+        raise ConfigError(f"--prompts-file: {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     return [read(line) for line in text.splitlines() if line.strip()]
 
 

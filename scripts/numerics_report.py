@@ -26,7 +26,7 @@ WORST_DB = 6.0  # this far below the median of its GEMM, a layer is unsuited to 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="numerics", help="files to write, without .json and .png")
+    parser.add_argument("--output", default="numerics", help="path of the files to write, without .json and .png")
     parser.add_argument("--steps", type=int, default=20)
     arguments, flags = parser.parse_known_args()
     try:
@@ -34,7 +34,7 @@ def main() -> None:
         if config.experimental.custom_import:
             import_user_module(config.experimental.custom_import, "experimental.custom_import")
         if len(config.model.converters) != 1:
-            raise ConfigError("model.converters: name the one converter whose recipe is to be judged.")
+            raise ConfigError("model.converters: set exactly one converter, whose recipe is to be measured.")
         report = judge(config)
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -58,7 +58,9 @@ def judge(config: JobConfig) -> dict[str, Any]:
     target = conversion_target(config, MODELS.get(config.model.name), find_device(0))
     converter = entry.build(getattr(config, entry.section), target)
     if not isinstance(converter, LinearConverter):
-        raise ConfigError(f"model.converters: {name} does not convert linear layers; there is nothing to judge.")
+        raise ConfigError(
+            f"model.converters: {name} does not convert linear layers, so there is nothing to measure; use another."
+        )
     high_loss, operands = train(dataclasses.replace(config, model=dataclasses.replace(config.model, converters=[])))
     low_loss, _ = train(config)
     layers = {fqn: judge_layer(converter, *found) for fqn, found in operands.items()}

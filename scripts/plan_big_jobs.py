@@ -87,7 +87,7 @@ def main() -> None:
         )  # KiB on Linux; the largest child so far
         parts.append(
             f"\n### {title}\n\n`train.py --job.config_file={config} --job.plan {' '.join(flags)}`: {seconds:.0f} s, "
-            f"{memory:.1f} GiB of host memory or less, one thread.\n\n```\n{plan[0]}\n```\n"
+            f"{memory:.1f} GiB of CPU memory at most, one thread.\n\n```\n{plan[0]}\n```\n"
         )
         print(f"{title}: {seconds:.0f} s")
     PAGE.write_text("".join(parts), encoding="utf-8")

@@ -28,7 +28,7 @@ TITLES = {
     "tokens_seen": "Tokens seen",
     "mfu": "MFU",
     "peak_memory_bytes": "Peak memory (bytes)",
-    "data_wait_share": "Share of time waiting for data",
+    "data_wait_share": "Fraction of time waiting for data",
     "step_seconds": "Step time (s)",
 }
 
@@ -41,13 +41,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="dump folder of a run, or a metrics.jsonl file")
     parser.add_argument("--output", default="loss.png", help="PNG file to write (default: %(default)s)")
-    parser.add_argument("--keys", default="loss", help="what to draw, comma-separated (default: %(default)s)")
-    parser.add_argument("--x", default="step", help="horizontal axis, such as tokens_seen (default: %(default)s)")
-    parser.add_argument("--smooth", type=int, default=1, help="reports in a moving average (default: none)")
+    parser.add_argument("--keys", default="loss", help="metrics to plot, comma-separated (default: %(default)s)")
+    parser.add_argument("--x", default="step", help="x axis, such as tokens_seen (default: %(default)s)")
+    parser.add_argument("--smooth", type=int, default=1, help="reports per moving average (default: no smoothing)")
     arguments = parser.parse_args()
     try:
         if arguments.smooth < 1:
-            raise PlotError(f"--smooth {arguments.smooth}: give a number of reports from 1 up")
+            raise PlotError(f"--smooth {arguments.smooth}: must be at least 1")
         keys = [key.strip() for key in arguments.keys.split(",") if key.strip()]
         files = [metrics_file(run) for run in arguments.runs]
         runs = {label: load(file) for label, file in zip(labels(files), files, strict=True)}
@@ -62,7 +62,7 @@ def metrics_file(run: str) -> Path:
     if path.is_dir():
         path = path / "metrics.jsonl"
     if not path.is_file():
-        raise PlotError(f"no such run: {path} does not exist; give the dump folder of a run or its metrics.jsonl")
+        raise PlotError(f"no such run: {path} does not exist; pass the dump folder of a run or its metrics.jsonl")
     return path
 
 
@@ -111,7 +111,7 @@ def moving_average(values: list[float], width: int) -> list[float]:
 
 def plot(runs: dict[str, list[Entry]], keys: list[str], x: str, smooth: int, output: Path) -> None:
     if not keys:
-        raise PlotError("--keys is empty: give one or more, such as loss,grad_norm")
+        raise PlotError("--keys is empty: set one or more, such as loss,grad_norm")
     figure, grid = plt.subplots(len(keys), 1, figsize=(9, 1.2 + 3.6 * len(keys)), sharex=True, squeeze=False)
     for axes, key in zip(grid[:, 0], keys, strict=True):
         for number, (run, entries) in enumerate(runs.items()):

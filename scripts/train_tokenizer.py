@@ -67,11 +67,11 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--dataset", default="python_stdlib", help=f"{', '.join(DATASETS.names())}, a file, a folder or a hub id"
+        "--dataset", default="python_stdlib", help=f"{', '.join(DATASETS.names())}, a file, a folder or a Hub id"
     )
-    parser.add_argument("--text_column", default="text", help="column of JSONL or Parquet files that holds the text")
-    parser.add_argument("--documents", type=int, help="use only the first so many")
-    parser.add_argument("--vocab_size", type=int, default=4096, help="pieces, special ones included")
+    parser.add_argument("--text_column", default="text", help="text column of JSONL or Parquet files")
+    parser.add_argument("--documents", type=int, help="use only this many documents")
+    parser.add_argument("--vocab_size", type=int, default=4096, help="number of pieces, including special ones")
     parser.add_argument("--output", type=Path, required=True, help="file to write")
     arguments = parser.parse_args(argv)
     try:

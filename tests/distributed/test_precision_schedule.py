@@ -157,7 +157,7 @@ def test_a_mistake_in_a_later_phase_stops_the_run_at_its_start(tmp_path: Path) -
 def test_a_plan_is_of_the_first_phase_and_says_so(tmp_path: Path) -> None:
     train_here(*TINY, into(tmp_path), "--training.steps=4", "--job.plan", schedule(tmp_path, "int8 rowwise", "bf16"))
     plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["notes"][0].startswith("planned: [[precision.phase]] 1 of 2 (to step 2), as if all of the run")
+    assert plan["notes"][0].startswith("planned: [[precision.phase]] 1 of 2 (to step 2), as if it were the whole run")
     assert {decision["recipe"] for decision in plan["conversion"]} == {"rowwise", "bf16"}
 
 

@@ -203,7 +203,5 @@ def test_a_model_that_cannot_fit_is_refused_before_memory_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Device, "memory_capacity_bytes", lambda device: 2**20)  # a machine with 1 MiB
-    with pytest.raises(
-        UserError, match=r"^model\.flavor = narrow: .* need 0 GiB on one machine, which has 0 GiB; take"
-    ):
+    with pytest.raises(UserError, match=r"^model\.flavor = narrow: .* need 0 GiB on one machine, which has 0 GiB; use"):
         train_here(*TINY, into(tmp_path))

@@ -24,7 +24,7 @@ def test_without_a_name_all_are_listed() -> None:
 
 def test_a_typo_in_a_name() -> None:
     status, output = failure(command=[sys.executable, "-m", "benchmarks", "thruput"])
-    assert status == 2 and "there is no benchmark 'thruput' (did you mean throughput?)" in output
+    assert status == 2 and "unknown benchmark 'thruput' (did you mean throughput?)" in output
 
 
 def test_throughput_beside_another_trainer(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_throughput_fails_where_a_steady_run_compiles_again(tmp_path: Path) -> N
         PYTHONPATH=path,
     )
     assert status == 1
-    assert "ours: after 1 steps of warm-up the compiler was still at work (forward in" in output
+    assert "ours: after 1 steps of warm-up the compiler was still running (forward in" in output
 
 
 def test_scaling_draws_what_it_measures(tmp_path: Path) -> None:

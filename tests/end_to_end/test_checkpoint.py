@@ -109,7 +109,7 @@ def test_a_finished_run_says_so_and_changes_nothing(
 ) -> None:
     run = copy_of(six_steps, tmp_path)
     train_here(*FLAGS, into(run), "--training.steps=6")
-    assert "finished its 6 steps already" in capsys.readouterr().out
+    assert "already finished its 6 steps" in capsys.readouterr().out
     assert (run / "metrics.jsonl").read_bytes() == (six_steps / "metrics.jsonl").read_bytes()
 
 

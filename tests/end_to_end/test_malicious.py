@@ -152,8 +152,8 @@ WRONG = {
     "offset": (in_train_state(*ROW, "sources", 0, 2, value=-1), r"sources[0][2] is -1"),
     "tokens": (in_train_state(*ROW, "sources", 0, 1, value="x"), r"sources[0][1] is 'x'"),
     "int64": (with_dtype(torch.int64), f"{WEIGHT} is torch.int64 in the checkpoint and torch.float32 in this run"),
-    "bool": (with_dtype(torch.bool), f"{WEIGHT} is torch.bool in it"),
-    "complex64": (with_dtype(torch.complex64), f"{WEIGHT} is torch.complex64 in it"),
+    "bool": (with_dtype(torch.bool), f"{WEIGHT} is torch.bool in the checkpoint"),
+    "complex64": (with_dtype(torch.complex64), f"{WEIGHT} is torch.complex64 in the checkpoint"),
     "chunks": (without_chunks, f"{WEIGHT} is incomplete"),
 }
 

@@ -64,7 +64,7 @@ def test_a_run_records_its_starts_and_checkpoints(real_run: Path) -> None:
 def test_a_report_that_cannot_be_written_is_a_warning_and_no_failure(tmp_path: Path) -> None:
     (tmp_path / "run" / "report.html" / "in the way").mkdir(parents=True)
     output = train(*TINY, into(tmp_path / "run"), "--training.steps=1", "--metrics.report")
-    assert output.count("metrics.report: no report.html was written") == 1
+    assert output.count("metrics.report: report.html could not be written") == 1
     assert "training finished after step 1" in output
 
 

@@ -107,7 +107,7 @@ def test_a_command_is_observed_from_outside() -> None:
     assert result.first_step is not None and 0 < result.first_step < 60
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # the smallest value that can be observed
     assert 300 << 20 < result.memory < max(600 << 20, own + (50 << 20))  # of the grandchild
-    with pytest.raises(SystemExit, match=r"other ended with status 3:\n.*no such thing"):
+    with pytest.raises(SystemExit, match=r"other exited with status 3:\n.*no such thing"):
         observe("other", [sys.executable, "-c", "import sys; print('no such thing'); sys.exit(3)"], {})
 
 
@@ -188,10 +188,10 @@ def test_rows_that_fail_do_not_take_others_with_them(tmp_path: Path, monkeypatch
         ("8B", "bf16 compiled", 8, "out of memory"),
         ("8B", "bf16 compiled", 6, ""),  # the estimate was wrong: fewer layers, also for the following rows
         ("8B", filtered, 6, ""),
-        ("8B", "int8 rowwise", 6, "its process ended with status 7"),
+        ("8B", "int8 rowwise", 6, "its process exited with status 7"),
         ("3B", "bf16 compiled", 8, ""),
         ("3B", filtered, 8, ""),
-        ("3B", "int8 rowwise", None, "its process ended with status 7"),
+        ("3B", "int8 rowwise", None, "its process exited with status 7"),
         ("1B", "bf16 compiled", None, "stopped: no time left"),
         ("1B", filtered, None, "dropped: no time left"),
         ("1B", "int8 rowwise", None, "dropped: no time left"),

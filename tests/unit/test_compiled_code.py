@@ -108,7 +108,8 @@ def test_a_compiler_that_does_not_work_is_one_sentence(
     monkeypatch.setenv("CXX", compiler)
     assert load(source, "a test") is None
     assert (
-        "A test: falling back to a slower kernel, because the C++ one cannot be used: " in log[-1] and reason in log[-1]
+        "A test: falling back to a slower implementation, as the C++ one cannot be used: " in log[-1]
+        and reason in log[-1]
     )
     assert not libraries(home)
 

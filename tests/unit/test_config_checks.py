@@ -90,7 +90,7 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
         ),
         (
             ["--optimizer.name=Adam", BFLOAT16],
-            r"training\.weight_dtype = bfloat16 needs .* stochastically.*, not Adam\.",
+            r"training\.weight_dtype = bfloat16 needs .* stochastic rounding.*, not Adam\.",
         ),
         ([BFLOAT16, "--training.global_batch_size=16"], r"training\.weight_dtype = .* 2 microbatches .*_size = 8 \("),
         (["--optimizer.name=AdamWFp8", "--optimizer.implementation=foreach"], r"optimizer\.implementation = foreach"),
@@ -167,7 +167,7 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
                 r"tensor_parallel_degree = 3 does not divide the model's 16 heads; these degrees do: 1, 2, 4, 8, 16\.",
                 r"16 key-value heads",
                 r"4096 tokens in the vocabulary",
-                r"training\.seq_len = 2047 .* 3 equal parts, as tensor parallelism requires; set it to 2046 or 2049",
+                r"training\.seq_len = 2047 .* 3 equal parts, as needed for tensor parallelism; set it to 2046 or 2049",
             ],
         ),
         (
@@ -175,7 +175,11 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
             16,
             [r"tensor_parallel_degree = 16 .* 8 key-value heads; .*: 1, 2, 4, 8\."],
         ),
-        ([f"{CP}=2", "--training.seq_len=2046"], 2, [r"seq_len = 2046 .* 4 equal parts, as context parallelism"]),
+        (
+            [f"{CP}=2", "--training.seq_len=2046"],
+            2,
+            [r"seq_len = 2046 .* 4 equal parts, as needed for context parallelism"],
+        ),
         (
             ["--model.flavor=8B", f"{CP}=16", "--parallelism.context_parallel_rotate_method=alltoall"],
             16,

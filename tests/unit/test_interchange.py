@@ -187,12 +187,18 @@ FAULTS = {
     "a size is a word": (lambda f: change(f, hidden_size="big"), "config.json: "),
     "a size is missing": (lambda f: change(f, num_hidden_layers=None), "n_layers is None"),
     "cut short": (lambda f: truncate(f / "model.safetensors"), "model.safetensors is damaged"),
-    "a shape": (lambda f: rewrite(f / "model.safetensors", **{Q: torch.ones(8, 8)}), "layers.1.attention.wq.weight is"),
+    "a shape": (
+        lambda f: rewrite(f / "model.safetensors", **{Q: torch.ones(8, 8)}),
+        "layers.1.attention.wq.weight has shape",
+    ),
     "a dtype": (
         lambda f: rewrite(f / "model.safetensors", **{Q: torch.ones(64, 64, dtype=torch.int64)}),
         "layers.1.attention.wq.weight is torch.int64",
     ),
-    "one too many": (lambda f: rewrite(f / "model.safetensors", extra=torch.ones(1)), "holds extra, for which"),
+    "one too many": (
+        lambda f: rewrite(f / "model.safetensors", extra=torch.ones(1)),
+        "holds extra, which this model does not have",
+    ),
 }
 
 

@@ -97,7 +97,7 @@ def test_a_file_that_would_be_read_without_its_hash_is_missed_in_the_manifest(na
     files = read_manifest(checkpoint).files
     del files[name]
     write_manifest(checkpoint, {"step": 1}, files)
-    assert damage(checkpoint) == [f"manifest.json does not name {name}"]
+    assert damage(checkpoint) == [f"manifest.json does not list {name}"]
 
 
 def test_a_file_that_did_not_reach_the_disk_fails_the_save(tmp_path: Path) -> None:

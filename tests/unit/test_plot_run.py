@@ -77,11 +77,11 @@ def test_runs_of_equal_name_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["no/such/run"], "no such run: no/such/run does not exist; give the dump folder of a run"),
+        (["no/such/run"], "no such run: no/such/run does not exist; pass the dump folder of a run"),
         (["a", "a"], "the same run is given twice"),
         (["a", "--keys", "los"], "a has no key los; it has loss, lr, step, tokens_seen, validation_loss"),
         (["a", "--keys", ","], "--keys is empty"),
-        (["a", "--smooth", "0"], "--smooth 0: give a number of reports from 1 up"),
+        (["a", "--smooth", "0"], "--smooth 0: must be at least 1"),
         (["a", "--x", "steps"], "a has no key steps"),
         (["a", "--keys", "validation_loss", "--x", "lr"], "a has no entry with both lr and validation_loss"),
         (["empty"], "empty/metrics.jsonl holds no entries yet"),

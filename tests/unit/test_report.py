@@ -226,15 +226,15 @@ def test_text_from_files_is_text(count: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "note"),
     [
-        ("metrics.jsonl", b'{"step": 61, "lo', "metrics.jsonl: 1 line is damaged or cut short, and left out."),
+        ("metrics.jsonl", b'{"step": 61, "lo', "metrics.jsonl: 1 line is damaged or truncated, and skipped."),
         ("metrics.jsonl", b"[" * 100_000 + b"\n\xff\n", "metrics.jsonl: 2 lines are damaged"),
         ("metrics.jsonl", b'{"step": "a", "loss": 1}\n{"loss": 1}\n{"step": -1}\n{"step": 1' + b"0" * 400 + b"}\n", ""),
         ("metrics.jsonl", b'{"step": 61, "loss": [], "lr": 1' + b"0" * 400 + b', "mfu": NaN}\n', ""),
-        ("config.toml", None, "config.toml is missing: the configuration is left out."),
+        ("config.toml", None, "config.toml is missing: the configuration is omitted."),
         ("config.toml", b"[[[", "config.toml is damaged"),
         ("events.jsonl", None, "events.jsonl is missing: restarts are unknown"),
         ("events.jsonl", b'{"step": 70, "event": "start", "processes": [1]}\n7\n', "events.jsonl: 1 line is damaged"),
-        ("conversion.json", b'{"layers": 3}', "conversion.json is damaged: the table of layers is left out."),
+        ("conversion.json", b'{"layers": 3}', "conversion.json is damaged: the table of layers is omitted."),
         ("conversion.json", b'[{"fqn": "a", "m": 1}]', "conversion.json is damaged"),
         ("conversion.json", b"[]", ""),
         ("numerics.json", b'{"layers": {"a": {"output": {"sqnr_db": 3}}}}', "numerics.json is damaged"),
@@ -291,11 +291,11 @@ def test_the_command_writes_a_page_and_imports_no_torch(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda path: None, "run: no such folder; give the dump folder of a run."),
-        (lambda path: path.mkdir(), "run is empty, so there is no run to show"),
+        (lambda path: path.mkdir(), "run is empty, so it has no run to show"),
         (lambda path: path.touch(), "run is a file; give the dump folder of a run."),
-        (lambda path: (path / "src").mkdir(parents=True), "run holds no metrics.jsonl, so there is no run to show"),
-        (lambda path: (path / "metrics.jsonl").mkdir(parents=True), "holds no numbers"),
-        (lambda path: (dump_folder(path) / "metrics.jsonl").write_text("{\n"), "metrics.jsonl holds no numbers"),
+        (lambda path: (path / "src").mkdir(parents=True), "run holds no metrics.jsonl, so it has no run to show"),
+        (lambda path: (path / "metrics.jsonl").mkdir(parents=True), "holds no metrics yet"),
+        (lambda path: (dump_folder(path) / "metrics.jsonl").write_text("{\n"), "metrics.jsonl holds no metrics yet"),
     ],
 )
 def test_what_is_no_run_is_one_sentence_and_status_2(make: Any, message: str, tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def test_an_older_one_is_one_sentence(name: str, old: str, processes: int | None
 @pytest.mark.parametrize(
     ("pair", "status", "message"),
     [
-        ("3.12", 2, "Error: 3.12 is no PYTHON:TORCH such as 3.12:2.11, 3.12:newest or 3.12:lowest."),
-        ("3.99:2.11", 1, "no interpreter for Python 3.99 is found"),
+        ("3.12", 2, "Error: 3.12 is not PYTHON:TORCH, such as 3.12:2.11, 3.12:newest or 3.12:lowest."),
+        ("3.99:2.11", 1, "Python 3.99 not found"),
     ],
 )
 def test_the_script_says_what_it_cannot_try(pair: str, status: int, message: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class Parallelism:
         bool, Doc("All-gather the logits instead of computing the loss on vocabulary shards (tensor parallelism).")
     ] = False
     enable_async_tensor_parallel: Annotated[
-        bool, Doc("Overlap tensor-parallel communication with GEMMs; needs training.compile.")
+        bool, Doc("Overlap tensor-parallel communication with GEMMs; needs training.compile and CUDA.")
     ] = False
     pipeline_parallel_degree: Annotated[PositiveInt, Doc("Number of ranks in the pipeline.")] = 1
     pipeline_parallel_split_points: Annotated[

@@ -130,7 +130,7 @@ def _check_async_tensor_parallel(degree: int, compiled: bool, device_type: str, 
     if degree == 1:
         problems.append(f"{key} needs parallelism.tensor_parallel_degree above 1; unset it.")
     if not compiled:
-        problems.append(f"{key} needs training.compile = true; set that, or unset this key.")
+        problems.append(f"{key} needs the compiler: set training.compile = true, or unset it.")
     if device_type != "cuda":
         problems.append(f"{key} needs symmetric memory of CUDA devices, but this run is on {device_type}; unset it.")
 

@@ -48,7 +48,7 @@ def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[0]
         logger.warning(
-            f"{what.capitalize()}: falling back to a slower kernel, because the C++ one cannot be used: {reason}"
+            f"{what.capitalize()}: falling back to a slower implementation, as the C++ one cannot be used: {reason}"
         )
         return None
 

@@ -40,8 +40,8 @@ def check_model(
             "context parallelism": dims.cp > 1,
         }
         problems.append(
-            f"training.seq_len = {seq_len} cannot be divided into {pieces} equal parts, as "
-            f"{' and '.join(name for name, on in why.items() if on)} requires; "
+            f"training.seq_len = {seq_len} cannot be divided into {pieces} equal parts, as needed for "
+            f"{' and '.join(name for name, on in why.items() if on)}; "
             f"set it to {seq_len // pieces * pieces or pieces} or {(seq_len // pieces + 1) * pieces}."
         )
     all_to_all = dims.cp > 1 and parallelism.context_parallel_rotate_method == "alltoall"

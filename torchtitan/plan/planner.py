@@ -75,8 +75,8 @@ def planned_device(name: str, simulated: bool, device: Device, dtype: torch.dtyp
     if name != "auto":
         return named_device(name), "job.simulate_device"
     if device.type == "cuda" or not simulated:
-        return this_device(device, dtype), "this machine's"
-    return named_device(DEFAULT), "assumed, for there is no GPU here; --job.simulate_device takes another"
+        return this_device(device, dtype), "this machine"
+    return named_device(DEFAULT), "assumed, since this machine has no GPU; to change it, set --job.simulate_device"
 
 
 def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str = "") -> Plan:
@@ -110,8 +110,8 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         layers = [end - first for first, end in zip(firsts, [*firsts[1:], args.n_layers], strict=True)]
         if 0 in layers:
             raise ConfigError(
-                "job.plan cannot simulate a stage without layers (the embedding or the output layer alone); plan with "
-                "fewer stages: a lower parallelism.pipeline_parallel_degree or another pipeline_parallel_schedule."
+                "job.plan cannot simulate a stage without layers (only the embedding or the output layer); use fewer "
+                "stages: lower parallelism.pipeline_parallel_degree, or change pipeline_parallel_schedule."
             )
     job = Job(config, dims, rows, args, layers, alike=layers_alike(model), device=device)
     measured = {mode: measure(_with_mode(job, mode)) for mode in modes(config)}
@@ -131,8 +131,8 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         parameters=parameters,
         flops_per_token=per_token,
         tokens_per_step=tokens,
-        batch=f"{rows} x {training.seq_len} = {tokens:,} tokens a step "
-        f"({training.local_batch_size} x {dims.dp} ranks x {job.grad_accumulation_steps} passes"
+        batch=f"{rows} x {training.seq_len} = {tokens:,} tokens per step "
+        f"({training.local_batch_size} x {dims.dp} ranks x {job.grad_accumulation_steps} grad-accumulation steps"
         + (f" of {job.microbatches} microbatches)" if dims.pp > 1 else ")"),
         mode=mode,
         ranks=ranks,
@@ -216,42 +216,42 @@ def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
 def _phase_note(phases: list[Phase]) -> str:
     end = f" (to step {phases[0].last_step})" if phases[0].last_step else ""
     return (
-        f"planned: {phases[0].title} of {len(phases)}{end}, as if all of the run were like this; for another give its "
-        "converters as model.converters"
+        f"planned: {phases[0].title} of {len(phases)}{end}, as if it were the whole run; to plan another, set "
+        "model.converters to its converters"
     )
 
 
 def _notes(job: Job, why: str) -> list[str]:
     config = job.config
     notes = [
-        f"device: {job.device.name}{f' ({why})' if why else ''}; machines of {NODE}",
-        "simulated: building and training step of the trainer itself, in fake tensors and a pretended process group; "
-        "counted are its tensors and collectives in a step that is reported (so with the sum of the loss)",
+        f"device: {job.device.name}{f' ({why})' if why else ''}; {NODE} devices per machine",
+        "simulated: the trainer's own code builds the model and takes a step, with fake tensors and a fake process "
+        "group; the step is one with a report (so it includes the all-reduce of the loss)",
         _what_is_simulated(job),
-        "not counted: what a kernel takes and gives back, CUDA's context, NCCL's buffers (1 to 3 GiB), fragmentation",
-        "lower bound: GEMMs at the device's peak, causal attention at half, tensor and context parallel collectives "
-        "waited for, FSDP's hidden behind them, a pipeline's filling and draining",
+        "not counted: workspace of kernels, the CUDA context, NCCL's buffers (1 to 3 GiB), fragmentation",
+        "lower bound: GEMMs at the device's peak, half the FLOPs of full attention, blocking tensor- and "
+        "context-parallel collectives, overlapped FSDP collectives, pipeline fill and drain",
     ]
     if job.device.type == "cuda":
         notes.append(
-            "attention as GPUs compute it: keeps q, k, v, output and log-sum-exp; norms keep their input. A run on CPU "
-            "keeps more (--job.simulate_device=cpu)"
+            "attention as on a GPU: saves q, k, v, output and log-sum-exp; norms save their input. A run on a CPU "
+            "saves more (--job.simulate_device=cpu)"
         )
     if config.training.compile:
-        notes.append("simulated without compile: compiled blocks keep less")
+        notes.append("simulated without compile: compiled blocks save less")
     if config.training.enable_cpu_offload:
-        notes.append("parameters, gradients and optimizer state are in host memory; the peak counts them nevertheless")
+        notes.append("parameters, gradients and optimizer state are in CPU memory, but the peak includes them")
     return notes
 
 
 def _what_is_simulated(job: Job) -> str:
     parts = job.simulated_ranks()
     layers = sorted({count for part in parts for count in part.layers})
-    what = [f"{' and '.join(map(str, layers))} layers of {'+'.join(map(str, sorted(set(job.layers))))} in a stage"]
+    what = [f"{' and '.join(map(str, layers))} of {'+'.join(map(str, sorted(set(job.layers))))} layers per stage"]
     if job.dims.pp > 1:
         ranks = dict.fromkeys(f"{part.rank} of {part.ranks}" for part in parts)
         microbatches = sorted({part.microbatches for part in parts})
-        what.append(f"ranks {', '.join(ranks)} of a pipeline")
-        what.append(f"{' and '.join(map(str, microbatches))} microbatches of {job.microbatches}")
-    what.append(f"{job.simulated_accumulation_steps} of {job.grad_accumulation_steps} passes in a step")
-    return f"simulated: {'; '.join(what)}. What is more of the same is computed from these, exactly"
+        what.append(f"pipeline ranks {', '.join(ranks)}")
+        what.append(f"{' and '.join(map(str, microbatches))} of {job.microbatches} microbatches")
+    what.append(f"{job.simulated_accumulation_steps} of {job.grad_accumulation_steps} grad-accumulation steps")
+    return f"simulated: {'; '.join(what)}. The rest is extrapolated from these, exactly"

@@ -29,7 +29,7 @@ def to_text(plan: Plan) -> str:
         "optimizer",
         "activations and buffers",
         "peak",
-        "of",
+        "of device",
     ]
     others = list(plan.ranks[0].peaks)[1:]
     rows = [[*memory, *(f"peak with {mode}" for mode in others)]]
@@ -55,17 +55,17 @@ def to_text(plan: Plan) -> str:
             )
     fits = [rank for rank in plan.ranks if rank.peaks[plan.mode] > device.memory_bytes]
     verdict = (
-        f"It does not fit: rank {fits[0].rank} of the pipeline needs {sized(fits[0].peaks[plan.mode])} {unit}."
+        f"It does not fit: pipeline rank {fits[0].rank} needs {sized(fits[0].peaks[plan.mode])} {unit}."
         if fits
         else "It fits."
     )
     parts = [
         f"plan of {plan.model}, {plan.parameters:,} parameters, on {plan.world_size} x {device.name}: {plan.layout}",
-        f"{plan.batch}; {plan.flops_per_token:.4g} FLOPs a token, forward and backward",
-        f"\nMemory of one rank in {unit}, of {sized(device.memory_bytes)}; activation checkpointing: {plan.mode}\n"
+        f"{plan.batch}; {plan.flops_per_token:.4g} FLOPs per token, forward and backward",
+        f"\nMemory per rank in {unit}, of {sized(device.memory_bytes)}; activation checkpointing: {plan.mode}\n"
         + _table(rows),
         verdict,
-        "\nCollectives of one rank in a step\n" + _table(traffic),
+        "\nCollectives per rank and step\n" + _table(traffic),
         "\n" + _time(plan),
         "\nConversion to low precision: "
         + (f"{summary(plan.conversion)}\n{to_table(plan.conversion)}" if plan.conversion else "no converters"),
@@ -82,12 +82,12 @@ def _time(plan: Plan) -> str:
     slowest = max(plan.ranks, key=lambda rank: rank.compute_seconds or 0)
     tokens = plan.tokens_per_step / plan.step_seconds / plan.world_size
     return (
-        f"A step takes {plan.step_seconds:.3g} s or more ({tokens:,.0f} tokens/s a device or less, "
-        f"MFU {plan.mfu or 0:.0%}, which counts all of causal attention, the bound half): GEMMs alone "
+        f"A step takes at least {plan.step_seconds:.3g} s (at most {tokens:,.0f} tokens/s per device, "
+        f"MFU {plan.mfu or 0:.0%}, which counts full attention, and the bound half of it): GEMMs alone "
         f"{slowest.compute_seconds or 0:.3g} s ({(slowest.flops + slowest.flops_8bit) / 1e12:,.4g} TFLOP at "
-        f"{(device.peak_flops or 0) / 1e12:,.4g} TFLOP/s, 8-bit ones at twice that), links of "
+        f"{(device.peak_flops or 0) / 1e12:,.4g} TFLOP/s, 8-bit GEMMs at twice that), links of "
         f"{(device.within_node or 0) / 1e9:,.0f} GB/s within a machine and {(device.between_nodes or 0) / 1e9:,.0f} "
-        "GB/s a device between machines."
+        "GB/s per device between machines."
     )
 
 
@@ -132,7 +132,7 @@ def draw(plan: Plan, path: Path) -> None:
         left.plot(places, heights, marker, color="black", label=f"peak with checkpointing {mode}")
     left.axhline(plan.device.memory_bytes / GIB, color="red", linestyle="--", label=plan.device.name)
     left.set_ylabel("GiB")
-    left.set_title(f"Memory of one rank (checkpointing: {plan.mode})")
+    left.set_title(f"Memory per rank (checkpointing: {plan.mode})")
     seconds: dict[str, list[float]] = {"GEMMs": [rank.compute_seconds or 0 for rank in plan.ranks]}
     for name in dict.fromkeys(line.dimension for rank in plan.ranks for line in rank.traffic):
         seconds[name] = [sum(line.seconds or 0 for line in r.traffic if line.dimension == name) for r in plan.ranks]
@@ -140,11 +140,11 @@ def draw(plan: Plan, path: Path) -> None:
     for number, (name, heights) in enumerate(seconds.items()):
         right.bar([place - 0.4 + (number + 0.5) * width for place in places], heights, width, label=name)
     if plan.step_seconds is not None:
-        right.axhline(plan.step_seconds, color="red", linestyle="--", label="a step, at least")
+        right.axhline(plan.step_seconds, color="red", linestyle="--", label="lower bound of the step")
     right.set_ylabel("s")
-    right.set_title("Time of a step by cause, at least")
+    right.set_title("Step time by cause (lower bounds)")
     for axes in (left, right):
-        axes.set_xlabel("rank in the pipeline")
+        axes.set_xlabel("pipeline rank")
         axes.set_xticks(places)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize="small")

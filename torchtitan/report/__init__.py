@@ -20,6 +20,6 @@ def write_at_end(dump_folder: Path) -> None:
 
         write(render([read_run(dump_folder)]), dump_folder / REPORT)
     except Exception as error:
-        logger.warning(f"metrics.report: no {REPORT} was written ({type(error).__name__}: {error})")
+        logger.warning(f"metrics.report: {REPORT} could not be written ({type(error).__name__}: {error})")
     else:
         logger.info(f"wrote {dump_folder / REPORT}")

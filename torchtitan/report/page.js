@@ -13,7 +13,7 @@ const CHARTS = [
   { key: "tokens_per_second", title: "Throughput", unit: "tokens/s per device", smooth: true, format: ",.0f", zero: true },
   { key: "mfu", title: "MFU", smooth: true, format: ".1%", ticks: ".0%", zero: true },
   { key: "peak_memory_bytes", title: "Peak memory", unit: "GiB", scale: 1 / GIB, format: ".2f", zero: true },
-  { key: "data_wait_share", title: "Data wait", unit: "share of the time", smooth: true, format: ".2%", ticks: "~%", zero: true },
+  { key: "data_wait_share", title: "Data wait", unit: "fraction of time", smooth: true, format: ".2%", ticks: "~%", zero: true },
   { key: "skipped_updates", title: "Skipped updates", unit: "so far", format: ",d", zero: true, onlyAboveZero: true },
 ];
 const state = { smoothing: 0, tokens: false, log: false, hidden: new Set() };

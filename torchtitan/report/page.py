@@ -68,7 +68,7 @@ def write(page: str, path: Path) -> None:
         temporary.write_text(page, encoding="utf-8", errors="replace")
         temporary.replace(path)
     except OSError as error:
-        raise ReportError(f"{path} cannot be written ({error.strerror}); give another file with --output.") from error
+        raise ReportError(f"{path} cannot be written ({error.strerror}); set another file with --output.") from error
 
 
 # Data for page.js
@@ -122,7 +122,7 @@ def _thinned(marks: list[Any]) -> list[Any]:
 
 
 def _start(start: Mapping[str, Any]) -> str:
-    what = "resumed" if start["step"] else "start"
+    what = "resumed" if start["step"] else "started"
     processes = start.get("processes")
     return f"{what} after step {start['step']:,}" + (f", {shown(processes)} process(es)" if processes else "")
 
@@ -226,13 +226,13 @@ def _summary(run: Run) -> list[dict[str, Any]]:
         (
             "Validation loss",
             f"{validation[-1]:.4f}" if validation else None,
-            f"least {min(validation):.4f}" if validation else "",
+            f"lowest {min(validation):.4f}" if validation else "",
         ),
-        ("Tokens", _human(seen[-1]) if seen else None, f"{_human(run.tokens_per_step)} a step" if seen else ""),
+        ("Tokens", _human(seen[-1]) if seen else None, f"{_human(run.tokens_per_step)} per step" if seen else ""),
         (
             "Tokens/s per device",
             f"{statistics.median(rates):,.0f}" if rates else None,
-            f"{statistics.median(seconds):.3g} s a step" if seconds else "",
+            f"{statistics.median(seconds):.3g} s per step" if seconds else "",
         ),
         ("MFU", f"{statistics.median(mfu):.1%}" if mfu else None, "median"),
         (
@@ -272,7 +272,7 @@ def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> 
             {
                 "key": key,
                 "help": documented.get(key, ""),
-                "default": shown(defaults[key]) if key in defaults else "a key of your own",
+                "default": shown(defaults[key]) if key in defaults else "custom key",
                 "values": values,
                 "differs": any(value["differs"] for value in values),
             }

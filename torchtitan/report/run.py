@@ -129,11 +129,11 @@ def read_run(folder: Path) -> Run:
         raise ReportError(f"{folder} is a file; give the dump folder of a run.")
     if not (folder / METRICS).exists():
         why = "is empty" if not any(folder.iterdir()) else f"holds no {METRICS}"
-        raise ReportError(f"{folder} {why}, so there is no run to show; give the dump folder of a run.")
+        raise ReportError(f"{folder} {why}, so it has no run to show; give the dump folder of a run.")
     run = Run(folder, folder.resolve().name, {})
     _read_metrics(run)
     if not run.series:
-        raise ReportError(f"{folder / METRICS} holds no numbers yet, so there is nothing to show.")
+        raise ReportError(f"{folder / METRICS} holds no metrics yet, so there is nothing to show.")
     for read in (_read_config, _read_events, _read_skipped, _read_conversion, _read_numerics, _read_samples):
         read(run)
     return run
@@ -166,7 +166,7 @@ def _floats(values: Sequence[Any]) -> Floats:
 
 
 def _read_config(run: Run) -> None:
-    values = _part(run, "config.toml", lambda text: flat(tomllib.loads(text)), "the configuration is left out")
+    values = _part(run, "config.toml", lambda text: flat(tomllib.loads(text)), "the configuration is omitted")
     run.config = values or None
 
 
@@ -176,7 +176,7 @@ def _read_events(run: Run) -> None:
         run.starts = [event for event in events if event.get("event") == "start"]
         run.checkpoints = [event for event in events if event.get("event") == "checkpoint"]
         return
-    run.notes.append("events.jsonl is missing: restarts are unknown, and the checkpoints are those still on disk.")
+    run.notes.append("events.jsonl is missing: restarts are unknown, and only the checkpoints still on disk are shown.")
     folder = run.folder / str((run.config or {}).get("checkpoint.folder", "checkpoint"))
     names = [path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()]
     run.checkpoints = [{"step": step} for step in sorted(int(name) for name in names if name.isdecimal())]
@@ -192,7 +192,7 @@ def _read_conversion(run: Run) -> None:
     def phases(text: str) -> list[dict[str, Any]]:
         content = json.loads(text)
         if not (isinstance(content, list) and all(isinstance(item, dict) for item in content)):
-            raise ValueError("it is no list of layers or phases")
+            raise ValueError("it is not a list of layers or phases")
         if not content or "fqn" in content[0]:
             content = [{"precision": None, "last_step": None, "layers": content}]
         for phase in content:
@@ -203,7 +203,7 @@ def _read_conversion(run: Run) -> None:
             phase["last_step"] = None if phase["last_step"] is None else int(phase["last_step"])
         return content
 
-    run.phases = _part(run, "conversion.json", phases, "the table of layers is left out", optional=True) or []
+    run.phases = _part(run, "conversion.json", phases, "the table of layers is omitted", optional=True) or []
 
 
 def _read_numerics(run: Run) -> None:
@@ -226,7 +226,7 @@ def _read_numerics(run: Run) -> None:
             "proposed": proposed,
         }
 
-    run.numerics = _part(run, "numerics.json", numerics, "the heat map is left out", optional=True)
+    run.numerics = _part(run, "numerics.json", numerics, "the heat map is omitted", optional=True)
 
 
 def _read_samples(run: Run) -> None:
@@ -271,7 +271,7 @@ def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
         run.notes.append(f"{name} cannot be read ({error.strerror}).")
     if damaged:
         count = f"{damaged:,} lines are" if damaged > 1 else "1 line is"
-        run.notes.append(f"{name}: {count} damaged or cut short, and left out.")
+        run.notes.append(f"{name}: {count} damaged or truncated, and skipped.")
 
 
 def step_of(entry: dict[str, Any]) -> int | None:
