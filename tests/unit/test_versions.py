@@ -28,7 +28,8 @@ def test_an_older_one_is_one_sentence(name: str, old: str, processes: int | None
     least = ".".join(map(str, LEAST[name]))
     assert status == 2
     assert (
-        output == f"Error: {name} {least} or later is needed, and {old} is installed; pip install '{name}>={least}'.\n"
+        output
+        == f"Error: {name} {least} or later is required, but {old} is installed; run pip install '{name}>={least}'.\n"
     )
 
 
