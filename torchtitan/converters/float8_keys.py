@@ -84,6 +84,6 @@ def _weight_bound_problems(config: Float8, optimizer: Optimizer) -> list[str]:
     elif math.isinf(largest_ratio(optimizer.beta1, optimizer.beta2)):
         problems.append(
             f"float8.weight_scale = bound: with optimizer.beta1 = {optimizer.beta1} and optimizer.beta2 = "
-            f"{optimizer.beta2} updates have no bound, which needs beta1^2 < beta2 < 1. Use measured."
+            f"{optimizer.beta2} updates have no bound; a bound needs beta1^2 < beta2 < 1. Use measured."
         )
     return problems

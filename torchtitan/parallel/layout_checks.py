@@ -48,7 +48,7 @@ def check_model(
     if all_to_all and (args.n_heads % (dims.tp * dims.cp) or kv_heads % (dims.tp * dims.cp)):
         problems.append(
             f"{PREFIX}context_parallel_rotate_method = alltoall divides the {kv_heads} key-value heads over tensor x "
-            f"context parallel ranks = {dims.tp} x {dims.cp}, which is not possible evenly; use allgather."
+            f"context parallel ranks = {dims.tp} x {dims.cp}, which do not divide them evenly; use allgather."
         )
     if dims.pp > 1 and getattr(args, "tied_embeddings", False):
         problems.append(
