@@ -40,13 +40,10 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    import torch
-
     from torchtitan.device import find_device
-    from torchtitan.generation.open import open_model
+    from torchtitan.generation.open import choose_dtype, open_model
     from torchtitan.generation.sample import Sampling, generate
     from torchtitan.generation.stream import TextStream
-    from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 
     try:
         sampling = Sampling(
@@ -58,9 +55,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if not prompts:
         raise ConfigError("there is no prompt; give --prompt or --prompts-file (an empty one begins a document).")
     device = find_device(0).torch_device
-    fast = device.type != "cpu" or bfloat16_is_fast()
-    dtype = {"auto": torch.bfloat16 if fast else torch.float32}.get(arguments.dtype) or getattr(torch, arguments.dtype)
-    model, tokenizer = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
+    dtype = choose_dtype(arguments.dtype, device)
+    model, tokenizer, *_ = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
     begin = [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]
     ids = [begin + tokenizer.encode(prompt) for prompt in prompts]
     started = time.perf_counter()
