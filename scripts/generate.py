@@ -51,13 +51,10 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    import torch
-
     from torchtitan.device import find_device
-    from torchtitan.generation.open import open_model
+    from torchtitan.generation.open import choose_dtype, open_model
     from torchtitan.generation.sample import Sampling, generate
     from torchtitan.generation.stream import TextStream
-    from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 
     try:
         sampling = Sampling(
@@ -69,9 +66,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if not prompts:
         raise ConfigError("there is no prompt; set --prompt or --prompts-file (an empty prompt starts a new document).")
     device = find_device(0).torch_device
-    fast = device.type != "cpu" or bfloat16_is_fast()
-    dtype = {"auto": torch.bfloat16 if fast else torch.float32}.get(arguments.dtype) or getattr(torch, arguments.dtype)
-    model, tokenizer = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
+    dtype = choose_dtype(arguments.dtype, device)
+    model, tokenizer, *_ = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
     begin = [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]
     ids = [begin + tokenizer.encode(prompt) for prompt in prompts]
     started = time.perf_counter()

@@ -16,6 +16,10 @@ from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.run_folder import RunFolder
 from torchtitan.engine.startup_log import log_conversion, log_cost_of_low_precision
+from torchtitan.evaluation.evaluator import Evaluator
+from torchtitan.evaluation.find_tasks import find_tasks
+from torchtitan.evaluation.samples import Sampler
+from torchtitan.evaluation.scoring import scorer_of_run
 from torchtitan.interchange import Exchange, published
 from torchtitan.launcher.folder_lock import FolderLock
 from torchtitan.launcher.signals import Stop
@@ -59,6 +63,7 @@ def build_trainer(
     # Tokenizer first: a wrong path fails before anything expensive begins.
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     args = find_model_args(config.model, tokenizer.vocab_size)
+    tasks = find_tasks(config.evaluation, config.validation, training)
 
     # Process group and mesh.
     init_process_group(device, config.comm, dump_folder, stop)
@@ -92,6 +97,9 @@ def build_trainer(
     log_conversion(engine, dump_folder)
     log_cost_of_low_precision(engine)
 
+    scorer = scorer_of_run(engine)
+    prompts = validation.sample_prompts if validation.enabled else []
+
     # Checkpoint.
     spec = MODELS.get(config.model.name)
     folder = RunFolder(dump_folder, config)
@@ -122,6 +130,8 @@ def build_trainer(
         closing=closing,
         global_batch_size=global_batch_size,
         dtype_reason=SLOW_BFLOAT16 if float32_instead else "",
+        evaluator=Evaluator(tasks, tokenizer, scorer) if tasks else None,
+        sampler=Sampler(prompts, tokenizer, scorer) if prompts else None,
     )
     trainer.load_checkpoint()
     folder.write_config()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,8 @@ from torchtitan.engine.run_folder import RunFolder
 from torchtitan.engine.startup_log import log_settings
 from torchtitan.engine.train_step import evaluate, sum_over_ranks, train_step
 from torchtitan.errors import CheckpointError, DataError
+from torchtitan.evaluation.evaluator import Evaluator, table
+from torchtitan.evaluation.samples import Sampler
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak
@@ -55,6 +58,8 @@ class Trainer:
     closing: contextlib.ExitStack
     global_batch_size: int
     dtype_reason: str
+    evaluator: Evaluator | None = None
+    sampler: Sampler | None = None
     step: int = 0
     tokens_seen: int = 0
     data_error: str | None = None
@@ -121,6 +126,7 @@ class Trainer:
                 profiler.step()
                 reporter.measure_peak()
                 self._validate_if_due(reporter)
+                self._evaluate_if_due(reporter)
                 self._save_if_due(reporter)
                 if self.step == first_step and self.engine.fused_gemms is not None:
                     self.engine.fused_gemms.check()
@@ -176,6 +182,21 @@ class Trainer:
             loss = evaluate(self.engine, self._validation_batches(), self._agreed_to_stop)
             if loss is not None:
                 reporter.validation(self.step, loss)
+            samples = self.sampler.samples(self._agreed_to_stop) if loss is not None and self.sampler else None
+            if samples is not None:
+                reporter.samples(self.step, samples)
+                self.folder.record_samples(self.step, samples)
+
+    def _evaluate_if_due(self, reporter: MetricsReporter) -> None:
+        due = self.step == self.config.training.steps or self.step % self.config.evaluation.freq == 0
+        if self.evaluator is None or not due or self.stop.agreed():
+            return
+        with reporter.pause():
+            start = perf_counter()
+            scores = self.evaluator.scores(self._agreed_to_stop)
+            if scores is not None:
+                metrics = self.evaluator.metrics(scores)
+                reporter.evaluation(self.step, metrics, table(metrics), perf_counter() - start)
 
     def _validation_batches(self) -> Iterator[Batch | None]:
         """The batches, then None if this rank cannot read its data: all ranks then agree to save and stop."""

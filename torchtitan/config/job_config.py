@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torchtitan.config.low_precision import MX, Float8, Int8, Precision
 from torchtitan.config.output import Checkpoint, Job, Metrics, Profiling
 from torchtitan.config.system import ActivationCheckpoint, Comm, Experimental, MemoryEstimation, Parallelism
-from torchtitan.config.training import LRScheduler, Model, Optimizer, Training, Validation
+from torchtitan.config.training import Evaluation, LRScheduler, Model, Optimizer, Training, Validation
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class JobConfig:
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)
+    evaluation: Evaluation = field(default_factory=Evaluation)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)

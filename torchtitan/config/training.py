@@ -1,4 +1,4 @@
-"""Sections about what is trained and how: model, optimizer, learning rate, data and batch, validation."""
+"""Sections about what is trained and how: model, optimizer, learning rate, data and batch, validation, evaluation."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -163,3 +163,22 @@ class Validation:
     local_batch_size: Annotated[PositiveInt, Doc("Sequences per forward pass on each rank.")] = 8
     freq: Annotated[PositiveInt, Doc("Training steps between validations.")] = 100
     steps: Annotated[PositiveInt, Doc("Batches per validation; the same batches each time.")] = 10
+    sample_prompts: Annotated[
+        list[str], Doc("Texts for the model to continue greedily, by up to 64 tokens, after each validation.")
+    ] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Tasks for the model, between training steps and after the last."""
+
+    tasks: Annotated[
+        list[str],
+        Doc(
+            "stdlib_identifiers, stdlib_brackets, stdlib_docstrings; JSONL files like HellaSwag's, ARC's, PIQA's or "
+            "LAMBADA's; held_out or text:PATH for bits per byte."
+        ),
+    ] = field(default_factory=list)
+    freq: Annotated[PositiveInt, Doc("Training steps between evaluations.")] = 500
+    num_fewshot: Annotated[NonNegativeInt, Doc("Solved examples before each one: the first others of its file.")] = 0
+    limit: Annotated[PositiveInt | None, Doc("Take only the first so many examples of each task; none: all.")] = None

@@ -13,7 +13,14 @@ from torchtitan.data.strided import StridedSource, split
 from torchtitan.errors import DataError
 from torchtitan.registry import Registry
 
-__all__ = ["DATASETS", "OpenDataset", "documents_of", "training_sources", "validation_sources"]
+__all__ = [
+    "DATASETS",
+    "OpenDataset",
+    "documents_of",
+    "held_out_documents",
+    "training_sources",
+    "validation_sources",
+]
 
 # (training.dataset_path or None, training.text_column) -> documents
 OpenDataset = Callable[["str | None", str], "Source | StreamedSource"]
@@ -66,9 +73,13 @@ def open_name_or_path(key: str, name: str, text_column: str) -> Source | Streame
     return open_named(key, dataset, path, text_column)
 
 
-def documents_of(name_or_path: str, text_column: str) -> Iterator[Document]:
-    """All documents of a dataset, once, in storage order."""
-    source = open_name_or_path("dataset", name_or_path, text_column)
+def documents_of(name_or_path: str, text_column: str, key: str = "dataset") -> Iterator[Document]:
+    """All documents of a dataset, once, in storage order. Errors begin with the key at fault."""
+    return documents_in(open_name_or_path(key, name_or_path, text_column))
+
+
+def documents_in(source: Source | StreamedSource) -> Iterator[Document]:
+    """All documents of a source, once, in storage order."""
     if hasattr(source, "__getitem__"):
         return (source[index] for index in range(len(source)))  # type: ignore[arg-type]
     drawn = source.documents(row=0, rows=1, seed=None, position=None)
@@ -130,14 +141,21 @@ def training_sources(training: Training, rows: int, hold_out: bool) -> tuple[lis
 
 def validation_sources(validation: Validation, training: Training, rows: int) -> list[Weighted]:
     """The validation sources: the validation set, or one document in a hundred of the training set."""
+    opened = open_validation(validation, training)
     if validation.dataset is None and validation.dataset_path is None:
-        held_out = [(name, split(source, True, name), weight) for name, source, weight in open_training(training)]
-        return as_rows(
-            [(f"held-out part of {name}", source, weight) for name, source, weight in held_out],
-            rows,
-            training.seq_len,
-        )
+        opened = [(f"held-out part of {name}", source, weight) for name, source, weight in opened]
+    return as_rows(opened, rows, training.seq_len)
+
+
+def held_out_documents(validation: Validation, training: Training) -> list[tuple[str, Iterator[Document]]]:
+    """The name of each validation source, and its documents, once, in storage order."""
+    return [(name, documents_in(source)) for name, source, _ in open_validation(validation, training)]
+
+
+def open_validation(validation: Validation, training: Training) -> list[Opened]:
+    if validation.dataset is None and validation.dataset_path is None:
+        return [(name, split(source, True, name), weight) for name, source, weight in open_training(training)]
     key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
     dataset = validation.dataset or "python_stdlib"
     source = open_named(key, dataset, validation.dataset_path, validation.text_column)
-    return as_rows([(validation.dataset_path or dataset, source, 1.0)], rows, training.seq_len)
+    return [(validation.dataset_path or dataset, source, 1.0)]

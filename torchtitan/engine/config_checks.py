@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -116,7 +117,9 @@ def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, pro
                 f"parallelism.pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule} computes the "
                 "backward GEMMs of low-precision layers twice; 1F1B or Interleaved1F1B are faster with converters"
             )
-        check_pipeline(args.n_layers, dims, parallelism, config.training, config.validation, problems)
+        # Evaluation uses the pipeline of validation.
+        validation = replace(config.validation, enabled=config.validation.enabled or bool(config.evaluation.tasks))
+        check_pipeline(args.n_layers, dims, parallelism, config.training, validation, problems)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dims.tp))
     if here % dims.tp:
         logger.warning(

@@ -76,7 +76,8 @@ class Engine:
         phases: the precision schedule; None without [[precision.phase]].
         optimizer: for this rank's parameters.
         step_in_backward: hooks that step the optimizer during the backward pass; None if it steps afterwards.
-        pipeline, validation_pipeline: run the stages; None without a pipeline, or without validation.
+        pipeline, validation_pipeline: run the stages; None without a pipeline, or without validation and
+            evaluation.
         fused_gemms: compiler pass of asynchronous tensor parallelism; None without it.
         loss_scale: factor applied to the summed loss of a micro-batch before the backward pass.
         parameters: parameter count of the full model.
@@ -181,8 +182,8 @@ def build_engine(
     if dims.pp > 1:
         build_pipeline = functools.partial(_build_pipeline, config, meshes, device, args, stages, stage_count)
         pipeline = build_pipeline(training.local_batch_size, loss_scale)
-        if config.validation.enabled:
-            validation_pipeline = build_pipeline(config.validation.local_batch_size)
+        if config.validation.enabled or config.evaluation.tasks:
+            validation_pipeline = build_pipeline(config.validation.local_batch_size, forward_only=True)
 
     optimizer = build_optimizer(decay_groups(model, config.optimizer), config.optimizer, training.seed)
     early = config.optimizer.early_step_in_backward
@@ -229,6 +230,7 @@ def _build_pipeline(
     stage_count: int,
     local_batch_size: int,
     scale: float = 1.0,
+    forward_only: bool = False,
 ) -> Pipeline:
     """A pipeline for local batches of `local_batch_size` sequences."""
     training, parallelism = config.training, config.parallelism
@@ -244,4 +246,5 @@ def _build_pipeline(
         hidden=torch.empty(rows, seq_len // meshes.dims.tp, args.dim, dtype=dtype, device="meta"),
         microbatches=local_batch_size // rows,
         scale=scale,
+        forward_only=forward_only,
     )

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from torchtitan.metrics.writers import JSONLWriter
 
 
 class RunFolder:
-    """The files `config.toml`, `skipped_updates.jsonl`, `events.jsonl` (starts, checkpoints) and
-    `sample_ids/rank_R.jsonl` of a run.
+    """The files `config.toml`, `skipped_updates.jsonl`, `events.jsonl` (starts, checkpoints), `samples.jsonl` (texts of
+    the model) and `sample_ids/rank_R.jsonl` of a run.
 
     Args:
         config: the resolved configuration, including all decisions made at startup.
@@ -26,6 +26,7 @@ class RunFolder:
         self.config = config
         self._skipped_updates: JSONLWriter | None = None
         self._events: JSONLWriter | None = None
+        self._samples: JSONLWriter | None = None
         self._sample_ids: JSONLWriter | None = None
 
     def write_config(self) -> None:
@@ -56,6 +57,7 @@ class RunFolder:
         if rank == 0:
             self._skipped_updates = JSONLWriter(self.path / "skipped_updates.jsonl", step)
             self._events = JSONLWriter(self.path / "events.jsonl", step)
+            self._samples = JSONLWriter(self.path / "samples.jsonl", step)
 
     def record_skipped_update(self, step: int, values: Mapping[str, Any]) -> None:
         """Acts on rank 0 only."""
@@ -66,6 +68,12 @@ class RunFolder:
         """Records an event that the report marks on its time axis. Acts on rank 0 only."""
         if self._events is not None:
             self._events.write(step, {"event": event, "time": round(time.time(), 3), **values})
+
+    def record_samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
+        """Records prompts and their continuations, which the report shows. Acts on rank 0 only."""
+        if self._samples is not None:
+            for prompt, text in samples:
+                self._samples.write(step, {"prompt": prompt, "text": text})
 
     def write_report(self) -> None:
         """Writes `report.html` if `metrics.report` is set and this process has trained. Acts on rank 0 only."""

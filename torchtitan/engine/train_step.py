@@ -109,11 +109,16 @@ def evaluate(engine: Engine, batches: Iterable[Batch | None], should_stop: Calla
         if should_stop() or batch is None:
             reshard(engine.stages.values())
             return None
-        own_tokens, labels, inputs = on_device(engine, batch)
-        if engine.validation_pipeline is not None:
-            loss += engine.validation_pipeline.evaluate(own_tokens, labels, **inputs)
-        else:
-            loss += engine.model(own_tokens, labels, **inputs)
+        loss += forward(engine, batch)
         tokens += batch.labels.numel()
     reshard(engine.stages.values())
     return sum_over_ranks(engine, loss) / (tokens * engine.meshes.dims.dp)
+
+
+@torch.no_grad()
+def forward(engine: Engine, batch: Batch) -> torch.Tensor:
+    """This rank's loss, summed over its tokens of the batch. `reshard` frees the gathered weights afterwards."""
+    tokens, labels, inputs = on_device(engine, batch)
+    if engine.validation_pipeline is not None:
+        return engine.validation_pipeline.evaluate(tokens, labels, **inputs)
+    return engine.model(tokens, labels, **inputs)

@@ -51,7 +51,14 @@ def _groups(config: JobConfig) -> list[Group]:
             for section, name in sections.items()
             if section
         ),
-        Group(not config.validation.enabled, "validation", (), "validation.enabled"),
+        Group(not config.validation.enabled, "validation", ("freq", "steps", "sample_prompts"), "validation.enabled"),
+        Group(
+            not config.validation.enabled and not config.evaluation.tasks,
+            "validation",
+            ("dataset", "dataset_path", "text_column", "local_batch_size"),
+            "validation.enabled",
+        ),
+        Group(not config.evaluation.tasks, "evaluation", (), "evaluation.tasks"),
         Group(
             not saving.enable_checkpoint,
             "checkpoint",

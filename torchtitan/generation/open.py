@@ -1,24 +1,47 @@
-"""Opens models for generation, from our checkpoints and from published folders."""
+"""Opens models for generation and evaluation, from our checkpoints and from published folders."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from torchtitan.checkpoint.folder import saved_steps
-from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.convert import find_model, saved_model
 from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import published
-from torchtitan.interchange.sources import wrong_sums
+from torchtitan.interchange.sources import CONFIG, read_json, wrong_sums
+from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.protocols import Decoder, ModelArgs
 
 
-def open_model(
-    path: Path, device: torch.device, dtype: torch.dtype, tokenizer_path: str | None = None
-) -> tuple[Decoder, Tokenizer]:
+class OpenedModel(NamedTuple):
+    """A model with its weights, in this process as a whole.
+
+    Attributes:
+        seq_len: the longest sequence that it was trained on; None if unknown.
+        step: of the run that trained it; 0 if unknown.
+        folder: that it was read from.
+    """
+
+    model: Decoder
+    tokenizer: Tokenizer
+    seq_len: int | None
+    step: int
+    folder: Path
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype with this name; for "auto" the one that the device multiplies faster."""
+    if name == "auto":
+        name = "bfloat16" if device.type != "cpu" or bfloat16_is_fast() else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_path: str | None = None) -> OpenedModel:
     """A model with its weights, written under any layout, and its tokenizer.
 
     Args:
@@ -39,7 +62,9 @@ def open_model(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(saved.weight(name))
-        return model, load_tokenizer(tokenizer_path or saved.tokenizer_path)
+        tokenizer = load_tokenizer(tokenizer_path or saved.tokenizer_path)
+        step = read_manifest(saved.checkpoint).step
+        return OpenedModel(model, tokenizer, saved.seq_len or None, step, saved.checkpoint)
     if found := wrong_sums(path):
         raise CheckpointError(f"{path} is damaged: {'; '.join(found[:3])}.")
     family, source = find_model(path)
@@ -49,7 +74,10 @@ def open_model(
     known.check(source)
     model = _empty(spec, source.args, device, dtype)
     load_weights(dict(model.named_parameters()), source)
-    return model, load_tokenizer(tokenizer_path or str(path))
+    config = read_json(path / CONFIG) if (path / CONFIG).exists() else {}
+    seq_len = config.get("max_position_embeddings")
+    tokenizer = load_tokenizer(tokenizer_path or str(path))
+    return OpenedModel(model, tokenizer, seq_len if isinstance(seq_len, int) and seq_len > 0 else None, 0, path)
 
 
 def _empty(spec: ModelSpec, args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Decoder:

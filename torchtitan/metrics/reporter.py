@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -45,7 +45,7 @@ class MetricsReporter:
     `step_seconds`, `data_wait_share` (fraction of the time, 0 to 1), `peak_memory_bytes` and `memory_share` (fraction
     of the device's memory, 0 to 1), `tokens_seen`, and anything else passed to `step`. Times and peak memory cover the
     steps since the previous report. An unknown or non-finite number is None. Validation has its own entries, with
-    `validation_loss` and without `loss`.
+    `validation_loss` and without `loss`, and so has evaluation.
 
     Args:
         dump_folder: receives `metrics.jsonl` (from rank 0) and the TensorBoard folder.
@@ -98,10 +98,13 @@ class MetricsReporter:
         self._described = peak.flops if peak else 0.0
         self._stack = ExitStack()
         self._bar = self._stack.enter_context(progress_bar(total_steps, start_step)) if rank == 0 else None
+        self._started = perf_counter()
+        self._evaluation_seconds = 0.0
         self._first_report: tuple[int, float] | None = None  # step and time; the time left is estimated from here
         self._start_window(start_step)
 
     def __enter__(self) -> "MetricsReporter":
+        self._started = perf_counter()
         self._start_window(self.start_step)
         return self
 
@@ -176,6 +179,27 @@ class MetricsReporter:
         logger.info(f"step {step} | validation loss {record['validation_loss']:.4f}")
         self._write(step, record)
         return record
+
+    def evaluation(self, step: int, results: Mapping[str, Mapping[str, float]], table: str, seconds: float) -> Record:
+        """Reports the metrics of each task after `step`, as a separate entry with keys `TASK/METRIC`, and the time that
+        evaluating took: `evaluation_seconds`, and `evaluation_share` of the time since this process began to train."""
+        self._evaluation_seconds += seconds
+        share = self._evaluation_seconds / max(perf_counter() - self._started, 1e-9)
+        record: Record = {
+            f"{task}/{name}": value for task, metrics in results.items() for name, value in metrics.items()
+        }
+        record |= {"evaluation_seconds": seconds, "evaluation_share": share, "tokens_seen": step * self.tokens_per_step}
+        logger.info(f"step {step} | evaluation in {seconds:.1f} s; {share:.1%} of the time so far\n{table}")
+        self._write(step, record)
+        return record
+
+    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
+        """Shows prompts with their continuations, in the log and in TensorBoard."""
+        for number, (prompt, text) in enumerate(samples):
+            logger.info(f"step {step} | sample of {prompt!r}\n{prompt}{text}")
+            for writer in self.writers:
+                if isinstance(writer, TensorBoardWriter):
+                    writer.write_text(step, f"sample {number + 1}", prompt + text)
 
     def _start_window(self, step: int) -> None:
         self._window_step = step

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import FileIO
@@ -159,15 +160,26 @@ class TensorBoardWriter:
         self.broken = False
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
+        def write() -> None:
+            for name, value in values.items():
+                if value is not None:
+                    self.summary.add_scalar(name, value, step)
+
+        self._attempt(step, write)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Writes a text that is shown as it is: TensorBoard renders Markdown, in which indented lines are code."""
+        indented = textwrap.indent(text, "    ", lambda line: True)
+        self._attempt(step, lambda: self.summary.add_text(name, indented, step))
+
+    def _attempt(self, step: int, write: Callable[[], object]) -> None:
         if self.broken:
             return
         try:
             if not self.folder.exists():
                 logger.warning(f"{self.folder} was removed; its content is lost, and it continues from step {step}")
                 self.summary = self._begin(step)
-            for name, value in values.items():
-                if value is not None:
-                    self.summary.add_scalar(name, value, step)
+            write()
             self.summary.flush()
         except OSError as error:
             self.broken = True

@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from torchtitan.compat.pipelining import ComputationType, PipelineScheduleRuntime, computations, load_csv
+from torchtitan.compat.pipelining import ComputationType, PipelineScheduleRuntime, computations, keep_forward, load_csv
 from torchtitan.config.system import Parallelism
 from torchtitan.errors import ConfigError
 from torchtitan.parallel.fsdp import require_parts
@@ -202,6 +202,7 @@ class Pipeline:
         tokens, hidden: meta tensors shaped like one micro-batch of the first stage's input, and of a stage's output.
         microbatches: number of micro-batches per batch.
         scale: factor on the loss before backward.
+        forward_only: the pipeline only evaluates.
 
     Raises:
         ConfigError: the CSV file does not hold a schedule for these stages.
@@ -220,6 +221,7 @@ class Pipeline:
         hidden: torch.Tensor,
         microbatches: int,
         scale: float = 1.0,
+        forward_only: bool = False,
     ) -> None:
         self.group = group
         self.scale = scale
@@ -255,6 +257,8 @@ class Pipeline:
                     f"{group.size()} ranks for {microbatches} microbatches ({error}). It needs one line per rank and "
                     "one action per column, such as 0F3 (stage 0, forward, microbatch 3)."
                 ) from None
+        if forward_only and isinstance(self.schedule, PipelineScheduleRuntime):
+            keep_forward(self.schedule)
 
     def passes(self, number: int) -> Passes:
         """Passes through this stage's layers per batch. With separate passes for input and weight gradients, torch runs

@@ -4,7 +4,7 @@
 |---|---|
 | `metrics.jsonl`, `events.jsonl`, `skipped_updates.jsonl`, `config.toml`, `conversion.json`, checkpoints | every run |
 | `numerics.json` | `scripts/numerics_report.py --output RUN/numerics` |
-| `samples.jsonl` | any script that samples from checkpoints: lines of `step`, `prompt`, `text` |
+| `samples.jsonl` | a run with `validation.sample_prompts`: lines of `step`, `prompt`, `text` |
 """
 
 import itertools

@@ -1,0 +1,290 @@
+"""Evaluation of a model in one process: requests, tasks, files, the command, and mistakes."""
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from runs import CHECKPOINTS, TINY, failure, into, lines_of, started, train
+from task_files import KINDS, write
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchtitan.config.training import Evaluation
+from torchtitan.data.tokenizer import load_tokenizer
+from torchtitan.errors import UserError
+from torchtitan.evaluation.embedded import CONTEXT, EMBEDDED, EXAMPLES, make
+from torchtitan.evaluation.find_tasks import find_tasks
+from torchtitan.evaluation.formats import read_examples
+from torchtitan.evaluation.requests import Encoder, Request, pack
+from torchtitan.evaluation.scoring import scorer_of_model
+from torchtitan.evaluation.tasks import Choice, LastWord
+from torchtitan.interchange.convert import one_process
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Llama
+
+TOKENIZER = load_tokenizer(None)
+
+
+def encoder(longest: int = 64) -> Encoder:
+    return Encoder(TOKENIZER, longest)
+
+
+def text_of(request: Request) -> tuple[str, str]:
+    """Context and scored part."""
+    ids = request.tokens.tolist()
+    assert ids[0] == TOKENIZER.bos_id
+    cut = len(ids) - request.scored
+    return TOKENIZER.decode(ids[1:cut]), TOKENIZER.decode(ids[cut:])
+
+
+def test_a_blank_before_the_answer_belongs_to_it() -> None:
+    for context, answer in (
+        ("return self.", "name"),
+        ("return", " value"),
+        ("return ", "value"),
+        ("f(x) =\n    ", "y"),
+    ):
+        before, scored = text_of(encoder().continuation(context, answer))
+        assert before + scored == context + answer
+        assert not before[-1].isspace()
+    assert text_of(encoder().continuation("", "value")) == ("", "value")
+
+
+def test_a_long_context_loses_its_beginning() -> None:
+    request = encoder(8).continuation("one two three four five six seven eight nine", " ten")
+    whole = encoder(1000).continuation("one two three four five six seven eight nine", " ten")
+    assert request.tokens == whole.tokens[-9:]
+    assert request.scored == whole.scored
+    assert encoder(3).continuation("a", " b c d e f").scored == 3
+
+
+@pytest.mark.parametrize("length", [1, 9, 10, 11, 19, 20, 21, 35])
+def test_each_token_of_a_text_is_scored_once(length: int) -> None:
+    text = " ".join(["value"] * length)
+    tokens = TOKENIZER.encode(text)
+    requests = encoder(10).text(text)
+    assert [id for request in requests for id in request.tokens[-request.scored :]] == tokens
+    assert all(len(request.tokens) == 11 for request in requests) or len(tokens) < 10
+
+
+def test_packed_rows_hold_each_request_once() -> None:
+    requests = [encoder(200).text("x " * (number * 37 % 90 + 1))[0] for number in range(200)]
+    rows = pack(requests, 128)
+    assert sorted(number for row in rows for number in row) == list(range(200))
+    used = [sum(len(requests[number].tokens) - 1 for number in row) for row in rows]
+    assert max(used) <= 128
+    assert sum(used) > 0.85 * 128 * len(rows)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    with one_process(None):
+        yield
+
+
+def test_scores_are_those_of_each_request_alone(group: None) -> None:
+    torch.manual_seed(0)
+    model = Llama(LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=TOKENIZER.vocab_size))
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    texts = [f"{'import os ' * number}def f({number})" for number in range(1, 30)]
+    requests = [encoder().continuation(text, f":\n    return {len(text)}") for text in texts]
+    ids = requests[3].tokens
+    with torch.no_grad():  # a request whose answer is the likeliest one
+        best = model(torch.tensor([ids[:-1].tolist()]))[0, -1].argmax()
+    requests.append(Request(ids[:-1] + type(ids)("i", [int(best)]), 1))
+    scores = scorer_of_model(model, 64, 3, "Llama").score(requests)
+    assert scores is not None
+    for request, score in zip(requests, scores, strict=True):
+        tokens = torch.tensor([request.tokens.tolist()])
+        with torch.no_grad():
+            logits = model(tokens[:, :-1])[0, -request.scored :]
+        labels = tokens[0, -request.scored :]
+        expected = logits.log_softmax(-1).gather(-1, labels[:, None]).sum()
+        assert score.log_likelihood == pytest.approx(float(expected), abs=1e-4)
+        assert score.greedy == bool((logits.argmax(-1) == labels).all())
+        assert score.tokens == request.scored
+    assert scores[-1].greedy
+    assert math.isfinite(model(tokens[:, :-1], tokens[:, 1:]))  # its own loss is back
+
+
+@pytest.mark.parametrize("kind", EMBEDDED)
+def test_embedded_tasks_are_the_same_each_time_and_cannot_be_guessed(kind: str) -> None:
+    examples = make(kind)
+    assert examples == make(kind)
+    assert len(examples) == EXAMPLES
+    assert len({(example.context, example.gold) for example in examples}) > 0.9 * EXAMPLES
+    assert all(len(set(example.choices)) == len(example.choices) for example in examples)
+    assert max(map(len, (example.context for example in examples))) <= CONTEXT + 10
+    # Neither a place nor, for brackets, an answer is right much more often than others.
+    assert max(Counter(example.gold for example in examples).values()) < 1.5 * EXAMPLES / len(examples[0].choices)
+
+
+def test_formats(tmp_path: Path) -> None:
+    found = {kind: read_examples(write(tmp_path, kind, 4), "tasks") for kind in KINDS}
+    first = found["hellaswag"][0]
+    assert isinstance(first, Choice)
+    assert first.context.startswith("Writing the: A person opens the ")
+    assert ".  then. The self" not in first.context and ". then. The import" not in first.context
+    assert first.choices[0].endswith("é.") and "[" not in "".join(first.choices)
+    hub, original = found["arc"][:2]
+    assert isinstance(hub, Choice) and isinstance(original, Choice)
+    assert hub.context.startswith("Question: What is") and hub.context.endswith("?\nAnswer:")
+    assert (len(hub.choices), hub.gold, len(original.choices), original.gold) == (3, 0, 4, 1)
+    assert [example.gold for example in found["piqa"] if isinstance(example, Choice)] == [0, 1, 0, 1]
+    last = found["lambada"][0]
+    assert isinstance(last, LastWord)
+    assert f"{last.context} {last.word}" == KINDS["lambada"](0)["text"]
+
+
+def test_solved_examples_are_the_first_others(tmp_path: Path) -> None:
+    path = write(tmp_path, "piqa", 5)
+    (task,) = find_tasks(Evaluation(tasks=[str(path)], num_fewshot=2, limit=2))
+    examples = read_examples(path, "")
+    contexts = [text_of(example[0])[0] for example in task.requests(encoder(1000))]
+    assert contexts == [
+        f"{examples[one].solved}\n\n{examples[two].solved}\n\n{examples[asked].context}"
+        for asked, one, two in ((0, 1, 2), (1, 0, 2))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "words"),
+    [
+        ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n{"goal": ', (), "line 2: not JSON"),
+        ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n\n[1]', (), "line 3: not an object"),
+        ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n{"goal": "a"}', (), "line 2: sol1, sol2, label miss"),
+        ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 2}', (), "line 1: the right choice is number 2"),
+        (
+            '{"question": "a", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "C"}',
+            (),
+            "line 1: ans",
+        ),
+        ('{"text": "one"}', (), "line 1: text must have two words"),
+        ('{"prompt": "one"}', (), "line 1: its fields (prompt) are those of no known format"),
+        ("", (), "is empty"),
+        ('{"text": "a b"}', {"num_fewshot": 1}, "evaluation.num_fewshot = 1 needs 2 examples"),
+    ],
+)
+def test_files_that_cannot_be_used(content: str, flags: dict[str, int], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "task.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        find_tasks(Evaluation(tasks=[str(path)], **dict(flags)))
+    (line,) = str(caught.value).splitlines()
+    assert words in line and "evaluation." in line
+    assert str(path) in line
+
+
+def test_tasks_that_are_not_there() -> None:
+    for name, words in (
+        ("stdlib_bracket", "did you mean stdlib_brackets"),
+        ("/nowhere.jsonl", "'/nowhere.jsonl' is neither a task nor a file"),
+        ("text:/nowhere.txt", "evaluation.tasks: there is no file or folder /nowhere.txt"),
+        ("held_out", "a run's own text"),
+    ):
+        with pytest.raises(UserError, match=r"evaluation\.tasks") as caught:
+            list(find_tasks(Evaluation(tasks=[name])))
+        assert words in str(caught.value)
+    with pytest.raises(UserError, match="two tasks are called stdlib_brackets"):
+        find_tasks(Evaluation(tasks=["stdlib_brackets", "stdlib_brackets"]))
+
+
+def test_mistakes_end_a_run_before_it_trains(tmp_path: Path) -> None:
+    status, output = failure(*TINY, into(tmp_path), "--evaluation.tasks=stdlib_bracket", processes=2)
+    assert status == 2
+    (line,) = [line for line in output.splitlines() if line.startswith("Error")]
+    assert "evaluation.tasks" in line and "stdlib_brackets" in line
+    status, output = failure(*TINY, into(tmp_path), "--evaluation.tasks=held_out")
+    assert status == 2 and "held_out needs text that is not trained on: set validation.enabled = true" in output
+
+
+def test_a_frequency_without_tasks_is_told(tmp_path: Path) -> None:
+    output = train(*TINY, into(tmp_path), "--evaluation.freq=5", "--training.steps=1")
+    assert "evaluation.freq: no effect in this run, without evaluation.tasks" in output
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a held-out mixture, evaluated as it goes, and exported."""
+    folder = tmp_path_factory.mktemp("run")
+    for name in ("one", "two"):
+        lines = [json.dumps({"text": f"{name} {number} " * 30}) for number in range(300)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    files = ",".join(str(write(folder, kind, 6)) for kind in KINDS)
+    mixture = f"{folder / 'one.jsonl'}:0.7,{folder / 'two.jsonl'}:0.3"
+    train(*TINY, *CHECKPOINTS, into(folder / "run"), "--training.steps=4", "--checkpoint.last_save_in_hf",
+          f"--training.dataset_mixture={mixture}", "--validation.enabled", "--validation.local_batch_size=2",
+          "--metrics.enable_tensorboard",
+          f"--evaluation.tasks={files},held_out,text:{folder / 'one.jsonl'}", "--evaluation.freq=2",
+          "--evaluation.limit=5")  # fmt: skip
+    return folder
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "torchtitan.evaluate", *map(str, arguments), "--custom-import", "tiny"]
+    with started(command=line) as run:
+        status, output = run.finish()
+    return subprocess.CompletedProcess(line, status, output)
+
+
+def test_results_in_the_loop(trained: Path) -> None:
+    lines = [line for line in lines_of(trained / "run" / "metrics.jsonl") if "evaluation_seconds" in line]
+    assert [line["step"] for line in lines] == [2, 4]
+    for source in ("one", "two"):
+        key = f"held_out/{trained / source}.jsonl/bits_per_byte"
+        assert lines[1][key] < lines[0][key]
+    assert 0 < lines[1]["evaluation_share"] < 1
+    assert lines[0]["arc/chance"] == pytest.approx((1 / 3 + 1 / 4 + 1 / 5 + 1 / 3 + 1 / 4) / 5)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(trained / "run" / "tb")).Reload()
+    assert [event.step for event in board.Scalars("hellaswag/acc_norm")] == [2, 4]
+
+
+def test_the_command_agrees_with_the_loop_and_with_transformers(trained: Path, tmp_path: Path) -> None:
+    line = lines_of(trained / "run" / "metrics.jsonl")[-1]
+    tasks = [*(trained / f"{kind}.jsonl" for kind in KINDS), f"text:{trained / 'one.jsonl'}"]
+    details = {}
+    for place in ("run", "run/checkpoint/step-4-hf"):
+        out = tmp_path / "out.jsonl"
+        result = command(trained / place, "--tasks", *tasks, "--limit", 5, "--dtype", "float32", "--out", out,
+                         "--dump-folder", tmp_path)  # fmt: skip
+        assert result.returncode == 0, result.stdout
+        assert "hellaswag" in result.stdout and "chance" in result.stdout
+        details[place] = lines_of(out)
+    found = lines_of(tmp_path / "metrics.jsonl")[-1]
+    for key in found.keys() - {"step"}:
+        assert found[key] == pytest.approx(line[key], rel=1e-4), key
+    assert len(found) > 12
+    for one, other in zip(details["run"], details["run/checkpoint/step-4-hf"], strict=True):
+        assert one.get("answer") == other.get("answer")
+    folder = trained / "run" / "checkpoint" / "step-4-hf"
+    judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for detail in [detail for detail in details["run"] if detail["task"] == "piqa"]:
+        for choice, log_likelihood in zip(detail["choices"], detail["log_likelihoods"], strict=True):
+            before = tokenizer(detail["context"])["input_ids"]
+            ids = torch.tensor([tokenizer(f"{detail['context']} {choice}")["input_ids"]])[:, -65:]
+            scored = ids.shape[1] - len(before)
+            logits = judge(ids[:, :-1]).logits[0, -scored:].log_softmax(-1)
+            expected = float(logits.gather(-1, ids[0, -scored:, None]).sum())
+            assert log_likelihood == pytest.approx(expected, abs=1e-4)
+
+
+def test_mistakes_of_the_command() -> None:
+    for arguments, words in (
+        (("/nowhere", "--tasks", "stdlib_brackets"), "there is no folder /nowhere"),
+        (("docs", "--tasks", "brackets"), "--tasks: 'brackets' is neither a task"),
+        (("docs", "--tasks", "stdlib_brackets", "--num-fewshot", "500"), "--num-fewshot = 500 needs 501 examples"),
+        (("docs", "--tasks", "stdlib_brackets", "--limit", "0"), "--limit must be above 0"),
+    ):
+        result = command(*arguments)
+        assert result.returncode == 2, result.stdout
+        assert words in result.stdout
+        assert "Traceback" not in result.stdout

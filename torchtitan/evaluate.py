@@ -1,0 +1,81 @@
+"""Evaluates a model without training it.
+
+python -m torchtitan.evaluate CHECKPOINT --tasks stdlib_brackets hellaswag_val.jsonl text:FOLDER [--limit 500]
+
+CHECKPOINT is a checkpoint (step-N), a run's dump folder (its newest checkpoint is used), or a folder in Hugging Face's
+or Meta's format. Tasks: see docs/evaluation.md. Prints a table; --out FILE receives JSON lines with each example's
+result, and --dump-folder FOLDER metrics.jsonl and TensorBoard's files.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from torchtitan.config.output import Metrics
+from torchtitan.config.training import Evaluation
+from torchtitan.errors import ConfigError
+
+BATCH_TOKENS = 8192
+USUAL_LENGTH = 2048  # where the folder does not say what its model was trained on
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK", help="names, files or text:PATH")
+    parser.add_argument("--num-fewshot", type=int, default=0, help="solved examples before each one", metavar="N")
+    parser.add_argument("--limit", type=int, help="take only the first N examples of each task", metavar="N")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster")
+    parser.add_argument("--tokenizer-path", help="by default the model's own")
+    parser.add_argument("--custom-import", help="module that registers the model's family", metavar="MODULE")
+    parser.add_argument("--out", type=Path, help="JSON lines with each example's result", metavar="FILE")
+    parser.add_argument("--dump-folder", type=Path, help="metrics.jsonl and tb/ go there", metavar="FOLDER")
+    arguments = parser.parse_args()
+    from torchtitan.interchange.convert import one_process
+
+    with one_process(arguments.custom_import):
+        _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from torchtitan.device import find_device
+    from torchtitan.evaluation.evaluator import Evaluator, table
+    from torchtitan.evaluation.find_tasks import find_tasks
+    from torchtitan.evaluation.scoring import scorer_of_model
+    from torchtitan.generation.open import choose_dtype, open_model
+    from torchtitan.metrics.reporter import make_writers
+
+    if arguments.num_fewshot < 0:
+        raise ConfigError(f"--num-fewshot must be 0 or above, not {arguments.num_fewshot}.")
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ConfigError(f"--limit must be above 0, not {arguments.limit}.")
+    evaluation = Evaluation(tasks=arguments.tasks, num_fewshot=arguments.num_fewshot, limit=arguments.limit)
+    tasks = find_tasks(evaluation, name_of=lambda key: f"--{key.replace('_', '-')}")
+    device = find_device(0).torch_device
+    dtype = choose_dtype(arguments.dtype, device)
+    opened = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
+    longest = opened.seq_len or USUAL_LENGTH
+    scorer = scorer_of_model(opened.model, longest, max(1, BATCH_TOKENS // min(longest, 1024)), str(opened.folder))
+    evaluator = Evaluator(tasks, opened.tokenizer, scorer)
+    started = time.perf_counter()
+    scores = evaluator.scores()
+    assert scores is not None
+    metrics = evaluator.metrics(scores)
+    print(f"{opened.folder}, {str(dtype)[6:]}, {time.perf_counter() - started:.1f} s\n{table(metrics)}")
+    if arguments.out:
+        lines = (json.dumps(detail) + "\n" for detail in evaluator.details(scores))
+        arguments.out.write_text("".join(lines), encoding="utf-8")
+    if arguments.dump_folder:
+        values = {f"{task}/{name}": value for task, found in metrics.items() for name, value in found.items()}
+        for writer in make_writers(Metrics(enable_tensorboard=True), arguments.dump_folder, 0, 1, 0, None):
+            writer.write(opened.step, values)
+            writer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Tasks made of Python's standard library, for which nothing is downloaded.
+
+The same Python makes the same examples. `training.dataset = "python_stdlib"` trains on these files, so the tasks show
+whether a model learns, not whether it generalizes.
+
+Context and answer meet between a word and a blank or bracket, where tokenizers do not merge across the border.
+"""
+
+import ast
+import io
+import keyword
+import random
+import re
+import tokenize
+import warnings
+from collections.abc import Callable, Iterator
+
+from torchtitan.data.sources import digest, python_stdlib
+from torchtitan.evaluation.tasks import Choice
+
+EXAMPLES = 120
+OF_A_FILE = 8  # at most
+LONGEST_FILE = 60_000  # characters; tokenizing longer ones takes long
+CONTEXT = 240  # characters at most, from the start of a line
+ANSWERS = 4
+CLOSING = {"(": ")", "[": "]", "{": "}"}
+BRACKETS = tuple(CLOSING.values())
+
+
+def identifiers(text: str, draw: random.Random) -> Iterator[Choice]:
+    """The next name in the code, and three others from the lines before it."""
+    tokens, starts = _tokens(text)
+    names = [(starts[token.start[0]] + token.start[1], token.string) for token in tokens if _is_name(token)]
+    for at, name in draw.sample(names, len(names)):
+        begin = _line_start(text, at)
+        before = sorted({other for place, other in names if begin <= place < at})
+        if at < 2 or text[at - 1] != " " or text[at - 2].isspace() or name not in before:
+            continue
+        others = [other for other in before if other != name]
+        if len(others) >= ANSWERS - 1:
+            yield _choice(text[begin : at - 1], name, draw.sample(others, ANSWERS - 1), draw)
+
+
+def brackets(text: str, draw: random.Random) -> Iterator[Choice]:
+    """The bracket that closes the innermost open one."""
+    tokens, starts = _tokens(text)
+    opened: list[int] = []
+    found = []
+    for token in tokens:
+        if token.type != tokenize.OP:
+            continue
+        at = starts[token.start[0]] + token.start[1]
+        if token.string in CLOSING:
+            opened.append(at)
+        elif token.string in BRACKETS and opened:
+            begin = _line_start(text, at)
+            if opened.pop() >= begin and (text[at - 1].isalnum() or text[at - 1].isspace()):
+                found.append(Choice(text[begin:at], BRACKETS, BRACKETS.index(token.string), delimiter=""))
+    yield from draw.sample(found, len(found))
+
+
+def docstrings(text: str, draw: random.Random) -> Iterator[Choice]:
+    """The name of the function with this docstring, and three others from the same module."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    names = sorted({node.name for node in nodes if not node.name.startswith("__")})
+    for node in draw.sample(nodes, len(nodes)):
+        lines = (ast.get_docstring(node) or "").splitlines()
+        others = [name for name in names if name != node.name]
+        if lines and 20 <= len(lines[0]) <= CONTEXT and node.name in names and len(others) >= ANSWERS - 1:
+            yield _choice(f"# {lines[0]}\ndef", node.name, draw.sample(others, ANSWERS - 1), draw)
+
+
+def make(kind: str) -> list[Choice]:
+    """The examples of an embedded task, the same ones each time; the right answers are evenly spread over brackets."""
+    find, files, draw = EMBEDDED[kind], python_stdlib(), random.Random(kind)
+    wanted = EXAMPLES // len(BRACKETS)
+    per_answer = dict.fromkeys(BRACKETS, 0)
+    examples: list[Choice] = []
+    for index in sorted(range(len(files)), key=lambda index: digest(files.files[files.spans[index].file])):
+        if files.sizes[files.spans[index].file] > LONGEST_FILE:
+            continue
+        text, taken = files[index].text, 0
+        missing = "".join(bracket for bracket in BRACKETS if per_answer[bracket] < wanted)
+        if find is brackets and not re.search(rf"[a-zA-Z0-9\s][{re.escape(missing)}]", text):
+            continue  # tokenizing takes far longer than this search
+        for example in _found(find, text, draw):
+            answer = example.choices[example.gold]
+            if answer in per_answer:
+                if per_answer[answer] >= wanted:
+                    continue
+                per_answer[answer] += 1
+            examples.append(example)
+            taken += 1
+            if taken == OF_A_FILE or len(examples) == EXAMPLES:
+                break
+        if len(examples) == EXAMPLES:
+            break
+    return examples
+
+
+def _found(find: Callable[[str, random.Random], Iterator[Choice]], text: str, draw: random.Random) -> Iterator[Choice]:
+    """The examples in a file; none in one that is not Python, such as a template."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in strings
+            yield from find(text, draw)
+    except (SyntaxError, tokenize.TokenError, ValueError):
+        return
+
+
+def _choice(context: str, right: str, wrong: list[str], draw: random.Random) -> Choice:
+    choices = [right, *wrong]
+    draw.shuffle(choices)
+    return Choice(context, tuple(choices), choices.index(right))
+
+
+def _tokens(text: str) -> tuple[list[tokenize.TokenInfo], list[int]]:
+    """The tokens, and where each line starts, by its number from 1."""
+    starts = [0, 0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    return list(tokenize.generate_tokens(io.StringIO(text).readline)), starts
+
+
+def _is_name(token: tokenize.TokenInfo) -> bool:
+    return token.type == tokenize.NAME and len(token.string) > 2 and not keyword.iskeyword(token.string)
+
+
+def _line_start(text: str, at: int) -> int:
+    """The first line start from CONTEXT characters before `at` on; that position if there is none."""
+    if at <= CONTEXT:
+        return 0
+    return text.find("\n", at - CONTEXT - 1, at) + 1 or at - CONTEXT
+
+
+EMBEDDED: dict[str, Callable[[str, random.Random], Iterator[Choice]]] = {
+    "stdlib_identifiers": identifiers,
+    "stdlib_brackets": brackets,
+    "stdlib_docstrings": docstrings,
+}

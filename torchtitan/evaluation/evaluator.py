@@ -1,0 +1,70 @@
+"""Asks a model all tasks, and shows what it can do."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.evaluation.requests import Encoder, Request, Score
+from torchtitan.evaluation.scoring import Scorer
+from torchtitan.evaluation.tasks import Metrics, Task
+
+COLUMNS = {
+    "acc": "{:.1%}",
+    "acc_norm": "{:.1%}",
+    "chance": "{:.1%}",
+    "bits_per_byte": "{:.4f}",
+    "perplexity": "{:,.2f}",
+    "document_perplexity": "{:,.2f}",
+}
+
+
+class Evaluator:
+    """All tasks of a run or command. The text is encoded once.
+
+    Args:
+        tasks: with different names.
+        tokenizer: of the model.
+        scorer: of the model.
+    """
+
+    def __init__(self, tasks: Sequence[Task], tokenizer: Tokenizer, scorer: Scorer) -> None:
+        self.tasks = tasks
+        self.scorer = scorer
+        self._encoder = Encoder(tokenizer, scorer.longest)
+        self._requests: list[list[list[Request]]] = []  # by task and example
+
+    def scores(self, should_stop: Callable[[], bool] = lambda: False) -> list[list[list[Score]]] | None:
+        """The scores of each task's examples' requests. None if the run is to stop before they are all there.
+        Collective."""
+        if not self._requests:
+            self._requests = [task.requests(self._encoder) for task in self.tasks]
+        flat = [request for task in self._requests for example in task for request in example]
+        found = self.scorer.score(flat, should_stop)
+        if found is None:
+            return None
+        scores = iter(found)
+        return [[list(itertools.islice(scores, len(example))) for example in task] for task in self._requests]
+
+    def metrics(self, scores: Sequence[Sequence[Sequence[Score]]]) -> dict[str, Metrics]:
+        """The metrics of each task."""
+        return {task.name: task.metrics(found) for task, found in zip(self.tasks, scores, strict=True)}
+
+    def details(self, scores: Sequence[Sequence[Sequence[Score]]]) -> list[dict[str, Any]]:
+        """The result of each example of each task, as JSON."""
+        return [
+            {"task": task.name, **detail}
+            for task, found in zip(self.tasks, scores, strict=True)
+            for detail in task.details(found)
+        ]
+
+
+def table(results: Mapping[str, Metrics]) -> str:
+    """One line for each task; a column for each metric that any of them has."""
+    columns = [name for name in COLUMNS if any(name in metrics for metrics in results.values())]
+    rows = [["task", *columns]]
+    for task, metrics in results.items():
+        rows.append([task, *(COLUMNS[name].format(metrics[name]) if name in metrics else "" for name in columns)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([task.ljust(widths[0]), *map(str.rjust, cells, widths[1:])] for task, *cells in rows)
+    return "\n".join("  ".join(line) for line in lines)

@@ -1,0 +1,95 @@
+"""From the entries of `evaluation.tasks` to tasks."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.training import Evaluation, Training, Validation
+from torchtitan.data.datasets import documents_of, held_out_documents
+from torchtitan.data.sources import Document
+from torchtitan.errors import ConfigError, DataError, nearest
+from torchtitan.evaluation.embedded import EMBEDDED, make
+from torchtitan.evaluation.formats import read_examples
+from torchtitan.evaluation.tasks import Choice, LastWords, MultipleChoice, Task, Text
+
+HELD_OUT = "held_out"
+TEXT = "text:"
+MOST_DOCUMENTS = 1000  # of a text, without a limit: data sets can be endless
+
+
+def find_tasks(
+    evaluation: Evaluation,
+    validation: Validation | None = None,
+    training: Training | None = None,
+    name_of: Callable[[str], str] = "evaluation.{}".format,
+) -> list[Task]:
+    """The tasks that `evaluation` names.
+
+    Args:
+        validation, training: of the run, whose held-out text can be evaluated; None without a run.
+        name_of: how messages call a key.
+
+    Raises:
+        UserError: there is no such task, or its file cannot be used.
+    """
+    key = name_of("tasks")
+    tasks: list[Task] = []
+    for entry in evaluation.tasks:
+        if entry == HELD_OUT:
+            if validation is None or training is None:
+                raise ConfigError(f"{key}: {HELD_OUT} is a run's own text; give {TEXT}PATH instead.")
+            if not (validation.enabled or validation.dataset or validation.dataset_path):
+                raise ConfigError(
+                    f"{key}: {HELD_OUT} needs text that is not trained on: set validation.enabled = true, or name a "
+                    "validation.dataset_path."
+                )
+            named = held_out_documents(validation, training)
+            tasks += [
+                _text(HELD_OUT if len(named) == 1 else f"{HELD_OUT}/{name}", documents, evaluation.limit, key)
+                for name, documents in named
+            ]
+        elif entry.startswith(TEXT):
+            path = entry.removeprefix(TEXT)
+            column = "text" if validation is None else validation.text_column
+            tasks.append(_text(Path(path).stem, documents_of(path, column, key), evaluation.limit, key))
+        else:
+            tasks.append(_examples(entry, evaluation, name_of))
+    names = [task.name for task in tasks]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{key}: two tasks are called {twice}; rename one of the files, or leave it out.")
+    return tasks
+
+
+def _examples(entry: str, evaluation: Evaluation, name_of: Callable[[str], str]) -> Task:
+    key, shots = name_of("tasks"), evaluation.num_fewshot
+    examples: list[Any]
+    if entry in EMBEDDED:
+        examples = make(entry)
+    else:
+        path = Path(entry).expanduser()
+        if not path.exists():
+            known = [*EMBEDDED, HELD_OUT]
+            raise ConfigError(
+                f"{key}: {entry!r} is neither a task{nearest(entry, known)} nor a file; known: {', '.join(known)}, "
+                f"{TEXT}PATH, and JSONL files like HellaSwag's, ARC's, PIQA's or LAMBADA's."
+            )
+        examples = read_examples(path, key)
+    if len(examples) <= shots:
+        raise ConfigError(
+            f"{name_of('num_fewshot')} = {shots} needs {shots + 1} examples, one of them to ask, and {entry} has "
+            f"{len(examples)}; lower it."
+        )
+    kind: Any = MultipleChoice if isinstance(examples[0], Choice) else LastWords
+    task: Task = kind(Path(entry).stem, examples, shots, evaluation.limit)
+    return task
+
+
+def _text(name: str, documents: Iterable[Document], limit: int | None, key: str) -> Text:
+    found: Sequence[tuple[str, str]] = [
+        (document.id, document.text)
+        for document in itertools.islice((one for one in documents if one.text), limit or MOST_DOCUMENTS)
+    ]
+    if not found:
+        raise DataError(f"{key}: {name} has no text.")
+    return Text(name, found)

@@ -1,0 +1,115 @@
+"""Reads task files: JSON lines in the formats of HellaSwag, ARC, PIQA and LAMBADA."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan.errors import DataError
+from torchtitan.evaluation.tasks import Choice, LastWord
+
+
+class Format(NamedTuple):
+    """A kind of line: the fields that it must have, and how to read it."""
+
+    fields: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], Choice | LastWord]
+
+
+def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
+    """The examples of a file. The first line's fields decide the format.
+
+    Args:
+        key: named in messages.
+
+    Raises:
+        DataError: the file is missing or empty, or a line cannot be used.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise DataError(f"{key}: {path} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key}: {path} is not UTF-8 ({error.reason} at byte {error.start}).") from None
+    examples: list[Any] = []
+    kind = ""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry, dict):
+                raise ValueError("not an object")
+            kind = kind or _kind(entry)
+            if missing := [name for name in FORMATS[kind].fields if name not in entry]:
+                raise ValueError(f"{', '.join(missing)} missing, which {kind} has")
+            examples.append(FORMATS[kind].read(entry))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            raise DataError(f"{key}: {path}, line {number}: {_reason(error)}.") from None
+    if not examples:
+        raise DataError(f"{key}: {path} is empty.")
+    return examples
+
+
+def _kind(entry: Mapping[str, Any]) -> str:
+    kind = next((name for name, kind in FORMATS.items() if all(field in entry for field in kind.fields)), None)
+    if kind is None:
+        known = "; ".join(f"{name}: {', '.join(kind.fields)}" for name, kind in FORMATS.items())
+        raise ValueError(f"its fields ({', '.join(entry)}) are those of no known format ({known})")
+    return kind
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON ({error.msg} at column {error.colno})"
+    return f"{error.args[0]} missing" if isinstance(error, KeyError) else str(error)
+
+
+def _choice(context: str, choices: list[str], gold: int) -> Choice:
+    if len(choices) < 2 or not all(isinstance(choice, str) and choice for choice in choices):
+        raise ValueError("there must be two or more choices, each a text")
+    if not 0 <= gold < len(choices):
+        raise ValueError(f"the right choice is number {gold}, and there are {len(choices)} (from 0)")
+    return Choice(context, tuple(choices), gold)
+
+
+def _hellaswag(entry: Mapping[str, Any]) -> Choice:
+    def clean(text: str) -> str:  # marks of the WikiHow pages
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+    context = f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}"
+    return _choice(clean(context), [clean(ending) for ending in entry["endings"]], int(entry["label"]))
+
+
+def _arc(entry: Mapping[str, Any]) -> Choice:
+    """With the fields of the Hub's version, or the nested ones of the original."""
+    question, choices = entry["question"], entry.get("choices")
+    if isinstance(question, dict):
+        question, choices = question["stem"], question["choices"]
+    if isinstance(choices, list):
+        choices = {name: [choice[name] for choice in choices] for name in ("text", "label")}
+    if not isinstance(choices, dict):
+        raise ValueError("choices missing")
+    if entry["answerKey"] not in choices["label"]:
+        raise ValueError(f"answerKey {entry['answerKey']!r} is none of the labels {', '.join(choices['label'])}")
+    return _choice(f"Question: {question}\nAnswer:", choices["text"], choices["label"].index(entry["answerKey"]))
+
+
+def _piqa(entry: Mapping[str, Any]) -> Choice:
+    return _choice(f"Question: {entry['goal']}\nAnswer:", [entry["sol1"], entry["sol2"]], int(entry["label"]))
+
+
+def _lambada(entry: Mapping[str, Any]) -> LastWord:
+    context, _, word = entry["text"].rpartition(" ")
+    if not context or not word:
+        raise ValueError("text must have two words or more, and no blank at the end")
+    return LastWord(context, word)
+
+
+FORMATS = {
+    "HellaSwag": Format(("activity_label", "ctx_a", "ctx_b", "endings", "label"), _hellaswag),
+    "ARC": Format(("question", "answerKey"), _arc),
+    "PIQA": Format(("goal", "sol1", "sol2", "label"), _piqa),
+    "LAMBADA": Format(("text",), _lambada),
+}

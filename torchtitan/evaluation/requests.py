@@ -1,0 +1,87 @@
+"""From text to the tokens whose likelihood is asked for, encoded and windowed as lm-evaluation-harness does."""
+
+import heapq
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchtitan.data.tokenizer import Tokenizer
+
+
+class Request(NamedTuple):
+    """Tokens, of which the last `scored` are predicted from those before them."""
+
+    tokens: "array[int]"
+    scored: int
+
+
+class Score(NamedTuple):
+    """The model's answer to a request.
+
+    Attributes:
+        log_likelihood: of the scored tokens together, natural logarithm.
+        greedy: whether each of them is the most likely one at its place.
+        tokens: how many were scored.
+    """
+
+    log_likelihood: float
+    greedy: bool
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns text into requests. Text begins as documents do in training: with BOS, if the tokenizer has one.
+
+    Attributes:
+        longest: tokens that the model sees at once; earlier ones are dropped.
+    """
+
+    tokenizer: Tokenizer
+    longest: int
+
+    def continuation(self, context: str, continuation: str) -> Request:
+        """Asks for the likelihood of `continuation` after `context`. Blanks between them count as part of the
+        continuation, where most tokenizers put them."""
+        kept = context.rstrip()
+        context, continuation = kept, context[len(kept) :] + continuation
+        encode, bos = self.tokenizer.encode, self.tokenizer.bos_id
+        if context:
+            before = [*([] if bos is None else [bos]), *encode(context)]
+            scored = [*([] if bos is None else [bos]), *encode(context + continuation)][len(before) :]
+        else:
+            before, scored = [self._begin], encode(continuation)
+        tokens = [*before, *(scored or encode(continuation))]  # nothing is left if the two share a token
+        scored_tokens = min(len(tokens) - len(before), self.longest)
+        return Request(array("i", tokens[-self.longest - 1 :]), scored_tokens)
+
+    def text(self, text: str) -> list[Request]:
+        """Asks for the likelihood of a whole text. Each token is scored once; windows do not overlap, but the last one
+        sees as much before its tokens as fits."""
+        tokens = [self._begin, *self.tokenizer.encode(text)]
+        requests = []
+        for start in range(1, len(tokens), self.longest):
+            end = min(start + self.longest, len(tokens))
+            requests.append(Request(array("i", tokens[max(end - self.longest - 1, 0) : end]), end - start))
+        return requests
+
+    @property
+    def _begin(self) -> int:
+        return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+
+
+def pack(requests: Sequence[Request], length: int) -> list[list[int]]:
+    """Distributes requests, by number, over rows of `length` positions: the longest first, each to the emptiest row, or
+    to a new one if it does not fit there. The result depends on nothing else."""
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # a heap of (-free positions, row)
+    for number in sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens)):
+        needed = len(requests[number].tokens) - 1
+        if not room or -room[0][0] < needed:
+            heapq.heappush(room, (-length, len(rows)))
+            rows.append([])
+        free, row = room[0]
+        rows[row].append(number)
+        heapq.heapreplace(room, (free + needed, row))
+    return rows

@@ -1,0 +1,44 @@
+"""What a model writes during training."""
+
+from collections.abc import Sequence
+
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.evaluation.scoring import Scorer, ShouldStop
+
+NEW_TOKENS = 64
+
+
+class Sampler:
+    """Continues prompts greedily, under every layout: for each new token, the whole text goes through the forward pass
+    that evaluation uses, so no layout needs a key-value cache.
+
+    Args:
+        prompts: each the start of a document.
+        tokenizer, scorer: of the model.
+    """
+
+    def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, scorer: Scorer) -> None:
+        self.prompts = prompts
+        self._tokenizer = tokenizer
+        self._scorer = scorer
+
+    def samples(self, should_stop: ShouldStop = lambda: False) -> list[tuple[str, str]] | None:
+        """Each prompt and its continuation, up to the end of the document or NEW_TOKENS tokens. None if the run is to
+        stop before. Collective."""
+        tokenizer = self._tokenizer
+        begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        texts = [[begin, *tokenizer.encode(prompt)] for prompt in self.prompts]
+        new: list[list[int]] = [[] for _ in texts]
+        for _ in range(NEW_TOKENS):
+            going = [row for row, ids in enumerate(new) if tokenizer.eos_id not in ids]
+            if not going:
+                break
+            chosen = self._scorer.next_tokens([texts[row] + new[row] for row in going], should_stop)
+            if chosen is None:
+                return None
+            for row, token in zip(going, chosen, strict=True):
+                new[row].append(token)
+        return [
+            (prompt, tokenizer.decode([token for token in ids if token != tokenizer.eos_id]))
+            for prompt, ids in zip(self.prompts, new, strict=True)
+        ]

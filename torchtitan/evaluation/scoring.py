@@ -1,0 +1,240 @@
+"""Log-likelihoods of requests, under every layout.
+
+Requests share rows and are kept apart by document ids, so every row is full and has the same length. The ranks divide
+the rows as they divide a training batch. The likelihood of each token is read where the model computes its loss: the
+module that has `cross_entropy` gets `TokenScores` in its place for the time of a forward pass.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.data import Batch
+from torchtitan.engine.engine import Engine
+from torchtitan.engine.train_step import forward
+from torchtitan.errors import ConfigError
+from torchtitan.evaluation.requests import Request, Score, pack
+from torchtitan.parallel.collectives import all_gather
+from torchtitan.parallel.fsdp import reshard
+from torchtitan.protocols import IGNORE_INDEX, Decoder
+
+USUAL_ROW = 1024  # tokens; where rows may be shorter than a sequence in training
+ROW_MULTIPLE = 64
+ShouldStop = Callable[[], bool]
+NOBODY = -1  # owner of a position that belongs to no request's scored tokens
+
+
+class TokenScores:
+    """Takes the place of a model's cross-entropy, and keeps what evaluation needs of each labelled position.
+
+    Args:
+        labels: number of labels in the batch; a view of them says by its offset which positions it covers.
+        mesh: the ranks that shard the vocabulary; None if this rank has all of it.
+    """
+
+    def __init__(self, labels: int, mesh: DeviceMesh | None, device: torch.device) -> None:
+        self._group = None if mesh is None else mesh.get_group().group_name
+        self.log_likelihoods = torch.zeros(labels, dtype=torch.float64, device=device)
+        self.best = torch.full((labels,), -1, device=device)  # the most likely token; -1: nothing was computed
+        """(labels,) int64."""
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        counted = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        if len(counted):
+            chosen = logits[counted]
+            if self._group is not None:
+                chosen = all_gather(chosen, 1, self._group)
+            log_probabilities = torch.log_softmax(chosen, -1, dtype=torch.float32)
+            places = counted + labels.storage_offset()
+            of_label = log_probabilities.gather(-1, labels[counted].unsqueeze(-1))[:, 0]
+            self.log_likelihoods[places] = of_label.double()
+            self.best[places] = chosen.argmax(-1)
+        return torch.zeros((), device=logits.device), logits
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model to ask.
+
+    Attributes:
+        forward: passes a batch through the model, or through the stages of its pipeline.
+        head: the module with `cross_entropy`; None if it is on another rank.
+        stages: resharded at the end.
+        device: of the model.
+        longest: tokens that the model sees at once.
+        fixed_rows: every row must have `longest` tokens: pipelines and context parallelism are built for one length,
+            and compiled code is compiled for it.
+        batch_size: rows in a batch of a data-parallel rank.
+        dp_rank, dp_size: of this process.
+        positions: of this rank's tokens in a row; None for all of them.
+        tensor_mesh: the ranks that shard the vocabulary; None if there are none.
+        name: of the model, in messages.
+    """
+
+    forward: Callable[[Batch], Any]
+    head: nn.Module | None
+    stages: Sequence[nn.Module]
+    device: torch.device
+    longest: int
+    fixed_rows: bool
+    batch_size: int
+    name: str
+    dp_rank: int = 0
+    dp_size: int = 1
+    positions: torch.Tensor | None = None
+    tensor_mesh: DeviceMesh | None = None
+
+    def score(self, requests: Sequence[Request], should_stop: ShouldStop = lambda: False) -> list[Score] | None:
+        """The scores, the same on every rank. None if the run is to stop before they are all there. Collective."""
+
+        def of_labels(found: TokenScores, labels: torch.Tensor) -> torch.Tensor:
+            return torch.stack([found.log_likelihoods, (found.best != labels).double()], 1)
+
+        totals = self._totals(requests, 2, of_labels, should_stop)
+        return (
+            None
+            if totals is None
+            else [
+                Score(log_likelihood, missed < 0.5, request.scored)
+                for (log_likelihood, missed), request in zip(totals, requests, strict=True)
+            ]
+        )
+
+    def next_tokens(self, texts: Sequence[Sequence[int]], should_stop: ShouldStop = lambda: False) -> list[int] | None:
+        """The most likely token after each text, the same on every rank. None if the run is to stop. Collective."""
+        requests = [Request(array("i", [*text[-self.longest :], 0]), 1) for text in texts]
+        totals = self._totals(requests, 1, lambda found, _: found.best.double().unsqueeze(-1), should_stop)
+        return None if totals is None else [round(token) for (token,) in totals]
+
+    def _totals(
+        self,
+        requests: Sequence[Request],
+        columns: int,
+        of_labels: Callable[[TokenScores, torch.Tensor], torch.Tensor],
+        should_stop: ShouldStop,
+    ) -> list[list[float]] | None:
+        """The sum of `of_labels`, (labels, columns) float64 for the labels of a batch, over each request's labels."""
+        totals = torch.zeros(len(requests), columns, dtype=torch.float64, device=self.device)
+        lengths = [len(request.tokens) - 1 for request in requests]
+        length = self._row_length(max(lengths), sum(lengths))
+        for numbers in self._batches(pack(requests, length)):
+            if should_stop():
+                reshard(self.stages)
+                return None
+            batch, owners = _build_batch(requests, numbers, length)
+            found, labels = self._run(batch), batch.labels
+            if found is None:
+                continue
+            if self.positions is not None:
+                labels, owners = labels[:, self.positions], owners[:, self.positions]
+            labels, owners = labels.flatten().to(self.device), owners.flatten().to(self.device)
+            counted = owners != NOBODY
+            if (found.best[counted] < 0).any():
+                raise ConfigError(_unsuitable(self.name))
+            totals.index_add_(0, owners[counted], of_labels(found, labels)[counted])
+        reshard(self.stages)
+        dist.all_reduce(totals)
+        if self.tensor_mesh is not None:
+            totals /= self.tensor_mesh.size()  # these ranks have found the same
+        return totals.tolist()
+
+    @torch.no_grad()
+    def _run(self, batch: Batch) -> TokenScores | None:
+        """The scores of a batch's labels at this rank's positions, flattened; None if another rank has them."""
+        with self._reading(batch) as scores:
+            self.forward(batch)
+        return scores
+
+    def _row_length(self, longest: int, total: int) -> int:
+        """Positions in a row, for requests of at most `longest` positions, `total` together."""
+        if self.fixed_rows:
+            return self.longest
+        return min(self.longest, -(-max(longest, min(total, USUAL_ROW)) // ROW_MULTIPLE) * ROW_MULTIPLE)
+
+    def _batches(self, rows: list[list[int]]) -> Iterator[list[list[int]]]:
+        """This rank's rows, batch by batch: as many batches on every rank, if need be with empty rows."""
+        together = self.batch_size * self.dp_size
+        least = self.batch_size if self.fixed_rows else 1
+        for first in range(0, len(rows), together):
+            mine = rows[first : first + together][self.dp_rank * self.batch_size :][: self.batch_size]
+            yield mine + [[]] * (least - len(mine))
+
+    @contextmanager
+    def _reading(self, batch: Batch) -> Iterator[TokenScores | None]:
+        if self.head is None:
+            yield None
+            return
+        if not hasattr(self.head, "cross_entropy"):
+            raise ConfigError(_unsuitable(self.name))
+        ranks = batch.tokens.shape[1] // len(self.positions) if self.positions is not None else 1
+        scores = TokenScores(batch.labels.numel() // ranks, self.tensor_mesh, self.device)
+        head: Any = self.head
+        before, head.cross_entropy = head.cross_entropy, scores
+        try:
+            yield scores
+        finally:
+            head.cross_entropy = before
+
+
+def _unsuitable(name: str) -> str:
+    return (
+        f"evaluation.tasks: the model {name} does not compute its loss with `self.cross_entropy` of logits and a view "
+        "of the labels, as Llama does, so its predictions cannot be read; do so, or unset evaluation.tasks and "
+        "validation.sample_prompts."
+    )
+
+
+def scorer_of_run(engine: Engine) -> Scorer:
+    """Asks the model that a run trains, in its layout."""
+    config, dims, device = engine.config, engine.meshes.dims, engine.device.torch_device
+    return Scorer(
+        forward=lambda batch: forward(engine, batch),
+        head=next((stage for stage in engine.stages.values() if getattr(stage, "output", stage) is not None), None),
+        stages=list(engine.stages.values()),
+        device=device,
+        longest=config.training.seq_len,
+        fixed_rows=dims.pp > 1 or dims.cp > 1 or config.training.compile,
+        batch_size=config.validation.local_batch_size,
+        name=f"{config.model.name} {config.model.flavor}",
+        dp_rank=engine.meshes.dp_rank,
+        dp_size=dims.dp,
+        positions=engine.positions if dims.cp > 1 else None,
+        tensor_mesh=engine.meshes.mesh["tp"] if dims.tp > 1 else None,
+    )
+
+
+def scorer_of_model(model: Decoder, longest: int, batch_size: int, name: str) -> Scorer:
+    """Asks a model that this process holds as a whole."""
+    device = next(model.parameters()).device
+
+    def run(batch: Batch) -> torch.Tensor:
+        assert batch.document_ids is not None
+        return model(batch.tokens.to(device), batch.labels.to(device), document_ids=batch.document_ids.to(device))
+
+    return Scorer(run, model, [], device, longest, fixed_rows=False, batch_size=batch_size, name=name)
+
+
+def _build_batch(requests: Sequence[Request], rows: Sequence[Sequence[int]], length: int) -> tuple[Batch, torch.Tensor]:
+    """A batch of rows, and for each label the number of the request whose score it counts for, or NOBODY."""
+    shape = len(rows), length
+    tokens, documents = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    labels, owners = torch.full(shape, IGNORE_INDEX), torch.full(shape, NOBODY)
+    for row, numbers in enumerate(rows):
+        start = 0
+        for place, number in enumerate(numbers, start=1):
+            request = requests[number]
+            ids = torch.tensor(request.tokens, dtype=torch.int64)
+            end = start + len(ids) - 1
+            tokens[row, start:end] = ids[:-1]
+            documents[row, start:end] = place  # 0 is what follows the last request
+            labels[row, end - request.scored : end] = ids[-request.scored :]
+            owners[row, end - request.scored : end] = number
+            start = end
+    return Batch(tokens, labels, documents, None), owners

@@ -1,0 +1,213 @@
+"""What is asked of a model, and what the answers amount to. Metrics are those of lm-evaluation-harness."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from torchtitan.evaluation.requests import Encoder, Request, Score
+
+SHOT_SEPARATOR = "\n\n"
+Metrics = dict[str, float]
+
+
+class Task(Protocol):
+    """Examples, each with one or more requests.
+
+    Attributes:
+        name: in metrics and tables.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def requests(self, encoder: Encoder) -> list[list[Request]]:
+        """The requests of each example."""
+        ...
+
+    def metrics(self, scores: Sequence[Sequence[Score]]) -> Metrics:
+        """From the scores of each example's requests."""
+        ...
+
+    def details(self, scores: Sequence[Sequence[Score]]) -> list[dict[str, Any]]:
+        """The result of each example, as JSON."""
+        ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A question with several answers.
+
+    Attributes:
+        context: what comes before the answer.
+        choices: the answers.
+        gold: index of the right one.
+        delimiter: between context and answer.
+    """
+
+    context: str
+    choices: tuple[str, ...]
+    gold: int
+    delimiter: str = " "
+
+    @property
+    def solved(self) -> str:
+        return f"{self.context}{self.delimiter}{self.choices[self.gold]}"
+
+
+@dataclass(frozen=True)
+class LastWord:
+    """A text whose last word is to be predicted."""
+
+    context: str
+    word: str
+
+    @property
+    def solved(self) -> str:
+        return f"{self.context} {self.word}"
+
+
+E = TypeVar("E", Choice, LastWord)
+
+
+@dataclass(frozen=True)
+class Examples(Generic[E]):
+    """The examples of a task, and what comes before them.
+
+    Attributes:
+        name: of the task.
+        examples: all of them.
+        num_fewshot: how many solved examples come before each: the first ones that differ from it.
+        limit: ask only the first so many; None: all.
+    """
+
+    name: str
+    examples: Sequence[E]
+    num_fewshot: int = 0
+    limit: int | None = None
+
+    @property
+    def asked(self) -> Sequence[E]:
+        return self.examples[: self.limit]
+
+    def context(self, example: E) -> str:
+        """The context of an example, after the solved ones."""
+        others: list[E] = []
+        for other in self.examples:
+            if len(others) == self.num_fewshot:
+                break
+            if other != example:
+                others.append(other)
+        return "".join(f"{other.solved}{SHOT_SEPARATOR}" for other in others) + example.context
+
+
+class MultipleChoice(Examples[Choice]):
+    """The answer whose likelihood is highest: `acc`, by the sum of its tokens' log-likelihoods; `acc_norm`, by that sum
+    over the answer's length in characters. `chance` is what guessing gives."""
+
+    def requests(self, encoder: Encoder) -> list[list[Request]]:
+        return [
+            [encoder.continuation(context, f"{example.delimiter}{choice}") for choice in example.choices]
+            for example in self.asked
+            for context in [self.context(example)]
+        ]
+
+    def metrics(self, scores: Sequence[Sequence[Score]]) -> Metrics:
+        answers = [self._answers(example, found) for example, found in zip(self.asked, scores, strict=True)]
+        right = [
+            [answer == example.gold for answer in given] for example, given in zip(self.asked, answers, strict=True)
+        ]
+        acc, acc_norm = (statistics.fmean(column) for column in zip(*right, strict=True))
+        chance = statistics.fmean(1 / len(example.choices) for example in self.asked)
+        return {"acc": acc, "acc_norm": acc_norm, "chance": chance}
+
+    def details(self, scores: Sequence[Sequence[Score]]) -> list[dict[str, Any]]:
+        return [
+            {
+                "context": example.context,
+                "choices": list(example.choices),
+                "gold": example.gold,
+                "log_likelihoods": [score.log_likelihood for score in found],
+                **dict(zip(("answer", "answer_norm"), self._answers(example, found), strict=True)),
+            }
+            for example, found in zip(self.asked, scores, strict=True)
+        ]
+
+    def _answers(self, example: Choice, scores: Sequence[Score]) -> tuple[int, int]:
+        likelihoods = np.array([score.log_likelihood for score in scores])
+        lengths = np.array([len(choice) for choice in example.choices])
+        return int(np.argmax(likelihoods)), int(np.argmax(likelihoods / lengths))
+
+
+class LastWords(Examples[LastWord]):
+    """`acc`: how often every token of the last word is the most likely one; `perplexity` of a word."""
+
+    def requests(self, encoder: Encoder) -> list[list[Request]]:
+        return [[encoder.continuation(self.context(example), f" {example.word}")] for example in self.asked]
+
+    def metrics(self, scores: Sequence[Sequence[Score]]) -> Metrics:
+        return {
+            "acc": statistics.fmean(score.greedy for (score,) in scores),
+            "perplexity": exp(-statistics.fmean(score.log_likelihood for (score,) in scores)),
+        }
+
+    def details(self, scores: Sequence[Sequence[Score]]) -> list[dict[str, Any]]:
+        return [
+            {"context": example.context, "word": example.word, "log_likelihood": score.log_likelihood,
+             "greedy": score.greedy}
+            for example, (score,) in zip(self.asked, scores, strict=True)
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Text:
+    """Whole documents: `bits_per_byte` of UTF-8, which compares models with different tokenizers; `perplexity` of a
+    token over all documents; `document_perplexity`, the median of the documents' own.
+
+    Attributes:
+        name: of the task.
+        documents: (id, text) of each.
+    """
+
+    name: str
+    documents: Sequence[tuple[str, str]]
+
+    def requests(self, encoder: Encoder) -> list[list[Request]]:
+        return [encoder.text(text) for _, text in self.documents]
+
+    def metrics(self, scores: Sequence[Sequence[Score]]) -> Metrics:
+        each = [_total(found) for found in scores]
+        log_likelihood, tokens = (sum(column) for column in zip(*each, strict=True))
+        return {
+            "bits_per_byte": -log_likelihood / math.log(2) / sum(len(text.encode()) for _, text in self.documents),
+            "perplexity": exp(-log_likelihood / tokens),
+            "document_perplexity": statistics.median(exp(-own / count) for own, count in each),
+        }
+
+    def details(self, scores: Sequence[Sequence[Score]]) -> list[dict[str, Any]]:
+        return [
+            {
+                "document": id,
+                "log_likelihood": log_likelihood,
+                "tokens": tokens,
+                "bytes": len(text.encode()),
+                "perplexity": exp(-log_likelihood / tokens),
+            }
+            for (id, text), (log_likelihood, tokens) in zip(self.documents, map(_total, scores), strict=True)
+        ]
+
+
+def _total(scores: Sequence[Score]) -> tuple[float, int]:
+    """Log-likelihood and tokens of a document."""
+    return math.fsum(score.log_likelihood for score in scores), sum(score.tokens for score in scores)
+
+
+def exp(value: float) -> float:
+    """Infinity where the result is too large, as for a model that has diverged."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
