@@ -1,5 +1,5 @@
 """lm-evaluation-harness as the judge: on a model exported for `transformers` it gets the same results from the same
-files. `pip install lm_eval` is needed, into an environment that has this project's packages."""
+files. `pip install "lm_eval[hf]"` is needed, into an environment that has this project's packages."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ OURS = {"hellaswag": "hellaswag", "arc": "arc_easy", "piqa": "piqa", "lambada": 
 
 @pytest.mark.parametrize("shots", [0, 2])
 def test_lm_eval_gets_the_same(shots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed (pip install lm_eval)")
+    lm_eval = pytest.importorskip("lm_eval", reason='lm_eval is not installed (pip install "lm_eval[hf]")')
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))

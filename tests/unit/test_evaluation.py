@@ -206,7 +206,7 @@ def test_mistakes_end_a_run_before_it_trains(tmp_path: Path) -> None:
 
 def test_a_frequency_without_tasks_is_told(tmp_path: Path) -> None:
     output = train(*TINY, into(tmp_path), "--evaluation.freq=5", "--training.steps=1")
-    assert "evaluation.freq: no effect in this run, without evaluation.tasks" in output
+    assert "evaluation.freq: no effect in this run without evaluation.tasks" in output
 
 
 @pytest.fixture(scope="module")

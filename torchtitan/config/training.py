@@ -179,6 +179,6 @@ class Evaluation:
             "LAMBADA's; held_out or text:PATH for bits per byte."
         ),
     ] = field(default_factory=list)
-    freq: Annotated[PositiveInt, Doc("Training steps from one evaluation to the next.")] = 500
+    freq: Annotated[PositiveInt, Doc("Training steps between evaluations.")] = 500
     num_fewshot: Annotated[NonNegativeInt, Doc("Solved examples before each one: the first others of its file.")] = 0
     limit: Annotated[PositiveInt | None, Doc("Take only the first so many examples of each task; none: all.")] = None

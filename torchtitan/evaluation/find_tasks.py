@@ -11,7 +11,7 @@ from torchtitan.data.sources import Document
 from torchtitan.errors import ConfigError, DataError, nearest
 from torchtitan.evaluation.embedded import EMBEDDED, make
 from torchtitan.evaluation.formats import read_examples
-from torchtitan.evaluation.tasks import Choice, Examples, LastWords, MultipleChoice, Task, Text
+from torchtitan.evaluation.tasks import Choice, LastWords, MultipleChoice, Task, Text
 
 HELD_OUT = "held_out"
 TEXT = "text:"
@@ -63,8 +63,10 @@ def find_tasks(
 
 def _examples(entry: str, evaluation: Evaluation, name_of: Callable[[str], str]) -> Task:
     key, shots = name_of("tasks"), evaluation.num_fewshot
-    examples = make(entry) if entry in EMBEDDED else None
-    if examples is None:
+    examples: list[Any]
+    if entry in EMBEDDED:
+        examples = make(entry)
+    else:
         path = Path(entry).expanduser()
         if not path.exists():
             known = [*EMBEDDED, HELD_OUT]
@@ -72,15 +74,15 @@ def _examples(entry: str, evaluation: Evaluation, name_of: Callable[[str], str])
                 f"{key}: {entry!r} is neither a task{nearest(entry, known)} nor a file; known: {', '.join(known)}, "
                 f"{TEXT}PATH, and JSONL files like HellaSwag's, ARC's, PIQA's or LAMBADA's."
             )
-        examples = read_examples(path, key)  # type: ignore[assignment]
-    assert examples is not None
+        examples = read_examples(path, key)
     if len(examples) <= shots:
         raise ConfigError(
             f"{name_of('num_fewshot')} = {shots} needs {shots + 1} examples, one of them to ask, and {entry} has "
             f"{len(examples)}; lower it."
         )
-    kind: type[Examples[Any]] = MultipleChoice if isinstance(examples[0], Choice) else LastWords
-    return kind(Path(entry).stem, examples, shots, evaluation.limit)  # type: ignore[return-value]
+    kind: Any = MultipleChoice if isinstance(examples[0], Choice) else LastWords
+    task: Task = kind(Path(entry).stem, examples, shots, evaluation.limit)
+    return task
 
 
 def _text(name: str, documents: Iterable[Document], limit: int | None, key: str) -> Text:

@@ -1,7 +1,7 @@
 """Log-likelihoods of requests, under every layout.
 
-Requests share rows and are kept apart by document ids, so every row is full and has the same length. The ranks divide
-the rows as they divide a training batch. The likelihood of each token is read where the model computes its loss: the
+Requests share rows and are kept apart by document ids, so rows are almost full and have the same length. The ranks
+divide the rows as they divide a training batch. The likelihood of each token is read where the model computes its loss: the
 module that has `cross_entropy` gets `TokenScores` in its place for the time of a forward pass.
 """
 
@@ -98,14 +98,12 @@ class Scorer:
             return torch.stack([found.log_likelihoods, (found.best != labels).double()], 1)
 
         totals = self._totals(requests, 2, of_labels, should_stop)
-        return (
-            None
-            if totals is None
-            else [
-                Score(log_likelihood, missed < 0.5, request.scored)
-                for (log_likelihood, missed), request in zip(totals, requests, strict=True)
-            ]
-        )
+        if totals is None:
+            return None
+        return [
+            Score(log_likelihood, missed < 0.5, request.scored)
+            for (log_likelihood, missed), request in zip(totals, requests, strict=True)
+        ]
 
     def next_tokens(self, texts: Sequence[Sequence[int]], should_stop: ShouldStop = lambda: False) -> list[int] | None:
         """The most likely token after each text, the same on every rank. None if the run is to stop. Collective."""

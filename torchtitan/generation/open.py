@@ -38,7 +38,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype with this name; for "auto" the one that the device multiplies faster."""
     if name == "auto":
         name = "bfloat16" if device.type != "cpu" or bfloat16_is_fast() else "float32"
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_path: str | None = None) -> OpenedModel:
