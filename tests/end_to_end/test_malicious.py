@@ -116,7 +116,7 @@ def test_tensors_are_not_read_from_elsewhere(name: str, checkpoint: Path) -> Non
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     files = {file: FileRecord(**record) for file, record in manifest["files"].items()}
     write_manifest(checkpoint, {"step": 2}, {**files, name: FileRecord(Path(checkpoint / name).stat().st_size, "")})
-    with pytest.raises(CheckpointError, match=r"manifest\.json names .*not a file in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json lists .*not a file in the checkpoint"):
         train_here(*FLAGS, into(checkpoint.parents[1]))
 
 
