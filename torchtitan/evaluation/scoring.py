@@ -1,8 +1,8 @@
 """Log-likelihoods of requests, under every layout.
 
 Requests share rows and are kept apart by document ids, so rows are almost full and have the same length. The ranks
-divide the rows as they divide a training batch. The likelihood of each token is read where the model computes its
-loss: the module that has `cross_entropy` gets `TokenScores` in its place for the time of a forward pass.
+divide the rows as they divide a training batch. The likelihood of each token is read where the model computes its loss:
+the module that has `cross_entropy` gets `TokenScores` in its place for the time of a forward pass.
 """
 
 from array import array
