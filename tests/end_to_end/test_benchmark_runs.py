@@ -123,3 +123,9 @@ def test_gpu_on_tiny_shapes(tmp_path: Path) -> None:
     assert "would convert no layer" in filtered["failed"]  # the next row still ran
     page = (tmp_path / "smoke.md").read_text()
     assert "2 of 16" in page and "- 1B, float8 rowwise, auto_filter_small_kn: ConfigError" in page
+
+
+def test_generation_beside_transformers() -> None:
+    output = bench("generation", "--rounds=1", "--new=2", "--prompt=3", "--batches=1,2", "--dtype=float32")
+    rows = [line.split("|") for line in output.splitlines() if line.startswith(("| 1 ", "| 2 "))]
+    assert len(rows) == 2 and all(float(row[3]) > 0 for row in rows)
