@@ -1,6 +1,8 @@
 """Packages that were carried to a machine without a network, made by scripts/carry_for_gpu.sh.
 
-python scripts/carried.py     unpacks those for this Python, if there are any, and prints their folder
+python scripts/carried.py [peer]     unpacks those for this Python, if there are any, and prints their folder
+
+The folder is for PYTHONPATH, so pip is not needed. With `peer` it is that of the trainer for comparison.
 """
 
 import sys
@@ -10,8 +12,8 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "carried" / f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def unpacked(folder: Path = FOLDER) -> Path | None:
-    """The folder to put on PYTHONPATH, so that pip is not needed; None if nothing was carried for this Python."""
+def unpacked(folder: Path) -> Path | None:
+    """The folder of the packages; None if nothing was carried for this Python."""
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
         return None
@@ -26,4 +28,4 @@ def unpacked(folder: Path = FOLDER) -> Path | None:
 
 
 if __name__ == "__main__":
-    print(unpacked() or "")
+    print(unpacked(FOLDER.joinpath(*sys.argv[1:])) or "")

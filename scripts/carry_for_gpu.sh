@@ -22,8 +22,7 @@ download() {  # into folder $1, the packages $2...
 rm -rf "$FOLDER"
 download "$FOLDER" -c "$ROOT/constraints.txt" torchao pydantic tomli_w numpy sentencepiece safetensors tqdm \
     pytest pytest-timeout pytest-xdist
-# Without what is only needed for its data and plots.
-download "$FOLDER/peer" --no-deps torchtitan==0.1.0 tyro docstring-parser typeguard tiktoken regex
+download "$FOLDER/peer" --no-deps torchtitan==0.1.0  # benchmarks/gpu_peer.py does without what it imports
 size="$(du -sm "$FOLDER" | cut -f1)"
 echo "carried/$WANTED: $(find "$FOLDER" -name '*.whl' | wc -l) packages, $size MiB"
 if [ "$size" -ge "$LIMIT" ]; then
