@@ -2,20 +2,21 @@
 
 python -m benchmarks gpu [--minutes 9] [--models 8B,3B,1B] [--rows "bf16 compiled,float8 tensorwise"] [--name h200]
 
-It runs from a bare checkout and needs only torch 2.11 or later and torchao. Rows run in order of importance; those for
-which no time is left are dropped, and the table says so. The table is written after each row, to
-benchmarks/results/NAME.md and NAME.json. `--smoke` runs tiny shapes uncompiled, on CPU too.
+It runs from a bare checkout and needs only torch 2.11 or later and the packages of carried/ (scripts/carry_for_gpu.sh).
+Rows run in order of importance; those for which no time is left are dropped, and the table says so. The table is
+written after each row, to benchmarks/results/NAME.md and NAME.json. `--smoke` runs tiny shapes uncompiled, on CPU too.
 
 A row is `torchtitan.engine.train_step` (model, converter, per-block compile, FSDP2 on a group of one, clipping, fused
 AdamW with float32 weights and states) on random tokens, without activation checkpointing. If not all layers of a model
 fit in memory, the row uses fewer and says how many. Steps are timed with CUDA events, without synchronization in
 between. The first step (compilation), a step that counts low-precision GEMMs, and one more are not timed. The
 compiler's cache starts empty, except for the rows called "cached". One process runs the rows in order. A row that fails
-ends the process and is recorded with the reason; the next row runs in a new process.
+is recorded with the reason, and ends the process only where it leaves memory or the GPU unusable. Rows of torchtitan
+0.1.0 are its own trainer's steps (gpu_peer.py), if it was carried.
 """
 
 import argparse
-import importlib
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,6 @@ import sys
 import tempfile
 import threading
 import time
-import types
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,14 +35,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_report import report
-from benchmarks.gpu_rows import BASE, CACHED, MODELS, RECIPES, Recipe, Row
+from benchmarks.gpu_rows import BASE, CACHED, MODELS, PEER, PEERS, RECIPES, Recipe, Row, rows_by_worth
 from benchmarks.runs import ROOT
 from benchmarks.tables import write_json
 
 SEQ_LEN = 8192
 MARK = "@gpu "  # prefix of the lines that a worker sends to its parent
 RESERVE = 8.0  # seconds before the deadline at which the last row must have finished
+ROW_SECONDS = 150.0  # after which a row is given up
 OUT_OF_MEMORY = "out of memory"
+OURS, THEIRS = "gpu.py", "gpu_peer.py"  # workers
 
 
 # The parent: does not import torch, passes rows to workers, and writes their results.
@@ -68,21 +70,12 @@ def main() -> None:
     start = time.monotonic()
     wanted = [name.strip() for name in arguments.rows.split(",") if name.strip()]
     unknown = set(arguments.models.split(",")) - set(MODELS)
-    names = [recipe.name.replace(",", "") for recipe in (*RECIPES, CACHED)]
+    names = [recipe.name.replace(",", "") for recipe in (*RECIPES, CACHED, *PEERS)]
     unknown |= set(wanted) - set(names)
     if unknown:
         sys.exit(f"unknown: {', '.join(sorted(unknown))}; models are {', '.join(MODELS)}, rows {', '.join(names)}")
     models = arguments.models.split(",")
-    rows = [
-        Row(
-            model, replace(recipe, compile=recipe.compile and not arguments.smoke), recipe is BASE or model == models[0]
-        )
-        for model, recipe in [
-            *((m, r) for m in models for r in RECIPES),
-            *([(models[0], CACHED)] * (not arguments.smoke)),
-        ]
-        if not wanted or recipe.name.replace(",", "") in wanted
-    ]
+    rows = rows_by_worth(models, wanted, arguments.smoke)
     run = Run(start + 60 * arguments.minutes, arguments)
     run.all(rows)
     if not any("rate" in result for result in run.results):
@@ -102,6 +95,8 @@ class Run:
         self.about: dict[str, Any] = {}
         self.results: list[dict[str, Any]] = []
         self.cache = tempfile.mkdtemp()
+        self.carried = carried()
+        self.peer = carried("peer")
 
     def all(self, rows: list[Row]) -> None:
         try:
@@ -114,12 +109,36 @@ class Run:
 
     def one_worker(self, rows: list[Row]) -> list[Row]:
         """Runs a worker until it ends, normally or not. Returns the remaining rows."""
-        cached = next(
-            (number for number, row in enumerate(rows) if row.recipe.name == CACHED.name and number), len(rows)
-        )
-        rows, later = rows[:cached], rows[cached:]
+        kind = rows[0].recipe.process
+        count = len(list(itertools.takewhile(lambda row: row.recipe.process == kind, rows)))
+        rows, later = rows[:count], rows[count:]
+        if kind == "peer" and not self.about:  # ours describes the machine
+            self.start(OURS, [])
+        if kind == "peer" and not self.peer:
+            self.results += [{**dropped(row), "failed": "not carried here (scripts/carry_for_gpu.sh)"} for row in rows]
+            return later
+        before = len(self.results)
+        status, stopped = self.start(THEIRS if kind == "peer" else OURS, rows)
+        done = len(self.results) - before
+        left = rows[done:]
+        if left and stopped:
+            self.results.append({**dropped(left.pop(0)), "failed": stopped})
+        elif left and status != 0 and not done:
+            self.results.append({**dropped(left.pop(0)), "failed": f"its process exited with status {status}"})
+        last = self.results[-1] if self.results else {}
+        first = kind == "peer" or last.get("recipe") == BASE.name
+        if done and OUT_OF_MEMORY in last.get("failed", "") and first and (last["layers"] or 0) > 1:
+            layers = max(1, int(0.75 * last["layers"]))  # the estimate was wrong: retry with fewer
+            again = [rows[done - 1], *left]
+            left = [replace(row, layers=layers) if row.model == last["model"] else row for row in again]
+        return left + later
+
+    def start(self, script: str, rows: list[Row]) -> tuple[int, str]:
+        """Runs a worker. Returns its exit status, and why it was stopped, or ""."""
+        ours = [result for result in self.results if "rate" in result and not result["recipe"].startswith(PEER)]
+        layers = {result["model"]: result["layers"] for result in ours}
         task = {
-            "rows": [asdict(row) for row in rows],
+            "rows": [asdict(replace(row, layers=row.layers or layers.get(row.model))) for row in rows],
             "seconds": self.deadline - RESERVE - time.monotonic(),
             "steps": self.arguments.steps,
             "smoke": self.arguments.smoke,
@@ -129,42 +148,40 @@ class Run:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": self.cache, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         environment.setdefault("TEARDOWN_CUPTI", "1")  # otherwise tracing slows down the following rows
+        paths = [self.peer if script == THEIRS else str(ROOT), os.environ.get("PYTHONPATH"), self.carried]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps(task)],
+            [sys.executable, str(Path(__file__).with_name(script)), "--worker", json.dumps(task)],
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
             start_new_session=True,  # a separate process group: the compiler's processes must not outlive it
         )
         assert process.stdout is not None
-        timed_out = threading.Event()
+        stopped = ""
 
         def stop() -> None:
-            timed_out.set()
+            nonlocal stopped
+            late = time.monotonic() > self.deadline - RESERVE - 1
+            stopped = "stopped: no time left" if late else f"stopped after {ROW_SECONDS:.0f} s"
             os.killpg(process.pid, signal.SIGKILL)
 
-        timer = threading.Timer(task["seconds"], stop)
-        timer.start()
-        before = len(self.results)
+        def new_timer() -> threading.Timer:
+            timer = threading.Timer(min(ROW_SECONDS, self.deadline - RESERVE - time.monotonic()), stop)
+            timer.start()
+            return timer
+
+        timer = new_timer()
         for line in process.stdout:
             if line.startswith(MARK):
                 self.take(json.loads(line.removeprefix(MARK)))
+                timer.cancel()
+                timer = new_timer()
             else:
                 print(line, end="", flush=True)
         status = process.wait()
         timer.cancel()
-        done = len(self.results) - before
-        left = rows[done:]
-        if left and timed_out.is_set():
-            self.results.append({**dropped(left.pop(0)), "failed": "stopped: no time left"})
-        elif left and status != 0 and not done:
-            self.results.append({**dropped(left.pop(0)), "failed": f"its process exited with status {status}"})
-        last = self.results[-1] if self.results else {}
-        if done and OUT_OF_MEMORY in last.get("failed", "") and last["recipe"] == BASE.name and last["layers"] > 1:
-            layers = max(1, int(0.75 * last["layers"]))  # the estimate was wrong: retry with fewer
-            again = [rows[done - 1], *left]
-            left = [replace(row, layers=layers) if row.model == last["model"] else row for row in again]
-        return left + later
+        return status, stopped
 
     def take(self, message: dict[str, Any]) -> None:
         if "machine" in message:
@@ -185,6 +202,12 @@ class Run:
         (self.arguments.output / f"{name}.md").write_text(report(self.about, self.results, BASE.name))
 
 
+def carried(*part: str) -> str:
+    """The folder of packages that were brought along; empty if there are none."""
+    command = [sys.executable, str(ROOT / "scripts" / "carried.py"), *part]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
 def dropped(row: Row) -> dict[str, Any]:
     return {"model": row.model, "recipe": row.recipe.name, "layers": row.layers, "failed": "dropped: no time left"}
 
@@ -201,7 +224,6 @@ def work(
 ) -> None:
     """Runs rows in order until one fails, or less than the `longest` of them is left of its `seconds`."""
     end = time.monotonic() + seconds
-    stand_in_for_missing()
     from benchmarks.gpu_row import Bench
 
     bench = Bench(smoke, SEQ_LEN, steps)
@@ -216,31 +238,21 @@ def work(
         start = time.monotonic()
         about = {"model": row.model, "recipe": row.recipe.name}
         layers = row.layers or bench.layers_that_fit(*MODELS[row.model])
+        usable = True
         try:
             result = bench.run(*MODELS[row.model], layers, row.recipe, row.traced)
+            wall_seconds = time.monotonic() - start
+            send({**about, "layers": layers, **result, "wall_seconds": wall_seconds})
+            longest = max(longest, wall_seconds)
         except Exception as error:
             reason = OUT_OF_MEMORY if OUT_OF_MEMORY in str(error) else f"{type(error).__name__}: {error}"
             send({**about, "layers": layers, "failed": " ".join(reason.split())[:400]})
+            usable = OUT_OF_MEMORY not in reason and "CUDA error" not in reason
+        if not usable:
             sys.exit(1)  # frees everything with the process
-        wall_seconds = time.monotonic() - start
-        send({**about, "layers": layers, **result, "wall_seconds": wall_seconds})
-        longest = max(longest, wall_seconds)
         if not bench.clean():
             break
     bench.close()
-
-
-def stand_in_for_missing() -> None:
-    """Replaces missing packages. pydantic and annotated_types only validate user input, and there is none here, so
-    empty modules are enough to import `torchtitan.config`."""
-    for name, parts in {"annotated_types": ("Ge", "Gt", "Le"), "pydantic": ()}.items():
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            module = types.ModuleType(name)
-            for part in parts:
-                setattr(module, part, lambda limit: limit)
-            sys.modules[name] = module
 
 
 def send(message: dict[str, Any]) -> None:

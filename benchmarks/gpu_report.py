@@ -17,6 +17,8 @@ def report(about: dict[str, Any], results: Sequence[Result], base: str) -> str:
         about: `machine` and `settings`.
         base: the recipe that others are compared with, for the same shape.
     """
+    models = list(dict.fromkeys(result["model"] for result in results))
+    results = sorted(results, key=lambda result: models.index(result["model"]))
     done = [result for result in results if "rate" in result]
     parts = [
         f"# Training on {about['machine']['device']}",

@@ -1,6 +1,7 @@
 """The rows of gpu.py's table: models and recipes."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MODELS = {"8B": ("llama3", "8B"), "3B": ("llama3.2", "3B"), "1B": ("llama3.2", "1B")}
@@ -13,28 +14,46 @@ class Recipe:
     Attributes:
         converter: name, or "".
         keys: of the converter's section. `output` stays in bf16 (docs/performance.md).
+        peer: it is a row of the trainer that ours is compared with.
     """
 
     name: str
     compile: bool = True
     converter: str = ""
     keys: dict[str, Any] = field(default_factory=dict)
+    peer: bool = False
+
+    @property
+    def process(self) -> str:
+        """Rows in a row with the same one can share a process."""
+        return "peer" if self.peer else self.name if self.name == CACHED.name else ""
 
 
 def float8(recipe_name: str, *filters: str) -> dict[str, Any]:
     return {"recipe_name": recipe_name, "filter_fqns": ["output", *filters]}
 
 
+PEER = "torchtitan 0.1.0"
 BASE = Recipe("bf16 compiled")
-RECIPES = (
-    BASE,
-    Recipe("float8 tensorwise", converter="float8", keys=float8("tensorwise")),
-    Recipe("float8 rowwise, auto_filter_small_kn", converter="float8", keys=float8("rowwise", "auto_filter_small_kn")),
-    Recipe("float8 rowwise", converter="float8", keys=float8("rowwise")),
-    Recipe("int8 rowwise", converter="int8"),
-    Recipe("bf16 eager", compile=False),
+TENSORWISE = Recipe("float8 tensorwise", converter="float8", keys=float8("tensorwise"))
+FILTERED = Recipe(
+    "float8 rowwise, auto_filter_small_kn", converter="float8", keys=float8("rowwise", "auto_filter_small_kn")
 )
+ROWWISE = Recipe("float8 rowwise", converter="float8", keys=float8("rowwise"))
+INT8 = Recipe("int8 rowwise", converter="int8")
+EAGER = Recipe("bf16 eager", compile=False)
+RECIPES = (BASE, TENSORWISE, FILTERED, ROWWISE, INT8, EAGER)
 CACHED = Recipe("bf16 compiled, cached")  # of the first model, last and in a new process
+PEERS = (
+    Recipe(f"{PEER}, bf16 compiled", peer=True),
+    Recipe(f"{PEER}, float8 tensorwise", converter="float8", keys=float8("tensorwise"), peer=True),
+)
+# What the aims are about (docs/performance.md) comes first; then every other combination. The peer has no tied
+# embeddings, so only one model is the same there.
+FIRST = (
+    *(("8B", BASE), ("8B", TENSORWISE), ("3B", BASE), ("8B", FILTERED), ("1B", BASE), ("1B", INT8)),
+    *(("3B", TENSORWISE), ("8B", PEERS[0]), ("8B", PEERS[1]), ("8B", INT8), ("8B", ROWWISE), ("8B", EAGER)),
+)
 
 
 @dataclass(frozen=True)
@@ -53,3 +72,22 @@ class Row:
 
     def __str__(self) -> str:
         return f"{self.model}, {self.recipe.name}"
+
+
+def rows_by_worth(models: Sequence[str], names: Sequence[str], smoke: bool) -> list[Row]:
+    """The rows to measure, in order.
+
+    Args:
+        models: to measure.
+        names: of recipes, without commas; empty: all.
+        smoke: nothing is compiled.
+    """
+    everything = [*FIRST, *((model, recipe) for model in models for recipe in RECIPES)]
+    everything += [(models[0], CACHED)] * (not smoke)
+    return [
+        Row(model, replace(recipe, compile=recipe.compile and not smoke), recipe is BASE or model == models[0])
+        for number, (model, recipe) in enumerate(everything)
+        if model in models
+        and (not names or recipe.name.replace(",", "") in names)
+        and (model, recipe) not in everything[:number]
+    ]

@@ -35,6 +35,10 @@ fi
 
 if has "$BASE" all; then
     PYTHON="$BASE"
+elif [ ! -x "$ROOT/.venv/bin/python" ] && has "$BASE" torch && CARRIED="$("$BASE" "$ROOT/scripts/carried.py")" \
+    && [ -n "$CARRIED" ]; then  # packages that were brought along instead
+    PYTHON="$BASE"
+    export PYTHONPATH="$PYTHONPATH:$CARRIED"
 else
     PYTHON="$ROOT/.venv/bin/python"
     stamp="$ROOT/.venv/.installed${EXTRA:+-$EXTRA}"
@@ -42,6 +46,7 @@ else
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "Setting up .venv (once; takes a few minutes if packages must be downloaded) ..."
         constraints="$(mktemp)"
+        log="$(mktemp)"
         site=""
         if has "$BASE" torch; then  # use that torch, and hold pip to it
             site="--system-site-packages"
@@ -50,13 +55,17 @@ else
         else
             cp "$ROOT/constraints.txt" "$constraints"
         fi
-        [ -x "$PYTHON" ] || "$BASE" -m venv $site "$ROOT/.venv" || exit 1
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e "$ROOT${EXTRA:+[$EXTRA]}" || {
-            echo "Error: could not install the packages into .venv; see above." >&2
+        [ -x "$PYTHON" ] || made="yes"
+        { [ -x "$PYTHON" ] || "$BASE" -m venv $site "$ROOT/.venv"; } > "$log" 2>&1 &&
+            "$PYTHON" -m pip install --quiet --disable-pip-version-check --retries 1 -c "$constraints" \
+                -e "$ROOT${EXTRA:+[$EXTRA]}" >> "$log" 2>&1 || {
+            echo "Error: could not install the packages into .venv (see $log). Without a network, use an environment" \
+                "that has them, or bring carried/ along (scripts/carry_for_gpu.sh)." >&2
+            [ -z "${made:-}" ] || rm -rf "$ROOT/.venv"
             rm -f "$constraints"
             exit 1
         }
-        rm -f "$constraints"
+        rm -f "$constraints" "$log"
         echo "$wanted" > "$stamp"
     fi
 fi

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is imported, and inherited by child processes: tiny models gain nothing from a second thread, and
 # spinning threads lose a factor of ten next to another process.
@@ -19,6 +20,12 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu` only tests/gpu is imported: a machine with a GPU may lack what other tests need."""
+    folder = collection_path.relative_to(Path(__file__).parent).parts[:1]
+    return True if config.option.markexpr == "gpu" and folder not in ((), ("gpu",), ("conftest.py",)) else None
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -24,6 +24,7 @@ from torchtitan.logging import logger
 
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
+PATHS = os.pathsep.join([str(ROOT), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Small, every step in metrics.jsonl, and a learning rate that is independent of the number of steps.
 SMALL = (
@@ -70,10 +71,9 @@ class Run:
         name, value = self.mark.split("=")
         self.screen = tempfile.TemporaryFile()  # noqa: SIM115  no pipe: it would fill up, or wait for orphans
         inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "NGPU")}
-        path = os.pathsep.join([str(ROOT), str(TESTS)])
         self.process = subprocess.Popen(
             command,
-            env={**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment, name: value},
+            env={**inherited, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **environment, name: value},
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=self.screen,

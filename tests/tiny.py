@@ -1,4 +1,5 @@
-"""A user's module: models so small that a run is dominated by start-up. `--experimental.custom_import=tiny`."""
+"""A user's module, `--experimental.custom_import=tiny`: models so small that a run is dominated by start-up, and one
+for GPUs."""
 
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ MODELS.register(
             "deep": replace(TINY, n_layers=4),
             "tied": replace(TINY, tied_embeddings=True),
             "few_words": replace(TINY, vocab_size=100),
+            "gibibytes": LlamaArgs(dim=2048, n_layers=8, n_heads=16, n_kv_heads=8, ffn_dim=5632, vocab_size=None),
         },
         hf=HUGGING_FACE,
     ),

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Fills carried/ with the packages that ./run_tests.sh -m gpu and python -m benchmarks gpu need besides torch, for a
+# machine with a GPU but no network: scripts/carry_for_gpu.sh [PYTHON]
+#   PYTHON  version of Python on that machine, x86-64 Linux; by default 3.12
+# Copy the checkout there together with carried/; scripts/carried.py then finds the packages. carried/*/peer has the
+# trainer that benchmarks/gpu.py compares with.
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+WANTED="${1:-3.12}"
+FOLDER="$ROOT/carried/$WANTED"
+LIMIT=60  # MiB
+
+download() {  # into folder $1, the packages $2...
+    local folder="$1" platforms=() tag
+    shift
+    for tag in manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux2014 manylinux_2_12 manylinux1; do
+        platforms+=(--platform "${tag}_x86_64")
+    done
+    "$PYTHON" -m pip download --quiet --disable-pip-version-check --only-binary=:all: --python-version "$WANTED" \
+        --implementation cp "${platforms[@]}" --dest "$folder" "$@" || exit 1
+}
+
+rm -rf "$FOLDER"
+download "$FOLDER" -c "$ROOT/constraints.txt" torchao pydantic tomli_w numpy sentencepiece safetensors tqdm \
+    pytest pytest-timeout pytest-xdist
+download "$FOLDER/peer" --no-deps torchtitan==0.1.0  # benchmarks/gpu_peer.py does without what it imports
+size="$(du -sm "$FOLDER" | cut -f1)"
+echo "carried/$WANTED: $(find "$FOLDER" -name '*.whl' | wc -l) packages, $size MiB"
+if [ "$size" -ge "$LIMIT" ]; then
+    echo "Error: that is $LIMIT MiB or more." >&2
+    exit 1
+fi

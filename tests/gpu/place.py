@@ -1,0 +1,96 @@
+"""Where the tests of this folder run: on a GPU, or as a rehearsal on the CPU with a smaller model."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runs import PATHS, ROOT, TINY, failure, losses, train
+
+PROGRAM = [sys.executable, str(ROOT / "train.py")]
+STEPS = 20
+MIDDLE = 10
+FLOAT32 = "--training.mixed_precision_param=float32"
+BFLOAT16 = "--training.mixed_precision_param=bfloat16"
+
+# Every step in metrics.jsonl, and checkpoints. On a GPU: the debug model of 7 million parameters, 2,048 tokens a step.
+COMMON = (f"--training.steps={STEPS}", "--checkpoint.enable_checkpoint", f"--checkpoint.interval={MIDDLE}")
+SHAPE = {
+    "cpu": (*TINY, *COMMON),
+    "cuda": (
+        f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}", "--training.local_batch_size=8",
+        "--metrics.log_freq=1", "--lr_scheduler.decay_ratio=0", *COMMON,
+    ),
+}  # fmt: skip
+# Three steps of 4,096 tokens that need some GiB.
+WIDE = {
+    "cpu": (*TINY, "--training.steps=3"),
+    "cuda": (
+        *TINY, "--model.flavor=gibibytes", "--training.seq_len=2048", "--training.local_batch_size=2",
+        "--training.global_batch_size=2", "--training.steps=3",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, and runs of a small model on it and on the CPU.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        folder: for dump folders.
+    """
+
+    device: str
+    folder: Path
+
+    @property
+    def compile(self) -> list[str]:
+        """A rehearsal has nothing to learn from the compiler for CPUs, which takes long."""
+        return ["--training.compile"] * (self.device == "cuda")
+
+    @property
+    def reference(self) -> Path:
+        """The dump folder of a float32 run on the CPU, made on first use from the weights that all runs start from."""
+        run, start = self.folder / "reference", self.folder / "start"
+        if not run.exists():
+            self.on_cpu(f"--job.dump_folder={start}", "--checkpoint.create_seed_checkpoint")
+            self.on_cpu(f"--job.dump_folder={run}", FLOAT32, self.from_start)
+        return run
+
+    @property
+    def from_start(self) -> str:
+        """The flag for the common initial weights: a GPU draws others than a CPU."""
+        return f"--checkpoint.initial_load_path={self.folder / 'start' / 'checkpoint' / 'step-0'}"
+
+    def losses(self, name: str, *flags: str) -> tuple[list[float], str]:
+        """Losses of a run on the device from the common initial weights, and its output."""
+        assert self.reference.exists()
+        run = self.folder / name.replace(" ", "_")
+        output = self.on_device(f"--job.dump_folder={run}", self.from_start, *flags)
+        return list(losses(run).values()), output
+
+    def on_device(self, *flags: str) -> str:
+        """Trains. Returns the output."""
+        return self.train(SHAPE[self.device], *flags)
+
+    def on_cpu(self, *flags: str) -> str:
+        return self.train(SHAPE[self.device], *flags, visible=False)
+
+    def train(self, shape: Sequence[str], *flags: str, visible: bool = True) -> str:
+        if self.device == "cpu":
+            return train(*shape, *flags)  # in a forked process
+        # In a process of its own: a CUDA error must not reach the next test.
+        return train(*shape, *flags, command=PROGRAM, OMP_NUM_THREADS="4", **hidden(not visible))
+
+    def failure_on_device(self, *flags: str) -> tuple[int, str]:
+        return failure(*SHAPE[self.device], *flags, command=PROGRAM)
+
+    def environment(self, visible: bool) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": PATHS, **hidden(not visible)}
+
+
+def hidden(gpus: bool) -> dict[str, str]:
+    """Environment variables that hide the GPUs."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if gpus else {}

@@ -1,0 +1,153 @@
+"""What a GPU must show: `./run_tests.sh -m gpu`. The same tests rehearse on the CPU, with a smaller model.
+
+Runs on the device start from the weights of a float32 run on the CPU and see the same data, so their losses differ by
+rounding only. The bounds are several times the largest differences between these recipes on a CPU, 20 steps of the
+debug model.
+"""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from place import BFLOAT16, FLOAT32, MIDDLE, STEPS, WIDE, Place
+from runs import ROOT, lines_of, losses
+
+from torchtitan.config import ConfigManager
+from torchtitan.config.extension import import_user_module
+from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.plan.devices import named_device
+from torchtitan.plan.planner import make_plan
+
+SAME = 2e-3  # float32 GEMMs on both sides; relative, as all bounds
+ROUNDED = 2e-2
+LOW_PRECISION = 5e-2
+WORKSPACE = 128 * 2**20  # bytes, of cuBLAS
+
+FLOAT8 = "--model.converters=float8"
+INT8 = "--model.converters=int8"
+RECIPES = {
+    "float8 tensorwise": [FLOAT8],
+    "int8 rowwise": [INT8],
+    "float8 rowwise": [FLOAT8, "--float8.recipe_name=rowwise"],
+    "float8 rowwise_with_gw_hp": [FLOAT8, "--float8.recipe_name=rowwise_with_gw_hp"],
+    "float8 delayed": [FLOAT8, "--float8.recipe_name=delayed"],
+    "int8 tensorwise": [INT8, "--int8.recipe_name=tensorwise"],
+    "int8 output only": [INT8, "--int8.no_grad_input", "--int8.no_grad_weight"],
+}
+FEATURES = {
+    "document mask": ["--training.document_mask"],
+    "recomputation": ["--activation_checkpoint.mode=selective"],
+    "8-bit AdamW": ["--optimizer.name=AdamW8bit"],
+    "update during backward": [
+        *("--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.no_skip_nonfinite"),
+        *("--training.local_batch_size=4", "--training.global_batch_size=4"),
+    ],
+    "asynchronous checkpoints": ["--checkpoint.async_mode=async"],
+    "accumulation": ["--training.local_batch_size=2", "--training.global_batch_size=8"],
+}
+
+
+SMALL_MODEL = {"cpu": ["--custom-import=tiny"], "cuda": []}
+
+
+def assert_follows(found: list[float], place: Place, bound: float) -> None:
+    expected = list(losses(place.reference).values())
+    assert len(found) == len(expected) == STEPS
+    assert expected[-1] < expected[0]  # it learns, so a run with other gradients would be seen
+    assert found == pytest.approx(expected, rel=bound)
+
+
+def assert_counted(output: str) -> None:
+    """The run has counted its low-precision GEMMs in a step."""
+    ((ran, expected),) = re.findall(r"(\d+) low-precision GEMMs ran in this step, (\d+) expected", output)
+    assert ran == expected != "0"
+
+
+def test_float32_gives_the_losses_of_the_cpu(place: Place) -> None:
+    assert_follows(place.losses("float32", FLOAT32)[0], place, SAME)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_bfloat16_follows_float32(place: Place, compiled: bool) -> None:
+    found, output = place.losses(f"bf16 {compiled}", BFLOAT16, *place.compile * compiled)
+    assert_follows(found, place, ROUNDED)
+    assert "bfloat16 GEMMs, float32 weights" in output
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_follows_float32_with_the_gemms_it_promises(place: Place, recipe: str) -> None:
+    found, output = place.losses(recipe, BFLOAT16, *RECIPES[recipe], *place.compile)
+    assert_follows(found, place, LOW_PRECISION)
+    assert_counted(output)
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES)[:2])
+def test_a_recipe_without_compile(place: Place, recipe: str) -> None:
+    found, output = place.losses(f"eager {recipe}", BFLOAT16, *RECIPES[recipe])
+    assert_follows(found, place, LOW_PRECISION)
+    assert_counted(output)
+
+
+def test_mx_runs_or_is_refused(place: Place) -> None:
+    mx = ("--model.converters=mx", BFLOAT16)
+    if place.device == "cuda" and torch.cuda.get_device_capability() >= (10, 0):
+        assert_follows(place.losses("mx", *mx, "--training.compile")[0], place, LOW_PRECISION)
+        return
+    status, output = place.failure_on_device(*mx, f"--job.dump_folder={place.folder / 'mx'}")
+    reason = "a CPU has no mx GEMMs" if place.device == "cpu" else "needs a GPU of compute capability 10.0 or above"
+    assert status == 2 and reason in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_trains(place: Place, feature: str) -> None:
+    found, _ = place.losses(feature, BFLOAT16, *FEATURES[feature], *place.compile)
+    assert len(found) == STEPS and found[-1] < found[0]
+
+
+def test_checkpoints_go_from_the_cpu_to_the_gpu_and_back(place: Place) -> None:
+    name = f"step-{MIDDLE}"
+    found, _ = place.losses("there", FLOAT32, f"--training.steps={MIDDLE}")
+    folder = place.folder / "back"
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "checkpoint" / name).symlink_to(place.folder / "there" / "checkpoint" / name)
+    output = place.on_cpu(f"--job.dump_folder={folder}", FLOAT32)
+    assert f"step {MIDDLE + 1}/" in re.sub(" +", " ", output) and "step 1/" not in re.sub(" +", " ", output)
+    assert_follows([*found, *losses(folder).values()], place, SAME)
+    continued = place.folder / "continued"
+    (continued / "checkpoint").mkdir(parents=True)
+    (continued / "checkpoint" / name).symlink_to(place.reference / "checkpoint" / name)
+    place.on_device(f"--job.dump_folder={continued}", FLOAT32)
+    expected = list(losses(place.reference).values())[MIDDLE:]
+    assert list(losses(continued).values()) == pytest.approx(expected, rel=SAME)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_peak_memory_is_what_the_plan_says(place: Place, compiled: bool) -> None:
+    shape, run = WIDE[place.device], place.folder / f"memory {compiled}"
+    flags = [BFLOAT16, f"--job.dump_folder={run}"]
+    config = ConfigManager().parse_args([*shape, *flags])
+    import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    dims = check(config, 1, "cuda")
+    planned = make_plan(config, dims, global_batch_size(config, dims), named_device("H100")).ranks[0].peaks["none"]
+    place.train(shape, *flags, *place.compile * compiled)
+    measured = lines_of(run / "metrics.jsonl")[-1]["peak_memory_bytes"]
+    if place.device == "cpu":
+        assert planned < measured  # of the whole process
+    elif compiled:
+        assert measured < 1.1 * planned + WORKSPACE
+    else:
+        assert 0.9 * planned < measured < 1.1 * planned + WORKSPACE
+
+
+def test_a_trained_model_continues_a_prompt_as_on_the_cpu(place: Place) -> None:
+    command = [
+        *(sys.executable, str(ROOT / "scripts" / "generate.py"), f"--checkpoint={place.reference}", "--dtype=float32"),
+        *("--prompt=import os", "--max-new-tokens=24", *SMALL_MODEL[place.device]),
+    ]
+    texts = [
+        subprocess.run(command, cwd=ROOT, env=place.environment(visible), stdout=subprocess.PIPE, text=True, check=True)
+        for visible in (True, False)
+    ]
+    assert texts[0].stdout == texts[1].stdout and texts[0].stdout.startswith("import os")
