@@ -55,13 +55,14 @@ else
         else
             cp "$ROOT/constraints.txt" "$constraints"
         fi
+        made=""
         [ -x "$PYTHON" ] || made="yes"
-        { [ -x "$PYTHON" ] || "$BASE" -m venv $site "$ROOT/.venv"; } > "$log" 2>&1 &&
+        { [ -z "$made" ] || "$BASE" -m venv $site "$ROOT/.venv"; } > "$log" 2>&1 &&
             "$PYTHON" -m pip install --quiet --disable-pip-version-check --retries 1 -c "$constraints" \
                 -e "$ROOT${EXTRA:+[$EXTRA]}" >> "$log" 2>&1 || {
             echo "Error: could not install the packages into .venv (see $log). Without a network, use an environment" \
                 "that has them, or bring carried/ along (scripts/carry_for_gpu.sh)." >&2
-            [ -z "${made:-}" ] || rm -rf "$ROOT/.venv"
+            [ -z "$made" ] || rm -rf "$ROOT/.venv"
             rm -f "$constraints"
             exit 1
         }
