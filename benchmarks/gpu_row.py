@@ -60,7 +60,6 @@ class Bench:
         self.device = find_device(0)
         if self.device.type != "cuda" and not smoke:
             sys.exit("no CUDA device; --smoke runs tiny shapes on a CPU")
-        end_expandable_segments_where_they_fail(self.device.torch_device)
         init_process_group(self.device, Comm(), Path(tempfile.gettempdir()))
         self.settings = {
             "seq_len": self.seq_len,
@@ -222,12 +221,3 @@ class Bench:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def end_expandable_segments_where_they_fail(device: torch.device) -> None:
-    """Expandable segments need a driver that supports virtual memory mapping; some sandboxes do not."""
-    try:
-        torch.empty(2**22, device=device)
-    except RuntimeError:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-        torch.empty(2**22, device=device)

@@ -10,7 +10,7 @@ export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 # Succeeds where interpreter $1 has the packages of pyproject.toml in fitting versions ("all"), or a torch ("torch").
 has() {
     "$1" - "$ROOT/pyproject.toml" "$2" "${EXTRA:-}" 2>/dev/null <<'END'
-import re, sys
+import platform, re, sys
 from importlib.metadata import version
 text, wanted, extra = open(sys.argv[1]).read(), sys.argv[2], sys.argv[3]
 lists = [re.search(r"^dependencies = \[(.*?)^\]", text, re.M | re.S)]
@@ -18,6 +18,8 @@ lists += [re.search(rf"^{extra} = \[(.*?)^\]", text, re.M | re.S)] if extra else
 numbers = lambda v: [int(n) for n in re.findall(r"\d+", v)[:2]]
 for name, least, marker in re.findall(r'"([\w-]+)(?:>=([\d.]+))?([^"]*)"', "".join(l[1] for l in lists)):
     if wanted == "torch" and name != "torch" or "python_version" in marker and sys.version_info >= (3, 11):
+        continue
+    if "sys_platform" in marker and (sys.platform, platform.machine()) != ("linux", "x86_64"):
         continue
     assert numbers(version(name)) >= numbers(least or "0"), name
 END
@@ -50,7 +52,7 @@ else
         site=""
         if has "$BASE" torch; then  # use that torch, and hold pip to it
             site="--system-site-packages"
-            grep -v '^torch==' "$ROOT/constraints.txt" > "$constraints"
+            grep -v -e '^torch==' -e '^triton==' "$ROOT/constraints.txt" > "$constraints"
             "$BASE" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> "$constraints"
         else
             cp "$ROOT/constraints.txt" "$constraints"

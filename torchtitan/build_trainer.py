@@ -84,12 +84,18 @@ def build_trainer(
         dp_size=dims.dp,
         global_batch_size=global_batch_size,
         hold_out=validation.enabled and validation.dataset is None and validation.dataset_path is None,
+        pin_memory=device.type == "cuda",
     )
     closing.callback(loader.close)
     validation_loader = None
     if validation.enabled:
         validation_loader = build_validation_loader(
-            validation, training, tokenizer, dp_rank=meshes.dp_rank, dp_size=dims.dp
+            validation,
+            training,
+            tokenizer,
+            dp_rank=meshes.dp_rank,
+            dp_size=dims.dp,
+            pin_memory=device.type == "cuda",
         )
 
     # Model on the meta device, converters, parallelism, parameters, optimizer.

@@ -75,7 +75,17 @@ def find_device(local_rank: int) -> Device:
         return Device("cpu", _cpu_name(), torch.device("cpu"))
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    _end_expandable_segments_where_they_fail(device)
     return Device("cuda", torch.cuda.get_device_name(device), device)
+
+
+def _end_expandable_segments_where_they_fail(device: torch.device) -> None:
+    """Expandable segments, which run_train.sh asks for, need a driver with virtual memory; some sandboxes have none."""
+    try:
+        torch.empty(2**22, device=device)
+    except RuntimeError:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        torch.empty(2**22, device=device)
 
 
 def _keep_freed_memory() -> None:

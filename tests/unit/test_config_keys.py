@@ -104,7 +104,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "float8.enable_fsdp_float8_all_gather": (False, True),
     "float8.precompute_float8_dynamic_scale_for_fsdp": (False, True),
     "float8.force_recompute_fp8_weight_in_bwd": (False, True),
-    "float8.filter_fqns": ([], ["attention.wk", "output", "auto_filter_small_kn"]),
+    "float8.filter_fqns": (["output"], ["attention.wk", "output", "auto_filter_small_kn"]),
     "float8.emulate": (False, True),
     "mx.recipe_name": ("mxfp8",),
     "mx.filter_fqns": (["output"], ["output", "wk"], []),

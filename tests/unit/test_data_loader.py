@@ -1,5 +1,6 @@
 """The sequence of global batches: the same for every layout, and resumable."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_id
 from runs import all_equal
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data import Loader, build_validation_loader, packing
+from torchtitan.data import Loader, build_loader, build_validation_loader, packing
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 
 ROWS = 8
@@ -123,6 +124,25 @@ def test_windows_hold_whole_documents_between_bos_and_eos(tmp_path: Path) -> Non
 def test_ids_are_left_out_unless_needed(corpus: Path) -> None:
     batch = loaders_of(training_on(corpus, record_sample_ids=False, skip_nonfinite=False), ROWS, 1)[0].next()[0]
     assert batch.document_ids is None and batch.sample_ids is None
+
+
+def test_batches_for_a_gpu_are_in_pinned_memory(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    training = dataclasses.replace(training_on(corpus), document_mask=True)
+    loader = build_loader(
+        training, TOKENIZER, dp_rank=0, dp_size=1, global_batch_size=8, hold_out=False, pin_memory=True
+    )
+    for batch in loader.next():
+        assert batch.document_ids is not None
+        for tensor in (batch.tokens, batch.labels, batch.document_ids):
+            assert any(tensor is one for one in pinned)
+    loader.close()
 
 
 def test_seed_and_epoch_choose_the_order(corpus: Path) -> None:

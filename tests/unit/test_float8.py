@@ -15,6 +15,8 @@ from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.float8 import Float8Converter
 from torchtitan.converters.float8_linear import Float8Recipe
 from torchtitan.errors import ConfigError
+from torchtitan.kernels import rounding
+from torchtitan.models import loss
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 
@@ -87,16 +89,16 @@ def test_products_run_in_float8_with_its_errors(recipe: str) -> None:
         assert 0.6 * expected < error < 1.5 * expected
 
 
-def test_every_linear_layer_of_a_llama_is_converted_and_trains() -> None:
+def test_every_linear_layer_of_a_block_is_converted_and_trains() -> None:
     model = convert(tiny_llama())
-    assert len(converted(model)) == 2 * 7 + 1
+    assert len(converted(model)) == 2 * 7
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05)
     tokens = torch.randint(256, (2, 16))
     with CountedGemms() as gemms:
         model(tokens, tokens).backward()
-    assert gemms.count == {"float8_mm": 3 * (2 * 7 + 1)}
+    assert gemms.count == {"float8_mm": 3 * 2 * 7, "mm": 3}  # the output layer's
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
@@ -182,3 +184,31 @@ def test_the_report_rounds_rows_as_the_recipe_does() -> None:
     exact = Float8Converter(Float8(recipe_name="rowwise"), Target("cpu")).scaled(x, "input").exact
     assert (torch.frexp(exact / x).mantissa == 0.5).all()
     assert (exact.abs().amax(1) <= 448).all() and (exact.abs().amax(1) > 224).all()
+
+
+def test_the_output_layer_stays_in_bf16_unless_the_filter_says_otherwise() -> None:
+    assert "output" not in converted(convert(tiny_llama()))
+    assert "output" in converted(convert(tiny_llama(), filter_fqns=["layers.0"]))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_loss_rounds_the_output_layers_weight_once_a_pass(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a chunk: each of the two GEMMs that multiply by it needs one copy."""
+    monkeypatch.setattr(loss, "CHUNK_MULTIPLE", 32)
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 32 * 256)
+    model: Any = convert(nn.ModuleDict({"output": nn.Linear(64, 256, bias=False)}), recipe_name=recipe, filter_fqns=[])
+    rounded = Counter[torch.Size]()
+    for name in ("round_to", "round_to_both"):
+        original = getattr(rounding, name)
+
+        def count(x: torch.Tensor, *arguments: Any, original: Any = original) -> Any:
+            rounded[x.shape] += 1
+            return original(x, *arguments)
+
+        monkeypatch.setattr(rounding, name, count)
+    hidden, labels = torch.randn(1, 160, 64, requires_grad=True), torch.zeros(1, 160, dtype=torch.long)
+    output = model["output"]
+    for number in (1, 2):  # the weight may have changed before the second pass
+        loss.chunked_cross_entropy(output, output.weight, hidden, labels)
+        assert rounded[output.weight.shape] == 2 * number
+        assert rounded[torch.Size([32, 64])] == 5 * number

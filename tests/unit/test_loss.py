@@ -21,6 +21,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
     tokens = BATCH * SEQ // request.param if request.param > 1 else 160
     monkeypatch.setattr(loss, "CHUNK_MULTIPLE", 10)
     monkeypatch.setattr(loss, "CHUNK_ELEMENTS", tokens * VOCAB)
+    monkeypatch.setattr(loss, "GPU_CHUNK_ELEMENTS", tokens * VOCAB)
     return request.param
 
 
@@ -71,6 +72,17 @@ def test_bfloat16_is_as_close_to_float32_as_plain_cross_entropy(chunks: int) -> 
     for mine, other, truth in zip(gradients(total, output, hidden), usual, exact, strict=True):
         assert mine.dtype == torch.bfloat16
         assert (mine - truth).norm() <= 1.1 * (other - truth).norm()
+
+
+def test_as_computed_on_a_gpu(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused softmax; the GEMM of a chunk adds to the weight gradient."""
+    monkeypatch.setattr(loss, "is_on_gpu", lambda x: True)
+    output, hidden, labels = make()
+    total = chunked_cross_entropy(output, output.weight, hidden, labels, linear=output.weight)
+    expected = plain(output, hidden, labels)
+    torch.testing.assert_close(total, expected)
+    for mine, theirs in zip(gradients(total, output, hidden), gradients(expected, output, hidden), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
 
 
 def test_without_gradients(chunks: int) -> None:

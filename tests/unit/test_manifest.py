@@ -1,5 +1,6 @@
 """Every change to a checkpoint file is detected, and the file is named."""
 
+import hashlib
 import os
 import random
 import shutil
@@ -7,9 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+from torchtitan.checkpoint import files
 from torchtitan.checkpoint.folder import keep_latest, publish, saved_steps, temporary_folder
-from torchtitan.checkpoint.manifest import HashingFile, damage, is_complete, read_manifest, write_manifest
+from torchtitan.checkpoint.manifest import FileRecord, HashingFile, damage, is_complete, read_manifest, write_manifest
 
 FILES = ("__0_0.distcp", ".metadata", "train_state.json", "manifest.json")
 
@@ -34,6 +39,35 @@ def flip_a_bit(path: Path) -> None:
 
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: random.randrange(path.stat().st_size)])
+
+
+def test_a_large_checkpoint_is_written_and_hashed_in_several_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a file each, which load like one. What is damaged is found in all of them, in order."""
+    monkeypatch.setattr(files, "WORTH_A_FILE", 1000)
+    monkeypatch.setattr(files, "threads_of_rank", lambda: 3)
+    tensors = {f"weight {number}": torch.randn(100 + number) for number in range(10)}
+    written: dict[str, FileRecord] = {}
+    dcp.save(tensors, storage_writer=files.Writer(tmp_path, written.update), no_dist=True)
+    names = [name for name in written if name.endswith(".distcp")]
+    assert len(names) == 3
+    assert max(written[name].size for name in names) < 2 * min(written[name].size for name in names)
+    for name, record in written.items():
+        content = (tmp_path / name).read_bytes()
+        assert record == FileRecord(len(content), hashlib.sha256(content).hexdigest())
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_a_thread_that_cannot_write_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "WORTH_A_FILE", 1000)
+    monkeypatch.setattr(files, "threads_of_rank", lambda: 3)
+    (tmp_path / "__0_1_0.distcp").mkdir()
+    tensors = {f"weight {number}": torch.randn(100) for number in range(10)}
+    with pytest.raises(CheckpointException, match="IsADirectoryError"):
+        dcp.save(tensors, storage_writer=files.Writer(tmp_path, lambda files: None), no_dist=True)
 
 
 DAMAGES = [Path.unlink, cut_short, flip_a_bit]

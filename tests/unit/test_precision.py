@@ -10,6 +10,7 @@ import pytest
 import torch
 from runs import all_equal
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.low_precision import MX, Float8, Int8
@@ -20,9 +21,11 @@ from torchtitan.converters import (
     apply_converters,
     apply_variants,
     checked_gemms,
+    gemm_check,
     layer_variants,
 )
 from torchtitan.converters.int8 import Int8Converter, Int8Linear
+from torchtitan.converters.linear import ProfilerOp
 from torchtitan.engine.config_checks import check
 from torchtitan.engine.precision_phases import parse_phases, phase_of
 from torchtitan.errors import ConfigError
@@ -287,6 +290,17 @@ def test_products_of_another_phase_are_found() -> None:
         checked_gemms(model, [], {}, compiled=False, others=others),
     ):
         model(x).float().sum().backward()
+
+
+def test_gemms_that_autotuning_replaced_are_counted() -> None:
+    """Under max-autotune, the compiler may choose a Triton GEMM, which the profiler shows by its name."""
+    int8, float8 = ProfilerOp("aten::_int_mm"), ProfilerOp("aten::_scaled_mm")
+    with profile(activities=[ProfilerActivity.CPU], acc_events=False) as recorded:
+        for name in ("triton_tem_fused__int_mm_mul_3", "triton_tem_fused_mm_1", "triton_poi_fused__int_mm_2"):
+            with record_function(name):
+                pass
+    counts = gemm_check._count(recorded.profiler.kineto_results.events(), [int8, float8])  # type: ignore[union-attr]
+    assert sum(counts[int8].values()) == 1 and not counts[float8]
 
 
 def test_no_trace_is_taken_while_products_are_counted() -> None:

@@ -26,6 +26,7 @@ METADATA = ".metadata"
 TRAIN_STATE = "train_state.json"
 FORMAT = 1
 PIECE = 4 << 20  # bytes per read
+MOST_THREADS = 8
 WORTH_A_THREAD = 1 << 20  # bytes; hashing fewer is faster than handing them to a thread
 
 
@@ -183,13 +184,21 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     load = [0] * parts
-    found = []
+    own = []
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
         lightest = load.index(min(load))
         load[lightest] += files[name].size + 1
-        if lightest == part and (fault := _fault(checkpoint / name, files[name])):
-            found.append(f"{name} {fault}")
-    return found
+        if lightest == part:
+            own.append(name)
+    with ThreadPoolExecutor(threads_of_rank()) as threads:
+        faults = threads.map(lambda name: _fault(checkpoint / name, files[name]), own)
+        return [f"{name} {fault}" for name, fault in zip(own, faults, strict=True) if fault]
+
+
+def threads_of_rank() -> int:
+    """Threads in which a rank hashes files: its part of this machine's cores, at most `MOST_THREADS`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _fault(path: Path, expected: FileRecord) -> str:

@@ -49,7 +49,7 @@ class Float8:
         bool, Doc("With the float8 all-gather: compute all weight scales with one all-reduce after each step.")
     ] = False
     force_recompute_fp8_weight_in_bwd: Annotated[bool, Doc("Deprecated in torchao; has no effect.")] = False
-    filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=list)
+    filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
     emulate: Annotated[
         bool, Doc("Emulate float8: round the operands, but compute the GEMMs in high precision; runs on any device.")
     ] = False

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from torchtitan.kernels import rounding
-from torchtitan.kernels.matmul_8bit import float8_matmul
-from torchtitan.kernels.quantize import float8_scale, powers_of_two, quantize_once, round_to_float8
+from torchtitan.kernels.matmul_8bit import as_right, float8_matmul
+from torchtitan.kernels.quantize import float8_scale, powers_of_two, quantize_once, quantize_weight, round_to_float8
 from torchtitan.kernels.quantized import Quantized, QuantizedInput
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -41,9 +41,10 @@ def round_input(x: torch.Tensor, recipe: Float8Recipe, trains: bool) -> Quantize
     """
     if not recipe.rowwise:
         low = _tensorwise(x, E4M3)
-        return QuantizedInput(low, low)
+        return QuantizedInput(low, as_right(low) if trains else low)
     if trains and not recipe.hp_weight_grad:
-        return QuantizedInput(*_rowwise_both(x.flatten(0, -2)))
+        by_row, by_column = _rowwise_both(x.flatten(0, -2))
+        return QuantizedInput(by_row, as_right(by_column))
     return QuantizedInput(_rowwise(x.flatten(0, -2)), None)
 
 
@@ -68,7 +69,7 @@ class Float8Matmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.recipe, ctx.shape, ctx.dtype = recipe, x.shape, x.dtype
         ctx.save_for_backward(weight, *(low.right or (x.flatten(0, -2), None)))
-        right = _rowwise(weight) if recipe.rowwise else _tensorwise(weight, E4M3)
+        right = _weight(weight, "rows") if recipe.rowwise else _weight(weight, "tensor")
         assert low.left is not None
         out: torch.Tensor = float8_matmul(low.left, right.transpose(), x.dtype, recipe.emulate, fast=True)
         out = out.unflatten(0, x.shape[:-1])
@@ -82,13 +83,13 @@ class Float8Matmul(torch.autograd.Function):
         columns: Quantized | None = None
         if not rowwise:
             rows = columns = _tensorwise(out_grad, E5M2)
-            right = _tensorwise(weight, E4M3)
+            right = _weight(weight, "tensor", by_columns=True)
         elif hp_weight_grad:
             rows = _rowwise(out_grad)
-            right = _tensorwise(weight, E4M3, power_of_two=True)
+            right = _weight(weight, "power of two", by_columns=True)
         else:
             rows, columns = _rowwise_both(out_grad)
-            right = _columnwise(weight)
+            right = _weight(weight, "columns", by_columns=True)
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             x_grad = float8_matmul(rows, right, ctx.dtype, emulate).view(ctx.shape)
@@ -98,6 +99,28 @@ class Float8Matmul(torch.autograd.Function):
             else:
                 weight_grad = float8_matmul(columns.transpose(), Quantized(x, x_scale_inverse), weight.dtype, emulate)
         return x_grad, weight_grad, None, None
+
+
+def _weight(weight: Any, scales: str, by_columns: bool = False) -> Quantized:
+    """A weight as the right operand of a GEMM.
+
+    Args:
+        by_columns: lay out the data for the GEMM that sums over rows, on a GPU.
+    """
+
+    def make(weight: torch.Tensor) -> Quantized:
+        match scales:
+            case "rows":
+                low = _rowwise(weight)
+            case "columns":
+                low = _columnwise(weight)
+            case _:
+                low = _tensorwise(weight, E4M3, power_of_two=scales == "power of two")
+        return as_right(low) if by_columns else low
+
+    if hasattr(weight, "_scale"):  # gathered in float8
+        return make(weight)
+    return quantize_weight(weight, (scales, by_columns), make)
 
 
 def _tensorwise(x: Any, dtype: torch.dtype, power_of_two: bool = False) -> Quantized:

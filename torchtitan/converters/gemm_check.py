@@ -153,6 +153,14 @@ def _run_marked(forward: Callable[..., T], path: str, *inputs: object, **more: o
         return forward(*inputs, **more)
 
 
+def _runs(name: str, op: ProfilerOp) -> bool:
+    """Whether an event of this name is the operation, or what the compiler's autotuning (TORCHINDUCTOR_MAX_AUTOTUNE)
+    replaced it with: a Triton GEMM, named after all operations that it computes."""
+    private = op.operation.removeprefix("aten::_")
+    triton_gemm = name.startswith("triton_tem_") and private != op.operation and f"__{private}" in name
+    return name == op.operation or triton_gemm
+
+
 def _count(events: Sequence[Any], ops: Iterable[ProfilerOp]) -> dict[ProfilerOp, Counter[str]]:
     """For each operation, how often it ran within each mark; "" for unmarked ones."""
     counts: dict[ProfilerOp, Counter[str]] = {op: Counter() for op in ops}
@@ -161,9 +169,7 @@ def _count(events: Sequence[Any], ops: Iterable[ProfilerOp]) -> dict[ProfilerOp,
         name = event.name()
         kinds: list[str | ProfilerOp] = [name] if name.startswith((FORWARD, RECOMPUTED)) else []
         for op in counts:
-            if name == op.operation and (
-                not op.input_dtypes or (event.dtypes() and event.dtypes()[0] in op.input_dtypes)
-            ):
+            if _runs(name, op) and (not op.input_dtypes or (event.dtypes() and event.dtypes()[0] in op.input_dtypes)):
                 kinds.append(op)
         for kind in kinds:
             start = event.start_ns()

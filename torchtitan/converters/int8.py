@@ -20,7 +20,7 @@ from torchtitan.converters.linear import LayerGemms, LinearConverter, ProfilerOp
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
-from torchtitan.kernels.matmul_8bit import int8_matmul
+from torchtitan.kernels.matmul_8bit import as_right, has_triton, int8_matmul
 from torchtitan.kernels.quantize import LARGEST, ScaleRecipe, quantize, quantize_both, quantize_columns, quantize_once
 from torchtitan.kernels.quantized import Quantized, QuantizedInput
 
@@ -52,9 +52,10 @@ def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> QuantizedInp
     """
     x, recipe, by_column = x.flatten(0, -2), gemms.recipe, gemms.grad_weight and trains
     if gemms.output and by_column:
-        return QuantizedInput(*quantize_both(x, recipe))
+        left, right = quantize_both(x, recipe)
+        return QuantizedInput(left, as_right(right))
     return QuantizedInput(
-        quantize(x, recipe) if gemms.output else None, quantize_columns(x, recipe) if by_column else None
+        quantize(x, recipe) if gemms.output else None, as_right(quantize_columns(x, recipe)) if by_column else None
     )
 
 
@@ -150,7 +151,7 @@ class Int8Converter(LinearConverter):
         self.gemms = LayerGemms(
             ProfilerOp("aten::mm", ("double",))
             if config.emulate
-            else ProfilerOp("torchtitan::int8_mm" if target.on_cpu else "aten::_int_mm"),
+            else ProfilerOp("torchtitan::int8_mm" if target.on_cpu or has_triton() else "aten::_int_mm"),
             *(error if on else None for error, on in zip(known, self.settings[1:4], strict=True)),
         )
         self.rules = FilterRules(MULTIPLE_OF, None, lambda m, k, n: measured_reason(self, m, k, n))

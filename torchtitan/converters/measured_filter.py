@@ -1,5 +1,6 @@
 """`auto_filter_measured`: whether a layer of this size is faster in low precision on this device."""
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -21,6 +22,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 RESULTS = "measured_products.json"
 ROUNDS = 7
 FEW_ROWS, SOME_ROWS = 32, 1024
+HEAD_START = 10_000_000  # cycles of the device, about 5 ms: enough for the host to launch 20 passes
 HOPELESS = 50  # times slower with a few rows, where rounding alone may cost ten times the GEMM
 
 
@@ -46,7 +48,7 @@ def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int) -> flo
             target.device_name or target.device_type,
             f"{torch.get_num_threads()} threads",
             f"torch {torch.__version__}",
-            f"torchao {version('torchao')}",
+            *([f"torchao {version('torchao')}"] if converter.name == "mx" else []),  # the layer is torchao's
             "compiled" if target.compile else "eager",
             converter.description,
             f"{m} {k} {n}",
@@ -85,6 +87,26 @@ def slowness(converter: "LinearConverter", dtype: torch.dtype) -> list[float]:
     return ratios
 
 
+LAUNCHES = 10
+
+
+def _device_seconds(forward: Any, x: torch.Tensor, out_grad: torch.Tensor) -> tuple[float, float]:
+    """(forward, backward) seconds of the device's own clock, for one of several launches in a row: a single launch of
+    a small layer would measure the host."""
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    torch.cuda.synchronize()
+    # Keeps the device busy while the host queues what is measured.
+    torch.cuda._sleep(HEAD_START)
+    start.record()
+    outs = [forward(x) for _ in range(LAUNCHES)]
+    middle.record()
+    for out in outs:
+        out.backward(out_grad)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(middle) / 1e3 / LAUNCHES, middle.elapsed_time(end) / 1e3 / LAUNCHES
+
+
 def layer_seconds(
     converters: "Sequence[LinearConverter | None]",
     m: int,
@@ -109,20 +131,17 @@ def layer_seconds(
         torch.compile(module) if compiled else module for module in modules
     ]
 
-    def now() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return perf_counter()
-
     def seconds(forward: Forward) -> tuple[float, float]:
-        start = now()
+        start = perf_counter()
         out = forward(x)
-        middle = now()
+        middle = perf_counter()
         out.backward(out_grad)
-        return middle - start, now() - middle
+        return middle - start, perf_counter() - middle
 
     for forward in forwards:  # warm up: compile, load kernels, fill caches
         seconds(forward)
         seconds(forward)
+    if device == "cuda":
+        seconds = functools.partial(_device_seconds, x=x, out_grad=out_grad)
     rows = [[seconds(forward) for forward in forwards] for _ in range(rounds)]
     return [list(column) for column in zip(*rows, strict=True)]

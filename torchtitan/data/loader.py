@@ -38,15 +38,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """How a rank builds batches: its rows, rows per batch, and what accompanies the tokens."""
+    """How a rank builds batches: its rows, rows per batch, what accompanies the tokens, and whether they are in pinned
+    memory, from where a GPU copies them while the host goes on."""
 
     local_rows: range
     local_batch_size: int
     document_ids: bool
     sample_ids: bool
+    pin_memory: bool
 
 
-def build_batch_spec(training: Training, rows: int, local_batch_size: int, dp_rank: int, dp_size: int) -> BatchSpec:
+def build_batch_spec(
+    training: Training, rows: int, local_batch_size: int, dp_rank: int, dp_size: int, pin_memory: bool
+) -> BatchSpec:
     if rows % (dp_size * local_batch_size):
         raise ConfigError(
             f"training.global_batch_size: {rows} sequences cannot be divided into batches of training.local_batch_size "
@@ -56,15 +60,19 @@ def build_batch_spec(training: Training, rows: int, local_batch_size: int, dp_ra
     rows_per_rank = rows // dp_size
     local_rows = range(dp_rank * rows_per_rank, (dp_rank + 1) * rows_per_rank)
     named = training.record_sample_ids or training.skip_nonfinite or training.skip_grad_norm_outliers is not None
-    return BatchSpec(local_rows, local_batch_size, training.document_mask, sample_ids=named)
+    return BatchSpec(local_rows, local_batch_size, training.document_mask, named, pin_memory)
 
 
 def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory() if spec.pin_memory else tensor
+
     tokens = torch.tensor([window.tokens for window in windows], dtype=torch.int64)
+    documents = torch.tensor([window.document_ids[:-1] for window in windows]) if spec.document_ids else None
     return Batch(
-        tokens=tokens[:, :-1].contiguous(),
-        labels=tokens[:, 1:].contiguous(),
-        document_ids=torch.tensor([window.document_ids[:-1] for window in windows]) if spec.document_ids else None,
+        tokens=place(tokens[:, :-1].contiguous()),
+        labels=place(tokens[:, 1:].contiguous()),
+        document_ids=None if documents is None else place(documents),
         # The last token of a window is only a label, so its document does not belong to the sample unless it has other
         # tokens.
         sample_ids=[w.sample_ids[: w.document_ids[-2] + 1] for w in windows] if spec.sample_ids else None,
@@ -208,6 +216,7 @@ def build_loader(
     dp_size: int,
     global_batch_size: int,
     hold_out: bool,
+    pin_memory: bool = False,
     prefetch: int = PREFETCHED_STEPS,
 ) -> Loader:
     """The training data of one data-parallel rank.
@@ -218,13 +227,14 @@ def build_loader(
         dp_rank, dp_size: rank and number of ranks that read different rows.
         global_batch_size: sequences in an optimizer step over all ranks.
         hold_out: leave out what `build_validation_loader` takes from the training data.
+        pin_memory: for batches that go to a GPU.
         prefetch: number of optimizer steps to prefetch.
 
     Raises:
         ConfigError: the rows do not divide into batches and ranks, or the dataset is unknown.
         DataError: the data cannot be used.
     """
-    spec = build_batch_spec(training, global_batch_size, training.local_batch_size, dp_rank, dp_size)
+    spec = build_batch_spec(training, global_batch_size, training.local_batch_size, dp_rank, dp_size, pin_memory)
     sources, data = training_sources(training, global_batch_size, hold_out)
     seed = training.seed if training.shuffle else None
     corpus = Corpus(sources, tokenizer, global_batch_size, training.seq_len, seed)
@@ -264,7 +274,13 @@ class ValidationLoader:
 
 
 def build_validation_loader(
-    validation: Validation, training: Training, tokenizer: Tokenizer, *, dp_rank: int, dp_size: int
+    validation: Validation,
+    training: Training,
+    tokenizer: Tokenizer,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    pin_memory: bool = False,
 ) -> ValidationLoader:
     """`validation.steps` batches of `validation.local_batch_size` held-out sequences for one data-parallel rank.
 
@@ -273,7 +289,7 @@ def build_validation_loader(
         DataError: the data cannot be used.
     """
     rows = dp_size * validation.local_batch_size
-    spec = build_batch_spec(training, rows, validation.local_batch_size, dp_rank, dp_size)
+    spec = build_batch_spec(training, rows, validation.local_batch_size, dp_rank, dp_size, pin_memory)
     sources = validation_sources(validation, training, rows)
     corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
     return ValidationLoader(corpus, spec, validation.steps)

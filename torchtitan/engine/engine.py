@@ -169,6 +169,8 @@ def build_engine(
         numbers = stages_of(mesh.get_local_rank("pp"), dims.pp, stage_count, schedule)
         stages = split(model, first_layers, numbers)
     positions = _position_ids(config, meshes)
+    if positions is not None:
+        positions = positions.to(device.torch_device)
     for stage in stages.values():
         stage.positions = positions
         spec.parallelize(stage, mesh, meshes.context_mesh, config.parallelism, config.activation_checkpoint, training)

@@ -81,11 +81,11 @@ def forward_backward(engine: Engine, batch: Batch) -> torch.Tensor:
 def on_device(engine: Engine, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Tokens and labels (rows, positions on this rank), and the model's other inputs by name."""
     move = functools.partial(torch.Tensor.to, device=engine.device.torch_device, non_blocking=True)
-    tokens, labels = batch.tokens, batch.labels
+    tokens, labels = move(batch.tokens), move(batch.labels)
     if engine.meshes.context_mesh is not None:
         tokens, labels = tokens[:, engine.positions], labels[:, engine.positions]
     inputs = {} if batch.document_ids is None else {"document_ids": move(batch.document_ids)}
-    return move(tokens), move(labels), inputs
+    return tokens, labels, inputs
 
 
 def sample_ids(microbatches: Sequence[Batch]) -> list[str]:

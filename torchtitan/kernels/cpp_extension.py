@@ -9,9 +9,8 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 from torchtitan.cache import private_folder
 from torchtitan.logging import logger
@@ -37,7 +36,7 @@ def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
             logger.warning(f"compiling {what} for this run only; no safe cache folder: {error}")
             with tempfile.TemporaryDirectory() as once:
                 return ctypes.CDLL(str(_compile(command, Path(once), source.stem)))
-        key = repr((source.read_text(), command, torch.__version__, platform.machine()))
+        key = repr((source.read_text(), command, version("torch"), platform.machine()))
         name = f"{source.stem}-{_digest(key.encode())}"
         for library in folder.glob(f"{name}-*.so"):
             if loaded := _open(library):

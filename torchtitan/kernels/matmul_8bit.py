@@ -1,9 +1,13 @@
 """GEMMs of 8-bit matrices: a @ b with float32 or int32 sums, then scaling.
 
-On a GPU these are `torch._scaled_mm` and `torch._int_mm`; on CPU, the operators of `kernels.cpu_gemm`.
+On a GPU these are `torch._scaled_mm` and the Triton kernel of `kernels.int8_triton` (without Triton, `torch._int_mm`);
+on CPU, the operators of `kernels.cpu_gemm`.
 
 Shapes of a GEMM: (M, K) x (K, N).
 """
+
+import functools
+from importlib.util import find_spec
 
 import torch
 
@@ -30,7 +34,7 @@ def float8_matmul(
     if rounding.has_own_kernel(a.data):
         out: torch.Tensor = float8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
         return out
-    left, right = _row_major(a.data), _row_major(b.data.t()).t()  # the layouts that cuBLASLt requires
+    left, right = _row_major(a.data), column_major(b.data)  # the layouts that cuBLASLt requires
     if a.scale_inverse.numel() == b.scale_inverse.numel() == 1:
         scales = (a.scale_inverse.reshape(()), b.scale_inverse.reshape(()))
         return torch._scaled_mm(left, right, *scales, out_dtype=dtype, use_fast_accum=fast)
@@ -55,8 +59,27 @@ def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = 
     if rounding.has_own_kernel(a.data):
         out: torch.Tensor = int8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
         return out
-    sums = torch._int_mm(_row_major(a.data), _row_major(b.data.t()).t())
+    left, right = _row_major(a.data), column_major(b.data)
+    if has_triton():
+        out = int8_mm(left, a.scale_inverse, right, b.scale_inverse, dtype)
+        return out
+    sums = torch._int_mm(left, right)
     return scale_sums(sums, a.scale_inverse, b.scale_inverse, dtype)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether GPUs multiply int8 with our Triton kernel; torch for CUDA comes with Triton on Linux."""
+    return find_spec("triton") is not None
+
+
+@int8_mm.register_kernel("cuda")
+def _int8_mm_triton(
+    a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    from torchtitan.kernels.int8_triton import int8_gemm
+
+    return int8_gemm(a, a_scale_inverse, b, b_scale_inverse, dtype)
 
 
 @fused
@@ -65,6 +88,16 @@ def scale_sums(
 ) -> torch.Tensor:
     """(M, N) int32 sums times row scales and column scales."""
     return (sums.float() * row_scale * column_scale).to(dtype)
+
+
+def as_right(b: Quantized) -> Quantized:
+    """b, laid out as a GPU needs the right operand of a GEMM: better once, when it is quantized, than for each GEMM."""
+    return b if rounding.has_own_kernel(b.data) else Quantized(column_major(b.data), b.scale_inverse)
+
+
+def column_major(matrix: torch.Tensor) -> torch.Tensor:
+    """The same matrix, column-major in memory."""
+    return _row_major(matrix.t()).t()
 
 
 def _row_major(matrix: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Quantization to int8 and float8, and dequantization."""
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -59,6 +60,30 @@ def quantize_once(x: torch.Tensor, key: object, make: Callable[[torch.Tensor], R
             _last = (weakref.ref(x), x._version, key, make(x))
     made: R = _last[3]
     return made
+
+
+_weights: dict[Any, Any] | None = None
+
+
+@contextlib.contextmanager
+def weights_quantized_once() -> Iterator[None]:
+    """Within this context, which no weight changes in, `quantize_weight` quantizes each weight once per key."""
+    global _weights
+    before, _weights = _weights, {}
+    try:
+        yield
+    finally:
+        _weights = before
+
+
+def quantize_weight(weight: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) -> R:
+    """make(weight); the same result for the same memory and key within `weights_quantized_once`."""
+    if _weights is None or torch.compiler.is_compiling():
+        return make(weight)
+    key = (weight.untyped_storage()._cdata, weight.storage_offset(), weight.shape, key)
+    if key not in _weights:
+        _weights[key] = make(weight), weight  # the weight, so that nothing else gets its memory
+    return _weights[key][0]
 
 
 @fused

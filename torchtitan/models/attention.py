@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a h
 import torch
 import torch.nn.functional as F
 
+from torchtitan.kernels import attention_gpu
 from torchtitan.kernels.attention_cpu import causal_attention_cpu
 
 
@@ -17,7 +18,8 @@ def causal_attention(
     Args:
         q: (B, H, S, D).
         k, v: (B, G, S, D); H is a multiple of G.
-        document_ids: (B, S) integers; if given, a position attends only within its document.
+        document_ids: (B, S) integers that never decrease along a sequence; if given, a position attends only within its
+            document.
 
     Returns:
         (B, H, S, D) in the dtype of q.
@@ -27,6 +29,8 @@ def causal_attention(
         if has_own_kernel(q):
             return causal_attention_cpu(q, k, v)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if attention_gpu.has_own_kernel(q):
+        return attention_gpu.causal_attention_gpu(q, k, v, document_ids)
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
     causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=same & causal, enable_gqa=grouped)

@@ -2,7 +2,7 @@
 
 Everything else in the model works token by token and only needs position ids. Llama 3 was trained with all-gathered
 keys and values (arXiv 2407.21783, section 3.3.2); exchanging heads is DeepSpeed-Ulysses (arXiv 2309.14509). Both run on
-any device, through torch's own attention.
+any device, through torch's own attention kernels.
 
 Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a head.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
+from torchtitan.kernels import attention_gpu
 from torchtitan.parallel.collectives import all_gather, all_to_all
 from torchtitan.protocols import AttentionFunction
 
@@ -32,6 +33,18 @@ def own_positions(seq_len: int, rank: int, ranks: int, method: Method) -> torch.
         return torch.arange(seq_len).chunk(ranks)[rank]
     parts = torch.arange(seq_len).chunk(2 * ranks)
     return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
+
+
+def _causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of queries that are the last positions of the keys."""
+    queries, keys = q.shape[SEQUENCE], k.shape[SEQUENCE]
+    if attention_gpu.has_own_kernel(q):
+        documents = None if document_ids is None else document_ids[:, :keys]
+        return attention_gpu.causal_attention_gpu(q, k, v, documents)
+    mask, grouped = _mask(queries, keys, q.device, document_ids), q.shape[HEADS] != k.shape[HEADS]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
 def _mask(queries: int, keys: int, device: torch.device, document_ids: torch.Tensor | None) -> torch.Tensor:
@@ -66,16 +79,7 @@ def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, meth
         outs = []
         for part, queries in zip((rank, parts - 1 - rank), q.chunk(2, SEQUENCE), strict=True):
             end = (part + 1) * part_len
-            mask = _mask(part_len, end, q.device, document_ids)
-            outs.append(
-                F.scaled_dot_product_attention(
-                    queries,
-                    k[:, :, :end],
-                    v[:, :, :end],
-                    attn_mask=mask,
-                    enable_gqa=q.shape[HEADS] != k.shape[HEADS],
-                )
-            )
+            outs.append(_causal_attention(queries, k[:, :, :end], v[:, :, :end], document_ids))
         return torch.cat(outs, SEQUENCE)
 
     def all_to_all_attention(

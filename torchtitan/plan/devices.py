@@ -43,11 +43,11 @@ def _gpu(
 
 # Memory and links (half of the bidirectional figure, GB/s): data sheets of NVIDIA A100, H100, H200, HGX B200 and AMD
 # Instinct MI300X. Network (Gbit/s per GPU): NVIDIA's DGX A100, H100, H200 and B200 data sheets; 400 for MI300X
-# platforms.
+# platforms. Of an H200's 141 GB, 139 GiB are there for torch.
 GPUS: dict[str, tuple[str, PlannedDevice]] = {
     "A100": (r"\bA100\b", _gpu("NVIDIA A100-SXM4-80GB", 80, 300, 200, (8, 0))),
     "H100": (r"\bH100\b(?! PCIe| NVL)", _gpu("NVIDIA H100 80GB HBM3", 80, 450, 400, (9, 0))),
-    "H200": (r"\bH200\b(?! NVL)", _gpu("NVIDIA H200", 141, 450, 400, (9, 0))),
+    "H200": (r"\bH200\b(?! NVL)", _gpu("NVIDIA H200", 139, 450, 400, (9, 0))),
     "B200": (r"(?<!G)B200\b", _gpu("NVIDIA B200", 180, 900, 400, (10, 0))),
     "MI300X": (r"\bMI300X", _gpu("AMD Instinct MI300X", 192, 448, 400, None)),
 }

@@ -8,15 +8,11 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from torchtitan.kernels import rounding
+from torchtitan.kernels import attention_gpu, rounding
 from torchtitan.models import attention, loss, norm
 from torchtitan.parallel import context
 
 aten = torch.ops.aten
-
-
-class _CausalMask:
-    """Replaces torch's `CausalBias`, which is a tensor and cannot be fake."""
 
 
 @contextlib.contextmanager
@@ -24,19 +20,21 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
     """Within this context attention and RMSNorm use the operations of "cuda" or "cpu". For fake tensors only.
 
     On a GPU flash attention saves queries, keys, values, output and log-sum-exp; the fused norm saves its input and one
-    number per row; and the loss processes a chunk's logits at once. On CPU causal attention with unequal lengths has a
-    mask.
+    number per row; and the loss overwrites larger chunks of logits, without a copy. On CPU causal attention with
+    unequal lengths has a mask.
     """
     patched: list[tuple[ModuleType, str, Callable[..., object]]] = [(context, "causal_lower_right", _mask_on_cpu)]
     if device_type == "cuda":
         patched = [
-            (context, "causal_lower_right", lambda queries, keys: _CausalMask()),
+            (attention_gpu, "has_own_kernel", lambda q: True),
+            (attention_gpu, "causal_attention_gpu", _causal_attention),
             (F, "scaled_dot_product_attention", _attention),
             (F, "rms_norm", _rms_norm),
             (attention, "has_own_kernel", lambda q: False),
             (norm, "has_own_kernel", lambda x: False),
             (rounding, "has_own_kernel", lambda x: False),
-            (loss, "rows_at_once", len),
+            (loss, "is_on_gpu", lambda x: True),
+            (loss, "_fused_cross_entropy", lambda logits, labels: logits.new_zeros((), dtype=torch.float32)),
         ]
     before = [getattr(module, name) for module, name, _ in patched]
     for module, name, value in patched:
@@ -56,23 +54,30 @@ def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    attn_mask: torch.Tensor | _CausalMask | None = None,
+    attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     out: torch.Tensor
-    causal = is_causal or isinstance(attn_mask, _CausalMask)
-    if q.dtype != torch.float32 and (attn_mask is None or causal):
-        out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal)[0]
+    if q.dtype != torch.float32 and attn_mask is None:
+        out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
         return out
     if enable_gqa:  # the other kernel does not support grouped queries
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     bias = None
-    if isinstance(attn_mask, torch.Tensor):
+    if attn_mask is not None:
         bias = attn_mask.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    out = aten._scaled_dot_product_efficient_attention(q, k, v, bias, q.requires_grad, dropout_p, causal)[0]
+    out = aten._scaled_dot_product_efficient_attention(q, k, v, bias, q.requires_grad, dropout_p, is_causal)[0]
     return out
+
+
+
+def _causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Within documents, too, a GPU's kernel saves what flash attention saves."""
+    return _attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _rms_norm(

@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, D channels, V vocabulary.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -149,11 +150,13 @@ class Llama(Decoder):
         # The registered parameter, which receives the gradient; `weight` may be a view of it.
         owner = self.output if self.tok_embeddings is None or not self.args.tied_embeddings else self.tok_embeddings
         weight = next(owner.parameters())
-        return chunked_cross_entropy(self.output, weight, h, labels, self.cross_entropy)
+        plain = type(self.output).forward in (nn.Linear.forward, TiedOutput.forward)  # not in low precision
+        linear: Any = self.output.weight if plain else None
+        return chunked_cross_entropy(self.output, weight, h, labels, self.cross_entropy, linear)
 
     def passes(self, tokens: int) -> dict[str, int]:
         """Linear layers that run more than once per forward pass over this many tokens, and how often."""
-        return {"output": chunks(tokens, self.args.vocab_size or 1)}
+        return {"output": chunks(tokens, self.args.vocab_size or 1, on_gpu=torch.cuda.is_available())}
 
     def rope(self, seq_len: int, device: torch.device) -> torch.Tensor:
         """The RoPE table, cached between calls. Not a buffer, since it does not belong in a state dict."""

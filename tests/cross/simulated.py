@@ -1,0 +1,40 @@
+"""Processes with a simulated GPU, in which the tests of this folder run their functions."""
+
+import atexit
+import functools
+import importlib
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+
+from torchtitan.plan.lowering import GPUS, start
+
+PATIENCE = 280  # seconds; allows for busy machines
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="no triton for this platform, so no code for GPUs can be looked at"
+)
+
+
+def on_gpu(name: str, function: str, *arguments: Any, **options: Any) -> Any:
+    """What a function, such as "steps.train", returns in a process with this simulated GPU."""
+    return _process(name).submit(_call, function, arguments, options).result(PATIENCE)
+
+
+def _call(function: str, arguments: Any, options: Any) -> Any:
+    module, name = function.split(".")
+    return getattr(importlib.import_module(module), name)(*arguments, **options)
+
+
+@functools.cache
+def _process(name: str) -> ProcessPoolExecutor:
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin, initargs=(name,))
+    atexit.register(pool.shutdown, wait=False, cancel_futures=True)
+    return pool
+
+
+def _begin(name: str) -> None:
+    start(GPUS[name])

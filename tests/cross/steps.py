@@ -1,0 +1,279 @@
+"""What runs in a process with a simulated GPU: training steps on fake tensors, watched."""
+
+import dataclasses
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import _symmetric_memory
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from torchtitan.compat.lowering import in_compiled_code, resource_usage
+from torchtitan.config import ConfigManager
+from torchtitan.converters.linear import LinearConverter
+from torchtitan.data import Batch
+from torchtitan.data.loader import BatchSpec, build_batch
+from torchtitan.data.packing import Window
+from torchtitan.device import find_device
+from torchtitan.engine.config_checks import check
+from torchtitan.engine.engine import build_engine, build_meshes
+from torchtitan.engine.train_step import train_step
+from torchtitan.kernels import int8_triton
+from torchtitan.models import MODELS
+from torchtitan.optim import state_formats
+from torchtitan.optim.skip_step import UpdateGuard
+from torchtitan.parallel import async_tensor
+from torchtitan.plan.lowering import Call, Lowered, is_mask, record, spilled, spills
+from torchtitan.plan.simulation import fake_process_group
+
+ROOT = Path(__file__).parents[2]
+aten = torch.ops.aten
+ATTENTION_WITH_BIAS = {
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+@dataclasses.dataclass
+class Report:
+    """Of the last of several training steps, except `lowered`.
+
+    Attributes:
+        lowered: all graphs that were compiled.
+        waits: what made the host wait for the device, and where.
+        masks: dense masks outside compiled code.
+        calls: operations outside compiled code.
+        bytes: that these read and wrote.
+        fused: collectives that asynchronous tensor parallelism fused into GEMMs, and those that it did not.
+    """
+
+    lowered: list[Lowered]
+    waits: list[str]
+    masks: list[str]
+    calls: Counter[str]
+    bytes: int
+    fused: tuple[int, int] = (0, 0)
+
+
+LOWERED = record()
+NO_PASSES = {"_micro_pipeline_tp": False, "post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": None}
+
+
+class Watch(TorchDispatchMode):
+    """Sees each operation outside compiled code."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.report = Report(LOWERED, [], [], Counter(), 0)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # so that torch.compile works within
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            if args[0].device.type == "cuda":
+                self.report.waits.append(f"{func} {place()}")
+            return 0
+        out = func(*args, **kwargs)
+        if (
+            not isinstance(func, torch._ops.OpOverload)
+            or in_compiled_code()
+            or not all(kind in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in types)
+        ):
+            return out
+        read = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        wrote = [leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        devices = {tensor.device.type for tensor in (*read, *wrote) if tensor.dim() or tensor.device.type != "cpu"}
+        if func in (aten._to_copy.default, aten.copy_.default) and len(devices) == 2:
+            asynchronous = kwargs.get("non_blocking") or (func is aten.copy_.default and len(args) > 2 and args[2])
+            source = args[0] if func is aten._to_copy.default else args[1]
+            if not asynchronous or (source.device.type == "cpu" and not hasattr(source, "is_in_pinned_memory")):
+                self.report.waits.append(f"{func} between host and device {place()}")
+        for tensor in wrote:
+            if tensor.dtype == torch.bool and is_mask(tensor.shape):
+                self.report.masks.append(f"{func} {tuple(tensor.shape)} {place()}")
+        if func in ATTENTION_WITH_BIAS and args[3] is not None:
+            self.report.masks.append(f"{func} {place()}")
+        if "cuda" in devices and not func.is_view and func.namespace in ("aten", "fsdp"):
+            self.report.calls[str(func)] += 1
+            self.report.bytes += sum(tensor.nbytes for tensor in (*read, *wrote))
+        return out
+
+
+def place() -> str:
+    """The line of this project that runs."""
+    frames = [f for f in traceback.extract_stack() if f.filename.startswith(str(ROOT / "torchtitan"))]
+    frames = [f for f in frames if "compat/lowering" not in f.filename]
+    return f"in {Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else "elsewhere"
+
+
+def train(
+    flags: Sequence[str],
+    world_size: int = 1,
+    family: str = "llama3",
+    flavor: str = "8B",
+    layers: int = 2,
+    batches: Sequence[tuple[int, int]] = ((1, 8192), (1, 8192)),
+) -> Report:
+    """Training steps of rank 0, one per (batch size, sequence length).
+
+    Args:
+        flags: of the command line.
+        world_size: ranks of the run, of which the others do not exist.
+        layers: of the model; all are compiled as one.
+    """
+    rows, seq_len = batches[0]
+    config = ConfigManager().parse_args(
+        [
+            f"--model.name={family}",
+            f"--model.flavor={flavor}",
+            f"--training.seq_len={seq_len}",
+            f"--training.local_batch_size={rows}",
+            "--training.mixed_precision_param=bfloat16",
+            "--training.compile",
+            *flags,
+        ]
+    )
+    torch.compiler.reset()
+    LOWERED.clear()
+    spec, mode, watch = MODELS.get(family), FakeTensorMode(allow_non_fake_inputs=True), Watch()
+    with mode:
+        device = find_device(0)
+    dims = check(config, world_size, device.type)
+    with fake_process_group(0, world_size):
+        meshes = build_meshes(dims, device.type)
+        with mode, torch._inductor.config.patch(**NO_PASSES):
+            engine = build_engine(
+                config,
+                meshes,
+                device,
+                dataclasses.replace(spec.flavor(flavor), n_layers=layers),
+                rows * dims.dp,
+                materialize=lambda model, stages, *_: [stage.to_empty(device=device.torch_device) for stage in stages],
+            )
+            guard = UpdateGuard(config.training, lambda *_: None)
+            for number, shape in enumerate(batches):
+                batch = make_batch(shape, config.training.document_mask)
+                with watch:
+                    watch.report = Report(LOWERED, [], [], Counter(), 0)
+                    train_step(engine, [batch], 1e-4, guard, number)
+    report = watch.report
+    report.lowered = list(LOWERED)
+    if engine.fused_gemms is not None:
+        report.fused = engine.fused_gemms.count, engine.fused_gemms.separate
+    return report
+
+
+def make_batch(shape: tuple[int, int], document_mask: bool, pin_memory: bool = True) -> Batch:
+    """As the loader makes it."""
+    rows, seq_len = shape
+    window = Window([0] * (seq_len + 1), [0] * (seq_len + 1), [])
+    return build_batch([window] * rows, BatchSpec(range(rows), rows, document_mask, False, pin_memory))
+
+
+def _pin_memory(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    pinned: Any = tensor.clone()
+    pinned.is_in_pinned_memory = True
+    return pinned
+
+
+torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
+
+
+def spills_of(flags: Sequence[str]) -> dict[str, str]:
+    """Kernels of a step that spill registers; of each, the first configuration."""
+    found: dict[str, str] = {}
+    for lowered in train(flags, batches=((1, 8192),)).lowered:
+        found |= spills(lowered)
+    return found
+
+
+def with_fault(fault: str) -> tuple[list[Call], list[Any], list[str]]:
+    """Calls, masks and waits of something wrong."""
+    torch.compiler.reset()
+    LOWERED.clear()
+    watch = Watch()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        a, b = (torch.empty(256, 256, dtype=torch.int8, device="cuda") for _ in range(2))
+        x = torch.empty(1, 4, 4096, 64, dtype=torch.bfloat16, device="cuda")
+        batch = make_batch((1, 4096), False, pin_memory=False)
+        with watch:
+            if fault == "column-major operand":
+                torch.compile(lambda a, b: torch._int_mm((a + 1).t().contiguous(), b.t()))(a, b)
+            elif fault == "item":
+                x.sum().item()
+            elif fault == "unpinned batch":
+                batch.tokens.to("cuda", non_blocking=True)
+            else:
+                mask = torch.ones(4096, 4096, dtype=torch.bool, device="cuda").tril()
+                torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    return [call for graph in LOWERED for call in graph.calls], watch.report.masks, watch.report.waits
+
+
+def spilling_kernel() -> bool:
+    """Whether a kernel spills that holds 512 numbers in each thread."""
+    source = ASTSource(normalize, {"numbers": "*fp32", "SIZE": "constexpr"}, {"SIZE": 2**14})
+    binary = triton.compile(source, target=triton.runtime.driver.active.get_current_target(), options={"num_warps": 1})
+    return spilled(resource_usage(binary.asm["cubin"]))
+
+
+def int8_gemm_spills(capability: int) -> list[str]:
+    """Configurations of our int8 GEMM that spill registers on this GPU, and what they use."""
+    pointers = {"a": "*i8", "b": "*i8", "out": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32"}
+    names = int8_triton.int8_gemm_kernel.arg_names
+    signature = {name: "constexpr" if name.isupper() and len(name) > 1 else pointers.get(name, "i32") for name in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name] != "constexpr"
+    }
+    found = []
+    for config in int8_triton.CONFIGS:
+        constants = {**config.kwargs, "GROUP": int8_triton.GROUP}
+        source = ASTSource(int8_triton.int8_gemm_kernel, signature, constants, aligned)
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        usage = resource_usage(binary.asm["cubin"])
+        if spilled(usage) or binary.metadata.shared > SHARED_MEMORY[capability]:
+            found.append(f"{config}: {usage} {binary.metadata.shared}")
+    return found
+
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes of a block of threads: CUDA C++ programming guide
+
+
+@triton.jit
+def normalize(numbers, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.arange(0, SIZE)
+    x = tl.load(numbers + places)
+    tl.store(numbers + places, x / tl.sum(x))
+
+
+def _outside_fake_mode(function: Any) -> Any:
+    def run(*arguments: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*arguments, **options)
+
+    return run
+
+
+# What needs numbers: meshes, tables of codes, and the comparison of a converted layer with its copy.
+DeviceMesh._concatenate = staticmethod(_outside_fake_mode(DeviceMesh._concatenate))
+state_formats._table = _outside_fake_mode(state_formats._table)
+LinearConverter.check_swap = lambda self: None  # type: ignore[method-assign]
+# What needs several GPUs.
+async_tensor.enable_symmetric_memory = lambda name: None
+_symmetric_memory.is_symm_mem_enabled_for_group = lambda name: True
+dist.is_nccl_available = lambda: True

@@ -1,0 +1,215 @@
+"""Training steps as a GPU would get them, on a machine without one: every recipe of a Llama 3 8B with two layers.
+
+Nothing is computed. The compiler lowers the real training code for a simulated GPU (`torchtitan/plan/lowering.py`), and
+what would go wrong or slowly there is looked for in what it generates, and in the operations outside it.
+"""
+
+import dataclasses
+import fcntl
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated import needs_triton, on_gpu
+
+from torchtitan.plan.lowering import Call
+
+pytestmark = needs_triton
+
+FIGURES = Path(__file__).with_name("figures.json")
+VERSION = ".".join(torch.__version__.split(".")[:2])
+ROUNDING = 1.005
+
+# Layouts of 8-bit operands that cuBLASLt takes.
+# - _int_mm: NVIDIA's cuBLAS documentation, cublasLtMatmul(), "to use IMMA kernels": A transposed and B not (the "TN
+#   format"), in its column-major terms; leading dimensions are multiples of 4, pointers aligned by 4. torch itself
+#   requires K and N to be multiples of 8 (aten/src/ATen/native/cuda/Blas.cpp, _int_mm_out_cuda).
+# - _scaled_mm: the same documentation, "to use FP8 kernels": the TN format before compute capability 10.0, dimensions
+#   multiples of 16. torch requires the same of all capabilities for scales of rows (ScaledBlas.cpp).
+# - torchtitan.int8_mm: our own kernel (kernels/int8_triton.py), which reads both operands along K.
+# By operator: places of the operands, and what their sizes are multiples of. The left one is row-major, the right one
+# column-major.
+LAYOUTS = {"aten._int_mm": (0, 1, 8), "aten._scaled_mm": (0, 1, 16), "torchtitan.int8_mm": (0, 2, 16)}
+
+NO_CHECKPOINTING = "--activation_checkpoint.mode=none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Of a run: its flags in addition to --training.compile, and its size."""
+
+    flags: Sequence[str] = ()
+    world_size: int = 1
+    batches: Sequence[tuple[int, int]] = ((1, 8192), (1, 8192))
+    gpu: str = "sm_90"
+    checkpointing: bool = False
+
+
+def float8(recipe: str, *flags: str, **more: Any) -> Case:
+    return Case(("--model.converters=float8", f"--float8.recipe_name={recipe}", *flags), **more)
+
+
+def int8(recipe: str, *flags: str, **more: Any) -> Case:
+    return Case(("--model.converters=int8", f"--int8.recipe_name={recipe}", *flags), **more)
+
+
+def tensor_parallel(*flags: str, **more: Any) -> Case:
+    return Case(("--parallelism.tensor_parallel_degree=4", *flags), world_size=4, **more)
+
+
+ASYNC = "--parallelism.enable_async_tensor_parallel"
+CONTEXT = "--parallelism.context_parallel_degree=4"
+HEADS = "--parallelism.context_parallel_rotate_method=alltoall"
+DOCUMENTS = "--training.document_mask"
+
+CASES = {
+    "bf16": Case(),
+    "float8 tensorwise": float8("tensorwise"),
+    "float8 rowwise_with_gw_hp": float8("rowwise_with_gw_hp"),
+    "int8 rowwise": int8("rowwise"),
+    "mx, sm_100": Case(("--model.converters=mx",), gpu="sm_100"),
+    "documents": Case((DOCUMENTS,)),
+    "context parallel": Case((CONTEXT,), world_size=4),
+    "async tensor parallel": tensor_parallel(ASYNC),
+    "selective recomputation": Case(
+        ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
+        checkpointing=True,
+    ),
+    "dynamic shapes": Case(batches=((1, 8192), (2, 4096), (2, 4096))),
+    "8 ranks": Case(world_size=8),
+}
+LONG_CASES = {
+    "bf16, sm_100": Case(gpu="sm_100"),
+    "float8 rowwise": float8("rowwise"),
+    "float8 delayed": float8("delayed", batches=((1, 8192),) * 3),
+    "float8 tensorwise, sm_100": float8("tensorwise", gpu="sm_100"),
+    "float8 rowwise, sm_100": float8("rowwise", gpu="sm_100"),
+    "float8 all-gather": float8(
+        "tensorwise",
+        "--float8.enable_fsdp_float8_all_gather",
+        "--float8.precompute_float8_dynamic_scale_for_fsdp",
+        world_size=8,
+    ),
+    "float8 of the output layer": float8("tensorwise", "--float8.filter_fqns=layers.0"),
+    "float8, async tensor parallel": tensor_parallel(
+        ASYNC, "--model.converters=float8", "--float8.recipe_name=tensorwise"
+    ),
+    "int8 tensorwise": int8("tensorwise"),
+    "int8 rowwise, sm_100": int8("rowwise", gpu="sm_100"),
+    "int8 rowwise, dynamic shapes": int8("rowwise", batches=((1, 8192), (2, 4096), (2, 4096))),
+    "int8 all-gather": int8("rowwise", "--int8.enable_fsdp_int8_all_gather", world_size=8),
+    "context parallel by heads": Case((CONTEXT, HEADS), world_size=4),
+    "context parallel, documents": Case((CONTEXT, DOCUMENTS), world_size=4),
+    "async tensor parallel, 2 sequences": tensor_parallel(ASYNC, batches=((2, 8192), (2, 8192))),
+    "tensor parallel": tensor_parallel(),
+    "full recomputation": Case(("--activation_checkpoint.mode=full",), checkpointing=True),
+    "selective recomputation, documents": Case(
+        ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op", DOCUMENTS),
+        checkpointing=True,
+    ),
+    "AdamW8bit": Case(("--optimizer.name=AdamW8bit",)),
+    "AdamW4bit": Case(("--optimizer.name=AdamW4bit",)),
+    "AdamWFp8": Case(("--optimizer.name=AdamWFp8",)),
+    "AdamW, bfloat16 states": Case(("--optimizer.state_dtype=bfloat16",)),
+}
+WAITS_FOR_THE_SKIP = {"AdamW8bit", "AdamW4bit", "AdamWFp8", "AdamW, bfloat16 states"}  # (optimizer_step)
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in LONG_CASES)], ids=str
+)
+def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
+    case = {**CASES, **LONG_CASES}[name]
+    flags = case.flags if case.checkpointing else (*case.flags, NO_CHECKPOINTING)
+    report = on_gpu(case.gpu, "steps.train", flags, case.world_size, batches=case.batches)
+    check_layouts([call for graph in report.lowered for call in graph.calls])
+    assert not report.masks and not any(graph.masks for graph in report.lowered)
+    waits = [wait for wait in report.waits if not (name in WAITS_FOR_THE_SKIP and "optimizer.py" in wait)]
+    assert not waits
+    if ASYNC in case.flags:
+        assert report.fused == (6, 2)  # the sum before a backward reduce-scatter is that of several GEMMs
+    blocks = [graph for graph in report.lowered if any("mm" in call.operator for call in graph.calls)]
+    assert any(graph.backward for graph in blocks)
+    figures = {
+        "kernels of a block": sum(graph.kernels for graph in blocks),
+        "GB of a block": round(sum(graph.bytes for graph in blocks) / 1e9, 3),
+        "GB of other compiled code": round(sum(g.bytes for g in report.lowered if g not in blocks) / 1e9, 3),
+        "GB of uncompiled operations": round(report.bytes / 1e9, 3),
+    }
+    compare(name, figures, renew=request.config.getoption("--renew", False))
+
+
+def check_layouts(calls: Sequence[Call]) -> None:
+    """Fails if an operand of an 8-bit GEMM has a layout that cuBLASLt refuses."""
+    for call in calls:
+        for operator, (left_place, right_place, multiple) in LAYOUTS.items():
+            if call.operator.startswith(operator):
+                left, right = call.operands[left_place], call.operands[right_place]
+                assert left.strides[1] == 1 and right.strides[0] == 1, call
+                sizes = [size for size in (*left.shape[1:], *right.shape) if isinstance(size, int)]
+                assert not any(size % multiple for size in sizes), call
+
+
+def compare(name: str, figures: dict[str, float], renew: bool) -> None:
+    """Fails if kernels or bytes are more than recorded for this version of torch."""
+    with FIGURES.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        recorded = json.load(file)
+        if renew:
+            cases = {**(recorded["cases"] if recorded["torch"] == VERSION else {}), name: figures}
+            file.seek(0)
+            file.truncate()
+            json.dump({"torch": VERSION, "cases": dict(sorted(cases.items()))}, file, indent=1)
+            file.write("\n")
+            return
+    if recorded["torch"] == VERSION:
+        known = recorded["cases"][name]
+        more = {what: (number, known[what]) for what, number in figures.items() if number > known[what] * ROUNDING}
+        assert not more, f"more than recorded: {more}; if that is meant: python -m pytest tests/cross --renew -m ''"
+
+
+@pytest.mark.parametrize(
+    "gpu, name",
+    [
+        ("sm_90", "bf16"),
+        ("sm_90", "float8 tensorwise"),
+        *(
+            pytest.param(gpu, name, marks=pytest.mark.full)
+            for gpu, name in [("sm_90", "float8 rowwise"), ("sm_90", "int8 rowwise"), ("sm_90", "documents")]
+        ),
+    ],
+)
+def test_kernels_compile_without_spilling_registers(gpu: str, name: str) -> None:
+    case = {**CASES, **LONG_CASES}[name]
+    assert on_gpu(gpu, "steps.spills_of", (*case.flags, NO_CHECKPOINTING)) == {}
+
+
+@pytest.mark.parametrize("fault", ["column-major operand", "item", "dense mask", "unpinned batch"])
+def test_a_planted_fault_is_seen(fault: str) -> None:
+    """The checks above find what they are for."""
+    calls, masks, waits = on_gpu("sm_90", "steps.with_fault", fault)
+    if fault == "column-major operand":
+        with pytest.raises(AssertionError, match="_int_mm"):
+            check_layouts(calls)
+    elif fault == "dense mask":
+        assert masks
+    else:
+        assert len(waits) == 1 and ("between host and device" in waits[0]) == (fault == "unpinned batch")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_int8_gemm_compiles_without_spilling_registers(capability: int) -> None:
+    """For Ampere and Hopper, in all its configurations."""
+    assert on_gpu("sm_90", "steps.int8_gemm_spills", capability) == []
+
+
+def test_int8_moves_hardly_more_bytes_than_bf16() -> None:
+    recorded = json.loads(FIGURES.read_text())["cases"]
+    assert recorded["int8 rowwise"]["GB of a block"] <= 1.15 * recorded["bf16"]["GB of a block"]
+
+
+def test_what_spills_is_seen() -> None:
+    assert on_gpu("sm_90", "steps.spilling_kernel")

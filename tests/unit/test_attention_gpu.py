@@ -1,0 +1,55 @@
+"""Which blocks a GPU's attention looks at, checked against the dense mask."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+from torchtitan.kernels.attention_gpu import BLOCK, block_mask
+
+
+def random_documents(rows: int, length: int, documents: int) -> torch.Tensor:
+    """(rows, length) ids of about as many documents a row."""
+    begins = torch.rand(rows, length, generator=torch.Generator().manual_seed(documents)) < documents / length
+    return begins.cumsum(1)
+
+
+def dense_mask(ids: torch.Tensor, queries: int) -> torch.Tensor:
+    """(rows, queries, keys) of the last queries."""
+    keys = ids.shape[1]
+    positions = torch.arange(keys - queries, keys)
+    return (ids[:, positions, None] == ids[:, None, :]) & (torch.arange(keys) <= positions[:, None])
+
+
+@pytest.mark.parametrize("documents", [1, 3, 30])
+@pytest.mark.parametrize("keys, queries", [(512, 512), (700, 700), (1024, 256), (640, 130)])
+def test_blocks_are_those_of_the_dense_mask(keys: int, queries: int, documents: int) -> None:
+    """Each block with something to see is listed once, as full only if nothing in it is masked."""
+    ids = random_documents(2, keys, documents)
+    mask = block_mask(ids, queries)
+    rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
+    padding = (0, columns * BLOCK - keys, 0, rows * BLOCK - queries)
+
+    def blocks(dense: torch.Tensor) -> torch.Tensor:
+        return F.pad(dense, padding).view(2, rows, BLOCK, columns, BLOCK).transpose(2, 3).flatten(3)
+
+    dense = dense_mask(ids, queries)
+    seen, unmasked = blocks(dense).any(-1), (blocks(dense) | ~blocks(torch.ones_like(dense))).all(-1)
+    found = torch.zeros(2, rows, columns, dtype=torch.int)
+    for batch in range(2):
+        for row in range(rows):
+            full = mask.full_kv_indices[batch, 0, row, : mask.full_kv_num_blocks[batch, 0, row]]  # type: ignore[index]
+            partial = mask.kv_indices[batch, 0, row, : mask.kv_num_blocks[batch, 0, row]]
+            assert unmasked[batch, row, full].all()
+            found[batch, row] += torch.bincount(torch.cat([full, partial]), minlength=columns)
+    assert torch.equal(found, seen.int())
+
+
+def test_attention_within_documents_is_that_of_the_dense_mask() -> None:
+    torch.manual_seed(0)
+    ids, queries = random_documents(2, 300, 4), 200
+    q = torch.randn(2, 4, queries, 32)
+    k, v = (torch.randn(2, 2, 300, 32) for _ in range(2))
+    out = flex_attention(q, k, v, block_mask=block_mask(ids, queries), enable_gqa=True)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(ids, queries)[:, None], enable_gqa=True)
+    torch.testing.assert_close(out, expected)

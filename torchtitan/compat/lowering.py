@@ -1,0 +1,228 @@
+"""The compiler for a GPU that is not there. Only for a process of its own: `simulate` changes it for good.
+
+- `_subclasses.fake_tensor.init_gpu_context`, `FakeTensorMode.avoid_device_init`: would initialize CUDA
+- `_dynamo.device_interface.CudaInterface`: what the compiler asks about the device
+- `_inductor.graph.GraphLowering`, its `compile_to_module`: a lowered graph, whose code is kept instead of loaded
+- `_inductor.ir.ExternKernel`: a call of an operator in place of a kernel
+- `_inductor.runtime.triton_helpers`: would look for Triton's driver
+- `_inductor.codecache.PyCodeCache`: loads the source of a Triton kernel, whose `_create_compile_meta` and
+  `_create_compile_options` are what it is compiled with
+- `_inductor.fx_passes.joint_graph.UniformValueConstantFolder`, its `_deduce_value`: computes constants
+- `utils._python_dispatch.TorchDispatchMode`: redirects that to the CPU
+- attributes of `torch.cuda`, lazily initialized or missing without CUDA
+"""
+
+import contextlib
+import subprocess
+import tempfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+__all__ = ["cubins", "in_compiled_code", "on_lowered", "operator_of", "resource_usage", "simulate"]
+
+
+class _Stream:
+    """A stream or event on which nothing happens."""
+
+    cuda_stream = stream_id = device_index = 0
+    device_type = 1
+    device = "cuda:0"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **options: None
+
+    def query(self) -> bool:
+        return True
+
+
+def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
+    """Makes this process believe in one GPU. What works on fake tensors works; nothing can be computed.
+
+    Args:
+        properties: with the attributes of `torch.cuda.get_device_properties()`.
+        triton_limits: what Triton's driver says about it.
+    """
+    import torch
+    import torch._subclasses.fake_tensor as fake_tensor
+    import triton
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+
+    capability = (properties.major, properties.minor)
+    state = torch.zeros(16, dtype=torch.uint8)
+    stream = _Stream()
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "init": None,
+        "_lazy_init": None,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "get_device_capability": capability,
+        "get_device_properties": properties,
+        "get_device_name": properties.name,
+        "is_bf16_supported": True,
+        "synchronize": None,
+        "current_stream": stream,
+        "default_stream": stream,
+        "set_stream": None,
+        "get_rng_state": state,
+        "set_rng_state": None,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "reset_peak_memory_stats": None,
+        "empty_cache": None,
+        "is_current_stream_capturing": False,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)
+    torch.cuda.Stream = torch.cuda.Event = torch.Event = _Stream  # type: ignore[assignment, misc]
+    torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment]
+    torch.cuda.default_generators = (torch.Generator(),)
+    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment]
+    fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
+    torch.version.cuda = "13.0"  # type: ignore[assignment]
+    interface = {
+        "is_available": True,
+        "get_compute_capability": 10 * capability[0] + capability[1],
+        "is_triton_capable": True,
+        "raise_if_triton_unavailable": None,
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_properties": properties,
+        "exchange_device": 0,
+        "maybe_exchange_device": 0,
+        "synchronize": None,
+    }
+    for name, answer in interface.items():
+        setattr(CudaInterface, name, staticmethod(lambda *args, answer=answer, **options: answer))
+    CudaInterface.Worker.get_device_properties = staticmethod(lambda *args, **options: properties)  # type: ignore[method-assign, assignment]
+    CudaInterface.Worker.current_device = staticmethod(lambda: 0)  # type: ignore[method-assign, assignment]
+    _fold_constants_on_cpu()
+    triton_helpers.set_driver_to_gpu = lambda: None  # called by the source of each kernel
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(  # Triton's driver
+            utils=SimpleNamespace(get_device_properties=lambda device: triton_limits),
+            get_current_target=lambda: target,
+            get_active_torch_device=lambda: torch.device("cuda", 0),
+            get_device_interface=lambda: torch.cuda,
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=0: 0,
+            is_active=lambda: True,
+        )
+    )
+
+
+def _fold_constants_on_cpu() -> None:
+    """The compiler computes constants, such as a tensor of ones times two, on their device."""
+    import torch
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    def on_cpu(value: Any) -> Any:
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    class OnCpu(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+            return func(*map(on_cpu, args), **{name: on_cpu(value) for name, value in (kwargs or {}).items()})
+
+    deduce = UniformValueConstantFolder._deduce_value
+
+    def deduce_on_cpu(self: Any, node: Any) -> Any:
+        with OnCpu():
+            return deduce(self, node)
+
+    UniformValueConstantFolder._deduce_value = deduce_on_cpu  # type: ignore[method-assign]
+
+
+def on_lowered(take: Callable[[Any, str], None]) -> None:
+    """From now on, `take` gets each graph that the compiler lowers, and its code. Compiled functions then return fake
+    tensors."""
+    from torch._inductor.graph import GraphLowering
+
+    def compile_to_module(self: Any) -> Any:
+        code, _ = self.codegen()
+        take(self, getattr(code, "value", code))
+        return SimpleNamespace(call=_Fake(self.orig_gm), __file__="", key="", runner=None)
+
+    GraphLowering.compile_to_module = compile_to_module  # type: ignore[method-assign]
+
+
+_running = 0
+
+
+def in_compiled_code() -> bool:
+    """Whether a compiled function is being run on fake tensors."""
+    return _running > 0
+
+
+class _Fake:
+    """Calls a graph on fake tensors in place of its code."""
+
+    def __init__(self, graph_module: Any) -> None:
+        self.graph_module = graph_module
+
+    def __call__(self, inputs: Any) -> Any:
+        global _running
+        import torch
+
+        arguments = list(inputs)
+        inputs.clear()
+        _running += 1
+        try:
+            with torch.no_grad():
+                return self.graph_module(*arguments)
+        finally:
+            _running -= 1
+
+
+def operator_of(node: Any) -> str | None:
+    """The operator that a scheduled node calls, such as "aten.mm"; None for one that became a kernel."""
+    from torch._inductor.ir import ExternKernel
+
+    if not isinstance(node.node, ExternKernel):
+        return None
+    overload = getattr(node.node, "op_overload", None)
+    return str(overload).removesuffix(".default") if overload is not None else node.node.python_kernel_name
+
+
+def cubins(source: str, name: str, all_configurations: bool) -> list[bytes]:
+    """Compiles a Triton kernel of the compiler's to binaries, one for each of its configurations, or the first."""
+    import triton
+    from torch._inductor.codecache import PyCodeCache
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    tuner = getattr(PyCodeCache.load(source), name)
+    found = []
+    for config in tuner.configs[: None if all_configurations else 1]:
+        meta = tuner._create_compile_meta(config)
+        binary = triton.compile(
+            ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
+            target=GPUTarget("cuda", meta["cc"], 32),
+            options=tuner._create_compile_options(config, meta),
+        )
+        found.append(binary.asm["cubin"])
+    return found
+
+
+def resource_usage(cubin: bytes) -> str:
+    """Registers and memory of a binary, as NVIDIA's cuobjdump, which comes with Triton, prints them."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,118 @@
+"""int8 GEMMs on NVIDIA GPUs with the scaling in the GEMM's own epilogue, in Triton.
+
+`torch._int_mm` writes int32 sums, which a second kernel reads, scales and writes again: 10 bytes for each number of the
+result in place of 2.
+
+Shapes: (M, K) x (K, N) to (M, N).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+GROUP = 8  # rows of tiles that run side by side, so that they find each other's operands in the L2 cache
+
+
+def _config(m: int, n: int, k: int, warps: int, stages: int) -> triton.Config:
+    return triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
+
+
+CONFIGS = [
+    _config(128, 256, 128, 8, 3),
+    _config(128, 128, 128, 8, 3),
+    _config(128, 128, 64, 4, 4),
+    _config(64, 128, 128, 4, 4),
+]
+"""They fit the shared memory of Ampere (163 KiB) and Hopper."""
+
+
+@triton.jit
+def int8_gemm_kernel(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    out,
+    row_scale,
+    column_scale,
+    M,
+    N,
+    K,
+    a_stride,
+    b_stride,
+    out_stride,
+    row_scale_stride,
+    column_scale_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """A tile of out = (a @ b) * row_scale * column_scale. K is the fast dimension of both operands; a scale's stride is
+    0 if there is only one."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0)
+    first = tile // (GROUP * tiles_n) * GROUP
+    group = min(tiles_m - first, GROUP)
+    in_group = tile % (GROUP * tiles_n)
+    rows = (first + in_group % group) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = in_group // group * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    # Beyond the edges, tiles read the first rows and columns again, and write nothing.
+    a_tile = a + (rows % M).to(tl.int64)[:, None] * a_stride + inner[None, :]
+    b_tile = b + (columns % N).to(tl.int64)[None, :] * b_stride + inner[:, None]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for start in range(0, K, BLOCK_K):
+        left = tl.load(a_tile, mask=inner[None, :] < K - start, other=0)
+        right = tl.load(b_tile, mask=inner[:, None] < K - start, other=0)
+        sums = tl.dot(left, right, acc=sums, out_dtype=tl.int32)
+        a_tile += BLOCK_K
+        b_tile += BLOCK_K
+    by_row = tl.load(row_scale + (rows % M) * row_scale_stride)
+    by_column = tl.load(column_scale + (columns % N) * column_scale_stride)
+    result = sums.to(tl.float32) * by_row[:, None] * by_column[None, :]
+    places = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    tl.store(places, result.to(out.dtype.element_ty), mask=(rows[:, None] < M) & (columns[None, :] < N))
+
+
+_tuned = triton.autotune(CONFIGS, key=["M", "N", "K"])(int8_gemm_kernel)
+
+
+def int8_gemm(
+    a: torch.Tensor,
+    row_scale: torch.Tensor,
+    b: torch.Tensor,
+    column_scale: torch.Tensor,
+    dtype: torch.dtype,
+    kernel: Any = _tuned,
+    **config: Any,
+) -> torch.Tensor:
+    """a @ b with int32 sums, times row_scale * column_scale in float32, rounded to `dtype`.
+
+    Args:
+        a: (M, K) int8, row-major.
+        b: (K, N) int8, column-major.
+        row_scale: (M, 1), (1, 1) or (), float32.
+        column_scale: (1, N), (1, 1) or (), float32.
+        kernel: with its `config`, one that is not tuned on this GPU.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    out = torch.empty(m, n, dtype=dtype, device=a.device)
+    kernel[lambda meta: (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)](
+        a,
+        b,
+        out,
+        row_scale,
+        column_scale,
+        m,
+        n,
+        k,
+        a.stride(0),
+        b.stride(1),
+        out.stride(0),
+        row_scale.stride(0) if row_scale.numel() > 1 else 0,
+        column_scale.stride(1) if column_scale.numel() > 1 else 0,
+        GROUP=GROUP,
+        **config,
+    )
+    return out

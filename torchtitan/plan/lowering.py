@@ -1,0 +1,235 @@
+"""What the compiler makes of the training code for a GPU, on a machine without one: lowered code, not timings.
+
+`start` turns a process of its own into one with a simulated GPU, on which fake CUDA tensors can be trained:
+nothing is computed, but everything that is traced, lowered and generated is what a GPU would get. Needs the `triton`
+package beside any build of torch, and a C++ compiler.
+"""
+
+import atexit
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+SOURCE = Path(__file__).with_name("simulated_gpu.cpp")
+
+
+@dataclass(frozen=True)
+class SimulatedGpu:
+    """What the compiler asks about a GPU: NVIDIA's data sheets, and table "Technical Specifications per Compute
+    Capability" of the CUDA programming guide.
+
+    Attributes:
+        shared_memory: bytes that one block of threads may have.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    multiprocessors: int
+    shared_memory: int
+    l2_bytes: int
+
+    @property
+    def properties(self) -> Any:
+        """With the attributes of `torch.cuda.get_device_properties()`."""
+        return SimpleNamespace(
+            name=self.name,
+            major=self.capability[0],
+            minor=self.capability[1],
+            total_memory=self.memory_bytes,
+            multi_processor_count=self.multiprocessors,
+            warp_size=32,
+            regs_per_multiprocessor=65536,
+            max_threads_per_multi_processor=2048,
+            max_threads_per_block=1024,
+            shared_memory_per_block=49152,
+            shared_memory_per_block_optin=self.shared_memory,
+            shared_memory_per_multiprocessor=self.shared_memory + 1024,
+            L2_cache_size=self.l2_bytes,
+            gcnArchName="",
+            is_integrated=False,
+            clock_rate=1980000,
+            memory_clock_rate=3201000,
+            memory_bus_width=6144,
+        )
+
+    @property
+    def triton_limits(self) -> dict[str, int]:
+        return {
+            "max_shared_mem": self.shared_memory,
+            "multiprocessor_count": self.multiprocessors,
+            "max_num_regs": 65536,
+            "warpSize": 32,
+        }
+
+
+GPUS = {
+    "sm_80": SimulatedGpu("NVIDIA A100-SXM4-80GB", (8, 0), 80 * 2**30, 108, 166912, 40 * 2**20),
+    "sm_90": SimulatedGpu("NVIDIA H200", (9, 0), 140 * 2**30, 132, 232448, 50 * 2**20),
+    "sm_100": SimulatedGpu("NVIDIA B200", (10, 0), 180 * 2**30, 148, 232448, 126 * 2**20),
+}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Of an operator that is called in place of a kernel."""
+
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator that lowered code calls: a GEMM, attention, a collective."""
+
+    operator: str
+    operands: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One lowered graph.
+
+    Attributes:
+        code: the generated Python code, with its Triton kernels.
+        backward: whether it is the backward pass of another.
+        bytes: that kernels and calls read and write, as the compiler counts them.
+        kernels: launches of Triton kernels.
+        calls: in the order in which they run.
+        masks: shapes of boolean tensors that may be masks of queries x keys, whether or not they reach memory.
+    """
+
+    code: str
+    backward: bool
+    bytes: int
+    kernels: int
+    calls: tuple[Call, ...]
+    masks: tuple[tuple[int, ...], ...]
+
+
+MASK = range(1024, 2**16)  # queries and keys of a mask
+
+
+def start(gpu: SimulatedGpu) -> None:
+    """Gives this process a simulated GPU. Call it before torch is imported.
+
+    Raises:
+        RuntimeError: there is no `triton` or no C++ compiler, or torch was imported before.
+    """
+    import importlib.util
+    import sys
+
+    from torchtitan.kernels.cpp_extension import load
+
+    if "torch" in sys.modules:
+        raise RuntimeError("torch has been imported before the simulated GPU")
+    found = importlib.util.find_spec("torch")
+    root = Path(found.origin or "").parent if found else Path()
+    flags = [f"-I{root}/include", f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib", "-O1"]
+    if load(SOURCE, "the simulated GPU", *flags) is None:
+        raise RuntimeError("the simulated GPU needs a C++ compiler")
+    # Variables, since settings hold in one thread only, and backward passes are compiled in another.
+    os.environ |= {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    from torchtitan.compat.lowering import simulate
+
+    simulate(gpu.properties, gpu.triton_limits)
+
+
+def record() -> list[Lowered]:
+    """A list to which each graph is added that the compiler lowers from now on."""
+    from torchtitan.compat.lowering import on_lowered
+
+    found: list[Lowered] = []
+
+    def take(graph: Any, code: str) -> None:
+        found.append(
+            Lowered(
+                code,
+                bool(graph.is_backward),
+                graph.count_bytes()[0],
+                len(re.findall(r"^\s+\w+\.run\(", code, re.M)),
+                tuple(_calls(graph)),
+                tuple(_masks(graph)),
+            )
+        )
+
+    on_lowered(take)
+    return found
+
+
+def _calls(graph: Any) -> Iterator[Call]:
+    from torchtitan.compat.lowering import operator_of
+
+    for node in graph.scheduler.nodes:
+        operator = operator_of(node)
+        if operator is not None:
+            operands = [
+                Operand(
+                    tuple(_number(size) for size in operand.get_size()),
+                    tuple(_number(stride) for stride in operand.get_stride()),
+                    str(operand.get_dtype()).removeprefix("torch."),
+                )
+                for operand in node.node.inputs
+                if hasattr(operand, "get_stride") and operand.maybe_get_layout() is not None
+            ]
+            yield Call(operator, tuple(operands))
+
+
+def _masks(graph: Any) -> Iterator[tuple[int, ...]]:
+    import torch
+
+    for node in graph.orig_gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
+            shape = tuple(_number(size) for size in value.shape)
+            if is_mask(shape):
+                yield shape
+
+
+def is_mask(shape: Sequence[Any]) -> bool:
+    return len(shape) >= 2 and all(not isinstance(size, int) or size in MASK for size in shape[-2:])
+
+
+def _number(size: Any) -> Any:
+    """A size as an int, or as text if it is symbolic."""
+    try:
+        return int(size)
+    except (TypeError, ValueError):
+        return str(size)
+
+
+def spills(lowered: Lowered, all_configurations: bool = False) -> dict[str, str]:
+    """Compiles the Triton kernels of lowered code for the simulated GPU.
+
+    Args:
+        all_configurations: those that would be timed against each other on the GPU; else only the first of each kernel.
+
+    Returns:
+        For each kernel that spills registers to local memory, by name, the resources that it uses.
+    """
+    from torchtitan.compat.lowering import cubins, resource_usage
+
+    found = {}
+    sources = re.findall(r"(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", lowered.code, re.S)
+    for name, source in sources:
+        kernel = re.findall(r"^def (\w+)\(", source, re.M)[-1]
+        for cubin in cubins(source, kernel, all_configurations):
+            usage = resource_usage(cubin)
+            if spilled(usage):
+                found[name] = " ".join(usage.split())
+    return found
+
+
+def spilled(usage: str) -> bool:
+    """Whether a binary uses local memory, by what cuobjdump says."""
+    local = re.findall(r"(?:STACK|LOCAL):(\d+)", usage)
+    return not local or any(map(int, local))

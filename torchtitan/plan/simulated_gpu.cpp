@@ -1,0 +1,46 @@
+// Lets autograd and attention work on fake CUDA tensors in a CPU build of torch: one device that computes nothing.
+// It must be loaded before torch is imported, which looks up devices only once.
+
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace at {
+
+struct SimulatedGuard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+    Device exchangeDevice(Device) const override { return getDevice(); }
+    Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
+    Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, getDevice()); }
+    Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, getDevice()); }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, SimulatedGuard);
+
+struct CUDAHooks : CUDAHooksInterface {
+    explicit CUDAHooks(CUDAHooksArgs) {}
+    void init() const override {}
+    bool hasCUDA() const override { return true; }
+    bool isBuilt() const override { return true; }
+    bool isAvailable() const override { return true; }
+    bool hasPrimaryContext(DeviceIndex) const override { return true; }
+    DeviceIndex deviceCount() const override { return 1; }
+    DeviceIndex getCurrentDevice() const override { return 0; }
+};
+REGISTER_CUDA_HOOKS(CUDAHooks);
+
+namespace native {
+
+// Flash attention, which has no masks; with a mask the memory-efficient kernel, which has no grouped queries; else
+// separate operations (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). A mask is what the checks look for.
+int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor&, const std::optional<Tensor>& mask,
+                         double, bool, std::optional<double>, bool grouped) {
+    auto half = query.scalar_type() == kBFloat16 || query.scalar_type() == kHalf;
+    if (half && !mask.has_value()) return static_cast<int64_t>(sdp::SDPBackend::flash_attention);
+    auto fits = !(grouped && query.sym_size(1) != key.sym_size(1));
+    return static_cast<int64_t>(fits ? sdp::SDPBackend::efficient_attention : sdp::SDPBackend::math);
+}
+
+const int chosen = (_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention), 0);
+
+}  // namespace native
+}  // namespace at
