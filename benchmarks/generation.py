@@ -31,12 +31,14 @@ from torchtitan.models.init import init_weights
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flavor", default="debugmodel", help="of llama3")
-    parser.add_argument("--batches", default="1,8", help="numbers of prompts")
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=64, help="new tokens")
+    parser.add_argument("--flavor", default="debugmodel", help="flavor of llama3")
+    parser.add_argument("--batches", default="1,8", help="batch sizes, comma-separated")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens per prompt")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
+    )
     arguments = parser.parse_args()
     device = find_device(0)
     dtype = choose_dtype(arguments.dtype, device.torch_device)

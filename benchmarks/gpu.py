@@ -115,7 +115,10 @@ class Run:
         if kind == "peer" and not self.about:  # ours describes the machine
             self.start(OURS, [])
         if kind == "peer" and not self.peer:
-            self.results += [{**dropped(row), "failed": "not carried here (scripts/carry_for_gpu.sh)"} for row in rows]
+            self.results += [
+                {**dropped(row), "failed": "its packages are not in carried/ (run scripts/carry_for_gpu.sh)"}
+                for row in rows
+            ]
             return later
         before = len(self.results)
         status, stopped = self.start(THEIRS if kind == "peer" else OURS, rows)

@@ -186,5 +186,5 @@ def send(message: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worker", required=True, help="the rows, from gpu.py")
+    parser.add_argument("--worker", required=True, help="rows to measure, from gpu.py")
     work(**json.loads(parser.parse_args().worker))

@@ -26,6 +26,6 @@ download "$FOLDER/peer" --no-deps torchtitan==0.1.0  # benchmarks/gpu_peer.py do
 size="$(du -sm "$FOLDER" | cut -f1)"
 echo "carried/$WANTED: $(find "$FOLDER" -name '*.whl' | wc -l) packages, $size MiB"
 if [ "$size" -ge "$LIMIT" ]; then
-    echo "Error: that is $LIMIT MiB or more." >&2
+    echo "Error: carried/$WANTED must be smaller than $LIMIT MiB." >&2
     exit 1
 fi

@@ -27,14 +27,20 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK", help="names, files or text:PATH")
-    parser.add_argument("--num-fewshot", type=int, default=0, help="solved examples before each one", metavar="N")
-    parser.add_argument("--limit", type=int, help="take only the first N examples of each task", metavar="N")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster")
-    parser.add_argument("--tokenizer-path", help="by default the model's own")
-    parser.add_argument("--custom-import", help="module that registers the model's family", metavar="MODULE")
-    parser.add_argument("--out", type=Path, help="JSON lines with each example's result", metavar="FILE")
-    parser.add_argument("--dump-folder", type=Path, help="metrics.jsonl and tb/ go there", metavar="FOLDER")
+    parser.add_argument(
+        "--tasks", nargs="+", required=True, metavar="TASK", help="task names, JSONL files or text:PATH"
+    )
+    parser.add_argument(
+        "--num-fewshot", type=int, default=0, help="solved examples in front of each example", metavar="N"
+    )
+    parser.add_argument("--limit", type=int, help="use only the first N examples of each task", metavar="N")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
+    )
+    parser.add_argument("--tokenizer-path", help="default: the model's own")
+    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
+    parser.add_argument("--out", type=Path, help="JSONL file to write: the result of each example", metavar="FILE")
+    parser.add_argument("--dump-folder", type=Path, help="folder to write metrics.jsonl and tb/ to", metavar="FOLDER")
     arguments = parser.parse_args()
     from torchtitan.interchange.convert import one_process
 

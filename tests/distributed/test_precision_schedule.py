@@ -134,7 +134,7 @@ def test_another_schedule_at_a_resume_is_said(tmp_path: Path, capfd: pytest.Capt
     file.write_text("[[precision.phase]]\nuntil = 0.5\nconverters = ['float8']\n[[precision.phase]]\n")
     for steps in (2, 4):  # half of 2 is 1, half of 4 is 2
         train_here(*BASE, into(tmp_path), f"--training.steps={steps}", f"--job.config_file={file}")
-    said = "had the precision schedule float8 tensorwise to step 1, then bf16; it is float8 tensorwise to step 2, then"
+    said = "had the precision schedule float8 tensorwise to step 1, then bf16; this run continues with float8 tensor"
     assert said in capfd.readouterr().out
     train_here(*BASE, into(tmp_path), "--training.steps=5", "--model.converters=float8")
     assert "float8 tensorwise to step 2, then bf16; this run continues with none" in capfd.readouterr().out

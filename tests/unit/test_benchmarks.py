@@ -230,7 +230,9 @@ def test_the_peer_runs_in_a_process_of_its_own_with_as_many_layers(tmp_path: Pat
     assert (tmp_path / "starts").read_text().split() == ["gpu", "gpu_peer", "gpu"]
     fake_run.peer, fake_run.results = "", []
     fake_run.all(peers)
-    assert {reason for *_, reason in written(tmp_path)} == {"not carried here (scripts/carry_for_gpu.sh)"}
+    assert {reason for *_, reason in written(tmp_path)} == {
+        "its packages are not in carried/ (run scripts/carry_for_gpu.sh)"
+    }
 
 
 def test_rows_run_in_order_of_worth() -> None:

@@ -157,7 +157,7 @@ def test_solved_examples_are_the_first_others(tmp_path: Path) -> None:
     ("content", "flags", "words"),
     [
         ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n{"goal": ', (), "line 2: not JSON"),
-        ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n\n[1]', (), "line 3: not an object"),
+        ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n\n[1]', (), "line 3: not a JSON object"),
         ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n{"goal": "a"}', (), "line 2: sol1, sol2, label miss"),
         ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 2}', (), "line 1: the right choice is number 2"),
         (
@@ -165,8 +165,8 @@ def test_solved_examples_are_the_first_others(tmp_path: Path) -> None:
             (),
             "line 1: ans",
         ),
-        ('{"text": "one"}', (), "line 1: text must have two words"),
-        ('{"prompt": "one"}', (), "line 1: its fields (prompt) are those of no known format"),
+        ('{"text": "one"}', (), "line 1: text must have at least two words"),
+        ('{"prompt": "one"}', (), "line 1: its fields (prompt) match no known format"),
         ("", (), "is empty"),
         ('{"text": "a b"}', {"num_fewshot": 1}, "evaluation.num_fewshot = 1 needs 2 examples"),
     ],
@@ -186,12 +186,12 @@ def test_tasks_that_are_not_there() -> None:
         ("stdlib_bracket", "did you mean stdlib_brackets"),
         ("/nowhere.jsonl", "'/nowhere.jsonl' is neither a task nor a file"),
         ("text:/nowhere.txt", "evaluation.tasks: there is no file or folder /nowhere.txt"),
-        ("held_out", "a run's own text"),
+        ("held_out", "only available in a training run"),
     ):
         with pytest.raises(UserError, match=r"evaluation\.tasks") as caught:
             list(find_tasks(Evaluation(tasks=[name])))
         assert words in str(caught.value)
-    with pytest.raises(UserError, match="two tasks are called stdlib_brackets"):
+    with pytest.raises(UserError, match="two tasks are named stdlib_brackets"):
         find_tasks(Evaluation(tasks=["stdlib_brackets", "stdlib_brackets"]))
 
 

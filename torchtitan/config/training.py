@@ -164,21 +164,23 @@ class Validation:
     freq: Annotated[PositiveInt, Doc("Training steps between validations.")] = 100
     steps: Annotated[PositiveInt, Doc("Batches per validation; the same batches each time.")] = 10
     sample_prompts: Annotated[
-        list[str], Doc("Texts for the model to continue greedily, by up to 64 tokens, after each validation.")
+        list[str], Doc("Prompts for the model to continue greedily, by up to 64 tokens, after each validation.")
     ] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Tasks for the model, between training steps and after the last."""
+    """Evaluation on tasks, between training steps and after the last step."""
 
     tasks: Annotated[
         list[str],
         Doc(
-            "stdlib_identifiers, stdlib_brackets, stdlib_docstrings; JSONL files like HellaSwag's, ARC's, PIQA's or "
-            "LAMBADA's; held_out or text:PATH for bits per byte."
+            "stdlib_identifiers, stdlib_brackets, stdlib_docstrings; JSONL files in the format of HellaSwag, ARC, "
+            "PIQA or LAMBADA; held_out or text:PATH for bits per byte."
         ),
     ] = field(default_factory=list)
     freq: Annotated[PositiveInt, Doc("Training steps between evaluations.")] = 500
-    num_fewshot: Annotated[NonNegativeInt, Doc("Solved examples before each one: the first others of its file.")] = 0
-    limit: Annotated[PositiveInt | None, Doc("Take only the first so many examples of each task; none: all.")] = None
+    num_fewshot: Annotated[
+        NonNegativeInt, Doc("Solved examples in front of each example: the first others of its file.")
+    ] = 0
+    limit: Annotated[PositiveInt | None, Doc("Use only the first N examples of each task; none: all.")] = None

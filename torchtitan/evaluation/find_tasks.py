@@ -38,10 +38,10 @@ def find_tasks(
     for entry in evaluation.tasks:
         if entry == HELD_OUT:
             if validation is None or training is None:
-                raise ConfigError(f"{key}: {HELD_OUT} is a run's own text; give {TEXT}PATH instead.")
+                raise ConfigError(f"{key}: {HELD_OUT} is only available in a training run; use {TEXT}PATH instead.")
             if not (validation.enabled or validation.dataset or validation.dataset_path):
                 raise ConfigError(
-                    f"{key}: {HELD_OUT} needs text that is not trained on: set validation.enabled = true, or name a "
+                    f"{key}: {HELD_OUT} needs text that is not trained on: set validation.enabled = true, or "
                     "validation.dataset_path."
                 )
             named = held_out_documents(validation, training)
@@ -57,7 +57,7 @@ def find_tasks(
             tasks.append(_examples(entry, evaluation, name_of))
     names = [task.name for task in tasks]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{key}: two tasks are called {twice}; rename one of the files, or leave it out.")
+        raise ConfigError(f"{key}: two tasks are named {twice}; rename one of the files, or remove it.")
     return tasks
 
 
@@ -72,13 +72,13 @@ def _examples(entry: str, evaluation: Evaluation, name_of: Callable[[str], str])
             known = [*EMBEDDED, HELD_OUT]
             raise ConfigError(
                 f"{key}: {entry!r} is neither a task{nearest(entry, known)} nor a file; known: {', '.join(known)}, "
-                f"{TEXT}PATH, and JSONL files like HellaSwag's, ARC's, PIQA's or LAMBADA's."
+                f"{TEXT}PATH, and JSONL files in the format of HellaSwag, ARC, PIQA or LAMBADA."
             )
         examples = read_examples(path, key)
     if len(examples) <= shots:
         raise ConfigError(
-            f"{name_of('num_fewshot')} = {shots} needs {shots + 1} examples, one of them to ask, and {entry} has "
-            f"{len(examples)}; lower it."
+            f"{name_of('num_fewshot')} = {shots} needs {shots + 1} examples, including the one to solve, but "
+            f"{entry} has {len(examples)}; lower it."
         )
     kind: Any = MultipleChoice if isinstance(examples[0], Choice) else LastWords
     task: Task = kind(Path(entry).stem, examples, shots, evaluation.limit)

@@ -31,7 +31,7 @@ def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
     except OSError as error:
         raise DataError(f"{key}: {path} cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{key}: {path} is not UTF-8 ({error.reason} at byte {error.start}).") from None
+        raise DataError(f"{key}: {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     examples: list[Any] = []
     kind = ""
     for number, line in enumerate(lines, start=1):
@@ -40,10 +40,10 @@ def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
         try:
             entry = json.loads(line)
             if not isinstance(entry, dict):
-                raise ValueError("not an object")
+                raise ValueError("not a JSON object")
             kind = kind or _kind(entry)
             if missing := [name for name in FORMATS[kind].fields if name not in entry]:
-                raise ValueError(f"{', '.join(missing)} missing, which {kind} has")
+                raise ValueError(f"{', '.join(missing)} missing, which {kind} requires")
             examples.append(FORMATS[kind].read(entry))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise DataError(f"{key}: {path}, line {number}: {_reason(error)}.") from None
@@ -56,7 +56,7 @@ def _kind(entry: Mapping[str, Any]) -> str:
     kind = next((name for name, kind in FORMATS.items() if all(field in entry for field in kind.fields)), None)
     if kind is None:
         known = "; ".join(f"{name}: {', '.join(kind.fields)}" for name, kind in FORMATS.items())
-        raise ValueError(f"its fields ({', '.join(entry)}) are those of no known format ({known})")
+        raise ValueError(f"its fields ({', '.join(entry)}) match no known format ({known})")
     return kind
 
 
@@ -68,9 +68,9 @@ def _reason(error: Exception) -> str:
 
 def _choice(context: str, choices: list[str], gold: int) -> Choice:
     if len(choices) < 2 or not all(isinstance(choice, str) and choice for choice in choices):
-        raise ValueError("there must be two or more choices, each a text")
+        raise ValueError("it needs two or more choices, each a non-empty string")
     if not 0 <= gold < len(choices):
-        raise ValueError(f"the right choice is number {gold}, and there are {len(choices)} (from 0)")
+        raise ValueError(f"the right choice is number {gold} (from 0), but there are only {len(choices)}")
     return Choice(context, tuple(choices), gold)
 
 
@@ -92,7 +92,7 @@ def _arc(entry: Mapping[str, Any]) -> Choice:
     if not isinstance(choices, dict):
         raise ValueError("choices missing")
     if entry["answerKey"] not in choices["label"]:
-        raise ValueError(f"answerKey {entry['answerKey']!r} is none of the labels {', '.join(choices['label'])}")
+        raise ValueError(f"answerKey {entry['answerKey']!r} is not one of the labels {', '.join(choices['label'])}")
     return _choice(f"Question: {question}\nAnswer:", choices["text"], choices["label"].index(entry["answerKey"]))
 
 
@@ -103,7 +103,7 @@ def _piqa(entry: Mapping[str, Any]) -> Choice:
 def _lambada(entry: Mapping[str, Any]) -> LastWord:
     context, _, word = entry["text"].rpartition(" ")
     if not context or not word:
-        raise ValueError("text must have two words or more, and no blank at the end")
+        raise ValueError("text must have at least two words, and no space at the end")
     return LastWord(context, word)
 
 

@@ -184,7 +184,7 @@ class Scorer:
 def _unsuitable(name: str) -> str:
     return (
         f"evaluation.tasks: the model {name} does not compute its loss with `self.cross_entropy` of logits and a view "
-        "of the labels, as Llama does, so its predictions cannot be read; do so, or unset evaluation.tasks and "
+        "of the labels, as Llama does, so its predictions cannot be read; change it, or unset evaluation.tasks and "
         "validation.sample_prompts."
     )
 

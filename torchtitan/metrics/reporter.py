@@ -189,7 +189,7 @@ class MetricsReporter:
             f"{task}/{name}": value for task, metrics in results.items() for name, value in metrics.items()
         }
         record |= {"evaluation_seconds": seconds, "evaluation_share": share, "tokens_seen": step * self.tokens_per_step}
-        logger.info(f"step {step} | evaluation in {seconds:.1f} s; {share:.1%} of the time so far\n{table}")
+        logger.info(f"step {step} | evaluation took {seconds:.1f} s; {share:.1%} of the time so far\n{table}")
         self._write(step, record)
         return record
 
