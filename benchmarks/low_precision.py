@@ -19,20 +19,22 @@ from benchmarks.loss_runs import LAST, losses, losses_table, run
 from benchmarks.tables import markdown
 
 FLOAT8: tuple[Any, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-DELAYED = ["--model.converters=float8", "--float8.recipe_name=delayed"]
+# The output layer as well, the hardest one to convert.
+FLOAT8_EVERYWHERE = ["--model.converters=float8", "--float8.filter_fqns="]
+DELAYED = [*FLOAT8_EVERYWHERE, "--float8.recipe_name=delayed"]
 INT8 = ["--model.converters=int8"]
 RECIPES: dict[str, list[str]] = {
     "bf16": [],
-    "float8 tensorwise": ["--model.converters=float8"],
-    "float8 rowwise": ["--model.converters=float8", "--float8.recipe_name=rowwise"],
-    "float8 rowwise_with_gw_hp": ["--model.converters=float8", "--float8.recipe_name=rowwise_with_gw_hp"],
+    "float8 tensorwise": FLOAT8_EVERYWHERE,
+    "float8 rowwise": [*FLOAT8_EVERYWHERE, "--float8.recipe_name=rowwise"],
+    "float8 rowwise_with_gw_hp": [*FLOAT8_EVERYWHERE, "--float8.recipe_name=rowwise_with_gw_hp"],
     "float8 delayed": DELAYED,
     "float8 delayed, most recent amax": [*DELAYED, "--float8.delayed_amax=most_recent"],
     "float8 delayed, margin 1": [*DELAYED, "--float8.delayed_margin=1"],
     "float8 delayed, e4m3 gradients": [*DELAYED, "--float8.delayed_format=e4m3"],
     "float8 delayed, weights dynamic": [*DELAYED, "--float8.cast_weight=dynamic"],
     "float8 tensorwise, all-gather by bound": [
-        "--model.converters=float8",
+        *FLOAT8_EVERYWHERE,
         "--float8.enable_fsdp_float8_all_gather",
         "--float8.weight_scale=bound",
     ],
