@@ -114,7 +114,7 @@ class Writer(dcp.FileSystemWriter):
         future.set_result(WriteResults(results, self.hashing.written))
         return future
 
-    def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[Any]:
+    def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # besides SHA-256 it would take as long as everything else
         try:

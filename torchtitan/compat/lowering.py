@@ -91,7 +91,7 @@ def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
     torch.cuda.default_generators = (torch.Generator(),)
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment]
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
-    torch.version.cuda = "13.0"  # type: ignore[assignment]
+    torch.version.cuda = "13.0"
     interface = {
         "is_available": True,
         "get_compute_capability": 10 * capability[0] + capability[1],
@@ -106,8 +106,8 @@ def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
     }
     for name, answer in interface.items():
         setattr(CudaInterface, name, staticmethod(lambda *args, answer=answer, **options: answer))
-    CudaInterface.Worker.get_device_properties = staticmethod(lambda *args, **options: properties)  # type: ignore[method-assign, assignment]
-    CudaInterface.Worker.current_device = staticmethod(lambda: 0)  # type: ignore[method-assign, assignment]
+    CudaInterface.Worker.get_device_properties = staticmethod(lambda *args, **options: properties)  # type: ignore[method-assign]
+    CudaInterface.Worker.current_device = staticmethod(lambda: 0)  # type: ignore[method-assign]
     _fold_constants_on_cpu()
     triton_helpers.set_driver_to_gpu = lambda: None  # called by the source of each kernel
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
@@ -134,13 +134,13 @@ def _fold_constants_on_cpu() -> None:
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     class OnCpu(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             return func(*map(on_cpu, args), **{name: on_cpu(value) for name, value in (kwargs or {}).items()})
 
     deduce = UniformValueConstantFolder._deduce_value
 
     def deduce_on_cpu(self: Any, node: Any) -> Any:
-        with OnCpu():
+        with OnCpu():  # type: ignore[no-untyped-call]
             return deduce(self, node)
 
     UniformValueConstantFolder._deduce_value = deduce_on_cpu  # type: ignore[method-assign]

@@ -32,10 +32,11 @@ def causal_attention_gpu(
     """
     if document_ids is None and _fits_flash(q):
         # This operator aligns the causal mask with the last key (torch.nn.attention.bias relies on it as well).
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        return out
     if document_ids is None:
         document_ids = q.new_zeros((q.shape[0], k.shape[2]), dtype=torch.int32)
-    attend: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
+    attend: Callable[..., torch.Tensor] = flex_attention if torch.compiler.is_compiling() else _compiled()  # type: ignore[assignment]
     grouped = q.shape[1] != k.shape[1]
     return attend(q, k, v, block_mask=block_mask(document_ids, q.shape[2]), enable_gqa=grouped)
 

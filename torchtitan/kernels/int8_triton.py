@@ -28,7 +28,7 @@ CONFIGS = [
 """They fit the shared memory of Ampere (163 KiB) and Hopper."""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def int8_gemm_kernel(  # type: ignore[no-untyped-def]
     a,
     b,

@@ -83,7 +83,8 @@ def quantize_weight(weight: torch.Tensor, key: Any, make: Callable[[torch.Tensor
     key = (weight.untyped_storage()._cdata, weight.storage_offset(), weight.shape, key)
     if key not in _weights:
         _weights[key] = make(weight), weight  # the weight, so that nothing else gets its memory
-    return _weights[key][0]
+    made: R = _weights[key][0]
+    return made
 
 
 @fused

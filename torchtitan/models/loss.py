@@ -152,8 +152,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 class _LinearCrossEntropy(torch.autograd.Function):
     """`_ChunkedCrossEntropy` for logits hidden @ weight.T: the GEMM of a chunk adds to the weight gradient."""
 
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
     @staticmethod
-    def forward(ctx, cross_entropy, chunk, labels, hidden, weight):  # type: ignore[no-untyped-def, override]
+    def forward(
+        ctx: Any,
+        cross_entropy: CrossEntropyFunction,
+        chunk: int,
+        labels: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden)
         weight_grad: torch.Tensor | None = None
@@ -173,7 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         return None, None, None, hidden_grad * grad, _scaled(weight_grad, grad, ctx.weight_dtype)
 

@@ -66,7 +66,7 @@ class FusedGemms(CustomGraphPass):
         if self.count == 0 or self.count < self.separate:
             raise ConfigError(
                 f"parallelism.enable_async_tensor_parallel: the compiler fused {self.count} of {total} collectives "
-                "with a GEMM, so most of them do not overlap; unset it, or set TORCH_LOGS=+inductor to see why."
+                "with a GEMM, so most do not overlap; unset it, or set TORCH_LOGS=+inductor to see why."
             )
         logger.info(f"asynchronous tensor parallelism: {self.count} of {total} collectives are fused into a GEMM")
 

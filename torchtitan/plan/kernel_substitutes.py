@@ -59,9 +59,8 @@ def _attention(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    out: torch.Tensor
     if q.dtype != torch.float32 and attn_mask is None:
-        out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+        out: torch.Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
         return out
     if enable_gqa:  # the other kernel does not support grouped queries
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -70,7 +69,6 @@ def _attention(
         bias = attn_mask.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     out = aten._scaled_dot_product_efficient_attention(q, k, v, bias, q.requires_grad, dropout_p, is_causal)[0]
     return out
-
 
 
 def _causal_attention(
