@@ -90,7 +90,7 @@ def slowness(converter: "LinearConverter", dtype: torch.dtype) -> list[float]:
 LAUNCHES = 10
 
 
-def _device_seconds(forward: Any, x: torch.Tensor, out_grad: torch.Tensor) -> tuple[float, float]:
+def _device_seconds(forward: Forward, x: torch.Tensor, out_grad: torch.Tensor) -> tuple[float, float]:
     """(forward, backward) seconds of the device's own clock, for one of several launches in a row: a single launch of
     a small layer would measure the host."""
     start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))

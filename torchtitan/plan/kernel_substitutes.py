@@ -72,7 +72,6 @@ def _attention(
     return out
 
 
-
 def _causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
