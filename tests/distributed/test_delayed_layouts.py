@@ -101,7 +101,7 @@ def test_a_checkpoint_holds_the_histories_of_all_stages_and_deals_them_to_anothe
     assert "no amax history" not in output
     train(*RUN, *DELAYED, "--training.local_batch_size=4", into(tmp_path / "one"), "--training.steps=5")
     one, pipeline = saved_histories(tmp_path / "one", 5), saved_histories(tmp_path / "pipeline", 5)
-    assert one.keys() == pipeline.keys() and len(one) == 2 * 7 + 1
+    assert one.keys() == pipeline.keys() and len(one) == 2 * 7
     for name, rows in one.items():
         assert all(row[4] > 0 for row in pipeline[name]) and not any(row[5] for row in pipeline[name])
         torch.testing.assert_close(torch.tensor(pipeline[name]), torch.tensor(rows), rtol=0.15, atol=1e-6)
@@ -114,7 +114,7 @@ def test_runs_without_the_recipe_ignore_histories_and_runs_with_it_begin_without
     flags = (*RUN, into(tmp_path), "--checkpoint.interval=2", "--training.local_batch_size=4")
     assert "no amax history" not in train(*flags, *DELAYED, "--training.steps=2")
     train(*flags, "--training.steps=4")
-    assert "no amax history of 15 of 15 layers" in train(*flags, *DELAYED, "--training.steps=6")
+    assert "no amax history of 14 of 14 layers" in train(*flags, *DELAYED, "--training.steps=6")
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 

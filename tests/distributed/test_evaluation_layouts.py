@@ -31,7 +31,7 @@ MODEL = (
     *SMALL,
     "--training.steps=1",
     "--training.local_batch_size=4",
-    "--training.global_batch_size=8",
+    "--training.global_batch_size=16",
     "--model.flavor=debugmodel",
 )
 
@@ -87,7 +87,7 @@ def test_every_layout_gives_the_same_scores(
 @pytest.mark.parametrize("layout", ["one process", "FSDP 2", "PP 2"])
 def test_the_training_does_not_notice(layout: str, tmp_path: Path, tasks: list[Path]) -> None:
     processes, parallel = {"one process": (1, ()), **LAYOUTS}[layout]
-    run = (*TINY, *CHECKPOINTS, "--model.flavor=deep", "--training.global_batch_size=8", *parallel)
+    run = (*TINY, *CHECKPOINTS, "--model.flavor=deep", "--training.global_batch_size=16", *parallel)
     if layout == "PP 2":
         run = (*run, "--validation.local_batch_size=4")
     evaluating = (*run, f"--evaluation.tasks={tasks[0]}", "--evaluation.freq=2")
@@ -118,7 +118,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         with (folders[layout].parent / "config.toml").open("w") as file:
             prompts = ["import os\n", "", "def f(x):\n    return"] if layout != "without" else []
             file.write(f"[validation]\nsample_prompts = {json.dumps(prompts)}")
-        train(*TINY, *CHECKPOINTS, "--training.global_batch_size=8", "--training.steps=4", "--optimizer.lr=3e-3",
+        train(*TINY, *CHECKPOINTS, "--training.global_batch_size=16", "--training.steps=4", "--optimizer.lr=3e-3",
               "--training.local_batch_size=4", "--validation.enabled", "--validation.freq=2", "--validation.steps=1",
               "--validation.local_batch_size=4", "--metrics.enable_tensorboard", "--metrics.report",
               f"--job.config_file={file.name}", into(folders[layout]), *parallel, processes=processes)  # fmt: skip

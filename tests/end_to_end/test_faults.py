@@ -159,7 +159,7 @@ def test_training_outlives_a_full_disk(mode: str, disk: Path) -> None:
         run.wait_until(lambda: run.output().count("could not be saved") >= 2 and "line(s) lost" in run.output())
         assert all(damage(disk / "checkpoint" / f"step-{step}") == [] for step in checkpoint_steps(disk))
         failed = run.output().count("could not be saved")
-        assert f"{failed} failed so far" in run.output()
+        assert f"{failed} saves failed so far" in run.output()
         filler.unlink()
         status, output = run.finish()
     assert status == 0, output
