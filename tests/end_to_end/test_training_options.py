@@ -41,8 +41,7 @@ def test_float8_trains_a_little_off_bfloat16(
 ) -> None:
     keys = ("--model.converters=float8", f"--float8.recipe_name={recipe}")
     train_here(*SMALL, STEPS, BFLOAT16, *keys, into(tmp_path))
-    # All 6 blocks of 7 layers, and the output layer.
-    assert "43 of 43 linear layers" in capsys.readouterr().out
+    assert "42 of 43 linear layers" in capsys.readouterr().out  # all but the output layer
     assert losses(tmp_path) == pytest.approx(losses(bfloat16), abs=3e-2)
     assert losses(tmp_path)[3] != losses(bfloat16)[3]
 
@@ -58,7 +57,7 @@ def test_profiling_a_run_in_low_precision_waits_for_its_products_to_be_counted(t
     flags = ("--model.converters=float8", "--profiling.enable_profiling", "--profiling.profile_freq=1")
     bfloat16 = "--training.mixed_precision_param=bfloat16"
     output = train(*TINY, into(tmp_path), bfloat16, "--training.steps=3", *flags)
-    assert "90 low-precision GEMMs ran in this step, 90 expected" in output
+    assert "84 low-precision GEMMs ran in this step, 84 expected" in output
     assert {path.parent.name for path in (tmp_path / "profile_traces").rglob("*.json")} == {
         "iteration_2",
         "iteration_3",
