@@ -146,15 +146,15 @@ def _fold_constants_on_cpu() -> None:
     UniformValueConstantFolder._deduce_value = deduce_on_cpu  # type: ignore[method-assign]
 
 
-def on_lowered(take: Callable[[Any, str], None]) -> None:
+def on_lowered(take: Callable[[Any, str], Callable[[], None] | None]) -> None:
     """From now on, `take` gets each graph that the compiler lowers, and its code. Compiled functions then return fake
-    tensors."""
+    tensors. What `take` returns, if not None, is called whenever the graph runs."""
     from torch._inductor.graph import GraphLowering
 
     def compile_to_module(self: Any) -> Any:
         code, _ = self.codegen()
-        take(self, getattr(code, "value", code))
-        return SimpleNamespace(call=_Fake(self.orig_gm), __file__="", key="", runner=None)
+        on_run = take(self, getattr(code, "value", code))
+        return SimpleNamespace(call=_Fake(self.orig_gm, on_run), __file__="", key="", runner=None)
 
     GraphLowering.compile_to_module = compile_to_module  # type: ignore[method-assign]
 
@@ -170,13 +170,16 @@ def in_compiled_code() -> bool:
 class _Fake:
     """Calls a graph on fake tensors in place of its code."""
 
-    def __init__(self, graph_module: Any) -> None:
+    def __init__(self, graph_module: Any, on_run: Callable[[], None] | None) -> None:
         self.graph_module = graph_module
+        self.on_run = on_run
 
     def __call__(self, inputs: Any) -> Any:
         global _running
         import torch
 
+        if self.on_run is not None:
+            self.on_run()
         arguments = list(inputs)
         inputs.clear()
         _running += 1

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import re
 import time
 from pathlib import Path
 
@@ -22,12 +24,15 @@ from torchtitan.models import MODELS
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.fsdp import require_parts
 from torchtitan.parallel.pipeline import find_first_layers, layer_costs
-from torchtitan.plan.devices import DEFAULT, PlannedDevice, named_device, this_device
+from torchtitan.plan import lowering
+from torchtitan.plan.devices import DEFAULT, GPUS, PlannedDevice, named_device, this_device
 from torchtitan.plan.extrapolation import Job, measure
 from torchtitan.plan.links import NODE, extent, min_seconds
+from torchtitan.plan.lowered_step import LoweringError, lowered_work
 from torchtitan.plan.render import draw, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
+from torchtitan.plan.step_model import RATES, Expected, seconds_by_part
 from torchtitan.protocols import Decoder
 
 
@@ -122,6 +127,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     world_size = dims.pp * dims.dp * dims.cp * dims.tp
     seconds = _step_seconds(job, ranks)
     tokens = rows * training.seq_len
+    expected, note = _expected(job, ranks, per_token)
     mfu = seconds and device.peak_flops and tokens * per_token / (world_size * device.peak_flops * seconds)
     return Plan(
         model=f"{name} {config.model.flavor}",
@@ -138,7 +144,8 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         ranks=ranks,
         step_seconds=seconds,
         mfu=mfu,
-        notes=[*([_phase_note(phases)] if len(phases) > 1 else []), *_notes(job, why)],
+        notes=[*([_phase_note(phases)] if len(phases) > 1 else []), *_notes(job, why), note],
+        expected=expected,
         conversion=conversion_report(
             converter.decisions for converter in converters if isinstance(converter, LinearConverter)
         ),
@@ -211,6 +218,36 @@ def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
         beside = by_dimension.get("fsdp", 0) + by_dimension.get("dp_replicate", 0)
         totals.append(max(waited, beside, by_dimension.get("pp", 0)))
     return max(totals)
+
+
+def _expected(job: Job, ranks: list[RankPlan], flops_per_token: float) -> tuple[Expected | None, str]:
+    """A step's expected time and MFU, and a note on how they were found, or why not."""
+    config, device = job.config, job.device
+    name = next((name for name, (pattern, _) in GPUS.items() if re.search(pattern, device.name)), "")
+    gpu = next((gpu for gpu, known in lowering.GPUS.items() if known.capability == device.compute_capability), "")
+    world_size = job.dims.pp * job.dims.dp * job.dims.cp * job.dims.tp
+    none = "not expected, only bounded: "
+    if name not in RATES or not gpu:
+        return None, f"{none}the GPUs with measured rates are {', '.join(RATES)}"
+    if not config.training.compile or job.dims.pp > 1:
+        return None, f"{none}the step that is looked at is a compiled one without a pipeline"
+    try:
+        work = lowered_work(config, world_size, gpu)
+    except LoweringError as error:
+        return None, f"{none}{error}"
+    by_dimension: dict[str, float] = {}
+    for line in ranks[0].traffic:
+        by_dimension[line.dimension] = by_dimension.get(line.dimension, 0.0) + (line.seconds or 0.0)
+    waited = by_dimension.get("tp", 0.0) + by_dimension.get("cp", 0.0)
+    beside = by_dimension.get("fsdp", 0.0) + by_dimension.get("dp_replicate", 0.0)
+    parts = seconds_by_part(work, RATES[name], waited, beside)
+    args, seq_len = job.args, config.training.seq_len
+    causal = flops_per_token - 6 * args.n_layers * args.n_heads * args.head_dim * seq_len
+    step = sum(parts.values()) * world_size * (device.peak_flops or math.inf) / (job.rows * seq_len)
+    return Expected(parts, (flops_per_token / step, causal / step), round(work.kernels)), (
+        "expected: work counted in the code that the compiler generates for this GPU, over measured rates "
+        "(torchtitan/plan/step_model.py); the host keeps ahead, and kernels reach these rates"
+    )
 
 
 def _phase_note(phases: list[Phase]) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.plan.result import Plan, RankPlan
+from torchtitan.plan.step_model import Expected
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,6 +68,7 @@ def to_text(plan: Plan) -> str:
         verdict,
         "\nCollectives per rank and step\n" + _table(traffic),
         "\n" + _time(plan),
+        *([_expected(plan, plan.expected)] if plan.expected else []),
         "\nConversion to low precision: "
         + (f"{summary(plan.conversion)}\n{to_table(plan.conversion)}" if plan.conversion else "no converters"),
         "\n" + "\n".join(f"- {note}" for note in plan.notes),
@@ -88,6 +90,21 @@ def _time(plan: Plan) -> str:
         f"{(device.peak_flops or 0) / 1e12:,.4g} TFLOP/s, 8-bit GEMMs at twice that), links of "
         f"{(device.within_node or 0) / 1e9:,.0f} GB/s within a machine and {(device.between_nodes or 0) / 1e9:,.0f} "
         "GB/s per device between machines."
+    )
+
+
+def _expected(plan: Plan, expected: Expected) -> str:
+    tokens = plan.tokens_per_step / expected.seconds / plan.world_size
+    full, causal = expected.mfu
+    rows = [["part", "seconds", "share"]]
+    rows += [
+        [part, f"{seconds:.3f}", f"{seconds / expected.seconds:.0%}"]
+        for part, seconds in expected.parts.items()
+        if seconds >= 5e-4
+    ]
+    return (
+        f"\nExpected: {expected.seconds:.3g} s a step ({tokens:,.0f} tokens/s a device), MFU {full:.0%}, {causal:.0%} "
+        f"with causal attention counted half; {expected.kernels:,} generated kernels\n{_table(rows)}"
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torchtitan.converters import Decision
 from torchtitan.plan.devices import PlannedDevice
+from torchtitan.plan.step_model import Expected
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Plan:
         step_seconds: lower bound for a step; None if bandwidths are unknown.
         mfu: 0 to 1, at that time.
         notes: what is simulated, computed and assumed.
+        expected: a step's time, from the code that the compiler generates; None if that is not possible here.
         conversion: a decision for each linear layer; empty without converters.
     """
 
@@ -80,4 +82,5 @@ class Plan:
     mfu: float | None
     notes: list[str]
     conversion: list[Decision] = field(default_factory=list)
+    expected: Expected | None = None
     seconds_taken: float = 0.0

@@ -1,0 +1,77 @@
+"""What a training step is expected to take on an H200, by recipe and part: the table of docs/performance.md.
+
+python scripts/expected_on_gpu.py [--gpu H200] [--models 8B,3B,1B] [--recipes "bf16,int8 rowwise"]
+
+Each row is a plan (`--job.plan`) of a compiled run, which takes a minute or two. It needs triton and a C++ compiler.
+Models that do not fit into one GPU are planned for 8.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.gpu_rows import BASE, FILTERED, INT8, MODELS, ROWWISE, TENSORWISE, Recipe
+from benchmarks.runs import ROOT
+from benchmarks.tables import markdown
+
+RECIPES = (BASE, TENSORWISE, ROWWISE, FILTERED, INT8)
+GPUS_OF = {"8B": 8}
+PARTS = ("bf16 GEMMs", "float8 GEMMs", "int8 GEMMs", "attention", "fused kernels", "uncompiled operations", "optimizer")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="H200")
+    parser.add_argument("--models", default=",".join(MODELS))
+    names = [recipe.name.replace(",", "") for recipe in RECIPES]
+    parser.add_argument("--recipes", default=",".join(names), help="comma-separated, a comma in a name left out")
+    arguments = parser.parse_args()
+    rows = []
+    for model in arguments.models.split(","):
+        for recipe in RECIPES:
+            if recipe.name.replace(",", "") in arguments.recipes.split(","):
+                rows.append(row(model, recipe, arguments.gpu))
+                print(f"{rows[-1][:2]} done", file=sys.stderr, flush=True)
+    columns = ["model", "recipe", *(f"{part}, ms" for part in PARTS), "collectives, ms", "step, ms"]
+    print(markdown([*columns, "tokens/s", "MFU full", "causal"], rows))
+
+
+def row(model: str, recipe: Recipe, gpu: str) -> list[str]:
+    family, flavor = MODELS[model]
+    processes = GPUS_OF.get(model, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [
+            "--job.plan", f"--job.simulate_world_size={processes}", f"--job.simulate_device={gpu}",
+            f"--job.dump_folder={folder}", f"--model.name={family}", f"--model.flavor={flavor}",
+            "--training.seq_len=8192", "--training.local_batch_size=1", "--training.compile",
+            "--training.mixed_precision_param=bfloat16", "--activation_checkpoint.mode=none",
+            "--parallelism.fsdp_reshard_after_forward=never",
+        ]  # fmt: skip
+        if recipe.converter:
+            flags.append(f"--model.converters={recipe.converter}")
+        for key, value in recipe.keys.items():
+            flags.append(f"--{recipe.converter}.{key}={','.join(value) if isinstance(value, list) else value}")
+        subprocess.run([sys.executable, str(ROOT / "train.py"), *flags], check=True, stdout=subprocess.DEVNULL)
+        plan = json.loads((Path(folder) / "plan.json").read_text())
+    expected = plan["expected"]
+    if expected is None:
+        sys.exit(plan["notes"][-1])
+    parts = expected["parts"]
+    seconds = sum(parts.values())
+    return [
+        model if processes == 1 else f"{model}, FSDP {processes}",
+        recipe.name,
+        *(f"{1e3 * parts.get(part, 0.0):.0f}" for part in (*PARTS, "collectives")),
+        f"{1e3 * seconds:.0f}",
+        f"{plan['tokens_per_step'] / seconds / processes:,.0f}",
+        *(f"{mfu:.1%}" for mfu in expected["mfu"]),
+    ]
+
+
+if __name__ == "__main__":
+    main()

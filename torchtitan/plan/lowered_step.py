@@ -1,0 +1,164 @@
+"""The work of a compiled training step, from the code that a GPU would get. In a process of its own:
+
+python -m torchtitan.plan.lowered_step CONFIG.toml GPU WORLD_SIZE     prints it as JSON; GPU as in `lowering.GPUS`
+"""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config import ConfigManager, JobConfig, to_toml
+from torchtitan.config.extension import import_user_module
+from torchtitan.plan.lowering import GPUS, start
+from torchtitan.plan.step_model import Work
+
+LAYERS = (1, 2)  # simulated; a step's work is affine in the number of layers, and in that of its passes
+# By operator: places of the left and the right operand.
+GEMMS = {
+    "mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "_int_mm": (0, 1), "_scaled_mm": (0, 1),
+    "int8_mm": (0, 2), "float8_mm": (0, 2),
+}  # fmt: skip
+KINDS = {"bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "float32": "float32"}
+UPDATES = ("_fused_adam", "_foreach_")
+
+
+class LoweringError(Exception):
+    """The step cannot be lowered here; the message says why."""
+
+
+def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
+    """The work of rank 0 in a step, in about a minute.
+
+    Args:
+        gpu: its architecture, a key of `lowering.GPUS`.
+
+    Raises:
+        LoweringError: triton or a C++ compiler is missing, or lowering fails.
+    """
+    if find_spec("triton") is None:
+        raise LoweringError("triton is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        job = dataclasses.replace(config.job, plan=False)
+        path.write_text(to_toml(dataclasses.replace(config, job=job)), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, str(path), gpu, str(world_size)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode != 0:
+        raise LoweringError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+    values = json.loads(done.stdout.splitlines()[-1])
+    return Work(**{**values, "attention": tuple(values["attention"])})
+
+
+def count(work: Work, operator: str, shapes: list[tuple[int, ...]], dtypes: list[str]) -> bool:
+    """Adds a GEMM or attention to the work. Returns whether it is one."""
+    name = operator.split(".")[1] if "." in operator else operator
+    if name in GEMMS:
+        left, right = GEMMS[name]
+        kind = KINDS[dtypes[left]]
+        flops = 2.0 * math.prod(shapes[left]) * shapes[right][-1]
+        work.gemms[kind] = work.gemms.get(kind, 0.0) + flops
+    elif "attention" in name:
+        backward = name.endswith("backward")
+        q, k = shapes[1:3] if backward else shapes[:2]
+        flops = 2.0 * math.prod(q) * k[2]  # two GEMMs, half of each
+        ahead, back = work.attention
+        work.attention = (ahead, back + 2.5 * flops) if backward else (ahead + flops, back)
+    else:
+        return False
+    return True
+
+
+def work_of(config: JobConfig, world_size: int) -> Work:
+    """Of rank 0 in a step of the configured model."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from torchtitan.compat.lowering import on_lowered
+    from torchtitan.converters.linear import LinearConverter
+    from torchtitan.data import Batch
+    from torchtitan.device import find_device
+    from torchtitan.engine.config_checks import check, global_batch_size
+    from torchtitan.engine.engine import build_engine, build_meshes
+    from torchtitan.engine.model_args import find_model_args
+    from torchtitan.engine.train_step import train_step
+    from torchtitan.plan.simulation import fake_process_group
+    from torchtitan.plan.watch import Watch, work_of_graph
+
+    watch = Watch(count, UPDATES)
+
+    def take(graph: Any, code: str) -> Callable[[], None]:
+        work = work_of_graph(graph, code, count)
+
+        def add() -> None:
+            watch.work = watch.work.plus(work)
+
+        return add
+
+    on_lowered(take)
+    LinearConverter.check_swap = lambda self: None  # type: ignore[method-assign]  # there are no numbers to compare
+    args = find_model_args(config.model)
+    training = config.training
+    tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        device = find_device(0)
+    dims = check(config, world_size, device.type)
+    rows = global_batch_size(config, dims)
+    passes = rows // training.local_batch_size // dims.dp
+    documents = torch.zeros_like(tokens) if training.document_mask else None
+    batch = Batch(tokens, tokens, documents, None)
+    by_layers: list[Work] = []
+    with fake_process_group(0, world_size):
+        meshes = build_meshes(dims, device.type)
+        for layers in LAYERS:
+            with mode:
+                engine = build_engine(
+                    config,
+                    meshes,
+                    device,
+                    dataclasses.replace(args, n_layers=layers),
+                    rows,
+                    materialize=lambda model, stages, *_: [
+                        stage.to_empty(device=device.torch_device) for stage in stages
+                    ],
+                )
+                by_passes: list[Work] = []
+                for count_of_passes in (1, 1, 2)[: 3 if passes > 1 else 2]:  # the first step compiles
+                    watch.work = Work()
+                    with watch:
+                        train_step(engine, [batch] * count_of_passes, 1e-4)
+                    by_passes.append(watch.work)
+            by_layers.append(extrapolate(by_passes[1:], passes))
+    return extrapolate(by_layers, args.n_layers)
+
+
+def extrapolate(simulated: list[Work], number: int) -> Work:
+    """Of `number` layers or passes, from the work of one, and of two where there are more."""
+    if number == 1:
+        return simulated[0]
+    one, two = simulated
+    return one.plus(two - one, number - 1)
+
+
+def main(path: str, gpu: str, world_size: str) -> None:
+    start(GPUS[gpu])
+    config = ConfigManager().parse_args([f"--job.config_file={path}"])
+    if config.experimental.custom_import:
+        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    print(json.dumps(dataclasses.asdict(work_of(config, int(world_size)))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,92 @@
+"""Sees the operations of a step on a simulated GPU: compiled graphs as they run, and operations outside them."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import torchtitan.compat.lowering as compat
+from torchtitan.compat.dispatch import FakeTensor, TorchDispatchMode, pytree
+from torchtitan.plan.step_model import Work
+
+PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+Count = Callable[[Work, str, list[tuple[int, ...]], list[str]], bool]
+
+
+class Watch(TorchDispatchMode):
+    """Within this context, adds up the work.
+
+    Args:
+        count: adds a GEMM or attention to the work, if an operator is one.
+        updates: beginnings of the names of operators that update or clip.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, count: Count, updates: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = count
+        self.updates = tuple(updates)
+        self.work = Work()
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # so that torch.compile works within
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented  # a subclass such as DTensor first decomposes into plain operations
+        out = func(*args, **kwargs)
+        if compat.in_compiled_code() or getattr(func, "is_view", True):  # or of higher order
+            return out
+        read = tensors_in((args, kwargs))
+        changed = [
+            tensor
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tensors_in(value)
+        ]
+        wrote = [tensor for tensor in tensors_in(out) if not any(tensor is other for other in changed)] + changed
+        tensors = [*read, *wrote]
+        if not any(tensor.device.type == "cuda" for tensor in tensors) or func.namespace not in ("aten", "fsdp"):
+            return out
+        shapes = [tuple(map(int, tensor.shape)) for tensor in read]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in read]
+        name = func._opname
+        if not self.count(self.work, f"{func.namespace}.{name}", shapes, dtypes):
+            size = sum(tensor.nbytes for tensor in tensors)
+            if name.startswith(self.updates):
+                self.work.update_bytes += size
+            elif not name.startswith("empty") and name != "detach":
+                self.work.other_bytes += size
+        return out
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def work_of_graph(graph: Any, code: str, count: Count) -> Work:
+    """Of a graph that the compiler has lowered to this code, each time it runs."""
+    work = Work(kernels=len(re.findall(r"^\s+\w+\.run\(", code, re.M)))
+    for node in graph.scheduler.nodes:
+        size = node.get_read_write_buffers_sizes()
+        operator = compat.operator_of(node)
+        operands = [] if operator is None else [i for i in node.node.inputs if hasattr(i, "get_size")]
+        shapes = [tuple(map(int, operand.get_size())) for operand in operands if operand.maybe_get_layout() is not None]
+        dtypes = [
+            str(operand.get_dtype()).removeprefix("torch.")
+            for operand in operands
+            if operand.maybe_get_layout() is not None
+        ]
+        if operator is None:
+            work.fused_bytes += size
+        elif not count(work, operator, shapes, dtypes):
+            work.other_bytes += size
+    return work
