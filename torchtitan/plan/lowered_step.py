@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
         raise LoweringError("triton is not installed")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
-        job = dataclasses.replace(config.job, plan=False)
+        job = dataclasses.replace(config.job, plan=False, simulate_world_size=None, simulate_device="auto")
         path.write_text(to_toml(dataclasses.replace(config, job=job)), encoding="utf-8")
         done = subprocess.run(
             [sys.executable, "-m", __name__, str(path), gpu, str(world_size)],
@@ -83,8 +83,9 @@ def count(work: Work, operator: str, shapes: list[tuple[int, ...]], dtypes: list
 def work_of(config: JobConfig, world_size: int) -> Work:
     """Of rank 0 in a step of the configured model."""
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch import nn
 
+    from torchtitan.compat.dispatch import FakeTensorMode
     from torchtitan.compat.lowering import on_lowered
     from torchtitan.converters.linear import LinearConverter
     from torchtitan.data import Batch
@@ -120,6 +121,11 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     documents = torch.zeros_like(tokens) if training.document_mask else None
     batch = Batch(tokens, tokens, documents, None)
     by_layers: list[Work] = []
+
+    def allocate(model: object, stages: Sequence[nn.Module], *_: object) -> None:
+        for stage in stages:
+            stage.to_empty(device=device.torch_device)
+
     with fake_process_group(0, world_size):
         meshes = build_meshes(dims, device.type)
         for layers in LAYERS:
@@ -130,9 +136,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
                     device,
                     dataclasses.replace(args, n_layers=layers),
                     rows,
-                    materialize=lambda model, stages, *_: [
-                        stage.to_empty(device=device.torch_device) for stage in stages
-                    ],
+                    materialize=allocate,
                 )
                 by_passes: list[Work] = []
                 for count_of_passes in (1, 1, 2)[: 3 if passes > 1 else 2]:  # the first step compiles
