@@ -46,6 +46,9 @@ def test_collectives_of_a_block_are_fused_into_its_products(mesh: DeviceMesh) ->
     assert fused.count >= 4
 
 
-def test_a_run_in_which_nothing_was_fused_stops() -> None:
-    with pytest.raises(ConfigError, match="fused no collective"):
-        FusedGemms().check()
+@pytest.mark.parametrize("fused, separate", [(0, 0), (0, 8), (2, 6)])
+def test_a_run_in_which_few_collectives_were_fused_stops(fused: int, separate: int) -> None:
+    gemms = FusedGemms()
+    gemms.count, gemms.separate = fused, separate
+    with pytest.raises(ConfigError, match=f"fused {fused} of {fused + separate} collectives"):
+        gemms.check()
