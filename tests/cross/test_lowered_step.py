@@ -1,0 +1,52 @@
+"""The work of a step, counted in the code for a GPU, against what a plan counts in the operations of the same step."""
+
+from pathlib import Path
+
+import pytest
+from simulated import needs_triton
+
+from torchtitan.config import ConfigManager
+from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.plan import lowered_step
+from torchtitan.plan.devices import named_device
+from torchtitan.plan.planner import make_plan
+from torchtitan.plan.render import to_text
+from torchtitan.plan.result import Plan
+
+FLAGS = [
+    "--training.compile", "--training.mixed_precision_param=bfloat16", "--training.seq_len=256",
+    "--training.local_batch_size=2", "--training.global_batch_size=6", "--activation_checkpoint.mode=none",
+]  # fmt: skip
+
+
+def plan(folder: Path, *flags: str) -> Plan:
+    config = ConfigManager().parse_args([*FLAGS, *flags, f"--job.dump_folder={folder}"])
+    dims = check(config, 1, "cuda")
+    return make_plan(config, dims, global_batch_size(config, dims), named_device("H200"))
+
+
+@needs_triton
+def test_the_expected_work_is_the_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def lowered_work(*arguments: object) -> object:
+        found.append(original(*arguments))
+        return found[0]
+
+    original = lowered_step.lowered_work
+    monkeypatch.setattr("torchtitan.plan.planner.lowered_work", lowered_work)
+    planned = plan(tmp_path)
+    assert planned.expected is not None, planned.notes[-1]
+    assert found[0].gemms["bf16"] + sum(found[0].attention) == pytest.approx(planned.ranks[0].flops, rel=1e-3)
+    weights = planned.parameters
+    assert 28 * weights < found[0].update_bytes < 50 * weights  # AdamW alone reads four numbers and writes three
+    assert 0 < planned.expected.mfu[1] < planned.expected.mfu[0] < 1
+    text = to_text(planned)
+    assert "Expected: " in text and "fused kernels" in text and "optimizer" in text
+
+
+def test_without_triton_the_plan_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowered_step, "find_spec", lambda name: None)
+    planned = plan(tmp_path)
+    assert planned.expected is None and planned.step_seconds
+    assert planned.notes[-1] == "not expected, only bounded: triton is not installed"
