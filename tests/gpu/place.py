@@ -15,7 +15,10 @@ FLOAT32 = "--training.mixed_precision_param=float32"
 BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 
 # Every step in metrics.jsonl, and checkpoints. On a GPU: the debug model of 7 million parameters, 2,048 tokens a step.
-COMMON = (f"--training.steps={STEPS}", "--checkpoint.enable_checkpoint", f"--checkpoint.interval={MIDDLE}")
+COMMON = (
+    *(f"--training.steps={STEPS}", "--optimizer.lr=3e-4"),
+    *("--checkpoint.enable_checkpoint", f"--checkpoint.interval={MIDDLE}"),
+)
 SHAPE = {
     "cpu": (*TINY, *COMMON),
     "cuda": (

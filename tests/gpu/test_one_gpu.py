@@ -1,8 +1,8 @@
 """What a GPU must show: `./run_tests.sh -m gpu`. The same tests rehearse on the CPU, with a smaller model.
 
 Runs on the device start from the weights of a float32 run on the CPU and see the same data, so their losses differ by
-rounding only. The bounds are several times the largest differences between these recipes on a CPU, 20 steps of the
-debug model.
+rounding only. On a CPU, 20 steps of the debug model, the largest differences are 2.4e-4 in bfloat16 and 4.3e-4 in
+float8 tensorwise. At ten times this learning rate they are 8e-2: training itself magnifies them there.
 """
 
 import re
@@ -20,9 +20,9 @@ from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.plan.devices import named_device
 from torchtitan.plan.planner import make_plan
 
-SAME = 2e-3  # float32 GEMMs on both sides; relative, as all bounds
-ROUNDED = 2e-2
-LOW_PRECISION = 5e-2
+SAME = 5e-4  # float32 GEMMs on both sides; relative, as all bounds
+ROUNDED = 2e-3
+LOW_PRECISION = 1e-2
 WORKSPACE = 128 * 2**20  # bytes, of cuBLAS
 
 FLOAT8 = "--model.converters=float8"

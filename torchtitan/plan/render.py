@@ -96,11 +96,11 @@ def _time(plan: Plan) -> str:
 def _expected(plan: Plan, expected: Expected) -> str:
     tokens = plan.tokens_per_step / expected.seconds / plan.world_size
     full, causal = expected.mfu
-    rows = [["part", "seconds", "share"]]
+    rows = [["part", "ms", "share"]]
     rows += [
-        [part, f"{seconds:.3f}", f"{seconds / expected.seconds:.0%}"]
+        [part, f"{1e3 * seconds:,.3g}", f"{seconds / expected.seconds:.0%}"]
         for part, seconds in expected.parts.items()
-        if seconds >= 5e-4
+        if seconds > 0
     ]
     return (
         f"\nExpected: {expected.seconds:.3g} s a step ({tokens:,.0f} tokens/s a device), MFU {full:.0%}, {causal:.0%} "
