@@ -31,6 +31,7 @@ from torchtitan.engine.train_step import train_step
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
+from torchtitan.models.init import init_weights
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.process_group import init_process_group
@@ -107,6 +108,7 @@ class Bench:
         assert args.vocab_size is not None
         torch.manual_seed(0)
         engine = build_engine(config, build_meshes(ParallelDims(), device.type), device, args, global_batch_size=1)
+        init_weights(engine.model, engine.model.init_std, config.training.seed)
         batches = [self.batch(args.vocab_size) for _ in range(WARMUP)]
         note = ""
         device.synchronize()

@@ -2,7 +2,8 @@
 
 python scripts/convert_to_hf.py CHECKPOINT OUT [--dtype bfloat16] [--custom-import MODULE]
 
-CHECKPOINT is a step-N folder. Weights are read and written one file at a time (at most 5 GB).
+CHECKPOINT is a step-N folder or a run's dump folder (its newest checkpoint is used). Weights are read and written one
+file at a time (at most 5 GB).
 """
 
 import argparse

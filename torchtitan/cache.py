@@ -1,7 +1,6 @@
 """The cache across runs. Compiled code is cached only in a folder that no other user can write to."""
 
 import atexit
-import functools
 import json
 import os
 import shutil
@@ -72,7 +71,6 @@ def check_owned(folder: Path) -> None:
             raise PermissionError(f"other users can write to {place}")
 
 
-@functools.cache
 def keep_compiled_code_private() -> None:
     """Sets inductor's cache folder; call it before the first compilation. By default inductor uses a predictable path
     in /tmp, and would load whatever another user has put there."""

@@ -30,6 +30,7 @@ from torchtitan.evaluation.samples import Sampler
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak
+from torchtitan.models.init import init_weights
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.process_group import set_timeout
@@ -236,8 +237,10 @@ class Trainer:
         }
 
     def load_checkpoint(self) -> None:
-        """Resumes from the checkpoint selected by `checkpoint`, if there is one."""
+        """Resumes from the checkpoint selected by `checkpoint`, or initializes the weights."""
         state = self.checkpoints.load(self._before_loading)
+        if not self.checkpoints.loaded_weights:
+            init_weights(self.engine.model, self.engine.model.init_std, self.config.training.seed)
         if state is None:
             return
         self.step = state.get("step", 0)

@@ -1,8 +1,11 @@
 """Processes with a simulated GPU, in which the tests of this folder run their functions."""
 
 import atexit
+import dataclasses
 import functools
 import importlib
+import sys
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -10,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.plan.lowering import GPUS, start
+from torchtitan.plan.lowering import GPUS, Lowered, start
 
 PATIENCE = 280  # seconds; allows for busy machines
 
@@ -19,9 +22,32 @@ needs_triton = pytest.mark.skipif(
 )
 
 
+@dataclasses.dataclass
+class Report:
+    """Of the last of several training steps, except `lowered`.
+
+    Attributes:
+        lowered: all graphs that were compiled.
+        waits: what made the host wait for the device, and where.
+        masks: dense masks outside compiled code.
+        calls: operations outside compiled code.
+        bytes: that these read and wrote.
+        fused: collectives that asynchronous tensor parallelism fused into GEMMs, and those that it did not.
+    """
+
+    lowered: list[Lowered]
+    waits: list[str]
+    masks: list[str]
+    calls: Counter[str]
+    bytes: int
+    fused: tuple[int, int] = (0, 0)
+
+
 def on_gpu(name: str, function: str, *arguments: Any, **options: Any) -> Any:
     """What a function, such as "steps.train", returns in a process with this simulated GPU."""
-    return _process(name).submit(_call, function, arguments, options).result(PATIENCE)
+    found = _process(name).submit(_call, function, arguments, options).result(PATIENCE)
+    assert "steps" not in sys.modules  # it would change the compiler of the other tests
+    return found
 
 
 def _call(function: str, arguments: Any, options: Any) -> Any:

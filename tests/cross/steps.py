@@ -1,4 +1,7 @@
-"""What runs in a process with a simulated GPU: training steps on fake tensors, watched."""
+"""What runs in a process with a simulated GPU: training steps on fake tensors, watched.
+
+Importing it changes the compiler for good, so the tests must not, not even to unpickle what a function returns.
+"""
 
 import dataclasses
 import traceback
@@ -11,6 +14,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from simulated import Report
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +24,7 @@ from triton.compiler import ASTSource
 
 from torchtitan.compat.lowering import in_compiled_code, resource_usage
 from torchtitan.config import ConfigManager
+from torchtitan.converters.amax_history import delayed_layers
 from torchtitan.converters.linear import LinearConverter
 from torchtitan.data import Batch
 from torchtitan.data.loader import BatchSpec, build_batch
@@ -33,7 +38,7 @@ from torchtitan.models import MODELS
 from torchtitan.optim import state_formats
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel import async_tensor
-from torchtitan.plan.lowering import Call, Lowered, is_mask, record, spilled, spills
+from torchtitan.plan.lowering import Call, is_mask, record, spilled, spills
 from torchtitan.plan.simulation import fake_process_group
 
 ROOT = Path(__file__).parents[2]
@@ -42,27 +47,6 @@ ATTENTION_WITH_BIAS = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 }
-
-
-@dataclasses.dataclass
-class Report:
-    """Of the last of several training steps, except `lowered`.
-
-    Attributes:
-        lowered: all graphs that were compiled.
-        waits: what made the host wait for the device, and where.
-        masks: dense masks outside compiled code.
-        calls: operations outside compiled code.
-        bytes: that these read and wrote.
-        fused: collectives that asynchronous tensor parallelism fused into GEMMs, and those that it did not.
-    """
-
-    lowered: list[Lowered]
-    waits: list[str]
-    masks: list[str]
-    calls: Counter[str]
-    bytes: int
-    fused: tuple[int, int] = (0, 0)
 
 
 LOWERED = record()
@@ -163,7 +147,7 @@ def train(
                 device,
                 dataclasses.replace(spec.flavor(flavor), n_layers=layers),
                 rows * dims.dp,
-                materialize=lambda model, stages, *_: [stage.to_empty(device=device.torch_device) for stage in stages],
+                allocate=lambda model, stages, *_: [stage.to_empty(device=device.torch_device) for stage in stages],
             )
             guard = UpdateGuard(config.training, lambda *_: None)
             for number, shape in enumerate(batches):
@@ -171,6 +155,8 @@ def train(
                 with watch:
                     watch.report = Report(LOWERED, [], [], Counter(), 0)
                     train_step(engine, [batch], 1e-4, guard, number)
+                for layer in delayed_layers([engine.model]).values():
+                    layer.has_scales = True  # real numbers would give it scales in the first step
     report = watch.report
     report.lowered = list(LOWERED)
     if engine.fused_gemms is not None:
@@ -268,6 +254,18 @@ def _outside_fake_mode(function: Any) -> Any:
 
     return run
 
+
+class _NoGenerator:
+    """Replaces a random generator, of which a GPU's library has the state."""
+
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        """Random operations take None for the default generator."""
+
+
+torch.Generator = _NoGenerator  # type: ignore[misc, assignment]
 
 # What needs numbers: meshes, tables of codes, and the comparison of a converted layer with its copy.
 DeviceMesh._concatenate = staticmethod(_outside_fake_mode(DeviceMesh._concatenate))

@@ -130,7 +130,8 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     waits = [wait for wait in report.waits if not (name in WAITS_FOR_THE_SKIP and "optimizer.py" in wait)]
     assert not waits
     if ASYNC in case.flags:
-        assert report.fused == (6, 2)  # the sum before a backward reduce-scatter is that of several GEMMs
+        # The sum before a backward reduce-scatter is that of several GEMMs; float8 gathers gradients before its cast.
+        assert report.fused == ((4, 4) if "float8" in name else (6, 2))
     blocks = [graph for graph in report.lowered if any("mm" in call.operator for call in graph.calls)]
     assert any(graph.backward for graph in blocks)
     figures = {

@@ -22,6 +22,7 @@ from torchtitan.engine.converter_hooks import checked_step
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS
+from torchtitan.models.init import init_weights
 from torchtitan.parallel.dims import ParallelDims
 
 INT8 = ("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather")
@@ -76,6 +77,7 @@ def train(*flags: str) -> dict[str, Any]:
     args = MODELS.get("tiny").flavor(config.model.flavor).with_vocab_size(256)
     meshes = build_meshes(dims, "cpu")
     engine = build_engine(config, meshes, Device("cpu", "", torch.device("cpu")), args, rows)
+    init_weights(engine.model, engine.model.init_std, config.training.seed)
     classes: dict[str, set[tuple[str, str, str]]] = {}
 
     def look(module: nn.Module, inputs: Any, fqn: str, shard: str) -> None:

@@ -74,6 +74,7 @@ class CheckpointManager:
         failed_saves: number of failed saves so far.
         last_save_failed: whether the last save failed.
         step_on_disk: step of the checkpoint last loaded or saved; None if there is none.
+        loaded_weights: whether `load` has filled the model.
 
     Raises:
         CheckpointError: the folder cannot be created.
@@ -103,6 +104,7 @@ class CheckpointManager:
         self.failed_saves = 0
         self.last_save_failed = False
         self.step_on_disk: int | None = None
+        self.loaded_weights = False
         self._group: dist.ProcessGroup | None = None
         self._stager: DefaultStager | None = None
         self._pending: Future[None] | None = None
@@ -160,7 +162,9 @@ class CheckpointManager:
                     raise CheckpointError(
                         f"checkpoint.initial_load_model_weights_only is off, but {path} holds only weights; turn it on."
                     )
-                self.exchange.load(source, {} if "model" in self.excluded else model_tensors(self.model))
+                if "model" not in self.excluded:
+                    self.exchange.load(source, model_tensors(self.model))
+                    self.loaded_weights = True
                 return None
             check_start(path)
             state = self._load(path, weights_only, prepare)
@@ -207,6 +211,7 @@ class CheckpointManager:
                 f"{path} could not be loaded: {first_line(error)}. Choose another checkpoint with "
                 "--checkpoint.load_step, or move this one away."
             ) from error
+        self.loaded_weights = "model" not in excluded
         if optimizer:  # the model's tensors were loaded in place
             load_optimizer_tensors(self.model, self.optimizer, {key: tensors[key] for key in optimizer})
         left_out = f", without {', '.join(sorted(excluded))}" if excluded else ""

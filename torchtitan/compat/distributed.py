@@ -4,10 +4,13 @@
 - `distributed_c10d._set_pg_timeout`, `_world.pg_map`: change the timeout of existing groups
 - `distributed_c10d._resolve_process_group`: lets a plan find the ranks of a collective by its group's name
 - `_C._distributed_c10d._dump_fr_trace`: the flight recorder's last collectives under gloo; missing from the type stubs
+- `fsdp._fully_shard._fsdp_collectives`: `DefaultReduceScatter`, which allocates, and `foreach_reduce`, which with one
+  rank allocates an input and an output and copies one to the other (seen in 2.13)
 - `_functional_collectives`: collectives visible to the compiler; 2.13 renamed two, and warns about the old names
 - `_symmetric_memory.enable_symm_mem_for_group`: asynchronous tensor parallelism; CUDA only
 """
 
+import inspect
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -22,8 +25,10 @@ from torch.distributed.distributed_c10d import (
     _set_pg_timeout,
     _world,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, foreach_reduce
 
 __all__ = [
+    "DefaultReduceScatter",
     "all_gather_tensor",
     "default_store",
     "enable_symmetric_memory",
@@ -31,6 +36,7 @@ __all__ = [
     "functional_collectives",
     "process_groups",
     "ranks_of_group",
+    "reduce_scatter_of_one_rank_copies",
     "reduce_scatter_tensor",
     "set_group_timeout",
 ]
@@ -41,6 +47,12 @@ all_gather_tensor: Callable[..., torch.Tensor] = (
 reduce_scatter_tensor: Callable[..., torch.Tensor] = (
     getattr(functional_collectives, "reduce_scatter_single", None) or functional_collectives.reduce_scatter_tensor
 )
+
+
+def reduce_scatter_of_one_rank_copies() -> bool:
+    """Whether FSDP with one rank allocates the input of a reduce-scatter, then its output, and copies."""
+    source = inspect.getsource(foreach_reduce)
+    return source.count(".allocate(") == 2 and "reduce_output.copy_(reduce_scatter_input)" in source
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -2,6 +2,7 @@
 
 - `_subclasses.fake_tensor.init_gpu_context`, `FakeTensorMode.avoid_device_init`: would initialize CUDA
 - `_dynamo.device_interface.CudaInterface`: what the compiler asks about the device
+- `_functorch.partitioners.has_recomputable_rng_ops`: whether random states are kept for recomputation
 - `_inductor.graph.GraphLowering`, its `compile_to_module`: a lowered graph, whose code is kept instead of loaded
 - `_inductor.ir.ExternKernel`: a call of an operator in place of a kernel
 - `_inductor.runtime.triton_helpers`: would look for Triton's driver
@@ -49,6 +50,7 @@ def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
         triton_limits: what Triton's driver says about it.
     """
     import torch
+    import torch._functorch.partitioners as partitioners
     import torch._subclasses.fake_tensor as fake_tensor
     import triton
     from torch._dynamo.device_interface import CudaInterface
@@ -89,6 +91,8 @@ def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
     torch.cuda.Stream = torch.cuda.Event = torch.Event = _Stream  # type: ignore[assignment, misc]
     torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment]
     torch.cuda.default_generators = (torch.Generator(),)
+    # Attention counts as random, because of dropout; a state of the generator is then an input of the graph.
+    partitioners.has_recomputable_rng_ops = lambda graph: False
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment]
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     torch.version.cuda = "13.0"
@@ -148,8 +152,16 @@ def _fold_constants_on_cpu() -> None:
 
 def on_lowered(take: Callable[[Any, str], Callable[[], None] | None]) -> None:
     """From now on, `take` gets each graph that the compiler lowers, and its code. Compiled functions then return fake
-    tensors. What `take` returns, if not None, is called whenever the graph runs."""
+    tensors. What `take` returns, if not None, is called whenever the graph runs.
+
+    Raises:
+        RuntimeError: the compiler's caches are on, and would give other processes graphs without code.
+    """
+    from torch._inductor import config
     from torch._inductor.graph import GraphLowering
+
+    if not config.force_disable_caches:
+        raise RuntimeError("set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 before torch is imported")
 
     def compile_to_module(self: Any) -> Any:
         code, _ = self.codegen()

@@ -19,7 +19,6 @@ from torchtitan.engine.memory_check import check_memory
 from torchtitan.engine.precision_phases import PrecisionPhases, build_precision_phases
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
-from torchtitan.models.init import init_weights
 from torchtitan.optim.in_backward import StepInBackward
 from torchtitan.optim.optimizer import build_optimizer, decay_groups
 from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
@@ -106,14 +105,13 @@ class Engine:
     converted_model: str
 
 
-def materialize(model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
-    """Allocates this rank's shards and initializes them."""
+def allocate(model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
+    """Allocates this rank's shards, uninitialized."""
     offload = config.training.enable_cpu_offload
     if not offload:
         check_memory(model, config, device)
     for stage in stages:
         stage.to_empty(device="cpu" if offload else device.torch_device)
-    init_weights(model, model.init_std, config.training.seed)
 
 
 def build_engine(
@@ -125,9 +123,9 @@ def build_engine(
     *,
     target: Target | None = None,
     first_layers: Sequence[int] | None = None,
-    materialize: Callable[[Decoder, Sequence[Decoder], JobConfig, Device], None] = materialize,
+    allocate: Callable[[Decoder, Sequence[Decoder], JobConfig, Device], None] = allocate,
 ) -> Engine:
-    """Builds the engine, top to bottom. Collective.
+    """Builds the engine, top to bottom; its weights are uninitialized. Collective.
 
     Args:
         config: checked configuration (`config_checks.check`).
@@ -135,7 +133,7 @@ def build_engine(
         global_batch_size: sequences per optimizer step.
         target: where low-precision layers will run; default: this device.
         first_layers: first layer of each pipeline stage; default: split as configured.
-        materialize: allocates and initializes the parameters; a plan allocates fake ones.
+        allocate: allocates the parameters; a plan allocates fake ones.
 
     Raises:
         ConfigError: a converter does not fit the model or the device, or the model does not fit into memory.
@@ -175,7 +173,7 @@ def build_engine(
         stage.positions = positions
         spec.parallelize(stage, mesh, meshes.context_mesh, config.parallelism, config.activation_checkpoint, training)
 
-    materialize(model, list(stages.values()), config, device)
+    allocate(model, list(stages.values()), config, device)
 
     # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
     # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.

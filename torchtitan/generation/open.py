@@ -54,9 +54,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
     """
     if not path.is_dir():
         raise CheckpointError(f"there is no folder {path}.")
-    if saved_steps(path / "checkpoint"):
-        path = path / "checkpoint"
-    if (path / MANIFEST).exists() or saved_steps(path):
+    if (path / MANIFEST).exists() or saved_steps(path) or saved_steps(path / "checkpoint"):
         saved = saved_model(path)
         model = _empty(saved.spec, saved.args, device, dtype)
         with torch.no_grad():

@@ -81,13 +81,15 @@ def saved_model(checkpoint: Path) -> SavedModel:
     """Opens the model in a checkpoint.
 
     Args:
-        checkpoint: a step-N folder, or a folder of such folders, of which the newest is used.
+        checkpoint: a step-N folder; or a run's dump folder, or its folder of checkpoints, of which the newest is used.
 
     Raises:
         CheckpointError: it is not a checkpoint, or is damaged.
     """
-    steps = saved_steps(checkpoint)
-    checkpoint = step_folder(checkpoint, steps[-1]) if steps else checkpoint
+    if saved_steps(checkpoint / "checkpoint"):
+        checkpoint = checkpoint / "checkpoint"
+    if steps := saved_steps(checkpoint):
+        checkpoint = step_folder(checkpoint, steps[-1])
     if found := damage(checkpoint):
         raise CheckpointError(
             f"{checkpoint} is not a checkpoint of this program, or is damaged: {'; '.join(found[:3])}."

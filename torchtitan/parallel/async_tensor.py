@@ -22,20 +22,58 @@ FUSED = (
 SEPARATE = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 
-class DropReshapes(CustomGraphPass):
-    """Removes pairs of reshapes that cancel, between an all-gather of one sequence and its GEMMs: the compiler's
-    patterns see no GEMM behind two of them."""
+class ExposeGemms(CustomGraphPass):
+    """Removes what stands between a collective and its GEMMs, and hides them from the compiler's patterns."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        reshape = torch.ops.aten.reshape.default
-        for node in graph.find_nodes(op="call_function", target=reshape):
-            origin = node.args[0].args[0] if node.args[0].target is reshape else node
-            if "wait_tensor" in str(origin.target) and origin.meta["val"].shape == node.meta["val"].shape:
+        aten = torch.ops.aten
+        for node in graph.find_nodes(op="call_function", target=aten.reshape.default):
+            # Of one sequence: two reshapes that cancel.
+            origin = node.args[0].args[0] if node.args[0].target is aten.reshape.default else node
+            if _is_wait(origin) and origin.meta["val"].shape == node.meta["val"].shape:
                 node.replace_all_uses_with(origin)
                 graph.erase_node(node)
+        for gemm in graph.find_nodes(op="call_function", target=aten._scaled_mm.default):
+            left = gemm.args[0]
+            if left.target is not torch.ops.prims.inductor_force_stride_order.default:
+                continue
+            origin = left.args[0]
+            if _is_wait(origin):  # row-major already
+                gemm.replace_input_with(left, origin)
+            elif output := _scattered(gemm):  # the fused operator requires row-major itself
+                *outer, _ = output.meta["val"].shape
+                with graph.inserting_before(gemm):
+                    # The patterns expect the reshapes of a GEMM of (batch, sequence, channels).
+                    batched = _reshape(graph, origin, (*outer, origin.meta["val"].shape[-1]))
+                    gemm.replace_input_with(left, _reshape(graph, batched, tuple(origin.meta["val"].shape)))
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
+
+
+def _is_wait(node: torch.fx.Node) -> bool:
+    """Whether it is the result of a collective."""
+    return "wait_tensor" in str(node.target)
+
+
+def _scattered(gemm: torch.fx.Node) -> torch.fx.Node | None:
+    """The reshape of a GEMM's result, if nothing but a reduce-scatter of it follows."""
+    reshape = node = next(iter(gemm.users))
+    if len(gemm.users) > 1 or reshape.target is not torch.ops.aten.reshape.default:
+        return None
+    while len({user.target for user in node.users}) == 1:
+        node = next(iter(node.users))
+        if "reduce_scatter_tensor" in str(node.target):
+            return reshape
+        if not any(name in str(node.target) for name in ("split", "getitem", "cat")):
+            return None
+    return None
+
+
+def _reshape(graph: torch.fx.Graph, node: torch.fx.Node, shape: tuple[int, ...]) -> torch.fx.Node:
+    found = graph.call_function(torch.ops.aten.reshape.default, (node, list(shape)))
+    found.meta["val"] = node.meta["val"].reshape(shape)
+    return found
 
 
 class FusedGemms(CustomGraphPass):
@@ -79,5 +117,5 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> FusedGemms:
     """
     enable_symmetric_memory(mesh.get_group().group_name)
     fused = FusedGemms()
-    fuse_collectives_with_gemms(DropReshapes(), fused)
+    fuse_collectives_with_gemms(ExposeGemms(), fused)
     return fused

@@ -4,7 +4,7 @@ One process is a single shard, DDP replicates a single shard. So every layout ru
 float32 weights and gradients around a computation in `param_dtype`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from torchtitan.compat.distributed import DefaultReduceScatter, reduce_scatter_of_one_rank_copies
 from torchtitan.errors import ConfigError
 
 
@@ -54,6 +55,24 @@ def apply_fsdp(
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
+    if mesh.size(-1) == 1 and reduce_scatter_of_one_rank_copies():
+        for module in (*blocks, model):
+            module.set_custom_reduce_scatter(_NoReduceScatter())  # type: ignore[operator]  # an FSDPModule now
+
+
+class _NoReduceScatter(DefaultReduceScatter):
+    """For a single shard, of which FSDP copies the gradients from the input to the output of a reduce-scatter: makes
+    them the same tensor."""
+
+    _input: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocates the input; the next call, for the output, returns it again."""
+        if self._input is None:
+            self._input = super().allocate(size, dtype=dtype, device=device)
+            return self._input
+        output, self._input = self._input, None
+        return output
 
 
 def set_last_microbatch(models: Iterable[nn.Module], last: bool) -> None:

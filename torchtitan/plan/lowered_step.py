@@ -136,7 +136,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
                     device,
                     dataclasses.replace(args, n_layers=layers),
                     rows,
-                    materialize=allocate,
+                    allocate=allocate,
                 )
                 by_passes: list[Work] = []
                 for count_of_passes in (1, 1, 2)[: 3 if passes > 1 else 2]:  # the first step compiles

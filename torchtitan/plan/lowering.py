@@ -219,9 +219,8 @@ def spills(lowered: Lowered, all_configurations: bool = False) -> dict[str, str]
     from torchtitan.compat.lowering import cubins, resource_usage
 
     found = {}
-    sources = re.findall(r"(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", lowered.code, re.S)
-    for name, source in sources:
-        kernel = re.findall(r"^def (\w+)\(", source, re.M)[-1]
+    sources = re.findall(r"(\w+) = async_compile\.triton\('(\w+)', '''(.*?)'''", lowered.code, re.S)
+    for name, kernel, source in sources:
         for cubin in cubins(source, kernel, all_configurations):
             usage = resource_usage(cubin)
             if spilled(usage):

@@ -191,6 +191,8 @@ def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
         parameters=round(measures["parameters",]),
         gradients=round(measures["gradients",]),
         optimizer=round(measures["optimizer",]),
+        largest_weight=round(measures["largest weight",]),
+        largest_shard=round(measures["largest shard",]),
         peaks={mode: round(found["peak",]) for mode, found in by_mode.items()},
         flops=measures["flops",],
         flops_8bit=measures["flops_8bit",],

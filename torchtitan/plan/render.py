@@ -1,6 +1,6 @@
 """A plan as text and as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,7 @@ def to_text(plan: Plan) -> str:
         f"\nMemory per rank in {unit}, of {sized(device.memory_bytes)}; activation checkpointing: {plan.mode}\n"
         + _table(rows),
         verdict,
+        _before_the_first_step(plan, sized, unit),
         "\nCollectives per rank and step\n" + _table(traffic),
         "\n" + _time(plan),
         *([_expected(plan, plan.expected)] if plan.expected else []),
@@ -75,6 +76,17 @@ def to_text(plan: Plan) -> str:
         f"planned in {plan.seconds_taken:.1f} s",
     ]
     return "\n".join(parts)
+
+
+def _before_the_first_step(plan: Plan, sized: Callable[[float], str], unit: str) -> str:
+    drawing = max(plan.ranks, key=lambda rank: rank.parameters + rank.largest_weight)
+    loading = max(plan.ranks, key=lambda rank: rank.parameters + rank.largest_shard)
+    return (
+        f"Weights: {sized(drawing.parameters + drawing.largest_weight)} {unit} while they are drawn (the shards, and "
+        f"one full weight of at most {sized(drawing.largest_weight)} {unit} at a time), or at most "
+        f"{sized(loading.parameters + loading.largest_shard)} {unit} while they are loaded from a published folder "
+        f"(one shard of at most {sized(loading.largest_shard)} {unit} at a time)."
+    )
 
 
 def _time(plan: Plan) -> str:

@@ -34,6 +34,7 @@ class RankPlan:
         rank: in the pipeline.
         layers: of each of its stages.
         parameters, gradients, optimizer: bytes.
+        largest_weight, largest_shard: bytes of the largest full parameter and of this rank's largest shard, in float32.
         peaks: total bytes, by mode of activation checkpointing.
         flops: of GEMMs and attention, including recomputation; causal attention counts half.
         flops_8bit: of 8-bit GEMMs, counted separately.
@@ -44,6 +45,8 @@ class RankPlan:
     parameters: int
     gradients: int
     optimizer: int
+    largest_weight: int
+    largest_shard: int
     peaks: dict[str, int]
     flops: float
     flops_8bit: float

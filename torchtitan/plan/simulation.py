@@ -34,7 +34,8 @@ from torchtitan.plan.recorder import Recorder
 from torchtitan.protocols import Decoder, ModelArgs
 
 Measures = dict[tuple[Any, ...], float]
-"""Results of a simulation, by key: ("parameters",), ("gradients",), ("optimizer",): bytes; ("flops",), ("flops_8bit",);
+"""Results of a simulation, by key: ("parameters",), ("gradients",), ("optimizer",): bytes; ("largest weight",),
+("largest shard",): bytes in float32; ("flops",), ("flops_8bit",);
 ("count", group, kind) and ("bytes", group, kind) of collectives; ("peak", label): total bytes, at moments with this
 label.
 The numbers are per step. With ("each accumulation step", ...) or ("each microbatch", ...) in front they are for one of
@@ -52,10 +53,13 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_bytes(tensors: Iterator[torch.Tensor]) -> int:
     """Bytes of the tensors' local shards."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+    return sum(local.numel() * local.element_size() for local in map(local_tensor, tensors))
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -108,11 +112,11 @@ class Simulation:
             rows,
             target=target_on(planned, config, MODELS.get(config.model.name), dims),
             first_layers=[0, *itertools.accumulate(layers[:-1])],
-            materialize=self._materialize,
+            allocate=self._allocate,
         )
         self._label_blocks()
 
-    def _materialize(self, model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
+    def _allocate(self, model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
         with self.fake_mode, self.recorder:
             for stage in stages:
                 stage.to_empty(device="cpu")
@@ -125,6 +129,9 @@ class Simulation:
                 (key,): size for key, size in state_bytes(self.engine.model, self.engine.optimizer).items()
             }
         measures[("gradients",)] = self.gradient_bytes
+        weights = list(self.engine.model.parameters())
+        measures[("largest weight",)] = 4 * max(weight.numel() for weight in weights)
+        measures[("largest shard",)] = 4 * max(local_tensor(weight).numel() for weight in weights)
         measures |= self._traffic()
         measures |= {("peak", label): peak for label, peak in self.recorder.peaks.items()}
         for what, marks in (

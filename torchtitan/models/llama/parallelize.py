@@ -76,7 +76,9 @@ def parallelize(
         mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"],
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        # With a pipeline, gathering again for each micro-batch would cost more than it saves.
-        reshard_after_forward=reshard == "always" or (reshard == "default" and mesh["pp"].size() == 1),
+        # With a pipeline, gathering again for each micro-batch would cost more than it saves. A single shard is whole:
+        # "gathering" only casts it.
+        reshard_after_forward=reshard == "always"
+        or (reshard == "default" and mesh["pp"].size() == 1 and mesh["fsdp"].size() > 1),
         cpu_offload=training.enable_cpu_offload,
     )
