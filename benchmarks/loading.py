@@ -124,7 +124,7 @@ def load_in_a_run(flags: list[str]) -> None:
         os.write(1, f"{line}\n".encode())  # in one piece, since ranks share the pipe
         dist.barrier()
 
-    Trainer.load_checkpoint = measured  # type: ignore[method-assign]
+    Trainer.load_checkpoint = measured  # type: ignore[assignment, method-assign]
     with build_trainer(config, dims, global_batch_size(config, dims), device):
         pass
 

@@ -92,7 +92,7 @@ def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
     torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment]
     torch.cuda.default_generators = (torch.Generator(),)
     # Attention counts as random, because of dropout; a state of the generator is then an input of the graph.
-    partitioners.has_recomputable_rng_ops = lambda graph: False
+    partitioners.has_recomputable_rng_ops = lambda fx_g: False
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment]
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     torch.version.cuda = "13.0"

@@ -16,7 +16,7 @@ class Parallelism:
     ] = -1
     fsdp_reshard_after_forward: Annotated[
         Literal["default", "always", "never"],
-        Doc("Free all-gathered weights after the forward pass; default: yes, except with pipeline parallelism or a single shard."),
+        Doc("Free all-gathered weights after the forward pass; default: yes, except with pipelines or one shard."),
     ] = "default"
     tensor_parallel_degree: Annotated[PositiveInt, Doc("Number of ranks that each GEMM is sharded over.")] = 1
     disable_loss_parallel: Annotated[
