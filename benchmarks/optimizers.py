@@ -179,6 +179,7 @@ def peaks_table() -> str:
                 *DEBUG,
                 f"--training.local_batch_size={sequences}",
                 "--activation_checkpoint.mode=full",
+                "--parallelism.fsdp_reshard_after_forward=always",
                 *EARLY[1:],
             ]
             found = [_peak(processes, [*flags, *more]) for more in ([], EARLY[:1])]

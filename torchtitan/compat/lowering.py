@@ -3,6 +3,7 @@
 - `_subclasses.fake_tensor.init_gpu_context`, `FakeTensorMode.avoid_device_init`: would initialize CUDA
 - `_dynamo.device_interface.CudaInterface`: what the compiler asks about the device
 - `_functorch.partitioners.has_recomputable_rng_ops`: whether random states are kept for recomputation
+- `_inductor.config`: whether the caches are off
 - `_inductor.graph.GraphLowering`, its `compile_to_module`: a lowered graph, whose code is kept instead of loaded
 - `_inductor.ir.ExternKernel`: a call of an operator in place of a kernel
 - `_inductor.runtime.triton_helpers`: would look for Triton's driver
