@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -288,3 +289,14 @@ def all_equal(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> bo
     """Whether both sides have the same tensors bit for bit, and at least one."""
     pairs = list(zip(left, right, strict=True))
     return bool(pairs) and all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A disk that is full, for files that this process writes beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

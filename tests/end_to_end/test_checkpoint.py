@@ -2,10 +2,7 @@
 
 import gc
 import json
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from runs import (
     assert_equal_bit_for_bit,
     checkpoint_steps,
     failure,
+    files_of_at_most,
     into,
     lines_of,
     losses,
@@ -248,23 +246,13 @@ def test_validation_disturbs_neither_training_nor_resuming(tmp_path: Path) -> No
 LIMIT = 100_000  # bytes; a checkpoint of the tiny model has several million
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_save_that_fails_stops_nothing_and_harms_nothing(
     mode: str, six_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy_of(six_steps, tmp_path)
     flags = (*FLAGS, into(run), "--training.steps=10", f"--checkpoint.async_mode={mode}")
-    with full_disk(), pytest.raises(CheckpointError, match=r"last checkpoint could not be saved"):
+    with files_of_at_most(LIMIT), pytest.raises(CheckpointError, match=r"last checkpoint could not be saved"):
         train_here(*flags)
     output = capsys.readouterr().out
     assert "checkpoint of step 8 could not be saved" in output
@@ -289,7 +277,7 @@ def test_saves_that_fail_in_the_background_keep_no_copies(tmp_path: Path, monkey
 
     monkeypatch.setattr(CheckpointManager, "_failed", count)
     background = ("--checkpoint.async_mode=async", "--checkpoint.interval=1")
-    with full_disk(), pytest.raises(CheckpointError, match="last checkpoint"):
+    with files_of_at_most(LIMIT), pytest.raises(CheckpointError, match="last checkpoint"):
         train_here(*FLAGS, *background, into(tmp_path), "--training.steps=6")
     assert len(copies) == 6
     assert copies[4] - copies[0] < 10, copies  # the current step has some of its own

@@ -2,14 +2,12 @@
 
 import json
 import os
-import resource
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from runs import files_of_at_most
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan.errors import ConfigError
@@ -146,16 +144,6 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, log: list[str]) -> N
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 5]
     assert len(log) == 2  # after the 1st and the 2nd; next after the 4th
     assert all("No space left" in line and f"{lost} line(s) lost" in line for lost, line in enumerate(log, 1))
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_file_that_cannot_be_made_costs_lines_and_no_run(tmp_path: Path, log: list[str]) -> None:
