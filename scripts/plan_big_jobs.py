@@ -57,6 +57,12 @@ is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no
   rate). It adds the blocking collectives of tensor and context parallelism, or takes FSDP's collectives if these take
   longer. A 1F1B or GPipe pipeline also fills and drains. Each link carries a byte no more often than necessary, in
   machines of 8. A real step is slower.
+- For a compiled run without a pipeline on an H100 or H200, the plan also says what a step is expected to take, by part.
+  The work is counted in the code that the compiler generates for that GPU ([architecture.md](architecture.md)): FLOPs
+  of GEMMs and attention, bytes that generated kernels, uncompiled operations and the update read and write. It is
+  divided by the rates in `torchtitan/plan/step_model.py`, which names their sources. The host is assumed to keep ahead.
+  This takes a minute or two, and needs the `triton` package (on a GPU, torch brings it) and a C++ compiler; where it is
+  not possible, a note says why.
 
 ## Three large jobs
 
