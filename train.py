@@ -22,7 +22,7 @@ from torchtitan.launcher.imports import check_versions, quick_imports
 from torchtitan.launcher.signals import STARTED_AGAIN, Stop, exit_now, exit_with_launcher, ignore_stop_signals
 from torchtitan.logging import outlive_readers
 
-PATIENCE = 5  # seconds
+PATIENCE = 10  # seconds
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))

@@ -20,6 +20,13 @@ def assert_interrupted(run: Run) -> None:
     assert run.pids() == []
 
 
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for the signal. (Python has one for SIGINT before it has started.)"""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_stopped_during_training(processes: int, tmp_path: Path) -> None:
     with started(*ENDLESS, into(tmp_path), processes=processes) as run:
@@ -35,6 +42,7 @@ def test_stopped_while_it_starts(moment: str, processes: int, tmp_path: Path) ->
     with started(*ENDLESS, into(tmp_path), processes=processes) as run:
         if moment == "launcher":
             time.sleep(0.3)
+            run.wait_until(lambda: handles(run.process.pid, signal.SIGTERM))  # Python itself may take longer to start
         elif moment == "imports":
             run.wait_until(lambda: processes == 1 or run.pid_of_rank(0))  # a single process is the launcher itself
             time.sleep(0.6 if processes == 1 else 0.3)
