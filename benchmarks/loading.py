@@ -38,7 +38,8 @@ from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import PublishedModel, published
 from torchtitan.interchange.sources import INDEX, find_source
 from torchtitan.models import MODELS
-from torchtitan.plan.simulation import fake_process_group, local_tensor
+from torchtitan.parallel.sharded_tensors import local_tensor
+from torchtitan.plan.simulation import fake_process_group
 from torchtitan.trainer import Trainer
 
 MIB = 2**20

@@ -218,6 +218,12 @@ def test_updates_during_the_backward_pass_lower_the_peak(two: dict[str, list[dic
     assert early["peak"] < ordinary["peak"] - 0.5 * ordinary["states"][1]
 
 
+def test_weights_before_the_first_step(tmp_path: Path) -> None:
+    """The largest weights of the debug model are its embedding and output layer: 4,096 tokens x 256, in float32."""
+    (rank,) = planned((*FLAGS, f"--job.dump_folder={tmp_path}"), 2)
+    assert (rank.largest_weight, rank.largest_shard) == (4 * 4096 * 256, 4 * 4096 * 256 // 2)
+
+
 # Collectives of one rank in a step, counted by hand, because the plan and the runs share the code that is counted.
 # The debug model has 6 blocks; with the embedding and the root (norm and output layer) 8 FSDP groups. Its loss has one
 # chunk. A reported step all-reduces 3 numbers over all ranks: the gradient norm, the guard's flags, the loss.

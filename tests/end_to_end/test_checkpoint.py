@@ -138,6 +138,27 @@ def test_parts_can_be_left_out(six_steps: Path, tmp_path: Path) -> None:
     assert train_state(run, 7)["dataloader"] == train_state(tmp_path / "new", 1)["dataloader"]
 
 
+def test_weights_are_drawn_only_if_none_are_loaded(
+    six_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy_of(six_steps, tmp_path)
+    train_here(
+        *FLAGS,
+        into(run),
+        "--training.steps=1",
+        "--checkpoint.exclude_from_loading=model,optimizer,train_state,dataloader",
+    )
+    assert losses(run)[1] == losses(six_steps)[1]
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("weights are drawn")
+
+    monkeypatch.setattr("torchtitan.trainer.init_weights", refuse)
+    train_here(*FLAGS, into(copy_of(six_steps, tmp_path / "resumed")), "--training.steps=7")
+    with pytest.raises(AssertionError, match="weights are drawn"):
+        train_here(*FLAGS, into(tmp_path / "new"), "--training.steps=1")
+
+
 def test_train_state_left_out_counts_from_one_again(six_steps: Path, tmp_path: Path) -> None:
     run = copy_of(six_steps, tmp_path)
     train_here(*FLAGS, into(run), "--training.steps=1", "--checkpoint.exclude_from_loading=train_state,optimizer")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.compat.dispatch import FakeTensorMode, clear_sharding_cache, fake_store
 from torchtitan.compat.distributed import ranks_of_group
@@ -28,6 +27,7 @@ from torchtitan.engine.explain import conversion_target
 from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.plan.devices import PlannedDevice
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
@@ -51,10 +51,6 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_bytes(tensors: Iterator[torch.Tensor]) -> int:
