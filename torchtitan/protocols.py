@@ -21,7 +21,7 @@ IGNORE_INDEX = -100
 
 
 class ModelArgs(Protocol):
-    """Sizes of a model: a frozen dataclass such as `models.llama.args.LlamaArgs`."""
+    """Sizes of a model: a frozen dataclass such as `models.args.TransformerArgs`."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -50,7 +50,8 @@ class ModelArgs(Protocol):
 
 
 class Decoder(nn.Module):
-    """A model, or a pipeline stage of it with the missing modules None; the attributes are those of `Llama`."""
+    """A model, or a pipeline stage of it with the missing modules None; the attributes are those of
+    `models.transformer.Transformer`."""
 
     args: ModelArgs
     tok_embeddings: nn.Embedding | None

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.errors import ConfigError
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN
+from torchtitan.models.parallelize import TENSOR_PARALLEL_PLAN
 from torchtitan.parallel.async_tensor import FusedGemms
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.tensor import apply_tensor_parallel

@@ -14,8 +14,8 @@ from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target, apply_converters
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN
 from torchtitan.models.norm import RMSNorm
+from torchtitan.models.parallelize import TENSOR_PARALLEL_PLAN
 from torchtitan.parallel.float8_tensor_parallel import all_gather_for
 from torchtitan.parallel.tensor import apply_tensor_parallel
 

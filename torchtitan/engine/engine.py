@@ -171,7 +171,9 @@ def build_engine(
         positions = positions.to(device.torch_device)
     for stage in stages.values():
         stage.positions = positions
-        spec.parallelize(stage, mesh, meshes.context_mesh, config.parallelism, config.activation_checkpoint, training)
+        spec.parallelize(
+            stage, spec.plan, mesh, meshes.context_mesh, config.parallelism, config.activation_checkpoint, training
+        )
 
     allocate(model, list(stages.values()), config, device)
 

@@ -1,13 +1,19 @@
-"""Causal attention over packed sequences.
+"""Causal attention over packed sequences, and the layer around it.
 
-Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a head.
+Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a head, E channels of the residual stream.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from torchtitan.kernels import attention_gpu
 from torchtitan.kernels.attention_cpu import causal_attention_cpu
+from torchtitan.models.args import TransformerArgs
+from torchtitan.models.rope import apply_rope
+from torchtitan.protocols import AttentionFunction
 
 
 def causal_attention(
@@ -39,3 +45,31 @@ def causal_attention(
 def has_own_kernel(q: torch.Tensor) -> bool:
     """Whether these queries use the CPU attention kernel."""
     return q.device.type == "cpu" and q.dtype == torch.bfloat16
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary position embedding."""
+
+    __call__: Callable[..., torch.Tensor]
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.attend: AttentionFunction = causal_attention
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
+        """(B, S, E) to (B, S, E). The number of heads comes from the projections, which may be sharded."""
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = self.before_rope(q, k)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_ids)
+        mixed: torch.Tensor = self.wo(out.transpose(1, 2).flatten(2))
+        return mixed
+
+    def before_rope(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries (B, S, H, D) and keys (B, S, G, D) as RoPE gets them; families that normalize them override this."""
+        return q, k

@@ -8,8 +8,8 @@ from torchtitan.errors import ConfigError, nearest
 from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.llama.parallelize import TENSOR_PARALLEL_PLAN, parallelize
 from torchtitan.models.naming import HuggingFaceNaming
+from torchtitan.models.parallelize import TENSOR_PARALLEL_PLAN, parallelize
 from torchtitan.parallel.dims import Style
 from torchtitan.protocols import Decoder, ModelArgs
 from torchtitan.registry import Registry
@@ -21,12 +21,12 @@ class ModelSpec:
 
     Attributes:
         flavors: sizes by name: dataclasses with at least the attributes `n_layers`, `n_heads`, `n_kv_heads`,
-            `head_dim`, `vocab_size` and the method `with_vocab_size` of `LlamaArgs`.
+            `head_dim`, `vocab_size` and the method `with_vocab_size` of `TransformerArgs`.
         build: from sizes to a module; called on the meta device. The module's forward takes (tokens, labels,
             document_ids) and returns the summed loss; `init_std(name)` gives each parameter's initial standard
             deviation. For pipelines it has the attributes that `parallel.pipeline.split` names.
-        plan: tensor-parallel plan, like `llama.parallelize.TENSOR_PARALLEL_PLAN`.
-        parallelize: like `llama.parallelize.parallelize`.
+        plan: tensor-parallel plan, like `models.parallelize.TENSOR_PARALLEL_PLAN`.
+        parallelize: like `models.parallelize.parallelize`.
         hf: names of the weights in other projects' checkpoints; None if unknown.
     """
 

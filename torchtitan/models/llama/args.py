@@ -2,39 +2,16 @@
 
 from dataclasses import dataclass, replace
 
+from torchtitan.models.args import TransformerArgs
 from torchtitan.models.rope import RopeScaling
 
 
 @dataclass(frozen=True)
-class LlamaArgs:
-    """Sizes of one Llama model.
+class LlamaArgs(TransformerArgs):
+    """Sizes of one Llama model."""
 
-    Attributes:
-        dim: width of the residual stream.
-        n_kv_heads: key-value heads; grouped-query attention if fewer than n_heads.
-        ffn_dim: inner width of the SwiGLU feed-forward.
-        vocab_size: None takes the tokenizer's.
-        tied_embeddings: the output layer shares the embedding's weight.
-    """
-
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
-    vocab_size: int | None
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: RopeScaling | None = None
-    tied_embeddings: bool = False
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
-
-    def with_vocab_size(self, vocab_size: int) -> "LlamaArgs":
-        """Fills in the vocabulary size if the flavor leaves it to the tokenizer."""
-        return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
 
 
 def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) -> LlamaArgs:

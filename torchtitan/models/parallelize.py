@@ -1,12 +1,15 @@
-"""Parallelizes a Llama: tensor and context parallelism, then activation checkpointing, compile and FSDP, in this
+"""Parallelizes a decoder: tensor and context parallelism, then activation checkpointing, compile and FSDP, in this
 order."""
+
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
-from torchtitan.models.llama.model import Attention, Llama
+from torchtitan.models.attention import Attention
+from torchtitan.models.transformer import Transformer
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import context_parallel_attention
@@ -32,12 +35,14 @@ TENSOR_PARALLEL_PLAN: dict[str, Style] = {
     "norm": "sequence_gather",
     "output": "colwise",
 }
-"""Megatron's plan (arXiv 1909.08053): heads, inner channels and the vocabulary are sharded over the ranks; in between,
-activations are sharded along the sequence (arXiv 2205.05198)."""
+"""For the modules of `attention.py` and `transformer.py`, Megatron's plan (arXiv 1909.08053): heads, inner channels
+and the vocabulary are sharded over the ranks; in between, activations are sharded along the sequence (arXiv
+2205.05198)."""
 
 
 def parallelize(
-    model: Llama,
+    model: Transformer,
+    plan: Mapping[str, Style],
     mesh: DeviceMesh,
     context_mesh: DeviceMesh | None,
     parallelism: Parallelism,
@@ -47,6 +52,7 @@ def parallelize(
     """Parallelizes the model, or a stage of it, in place. It is still on the meta device.
 
     Args:
+        plan: of the family, such as `TENSOR_PARALLEL_PLAN`.
         mesh: (pp, dp_replicate, fsdp, tp), from `ParallelDims.build_mesh`.
         context_mesh: the ranks that share a sequence; None without context parallelism.
     """
@@ -54,7 +60,7 @@ def parallelize(
     blocks = list(model.layers.values())
     tensor_mesh = mesh["tp"]
     if tensor_mesh.size() > 1:
-        apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, tensor_mesh, all_gather_for)
+        apply_tensor_parallel(model, plan, tensor_mesh, all_gather_for)
         if parallelism.disable_loss_parallel:
             model.cross_entropy = all_gather_cross_entropy(model.cross_entropy, tensor_mesh)
         else:

@@ -1,0 +1,181 @@
+"""What all decoder-only transformers share, as plain math, independent of parallelism and precision.
+
+Shapes: B batch, S sequence, D channels, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.models.args import TransformerArgs
+from torchtitan.models.loss import chunked_cross_entropy, chunks, cross_entropy
+from torchtitan.models.norm import RMSNorm
+from torchtitan.models.rope import rope_table
+from torchtitan.protocols import CrossEntropyFunction, Decoder
+
+OUTPUT_STD = 0.02
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    __call__: Callable[..., torch.Tensor]
+
+    def __init__(self, dim: int, inner: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, inner, bias=False)
+        self.w2 = nn.Linear(inner, dim, bias=False)
+        self.w3 = nn.Linear(dim, inner, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each with an RMSNorm before it and a residual connection.
+
+    Args:
+        attention: called with (x, rope, document_ids), like `Attention`.
+        name: of the feed-forward in the block, as plans, filters and checkpoints know it.
+    """
+
+    __call__: Callable[..., torch.Tensor]
+
+    def __init__(
+        self, args: TransformerArgs, attention: nn.Module, feed_forward: nn.Module, name: str = "feed_forward"
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.add_module(name, feed_forward)
+        self._feed_forward_name = name
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, document_ids)
+        mixed: torch.Tensor = getattr(self, self._feed_forward_name)(self.ffn_norm(x))
+        return x + mixed
+
+
+class TiedOutput(nn.Module):
+    """An output layer that uses the embedding's weight. It has no parameter of its own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, so that it is not registered a second time as a child
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._embedding[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class Transformer(Decoder):
+    """A decoder-only transformer, or one pipeline stage of it, in which the missing modules are None.
+    A family overrides `make_block`, and `init_std` for parameters that are not in it.
+
+    Args:
+        args: sizes; `vocab_size` must be set.
+
+    Attributes:
+        cross_entropy: loss and gradient of logits.
+        positions: (seq,) int64 position ids of the input tokens; None for the full sequence in order.
+    """
+
+    args: TransformerArgs
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__()
+        if args.vocab_size is None:
+            raise ValueError("vocab_size is None; set it with with_vocab_size()")
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        # A dict, not a list: layers of a pipeline stage keep their numbers.
+        self.layers = nn.ModuleDict({str(i): self.make_block(args, i) for i in range(args.n_layers)})
+        self.norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.output = (
+            TiedOutput(self.tok_embeddings)
+            if args.tied_embeddings
+            else nn.Linear(args.dim, args.vocab_size, bias=False)
+        )
+        self.cross_entropy: CrossEntropyFunction = cross_entropy
+        self.positions: torch.Tensor | None = None
+        self._rope: torch.Tensor | None = None
+        self._rope_positions: torch.Tensor | None = None  # the positions that `_rope` was computed for
+
+    def make_block(self, args: Any, layer: int) -> nn.Module:
+        """The block with this number: a module called like `TransformerBlock`, with (x, rope, document_ids)."""
+        raise NotImplementedError
+
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, document_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits, or with `labels` the summed cross-entropy.
+
+        Args:
+            tokens: (B, S) int64; without an embedding, the hidden states of the previous stage, (B, S, D).
+            labels: (B, S) int64, the next token at each position; `IGNORE_INDEX` for positions without loss.
+            document_ids: (B, S); if given, attention stays within a document.
+
+        Returns:
+            (B, S, V) logits, or the float32 sum of the loss over all tokens; without an output layer, the hidden states
+            for the next stage, (B, S, D).
+        """
+        rope = self.rope(tokens.shape[1], tokens.device)
+        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h, rope, document_ids)
+        if self.norm is None or self.output is None:
+            return h
+        h = self.norm(h)
+        if labels is None:
+            logits: torch.Tensor = self.output(h)
+            return logits
+        # The registered parameter, which receives the gradient; `weight` may be a view of it.
+        owner = self.output if self.tok_embeddings is None or not self.args.tied_embeddings else self.tok_embeddings
+        weight = next(owner.parameters())
+        plain = type(self.output).forward in (nn.Linear.forward, TiedOutput.forward)  # not in low precision
+        linear: Any = self.output.weight if plain else None
+        return chunked_cross_entropy(self.output, weight, h, labels, self.cross_entropy, linear)
+
+    def passes(self, tokens: int) -> dict[str, int]:
+        """Linear layers that run more than once per forward pass over this many tokens, and how often."""
+        return {"output": chunks(tokens, self.args.vocab_size or 1, on_gpu=torch.cuda.is_available())}
+
+    def rope(self, seq_len: int, device: torch.device) -> torch.Tensor:
+        """The RoPE table, cached between calls. Not a buffer, since it does not belong in a state dict."""
+        positions = self.positions
+        length = seq_len if positions is None else len(positions)
+        table = self._rope
+        if table is None or self._rope_positions is not positions or len(table) != length or table.device != device:
+            args, self._rope_positions = self.args, positions
+            places = torch.arange(seq_len) if positions is None else positions
+            self._rope = table = rope_table(args.head_dim, places.to(device), args.rope_theta, args.rope_scaling)
+        return table
+
+    def init_std(self, name: str) -> float | None:
+        """Standard deviation for initialization; None for parameters (norms) that start at 1.
+
+        1 / sqrt(fan-in) preserves the scale of activations at any width (0.0156 for 4,096 channels); layers that write
+        to the residual stream are scaled down by sqrt(2 * depth) (Megatron, arXiv 1909.08053). Embeddings start at 1,
+        the scale of the norms' outputs; the output layer is small enough that the first loss is about ln(vocabulary).
+        """
+        tied = self.args.tied_embeddings
+        match name.split("."):
+            case [*_, module, "weight"] if module.endswith("norm"):
+                return None
+            case ["tok_embeddings", "weight"]:
+                return OUTPUT_STD if tied else 1.0
+            case ["output", "weight"]:
+                return OUTPUT_STD
+            case ["layers", layer, _, "wo", "weight"]:
+                return float((2 * (int(layer) + 1) * self.args.n_heads * self.args.head_dim) ** -0.5)
+            case ["layers", layer, _, "w2", "weight"]:
+                return float((2 * (int(layer) + 1) * self.args.ffn_dim) ** -0.5)
+        return float(self.args.dim**-0.5)
