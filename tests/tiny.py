@@ -1,14 +1,16 @@
 """A user's module, `--experimental.custom_import=tiny`: models so small that a run is dominated by start-up, and one
 for GPUs."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.attention import Attention
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.moe import MoEArgs, SparseArgs, SparseTransformer
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None)
 
@@ -26,6 +28,36 @@ MODELS.register(
             "gibibytes": LlamaArgs(dim=2048, n_layers=8, n_heads=16, n_kv_heads=8, ffn_dim=5632, vocab_size=None),
         },
         hf=HUGGING_FACE,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class SparseTinyArgs(SparseArgs):
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+
+
+class SparseTiny(SparseTransformer):
+    def make_attention(self, args: SparseTinyArgs) -> Attention:
+        return Attention(args)
+
+
+SPARSE = SparseTinyArgs(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None, moe=MoEArgs(8, 2, 32)
+)
+MODELS.register(
+    "sparse",
+    ModelSpec(
+        {
+            "narrow": SPARSE,
+            "deep": replace(
+                SPARSE,
+                n_layers=4,
+                moe=MoEArgs(8, 2, 32, n_shared_experts=1, n_dense_layers=1, score="sigmoid", scale=2.0),
+            ),
+        },
+        SparseTiny,
     ),
 )
 

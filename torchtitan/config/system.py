@@ -34,6 +34,10 @@ class Parallelism:
     pipeline_parallel_schedule_csv: Annotated[str | None, Doc("CSV file with a custom pipeline schedule.")] = ""
     pipeline_parallel_microbatch_size: Annotated[PositiveInt, Doc("Sequences per pipeline microbatch.")] = 1
     context_parallel_degree: Annotated[PositiveInt, Doc("Number of ranks that each sequence is sharded over.")] = 1
+    expert_parallel_degree: Annotated[
+        PositiveInt,
+        Doc("Number of ranks that the experts of a layer are spread over; of those of dp_shard, context and tensor."),
+    ] = 1
     context_parallel_rotate_method: Annotated[
         Literal["allgather", "alltoall"], Doc("Collective with which context parallelism exchanges keys and values.")
     ] = "allgather"

@@ -41,6 +41,18 @@ class Model:
 
 
 @dataclass(frozen=True)
+class MoE:
+    """Mixtures of experts, for models that have them."""
+
+    balance: Annotated[
+        Literal["bias", "loss", "none"],
+        Doc("What keeps the load of experts even: a bias on the router's scores, an additional loss, or nothing."),
+    ] = "bias"
+    bias_update_speed: Annotated[PositiveFloat, Doc("balance bias: change of an expert's bias in a step.")] = 1e-3
+    loss_coefficient: Annotated[PositiveFloat, Doc("balance loss: factor on the loss for an even load.")] = 1e-3
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The optimizer."""
 

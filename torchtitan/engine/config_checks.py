@@ -101,7 +101,7 @@ def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, pro
     parallelism = config.parallelism
     if parallelism.enable_async_tensor_parallel:
         _check_async_tensor_parallel(dims.tp, config.training.compile, device_type, problems)
-    if dims.tp == dims.cp == dims.pp == 1:
+    if dims.tp == dims.cp == dims.pp == dims.ep == 1:
         return
     try:
         args = find_model_args(config.model)

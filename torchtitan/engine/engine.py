@@ -5,7 +5,7 @@ It knows nothing of data sets, checkpoints or metrics: the trainer feeds it, and
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +14,7 @@ from torchtitan.config import JobConfig
 from torchtitan.converters import ModelConverter, Target
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model
+from torchtitan.engine.expert_balance import add_balance_loss, mixtures
 from torchtitan.engine.explain import conversion_target
 from torchtitan.engine.memory_check import check_memory
 from torchtitan.engine.precision_phases import PrecisionPhases, build_precision_phases
@@ -82,6 +83,7 @@ class Engine:
         parameters: parameter count of the full model.
         flops_per_token: of the full model, forward and backward.
         calls: by path, how often a linear layer runs per forward pass, if not once.
+        expert_statistics: of the last step, as `expert_balance.balance_experts` returns them.
         converted_model: the full model as text, for model.print_after_conversion; "" without it.
     """
 
@@ -103,15 +105,18 @@ class Engine:
     flops_per_token: float
     calls: dict[str, int]
     converted_model: str
+    expert_statistics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def allocate(model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
-    """Allocates this rank's shards, uninitialized."""
+    """Allocates this rank's shards, uninitialized but for the buffers of mixtures of experts."""
     offload = config.training.enable_cpu_offload
     if not offload:
         check_memory(model, config, device)
     for stage in stages:
         stage.to_empty(device="cpu" if offload else device.torch_device)
+    for mixture in mixtures(model).values():
+        mixture.reset_buffers()
 
 
 def build_engine(
@@ -154,6 +159,7 @@ def build_engine(
         model, converters = convert(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
+    unused = sum(mixture.unused_parameters for mixture in mixtures(model).values())
     calls: dict[str, int] = getattr(model, "passes", lambda tokens: {})(target.tokens)
     converted_model = str(model) if config.model.print_after_conversion else ""
 
@@ -169,17 +175,27 @@ def build_engine(
     positions = _position_ids(config, meshes)
     if positions is not None:
         positions = positions.to(device.torch_device)
+    expert_mesh = dims.build_expert_mesh(device.type) if hasattr(args, "moe") else None
+    # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
+    # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.
+    loss_scale = dims.dp_replicate * dims.fsdp / (global_batch_size * training.seq_len)
+    groups = [one.get_group().group_name for one in (meshes.context_mesh, mesh["tp"]) if one and one.size() > 1]
+    add_balance_loss(model, config.moe, loss_scale * training.seq_len, training.seq_len, groups)
     for stage in stages.values():
         stage.positions = positions
         spec.parallelize(
-            stage, spec.plan, mesh, meshes.context_mesh, config.parallelism, config.activation_checkpoint, training
+            stage,
+            spec.plan,
+            mesh,
+            meshes.context_mesh,
+            expert_mesh,
+            config.parallelism,
+            config.activation_checkpoint,
+            training,
         )
 
     allocate(model, list(stages.values()), config, device)
 
-    # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
-    # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.
-    loss_scale = dims.dp_replicate * dims.fsdp / (global_batch_size * training.seq_len)
     pipeline = validation_pipeline = None
     if dims.pp > 1:
         build_pipeline = functools.partial(_build_pipeline, config, meshes, device, args, stages, stage_count)
@@ -207,7 +223,7 @@ def build_engine(
         loss_scale=loss_scale,
         parameters=parameters,
         flops_per_token=flops_per_token(
-            parameters - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len
+            parameters - embedding - unused, args.n_layers, args.n_heads, args.head_dim, training.seq_len
         ),
         calls=calls,
         converted_model=converted_model,

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 from torchtitan.data import Batch
 from torchtitan.engine.converter_hooks import after_optimizer_step, saturated_nonfinite
 from torchtitan.engine.engine import Engine
+from torchtitan.engine.expert_balance import balance_experts
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import optimizer_step, set_learning_rate
 from torchtitan.parallel.fsdp import reshard, set_last_microbatch
@@ -62,6 +63,7 @@ def train_step(
             engine.optimizer.zero_grad()
 
     after_optimizer_step(engine, learning_rate if stepped else None)
+    engine.expert_statistics.update(balance_experts(engine.model, engine.meshes.mesh, engine.config.moe))
     return loss, grad_norm
 
 

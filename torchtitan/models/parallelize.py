@@ -9,11 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.models.attention import Attention
+from torchtitan.models.moe import MoE
 from torchtitan.models.transformer import Transformer
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.dims import Style
+from torchtitan.parallel.expert import ExpertDispatch, apply_expert_parallel, gather_with_block
 from torchtitan.parallel.float8_tensor_parallel import all_gather_for
 from torchtitan.parallel.fsdp import apply_fsdp, require_parts
 from torchtitan.parallel.loss_parallel import all_gather_cross_entropy, vocab_parallel_cross_entropy
@@ -32,6 +34,11 @@ TENSOR_PARALLEL_PLAN: dict[str, Style] = {
     "feed_forward.w1": "colwise",
     "feed_forward.w3": "colwise",
     "feed_forward.w2": "rowwise",
+    "moe.router.gate": "sequence",
+    "moe.shared_experts": "gather",
+    "moe.shared_experts.w1": "colwise",
+    "moe.shared_experts.w3": "colwise",
+    "moe.shared_experts.w2": "rowwise",
     "norm": "sequence_gather",
     "output": "colwise",
 }
@@ -45,6 +52,7 @@ def parallelize(
     plan: Mapping[str, Style],
     mesh: DeviceMesh,
     context_mesh: DeviceMesh | None,
+    expert_mesh: DeviceMesh | None,
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
     training: Training,
@@ -55,6 +63,8 @@ def parallelize(
         plan: of the family, such as `TENSOR_PARALLEL_PLAN`.
         mesh: (pp, dp_replicate, fsdp, tp), from `ParallelDims.build_mesh`.
         context_mesh: the ranks that share a sequence; None without context parallelism.
+        expert_mesh: (pp, dp_replicate, fsdp, ep), from `ParallelDims.build_expert_mesh`; None if `mesh` serves the
+            experts as well.
     """
     require_parts(model)
     blocks = list(model.layers.values())
@@ -70,16 +80,27 @@ def parallelize(
         for module in model.modules():
             if isinstance(module, Attention):
                 module.attend = context_parallel_attention(module.attend, context_mesh, method)
+    own_groups = []
+    if expert_mesh is not None:
+        for block in blocks:
+            if isinstance(mixture := getattr(block, "moe", None), MoE):
+                own_groups.append((block, mixture.experts))
+                # FSDP averages over its ranks; those of the experts are tp / ep times those of the other weights.
+                mixture.dispatch = ExpertDispatch(expert_mesh["ep"], tensor_mesh.size() / expert_mesh["ep"].size())
+                if expert_mesh["ep"].size() > 1:
+                    apply_expert_parallel(mixture.experts, expert_mesh["ep"])
     apply_activation_checkpoint(blocks, activation_checkpoint)
     if training.compile:
         apply_compile(blocks, mesh.device_type)
+    for block, experts in own_groups:
+        gather_with_block(block, experts)
     # A tied embedding is also the output layer's weight, so it stays in the root group.
     groups = blocks if model.args.tied_embeddings or model.tok_embeddings is None else [model.tok_embeddings, *blocks]
     reshard = parallelism.fsdp_reshard_after_forward
     apply_fsdp(
         model,
         groups,
-        mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"],
+        _data_parallel(mesh),
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         # With a pipeline, gathering again for each micro-batch would cost more than it saves. A single shard is whole:
@@ -87,4 +108,11 @@ def parallelize(
         reshard_after_forward=reshard == "always"
         or (reshard == "default" and mesh["pp"].size() == 1 and mesh["fsdp"].size() > 1),
         cpu_offload=training.enable_cpu_offload,
+        experts=[experts for _, experts in own_groups],
+        expert_mesh=None if expert_mesh is None else _data_parallel(expert_mesh),
     )
+
+
+def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    """(fsdp,), or (dp_replicate, fsdp) with replicas."""
+    return mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]

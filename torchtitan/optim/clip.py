@@ -22,15 +22,17 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     norm = norm_over_ranks(squared_norm(parameters))
     if max_norm < math.inf:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+        # Shards, not DTensors: those of experts have another mesh, which DTensor does not mix in one operation.
+        torch._foreach_mul_(_local_grads(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
 @torch.no_grad()
 def squared_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """This rank's contribution to the squared norm of these parameters' gradients; a float64 scalar."""
+    parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    locals_ = _local_grads(parameters)
     if locals_[0].device.type == "cpu":
         # torch's CPU kernel accumulates in float32 one number at a time: 1e-4 off for a large sparse gradient, and
         # different for each layout. Rows are short enough; their norms are summed in float64.
@@ -43,6 +45,12 @@ def squared_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         by_replicas.setdefault(_replicas(grad), []).append(norm)
     squares = [torch.stack(norms).double().square().sum() / replicas for replicas, norms in by_replicas.items()]
     return torch.stack(squares).sum()
+
+
+def _local_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's shards of the gradients."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 def norm_over_ranks(square: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ WITHOUT_DECAY: dict[str, Callable[[nn.Module, nn.Parameter], bool]] = {
 
 
 def decay_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]]:
-    """The model's parameters, those without weight decay (`optimizer.no_weight_decay`) in their own group. No group is
-    empty."""
+    """The model's parameters, those without weight decay (`optimizer.no_weight_decay`) in their own group, and those
+    of other meshes too, which DTensor does not mix in one fused update. No group is empty."""
     meant = [WITHOUT_DECAY[name] for name in config.no_weight_decay]
     without = {
         parameter
@@ -36,12 +36,12 @@ def decay_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]]:
         for parameter in module.parameters(recurse=False)
         if any(is_meant(module, parameter) for is_meant in meant)
     }
-    parameters = list(model.parameters())
-    groups: list[dict[str, Any]] = [
-        {"params": [parameter for parameter in parameters if parameter not in without]},
-        {"params": [parameter for parameter in parameters if parameter in without], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    groups: dict[Any, dict[str, Any]] = {}
+    for parameter in model.parameters():
+        options = {"weight_decay": 0.0} if parameter in without else {}
+        key = bool(options), getattr(parameter, "device_mesh", None)
+        groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
+    return list(groups.values())
 
 
 def build_optimizer(

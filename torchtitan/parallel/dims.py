@@ -24,6 +24,8 @@ class ParallelDims:
         dp_shard: ranks that one replica is sharded over, each with its own rows.
         cp: ranks that share each sequence. Weights are sharded over them too.
         tp: ranks that share each GEMM.
+        ep: ranks that share the experts of a layer, neighbours among those of dp_shard x cp x tp. Not a factor of the
+            number of processes.
     """
 
     pp: int = 1
@@ -31,6 +33,7 @@ class ParallelDims:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def dp(self) -> int:
@@ -48,9 +51,8 @@ class ParallelDims:
             parts.append(f"HSDP {self.dp_replicate} x {self.dp_shard} (replicate x shard)")
         elif self.dp > 1:
             parts.append(f"DDP {self.dp}" if self.dp_replicate > 1 else f"FSDP {self.dp}")
-        parts += [
-            f"{name} {degree}" for name, degree in (("CP", self.cp), ("TP", self.tp), ("PP", self.pp)) if degree > 1
-        ]
+        others = (("CP", self.cp), ("TP", self.tp), ("PP", self.pp), ("EP", self.ep))
+        parts += [f"{name} {degree}" for name, degree in others if degree > 1]
         return " x ".join(parts) or "one process"
 
     def build_mesh(self, device_type: str) -> "DeviceMesh":
@@ -59,6 +61,16 @@ class ParallelDims:
 
         sizes = (self.pp, self.dp_replicate, self.fsdp, self.tp)
         return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+
+    def build_expert_mesh(self, device_type: str) -> "DeviceMesh | None":
+        """The mesh (pp, dp_replicate, fsdp, ep) of the experts' weights, over the same ranks in the same order. None if
+        the model's mesh serves them as well."""
+        if self.ep == self.tp == 1:
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = (self.pp, self.dp_replicate, self.fsdp * self.tp // self.ep, self.ep)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "ep"))
 
     def build_context_mesh(self, device_type: str) -> "DeviceMesh | None":
         """The ranks that share a sequence with this one, a part of the fsdp dimension. None without context
@@ -82,7 +94,15 @@ def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) ->
     if shard == -1 and world_size % others == 0:
         shard = world_size // others
     if shard * others == world_size:
-        return ParallelDims(pp, replicate, shard, cp, tp)
+        ep, ranks = parallelism.expert_parallel_degree, shard * cp * tp
+        if ranks % ep:
+            fitting = ", ".join(str(value) for value in range(1, ranks + 1) if ranks % value == 0)
+            problems.append(
+                f"parallelism.expert_parallel_degree = {ep} does not divide the {ranks} ranks of dp_shard x context x "
+                f"tensor parallelism = {shard} x {cp} x {tp}; these degrees do: {fitting}."
+            )
+            return None
+        return ParallelDims(pp, replicate, shard, cp, tp, ep)
     degrees = {
         "data_parallel_replicate_degree": replicate,
         "data_parallel_shard_degree": shard,

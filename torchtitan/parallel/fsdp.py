@@ -34,6 +34,8 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
     cpu_offload: bool = False,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shards each block, then the remaining parameters (the root).
 
@@ -45,6 +47,7 @@ def apply_fsdp(
         mesh: (fsdp,), or (dp_replicate, fsdp).
         param_dtype: dtype of gathered weights, and so of the computation.
         reduce_dtype: dtype in which gradients are summed.
+        experts: modules inside of blocks that are sharded over `expert_mesh` instead.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -52,11 +55,16 @@ def apply_fsdp(
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
+    for module in experts:
+        fully_shard(module, reshard_after_forward=reshard_after_forward, **(options | {"mesh": expert_mesh}))
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    if mesh.size(-1) == 1 and reduce_scatter_of_one_rank_copies():
-        for module in (*blocks, model):
+    single = [*blocks, model] if mesh.size(-1) == 1 else []
+    if expert_mesh is not None and expert_mesh.size(-1) == 1:
+        single += experts
+    if reduce_scatter_of_one_rank_copies():
+        for module in single:
             module.set_custom_reduce_scatter(_NoReduceScatter())  # type: ignore[operator]  # an FSDPModule now
 
 

@@ -33,6 +33,11 @@ def check_model(
         }
         for what, size in sizes.items():
             _check_divides("tensor_parallel_degree", dims.tp, size, what, problems)
+    experts = getattr(getattr(args, "moe", None), "n_experts", None)
+    if experts is not None:
+        _check_divides("expert_parallel_degree", dims.ep, experts, "experts of a layer", problems)
+    elif dims.ep > 1:
+        problems.append(f"{PREFIX}expert_parallel_degree = {dims.ep}, but this model has no experts; set it to 1.")
     pieces = dims.tp * dims.cp * (2 if dims.cp > 1 and parallelism.context_parallel_rotate_method == "allgather" else 1)
     if seq_len % pieces:
         why = {

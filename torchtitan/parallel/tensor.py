@@ -51,12 +51,12 @@ def apply_tensor_parallel(
     for name, module in model.named_modules():
         match style_of(name, plan):
             case "embedding":
-                _shard_parameters(module, {"weight": Shard(0)}, mesh)
+                shard_parameters(module, {"weight": Shard(0)}, mesh)
                 module.forward = functools.partial(_embed_own_tokens, module, rank=mesh.get_local_rank(), group=group)
             case "sequence":
-                _shard_parameters(module, {"weight": Replicate()}, mesh)
+                shard_parameters(module, {"weight": Replicate()}, mesh)
             case "sequence_gather":
-                _shard_parameters(module, {"weight": Replicate()}, mesh)
+                shard_parameters(module, {"weight": Replicate()}, mesh)
                 module.register_forward_hook(lambda module, inputs, out: all_gather(out, SEQUENCE, group))
             case "gather":
                 linears = [
@@ -64,9 +64,9 @@ def apply_tensor_parallel(
                 ]
                 module.register_forward_pre_hook(_AllGatherInput(linears, all_gather_for, group))
             case "colwise":
-                _shard_parameters(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
+                shard_parameters(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
             case "rowwise":
-                _shard_parameters(module, {"weight": Shard(1)}, mesh)
+                shard_parameters(module, {"weight": Shard(1)}, mesh)
                 module.register_forward_hook(lambda module, inputs, out: reduce_scatter(out, SEQUENCE, group))
 
 
@@ -96,7 +96,7 @@ def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
     return next((style for end, style in plan.items() if f".{name}".endswith(f".{end}")), None)
 
 
-def _shard_parameters(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+def shard_parameters(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
     """Replaces the module's parameters with DTensors; its forward sees their local shards.
 
     Raises:
@@ -149,7 +149,7 @@ def _local_shard(name: str, view: LocalView) -> property:
     """A property that returns the parameter's local shard; the parameter itself stays registered under its name."""
 
     def local(self: nn.Module) -> torch.Tensor:
-        parameter: DTensor = self._parameters[name]  # type: ignore[assignment]  # of `_shard_parameters`
+        parameter: DTensor = self._parameters[name]  # type: ignore[assignment]  # of `shard_parameters`
         # For the forward pass FSDP replaces the parameter with the gathered one, which is sharded over `mesh` alone.
         if parameter.device_mesh.ndim > 1:
             return parameter

@@ -1,0 +1,99 @@
+"""Keeps the load of experts even, and measures it.
+
+With `moe.balance = "bias"`, each expert has a bias on its score for the choice of experts, which grows after a step in
+which the expert got less than the mean load and shrinks otherwise (arXiv 2408.15664). The loss is the model's alone.
+With "loss", a loss for an even load within each sequence is added (arXiv 2412.19437, equations 17 to 20).
+
+Shapes: B sequences, S positions of a sequence on this rank, E experts, k experts of a token, L layers with experts.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.config.training import MoE as MoEConfig
+from torchtitan.models.moe import MoE
+from torchtitan.parallel.collectives import all_reduce_no_grad
+
+
+def mixtures(model: nn.Module) -> dict[str, MoE]:
+    """The mixtures of experts on this rank, by path."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def add_balance_loss(model: nn.Module, config: MoEConfig, scale: float, seq_len: int, groups: Sequence[str]) -> None:
+    """Gives each router its loss, if `moe.balance` asks for one.
+
+    Args:
+        scale: factor on the loss of a sequence before the backward pass.
+        seq_len: of the full sequence.
+        groups: names of the process groups, one after the other, of ranks that share a sequence.
+    """
+    if config.balance != "loss":
+        return
+    for mixture in mixtures(model).values():
+        mixture.router.balance_loss = functools.partial(
+            _with_balance_loss, scale=scale * config.loss_coefficient, seq_len=seq_len, groups=tuple(groups)
+        )
+
+
+def _with_balance_loss(
+    scores: torch.Tensor, chosen: torch.Tensor, scale: float, seq_len: int, groups: Sequence[str]
+) -> torch.Tensor:
+    """`scores`, (B, S, E), whose gradient gets that of the loss added: E / k times the sum over experts of the share of
+    the sequence's choices and the mean score, which is 1 for an even load. `chosen` is (B, S, k)."""
+    batch, _, experts = scores.shape
+    k, flat = chosen.shape[-1], chosen.flatten(1)
+    counts = torch.zeros(batch, experts, device=scores.device).scatter_add_(1, flat, torch.ones_like(flat).float())
+    for group in groups:
+        counts = all_reduce_no_grad(counts, group)
+    shares = counts * (experts / (k * seq_len))
+    means = (scores / scores.sum(-1, keepdim=True)).sum(1) / seq_len
+    return _AddLoss.apply(scores, (shares * means).sum(), scale)
+
+
+class _AddLoss(torch.autograd.Function):
+    """The identity of x; `loss` gets the gradient `scale`, as if scale * loss were added to the model's loss."""
+
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(loss)
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (loss,) = ctx.saved_tensors
+        return grad, torch.full_like(loss, ctx.scale), None
+
+
+@torch.no_grad()
+def balance_experts(model: nn.Module, mesh: DeviceMesh, config: MoEConfig) -> Mapping[str, torch.Tensor]:
+    """Call after each optimizer step: updates the biases. Collective.
+
+    Args:
+        mesh: (pp, dp_replicate, fsdp, tp).
+
+    Returns:
+        By path, (E + 1,) float64 of the global batch: rows of each expert, and the summed entropy of the router.
+    """
+    found = mixtures(model)
+    if not found:
+        return {}
+    seen = torch.stack([mixture.statistics for mixture in found.values()])
+    for dim in ("dp_replicate", "fsdp", "tp"):
+        if mesh[dim].size() > 1:
+            dist.all_reduce(seen, group=mesh.get_group(dim))
+    for mixture, statistics in zip(found.values(), seen, strict=True):
+        mixture.statistics.zero_()
+        if config.balance == "bias":
+            load = statistics[:-1]
+            mixture.expert_bias += config.bias_update_speed * (load.mean() - load).sign()
+    return dict(zip(found, seen, strict=True))

@@ -1,0 +1,96 @@
+"""Grouped GEMMs: one for each expert, over rows that are sorted by expert.
+
+Shapes: E experts, M rows of all experts together, K inputs and N outputs of each expert's layer.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Multiplies each expert's rows with its weight; differentiable.
+
+    Args:
+        x: (M, K), sorted by expert.
+        weight: (E, N, K).
+        offsets: (E,) int32, the end of each expert's rows; the last one is M.
+
+    Returns:
+        (M, N).
+    """
+    return _GroupedLinear.apply(x, weight, offsets)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        return grouped_mm(x, weight.transpose(1, 2), offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, offsets = ctx.saved_tensors
+        grad = grad.contiguous()
+        x_grad = grouped_mm(grad, weight, offsets) if ctx.needs_input_grad[0] else None
+        weight_grad = grouped_mm_over_rows(grad, x, offsets) if ctx.needs_input_grad[1] else None
+        return x_grad, weight_grad, None
+
+
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """(M, K) x (E, K, N) to (M, N): rows of expert e times weight[e]."""
+    if _has_grouped_kernel(x):
+        return torch._grouped_mm(x, weight, offs=offsets)
+    out: torch.Tensor = grouped_mm_loop(x, weight, offsets)
+    return out
+
+
+def grouped_mm_over_rows(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """(M, N) and (M, K) to (E, N, K): gradient.T @ x over the rows of each expert."""
+    if _has_grouped_kernel(x):
+        return torch._grouped_mm(grad.t(), x, offs=offsets)
+    out: torch.Tensor = grouped_mm_over_rows_loop(grad, x, offsets)
+    return out
+
+
+def _has_grouped_kernel(x: torch.Tensor) -> bool:
+    """Whether torch has one kernel for all experts; it is for bfloat16 on CUDA only, elsewhere torch loops as well."""
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16
+
+
+# Custom operators, so that the compiler need not know how many rows an expert has.
+@torch.library.custom_op("torchtitan::grouped_mm", mutates_args=())
+def grouped_mm_loop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """`grouped_mm` as a loop over the experts."""
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    for expert, rows in enumerate(_rows(offsets)):
+        torch.mm(x[rows], weight[expert], out=out[rows])
+    return out
+
+
+@torch.library.custom_op("torchtitan::grouped_mm_over_rows", mutates_args=())
+def grouped_mm_over_rows_loop(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """`grouped_mm_over_rows` as a loop over the experts."""
+    out = x.new_empty(len(offsets), grad.shape[1], x.shape[1])
+    for expert, rows in enumerate(_rows(offsets)):
+        torch.mm(grad[rows].t(), x[rows], out=out[expert])
+    return out
+
+
+def _rows(offsets: torch.Tensor) -> list[slice]:
+    """The rows of each expert."""
+    ends = offsets.tolist()
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+@grouped_mm_loop.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@grouped_mm_over_rows_loop.register_fake
+def _(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])

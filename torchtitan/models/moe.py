@@ -1,0 +1,300 @@
+"""A mixture of experts in place of a dense feed-forward layer: router, routed experts, shared experts.
+
+No token is dropped and no expert has a capacity: rows are sorted by expert, and one grouped GEMM serves all experts.
+The order is deterministic: by expert, then by token.
+
+Shapes: T tokens, D channels, E experts, k experts of a token, R = T k rows, one for each expert of each token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.kernels.grouped_gemm import grouped_linear
+from torchtitan.models.args import TransformerArgs
+from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock
+
+
+@dataclass(frozen=True)
+class MoEArgs:
+    """Sizes of the mixtures of experts of a model.
+
+    Attributes:
+        n_experts: routed experts of a layer.
+        top_k: experts of a token.
+        ffn_dim: inner width of an expert.
+        n_shared_experts: experts that see every token, computed as one of their total width.
+        n_dense_layers: first layers of the model, which have a dense feed-forward instead.
+        score: of an expert for a token, from the router's logits.
+        normalize: divide the scores of a token's experts by their sum.
+        scale: factor on these weights.
+    """
+
+    n_experts: int
+    top_k: int
+    ffn_dim: int
+    n_shared_experts: int = 0
+    n_dense_layers: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer of each expert, without bias.
+
+    Attributes:
+        weight: (E, out_features, in_features), or the experts of this rank.
+    """
+
+    __call__: Callable[..., torch.Tensor]
+
+    def __init__(self, n_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """(rows, in_features), sorted by expert, to (rows, out_features); `offsets` are the ends of the experts."""
+        return grouped_linear(x, self.weight, offsets)
+
+    def extra_repr(self) -> str:
+        return f"experts={len(self.weight)}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+class Dispatch(Protocol):
+    """Computes rows, sorted by expert, with the ranks that have their experts (`parallel.expert`)."""
+
+    def __call__(
+        self,
+        experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        """
+        Args:
+            experts: from rows, sorted by this rank's experts, and the end of each expert's rows to results.
+            rows: (R, D), sorted by expert.
+            counts: (E,) int64, rows of each expert.
+
+        Returns:
+            (R, D), results in the order of `rows`.
+        """
+        ...
+
+
+def compute_here(
+    experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """The `Dispatch` of a rank that has all experts."""
+    return experts(rows, ends_of(counts))
+
+
+def ends_of(counts: torch.Tensor) -> torch.Tensor:
+    """(E,) int32: where the rows of each expert end."""
+    return counts.cumsum(0).to(torch.int32)
+
+
+class Experts(nn.Module):
+    """SwiGLU (arXiv 2002.05202) in each expert: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, args: MoEArgs) -> None:
+        super().__init__()
+        self.w1 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
+        self.w2 = GroupedLinear(args.n_experts, args.ffn_dim, dim)
+        self.w3 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
+
+    def compute(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Not `forward`, which FSDP may replace with that of the block (`parallel.expert.gather_with_block`)."""
+        return self.w2(F.silu(self.w1(x, offsets)) * self.w3(x, offsets), offsets)
+
+
+class Router(nn.Module):
+    """Scores the experts for each token, in float32.
+
+    Attributes:
+        balance_loss: from scores and chosen experts to the same scores, whose gradient gets that of a loss for an even
+            load added (`engine.expert_balance`); None without one.
+    """
+
+    __call__: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    def __init__(self, dim: int, args: MoEArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.gate = nn.Linear(dim, args.n_experts, bias=False)
+        self.balance_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            x: (B, S, D).
+            bias: (E,) float32, added to the scores for the choice of experts only.
+
+        Returns:
+            (B, S, k) float32 weights and int64 numbers of the chosen experts; (B, S, E) float32 scores.
+        """
+        logits = F.linear(x.float(), self.gate.weight.float())
+        scores = logits.softmax(-1) if self.args.score == "softmax" else logits.sigmoid()
+        chosen = (scores.detach() + bias).topk(self.args.top_k, dim=-1).indices
+        if self.balance_loss is not None and torch.is_grad_enabled():
+            scores = self.balance_loss(scores, chosen)
+        weights = scores.gather(-1, chosen)
+        if self.args.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * self.args.scale, chosen, scores
+
+
+class MoE(nn.Module):
+    """Router, routed experts and shared experts.
+
+    Attributes:
+        expert_bias: (E,) float32, which balances the load without a loss (arXiv 2408.15664). Part of a checkpoint.
+        statistics: (E + 1,) float64, since the last optimizer step: rows of each expert on this rank, and the router's
+            entropy in nats, summed over tokens.
+        dispatch: how rows reach the ranks that have their experts.
+    """
+
+    expert_bias: torch.Tensor
+    statistics: torch.Tensor
+    __call__: Callable[..., torch.Tensor]
+
+    def __init__(self, dim: int, args: MoEArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.router = Router(dim, args)
+        self.experts = Experts(dim, args)
+        self.shared_experts = FeedForward(dim, args.n_shared_experts * args.ffn_dim) if args.n_shared_experts else None
+        self.register_buffer("expert_bias", torch.zeros(args.n_experts, dtype=torch.float32))
+        self.register_buffer("statistics", torch.zeros(args.n_experts + 1, dtype=torch.float64), persistent=False)
+        self.dispatch: Dispatch = compute_here
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, S, D) to (B, S, D)."""
+        k = self.args.top_k
+        weights, chosen, scores = self.router(x, self.expert_bias)
+        flat = chosen.flatten()
+        counts = torch.zeros_like(self.expert_bias, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
+        if torch.is_grad_enabled():
+            weights = _Recorded.apply(weights, scores, counts, self.statistics)
+        order = flat.argsort(stable=True)  # row j of the sorted rows is row order[j] of (T, k)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(flat.shape[0], device=x.device))
+        rows = _Copy.apply(x.flatten(0, 1), order // k, place.view(-1, k))
+        out = self.dispatch(self.experts.compute, rows, counts)
+        out = _Permute.apply(out, place, order)
+        routed = (out.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+    @property
+    def unused_parameters(self) -> int:
+        """How many of its parameters a token does not use."""
+        args = self.args
+        return (
+            sum(parameter.numel() for parameter in self.experts.parameters())
+            * (args.n_experts - args.top_k)
+            // (args.n_experts)
+        )
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        """To zero, after they were allocated."""
+        self.expert_bias.zero_()
+        self.statistics.zero_()
+
+
+class _Copy(torch.autograd.Function):
+    """x[source], where each row of x is copied k times: the backward pass is a gather and a sum over k in a fixed
+    order, not a scatter of atomic additions.
+
+    Args:
+        source: (R,), the row of x for each result.
+        places: (T, k), where row t of x went.
+    """
+
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return x[source]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return grad[places].sum(1, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """x[order]; `inverse` undoes it."""
+
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None
+
+
+class _Recorded(torch.autograd.Function):
+    """The identity of `weights`; adds to `statistics` in the backward pass, which runs once for each micro-batch even
+    if the forward pass is recomputed."""
+
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor, statistics: torch.Tensor
+    ) -> torch.Tensor:
+        shares = scores / scores.sum(-1, keepdim=True)
+        entropy = torch.special.entr(shares).sum()
+        ctx.save_for_backward(torch.cat([counts.double(), entropy.double().view(1)]))
+        ctx.statistics = statistics
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (seen,) = ctx.saved_tensors
+        ctx.statistics.add_(seen)
+        return grad, None, None, None
+
+
+@dataclass(frozen=True)
+class SparseArgs(TransformerArgs):
+    """Sizes of a decoder with mixtures of experts.
+
+    Attributes:
+        ffn_dim: inner width of the first, dense layers.
+    """
+
+    moe: MoEArgs = field(kw_only=True)
+
+
+class SparseTransformer(Transformer):
+    """A decoder whose blocks have a mixture of experts as `moe`; the first `moe.n_dense_layers` have a `feed_forward`.
+
+    A family implements `make_attention`.
+    """
+
+    def make_attention(self, args: Any) -> nn.Module:
+        raise NotImplementedError
+
+    def make_block(self, args: Any, layer: int) -> TransformerBlock:
+        if layer < args.moe.n_dense_layers:
+            return TransformerBlock(args, self.make_attention(args), FeedForward(args.dim, args.ffn_dim))
+        return TransformerBlock(args, self.make_attention(args), MoE(args.dim, args.moe), name="moe")
+
+    def init_std(self, name: str) -> float | None:
+        """As for a dense model; an expert's width is that of its own layers."""
+        match name.split("."):
+            case ["layers", layer, "moe", _, "w2", "weight"]:
+                return float((2 * (int(layer) + 1) * self.args.moe.ffn_dim) ** -0.5)  # type: ignore[attr-defined]
+        return super().init_std(name)

@@ -1,0 +1,186 @@
+"""Expert parallelism: ranks hold different experts of a layer and exchange rows of tokens with an all-to-all before and
+after computing them (GShard, arXiv 2006.16668).
+
+The experts are spread over the ranks of dp_shard x cp x tp. The other dimension of those ranks shards each expert's
+weights (FSDP). A rank's tokens are its own everywhere else, too: under tensor parallelism, its part of the sequence.
+
+Shapes: R rows of this rank's tokens, M rows that it computes, D channels, E experts, P ranks that share the experts.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from torchtitan.compat.distributed import functional_collectives as funcol
+from torchtitan.parallel.collectives import wait_tensor
+from torchtitan.parallel.tensor import shard_parameters
+
+
+def apply_expert_parallel(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Leaves this rank's experts in the module, in place; it is on the meta device.
+
+    Args:
+        mesh: the ranks that share the experts, one dimension.
+    """
+    for module in experts.children():
+        shard_parameters(module, {"weight": Shard(0)}, mesh)
+
+
+class ExpertDispatch:
+    """Sends rows to the ranks that have their experts, and the results back.
+
+    Args:
+        mesh: the ranks that share the experts, one dimension.
+        gradient_scale: of the experts' weight gradients. FSDP divides gradients by its number of ranks, which for the
+            experts is another one than for the other weights.
+    """
+
+    def __init__(self, mesh: DeviceMesh, gradient_scale: float) -> None:
+        self.group, self.size = mesh.get_group().group_name, mesh.size()
+        self.gradient_scale = gradient_scale
+
+    def __call__(
+        self,
+        experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `models.moe.Dispatch` says."""
+        if self.size == 1:
+            out = experts(_scale_gradient(rows, 1 / self.gradient_scale), counts.cumsum(0).to(torch.int32))
+            return _scale_gradient(out, self.gradient_scale)
+        received = exchange_counts(counts, self.group, self.size)  # (P, E / P): rows from each rank for each expert
+        splits = torch.stack([counts.view(self.size, -1).sum(1), received.sum(1)]).cpu()  # waits for the device
+        total = splits[1].sum().item()
+        torch._check(total >= 0)
+        arrived = exchange_rows(rows, splits, total, self.group)
+        # Rows arrive by rank, then by expert; the experts need them by expert, then by rank.
+        order, place = _transposed_order(received, arrived.shape[0])
+        arrived = _Reorder.apply(_scale_gradient(arrived, 1 / self.gradient_scale), order, place)
+        out = experts(arrived, received.sum(0).cumsum(0).to(torch.int32))
+        out = _Reorder.apply(_scale_gradient(out, self.gradient_scale), place, order)
+        back: torch.Tensor = exchange_rows(out, splits.flip(0), rows.shape[0], self.group)
+        return back
+
+
+def _transposed_order(received: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """From rows ordered by (rank, expert) to rows ordered by (expert, rank): the index of a gather, and its inverse.
+
+    Args:
+        received: (P, E / P) int64, rows of each rank for each expert.
+        rows: their sum.
+    """
+    ranks, experts = received.shape
+    flat = received.flatten()
+    # Of each run of rows of one rank and expert: where it starts in both orders.
+    here = flat.cumsum(0) - flat
+    by_expert = received.t().flatten()
+    there = (by_expert.cumsum(0) - by_expert).view(experts, ranks).t().flatten()
+    position = torch.arange(rows, device=received.device)
+    run = torch.searchsorted(flat.cumsum(0), position, right=True)
+    place = position - here[run] + there[run]
+    return torch.empty_like(place).scatter_(0, place, position), place
+
+
+class _Reorder(torch.autograd.Function):
+    """x[order]; `inverse` undoes it."""
+
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity; the gradient is multiplied by `factor`."""
+
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def _scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x if factor == 1 else _ScaleGradient.apply(x, factor)
+
+
+# Custom operators: the compiler must not specialize on the number of rows, which changes in every step.
+@torch.library.custom_op("torchtitan::exchange_rows", mutates_args=())
+def exchange_rows(x: torch.Tensor, splits: torch.Tensor, rows: int, group: str) -> torch.Tensor:
+    """An all-to-all of rows; differentiable.
+
+    Args:
+        x: (rows to send, D), by receiving rank.
+        splits: (2, P) int64 on the CPU: rows to send to, and to receive from, each rank.
+        rows: to receive, in total.
+        group: name of the process group.
+
+    Returns:
+        (rows, D), by sending rank.
+    """
+    send, receive = splits.tolist()
+    return wait_tensor(funcol.all_to_all_single(x.contiguous(), receive, send, group))  # type: ignore[arg-type]
+
+
+@exchange_rows.register_fake
+def _(x: torch.Tensor, splits: torch.Tensor, rows: int, group: str) -> torch.Tensor:
+    return x.new_empty(rows, x.shape[1])
+
+
+def _save_splits(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, splits, _, ctx.group = inputs
+    ctx.rows = x.shape[0]
+    ctx.save_for_backward(splits)
+
+
+def _exchange_back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (splits,) = ctx.saved_tensors
+    return exchange_rows(grad, splits.flip(0), ctx.rows, ctx.group), None, None, None
+
+
+exchange_rows.register_autograd(_exchange_back, setup_context=_save_splits)
+
+
+@torch.library.custom_op("torchtitan::exchange_counts", mutates_args=())
+def exchange_counts(counts: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """(E,) rows of each expert on this rank to (P, E / P) rows of each rank for this rank's experts; int64."""
+    received = wait_tensor(funcol.all_to_all_single(counts, None, None, group))  # type: ignore[arg-type]
+    return received.view(size, -1)
+
+
+@exchange_counts.register_fake
+def _(counts: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    return counts.new_empty(size, counts.shape[0] // size)
+
+
+def gather_with_block(block: nn.Module, experts: nn.Module) -> None:
+    """Lets the experts' own FSDP group be gathered and reduced with the block, at its boundaries.
+
+    FSDP acts in hooks of the forward pass. So the block's forward, which may be compiled as a whole, runs inside that
+    of the experts. Call it before `fully_shard`.
+    """
+    run = block.forward
+
+    def within(*inputs: Any, **more: Any) -> Any:
+        return experts(*inputs, **more)
+
+    experts.forward = run
+    block.forward = functools.update_wrapper(within, run)
