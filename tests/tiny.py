@@ -2,13 +2,16 @@
 for GPUs."""
 
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.qwen3.args import Qwen3Args
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None)
 
@@ -30,9 +33,26 @@ MODELS.register(
 )
 
 
+QWEN = Qwen3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None, head_dim=32)
+
+MODELS.register(
+    "tiny_qwen3",
+    replace(
+        MODELS.get("qwen3"),
+        flavors={"narrow": QWEN, "deep": replace(QWEN, n_layers=4), "tied": replace(QWEN, tied_embeddings=True)},
+    ),
+)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
 def nontrivial_llama(args: LlamaArgs) -> Llama:
-    """With weights that make every part matter: non-uniform attention, norms other than 1."""
-    model = Llama(args)
+    """A Llama with `nontrivial` weights."""
+    return nontrivial(Llama(args))
+
+
+def nontrivial(model: Model) -> Model:
+    """The model, with weights that make every part matter: non-uniform attention, norms other than 1."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -24,6 +24,7 @@ from torchtitan.errors import EXIT_STATUS, INTERRUPTED, CheckpointError, UserErr
 from torchtitan.interchange.model import PublishedModel, published
 from torchtitan.interchange.sources import Source, find_source, wrong_sums
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.hf_config import WrongModelType
 from torchtitan.protocols import ModelArgs
 
 
@@ -208,5 +209,6 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
         if any(args.with_vocab_size(size) == source.args for args in spec.flavors.values()):
             return possible[-1]
     if not possible:
-        raise refusals[0]
+        of_its_family = (error for error in refusals if not isinstance(error.__cause__, WrongModelType))
+        raise next(of_its_family, refusals[0])
     return possible[0]

@@ -134,7 +134,7 @@ class HuggingFaceFolder:
         except KeyError as error:
             raise CheckpointError(f"{path} lacks the entry {error.args[0]}.") from None
         except (ValueError, TypeError, ArithmeticError) as error:
-            raise CheckpointError(f"{path}: {error}.") from None
+            raise CheckpointError(f"{path}: {error}.") from error
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         theirs = self.naming.name(name)

@@ -11,6 +11,25 @@ from torchtitan.errors import CheckpointError
 from torchtitan.protocols import ModelArgs
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+LAYER = "layers.*"
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    f"{LAYER}.attention.wq.weight": f"model.{LAYER}.self_attn.q_proj.weight",
+    f"{LAYER}.attention.wk.weight": f"model.{LAYER}.self_attn.k_proj.weight",
+    f"{LAYER}.attention.wv.weight": f"model.{LAYER}.self_attn.v_proj.weight",
+    f"{LAYER}.attention.wo.weight": f"model.{LAYER}.self_attn.o_proj.weight",
+    f"{LAYER}.feed_forward.w1.weight": f"model.{LAYER}.mlp.gate_proj.weight",
+    f"{LAYER}.feed_forward.w2.weight": f"model.{LAYER}.mlp.down_proj.weight",
+    f"{LAYER}.feed_forward.w3.weight": f"model.{LAYER}.mlp.up_proj.weight",
+    f"{LAYER}.attention_norm.weight": f"model.{LAYER}.input_layernorm.weight",
+    f"{LAYER}.ffn_norm.weight": f"model.{LAYER}.post_attention_layernorm.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+"""The modules of `attention.py` and `transformer.py`: names here, and in `transformers` ("*" is a number)."""
+
+ROTARY = frozenset({f"{LAYER}.attention.wq.weight", f"{LAYER}.attention.wk.weight"})
+"""Those of `NAMES` whose rows are channels that RoPE rotates in pairs."""
 
 
 @dataclass(frozen=True)
