@@ -140,7 +140,7 @@ def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[
 
 
 def layer_costs(model: Decoder, seq_len: int) -> list[float]:
-    """Multiplications per token in each layer of a model; the output layer is added to the last.
+    """Multiplications per token in each layer of a model, of experts those that a token uses; the output layer is added to the last.
 
     Attention takes 2 per channel and visible token; on average half of the sequence is visible.
     """
@@ -148,7 +148,8 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
     require_parts(model)
 
     def weights(module: nn.Module) -> int:
-        return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+        linears = sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+        return linears + sum(getattr(part, "active_parameters", 0) for part in module.modules())
 
     attention = model.args.n_heads * model.args.head_dim * seq_len
     costs = [float(weights(layer) + attention) for layer in model.layers.values()]
