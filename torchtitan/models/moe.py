@@ -104,6 +104,7 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, args: MoEArgs) -> None:
         super().__init__()
+        self.active_parameters = 3 * dim * args.ffn_dim * args.top_k  # of a token
         self.w1 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
         self.w2 = GroupedLinear(args.n_experts, args.ffn_dim, dim)
         self.w3 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
@@ -192,12 +193,7 @@ class MoE(nn.Module):
     @property
     def unused_parameters(self) -> int:
         """How many of its parameters a token does not use."""
-        args = self.args
-        return (
-            sum(parameter.numel() for parameter in self.experts.parameters())
-            * (args.n_experts - args.top_k)
-            // (args.n_experts)
-        )
+        return self.experts.active_parameters // self.args.top_k * (self.args.n_experts - self.args.top_k)
 
 
 def mixtures(model: nn.Module) -> dict[str, MoE]:
