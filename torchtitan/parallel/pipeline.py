@@ -140,9 +140,10 @@ def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[
 
 
 def layer_costs(model: Decoder, seq_len: int) -> list[float]:
-    """Multiplications per token in each layer of a model, of experts those that a token uses; the output layer is added to the last.
+    """Multiplications per token in each layer of a model; the output layer is added to the last.
 
     Attention takes 2 per channel and visible token; on average half of the sequence is visible.
+    Of experts, those of one token count.
     """
 
     require_parts(model)
