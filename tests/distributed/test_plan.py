@@ -161,6 +161,7 @@ TWO = {
     "TP 2": (TP,),
     "CP 2": (CP,),
     "PP 2": (PP, "--training.local_batch_size=4"),
+    "Qwen3, TP 2": (TP, "--model.name=qwen3"),
     "FSDP 2, 8 bits": ("--optimizer.name=AdamW8bit",),
     "FSDP 2, bfloat16 weights": ("--optimizer.name=AdamW4bit", "--training.weight_dtype=bfloat16", BF16),
 }
@@ -236,11 +237,14 @@ def test_weights_before_the_first_step(tmp_path: Path) -> None:
 # collective of each: 26 and 26. All-reduces: the gradients of 13 norm weights, and 2 of the loss's chunk: 15, plus the
 # 3 of any step.
 #
+# Qwen3 has two more norms in each of the 6 blocks: 12 more all-reduces.
+#
 # HSDP, two grad-accumulation steps: each gathers and reduce-scatters as FSDP does: 30 and 16. Only the last all-reduces
 # the gradients of the 8 groups over the replicas: 8.
 COUNTED_BY_HAND = {
     "FSDP 2": (2, {("fsdp", "all-gather"): 15, ("fsdp", "reduce-scatter"): 8, ("fsdp", "all-reduce"): 3}),
     "TP 2": (2, {("tp", "all-gather"): 26, ("tp", "reduce-scatter"): 26, ("tp", "all-reduce"): 18}),
+    "Qwen3, TP 2": (2, {("tp", "all-gather"): 26, ("tp", "reduce-scatter"): 26, ("tp", "all-reduce"): 30}),
     "HSDP 2 x 2, accumulated": (
         4,
         {
