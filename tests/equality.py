@@ -39,6 +39,7 @@ class Layout:
         core: whether the short form of the test includes it.
         model: `model.name`; compared with one process that trains the same model.
         flavor: `model.flavor`.
+        common: flags that the one process has, too.
     """
 
     name: str
@@ -48,14 +49,16 @@ class Layout:
     core: bool = False
     model: str = "tiny"
     flavor: str = "deep"
+    common: tuple[str, ...] = ()
 
 
-def degrees(replicate: int = 1, tp: int = 1, cp: int = 1, pp: int = 1) -> tuple[str, ...]:
+def degrees(replicate: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1) -> tuple[str, ...]:
     kinds = {
         "data_parallel_replicate": replicate,
         "tensor_parallel": tp,
         "context_parallel": cp,
         "pipeline_parallel": pp,
+        "expert_parallel": ep,
     }
     return tuple(f"--parallelism.{kind}_degree={degree}" for kind, degree in kinds.items() if degree > 1)
 
@@ -65,10 +68,16 @@ def qwen3(name: str, *values: Any, flavor: str = "deep", **options: Any) -> Layo
     return Layout(f"Qwen3, {name}", *values, model="tiny_qwen3", flavor=flavor, **options)
 
 
+def experts(name: str, *values: Any, **options: Any) -> Layout:
+    """A row that trains a model with a mixture of experts."""
+    return Layout(f"experts, {name}", *values, model="sparse", **options)
+
+
 FULL = "--activation_checkpoint.mode=full"
 EVERY_SECOND = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
 BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
 COMPILE = "--training.compile"
+LOSS = "--moe.balance=loss"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule="
 SPLIT = "--parallelism.pipeline_parallel_split_points="
 ALL_TO_ALL = "--parallelism.context_parallel_rotate_method=alltoall"
@@ -147,6 +156,29 @@ LAYOUTS = [
     qwen3("PP 2 x FSDP 2, ZBVZeroBubble, accumulation", 4, 2, (*degrees(pp=2), f"{SCHEDULE}ZBVZeroBubble")),
     qwen3("TP 2, compile, recomputation by operation", 2, 8, (*degrees(tp=2), COMPILE, *BY_OPERATION)),
     qwen3("tied, FSDP 2 x TP 2, accumulation", 4, 1, degrees(tp=2), flavor="tied"),
+    experts("FSDP 2", 2, 4),
+    experts("FSDP 2, EP 2", 2, 4, degrees(ep=2), core=True),
+    experts("FSDP 4, EP 2", 4, 2, degrees(ep=2)),
+    experts("FSDP 4, EP 4", 4, 2, degrees(ep=4)),
+    experts("HSDP 2 x 2, EP 2", 4, 2, degrees(replicate=2, ep=2), core=True),
+    experts("TP 2", 2, 8, degrees(tp=2)),
+    experts("TP 2, EP 2", 2, 8, degrees(tp=2, ep=2), core=True),
+    experts("FSDP 2 x TP 2, EP 2", 4, 4, degrees(tp=2, ep=2)),
+    experts("FSDP 2 x TP 2, EP 4", 4, 4, degrees(tp=2, ep=4)),
+    experts("CP 2, EP 2", 2, 8, degrees(cp=2, ep=2)),
+    experts("TP 2 x CP 2, EP 4", 4, 8, degrees(tp=2, cp=2, ep=4)),
+    experts("PP 2", 2, 8, degrees(pp=2)),
+    experts("PP 2 x FSDP 2, EP 2", 4, 4, degrees(pp=2, ep=2), core=True),
+    experts("PP 2 x FSDP 2, EP 2, ZBVZeroBubble", 4, 4, (*degrees(pp=2, ep=2), f"{SCHEDULE}ZBVZeroBubble")),
+    experts("FSDP 2 x TP 2 x PP 2, EP 4", 8, 4, degrees(tp=2, pp=2, ep=4)),
+    experts("FSDP 2, EP 2, accumulation", 2, 1, degrees(ep=2)),
+    experts("FSDP 2, EP 2, recomputation full", 2, 4, (*degrees(ep=2), FULL)),
+    experts("FSDP 2, EP 2, recomputation by operation", 2, 4, (*degrees(ep=2), *BY_OPERATION), core=True),
+    experts("FSDP 2, EP 2, compile", 2, 4, (*degrees(ep=2), COMPILE), core=True),
+    experts("TP 2, EP 2, compile", 2, 8, (*degrees(tp=2, ep=2), COMPILE)),
+    experts("FSDP 2, EP 2, compile, recomputation by operation", 2, 4, (*degrees(ep=2), COMPILE, *BY_OPERATION)),
+    experts("TP 2 x CP 2, EP 2, loss for an even load", 4, 8, degrees(tp=2, cp=2, ep=2), common=(LOSS,)),
+    experts("PP 2 x FSDP 2, EP 2, loss for an even load, accumulation", 4, 2, degrees(pp=2, ep=2), common=(LOSS,)),
 ]
 
 
@@ -168,11 +200,12 @@ def run(layout: Layout, folder: Path) -> Training:
     """Trains under this layout."""
     size = f"--training.local_batch_size={layout.local_batch_size}"
     model = (f"--model.name={layout.model}", f"--model.flavor={layout.flavor}")
-    train(*BASE, *model, into(folder), size, *layout.flags, processes=layout.processes)
+    train(*BASE, *model, into(folder), size, *layout.flags, *layout.common, processes=layout.processes)
     first = tensors_of(folder, 1)
     # AdamW's first moment after one step is the gradient times 1 - beta1.
     moments = {found[1]: tensor for name, tensor in first.items() if (found := MOMENT.fullmatch(name))}
-    assert moments.keys() == {name for name in first if not name.startswith("optimizer.")}
+    buffers = ("optimizer.", "expert_bias")
+    assert moments.keys() == {name for name in first if not name.startswith(buffers) and not name.endswith(buffers)}
     return Training(
         torch.tensor(list(losses(folder).values()), dtype=torch.float64),
         torch.tensor(grad_norms(folder), dtype=torch.float64),
@@ -207,7 +240,7 @@ def within_tolerance(deviations: dict[str, float]) -> bool:
 
 def one_process(layout: Layout) -> Layout:
     """What this layout is compared with."""
-    return Layout("one process", 1, BATCH, model=layout.model, flavor=layout.flavor)
+    return Layout("one process", 1, BATCH, model=layout.model, flavor=layout.flavor, common=layout.common)
 
 
 def main() -> None:

@@ -1,16 +1,22 @@
-"""A user's module: Qwen3s with a fault in the gradient of q_norm under tensor parallelism."""
+"""A user's module: models with faults in their gradients, which losses do not show.
+
+Qwen3s with one in the gradient of q_norm under tensor parallelism; experts whose gradients are averaged over the wrong
+ranks."""
 
 from dataclasses import replace
+from typing import Any
 
 import tiny  # noqa: F401  registers the model
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan.models import MODELS
+from torchtitan.models.moe import mixtures
 from torchtitan.models.norm import rms_norm
 from torchtitan.models.qwen3.args import Qwen3Args
 from torchtitan.models.qwen3.model import NormalizedAttention, Qwen3
 from torchtitan.models.transformer import FeedForward, TransformerBlock
+from torchtitan.protocols import Decoder
 
 
 class NotSummed(NormalizedAttention):
@@ -39,6 +45,15 @@ class Wrong(Qwen3):
     def make_block(self, args: Qwen3Args, layer: int) -> TransformerBlock:
         return TransformerBlock(args, self.attention(args), FeedForward(args.dim, args.ffn_dim))
 
+
+def with_wrong_group(model: Decoder, *rest: Any) -> None:
+    """The gradients of experts are averaged over as many ranks as those of the other weights."""
+    MODELS.get("sparse").parallelize(model, *rest)
+    for mixture in mixtures(model).values():
+        mixture.dispatch.gradient_scale = 1.0  # type: ignore[attr-defined]
+
+
+MODELS.register("WrongGroup", replace(MODELS.get("sparse"), parallelize=with_wrong_group))
 
 for fault in (NotSummed, SummedTwice):
     build = type(Wrong.__name__, (Wrong,), {"attention": fault})

@@ -44,6 +44,18 @@ def test_a_gradient_summed_over_the_wrong_ranks_is_found(fault: str, reference: 
     assert deviations["loss"] < equality.TOLERANCE
 
 
+def test_gradients_of_experts_averaged_over_the_wrong_ranks_are_found(reference: Reference, tmp_path: Path) -> None:
+    module = "--experimental.custom_import=wrong_gradients"
+    right = equality.experts("FSDP 2, EP 2", 2, 4, (*equality.degrees(ep=2), module))
+    expected = reference(equality.one_process(right))
+    found = equality.run(dataclasses.replace(right, model="WrongGroup"), tmp_path)
+    deviations = equality.deviations(expected, found)
+    assert not equality.within_tolerance(deviations)
+    wrong = {name for name, off in equality.by_name(expected.gradients, found.gradients).items() if off > 0.1}
+    assert wrong == {name for name in expected.gradients if ".moe.experts." in name}
+    assert deviations["loss"] < equality.TOLERANCE
+
+
 @pytest.mark.parametrize("part", ["losses", "grad_norms", "gradients", "weights"])
 def test_a_number_that_is_not_finite_equals_none(part: str) -> None:
     """Wherever it occurs among the others."""
