@@ -88,13 +88,12 @@ def largest_load(folder: Path) -> float:
 
 @pytest.mark.parametrize("balance", ["bias", "loss"])
 def test_experts_get_an_even_load(balance: str, tmp_path: Path) -> None:
-    """Under a learning rate that would make it uneven."""
-    run = (*SPARSE, "--model.flavor=narrow", "--training.steps=30", "--optimizer.lr=2e-2", "--training.seq_len=128")
+    run = (*SPARSE, "--model.flavor=narrow", "--training.steps=40", "--optimizer.lr=3e-3", "--training.seq_len=128")
     more = ("--moe.bias_update_speed=3e-2",) if balance == "bias" else ("--moe.loss_coefficient=0.1",)
     train_here(*run, into(tmp_path / "none"), "--moe.balance=none")
     train(*run, into(tmp_path / "even"), f"--moe.balance={balance}", *more, EP, processes=2)
-    assert largest_load(tmp_path / "none") > 1.6
-    assert largest_load(tmp_path / "even") < 1.4
+    assert largest_load(tmp_path / "none") > 2.5
+    assert largest_load(tmp_path / "even") < 1.8
 
 
 @pytest.mark.parametrize("layout", ["one process", "FSDP 2, EP 2"])

@@ -223,12 +223,13 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(places)
-        return x[source]
+        return x.index_select(0, source)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        return grad[places].sum(1, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype), None, None
+        copies = grad.index_select(0, places.flatten()).unflatten(0, places.shape)
+        return copies.sum(1), None, None  # sums in float32, rounds once
 
 
 class _Permute(torch.autograd.Function):
@@ -239,12 +240,12 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inverse)
-        return x[order]
+        return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return grad[inverse], None, None
+        return grad.index_select(0, inverse), None, None
 
 
 class _Recorded(torch.autograd.Function):
