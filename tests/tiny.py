@@ -81,5 +81,5 @@ def nontrivial(model: Model) -> Model:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
-                parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
+                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
     return model

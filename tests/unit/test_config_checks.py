@@ -330,4 +330,4 @@ def test_nothing_is_told_of_keys_that_are_used_or_at_their_defaults(log: list[st
 def test_a_model_without_blocks_is_one_sentence() -> None:
     unused: Any = None  # the other arguments are never used
     with pytest.raises(ConfigError, match=r"model\.name: Linear cannot be sharded .* an nn\.ModuleDict named layers"):
-        parallelize(cast(Any, torch.nn.Linear(2, 2)), {}, unused, unused, unused, unused, unused)
+        parallelize(cast(Any, torch.nn.Linear(2, 2)), {}, *[unused] * 6)

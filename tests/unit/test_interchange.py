@@ -27,13 +27,18 @@ from torchtitan.interchange.sources import find_source
 from torchtitan.models import MODELS
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import HUGGING_FACE
+from torchtitan.models.moe import MoEArgs, reset_buffers
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.qwen3.args import Qwen3Args
+from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
 from torchtitan.models.rope import RopeScaling
 from torchtitan.protocols import Decoder
 
 QWEN = Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=4096, head_dim=32)
 SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=4096)
+SPARSE = Qwen3MoEArgs(
+    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=4096, head_dim=32, moe=MoEArgs(6, 2, 48)
+)
 VARIANTS = {
     "plain": SMALL,
     "gqa": replace(SMALL, n_kv_heads=2),
@@ -41,9 +46,16 @@ VARIANTS = {
     "tied": replace(SMALL, n_kv_heads=1, norm_eps=1e-3, tied_embeddings=True),
     "qwen3": QWEN,
     "qwen3 tied": replace(QWEN, head_dim=8, tied_embeddings=True),
+    "qwen3_moe": SPARSE,
+    "qwen3_moe, a dense layer": replace(SPARSE, moe=replace(SPARSE.moe, n_dense_layers=1, normalize=False)),
 }
-FAMILIES: dict[type, str] = {LlamaArgs: "llama3", Qwen3Args: "qwen3"}
-FLAVORS = [(family, flavor) for family in MODELS.names() for flavor in MODELS.get(family).flavors]
+FAMILIES: dict[type, str] = {LlamaArgs: "llama3", Qwen3Args: "qwen3", Qwen3MoEArgs: "qwen3_moe"}
+FLAVORS = [
+    (family, flavor)
+    for family in MODELS.names()
+    for flavor in MODELS.get(family).flavors
+    if (family, flavor) != ("sparse", "deep")  # which transformers has not
+]
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +79,23 @@ def theirs_of(args: Any, naming: HuggingFaceNaming, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**naming.to_config(args), **options))
 
 
+def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of transformers' model, whose experts are stacked in memory but published one by one."""
+    shapes = {}
+    for name, weight in model.named_parameters():
+        if "mlp.experts." in name:
+            experts, rows, columns = weight.shape
+            kinds = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+            for kind in kinds:
+                names = [f"{name.rpartition('.')[0]}.{expert}.{kind}.weight" for expert in range(experts)]
+                shapes |= dict.fromkeys(names, (rows // len(kinds), columns))
+        else:
+            shapes[name] = tuple(weight.shape)
+    return shapes
+
+
 def exported(model: Decoder, folder: Path, dtype: torch.dtype = torch.float32, largest_file: int = 10**9) -> Path:
-    weights = model.state_dict()
+    weights = dict(model.named_parameters())
     export(folder, {name: weight.shape for name, weight in weights.items()}, weights.__getitem__, published(model.args),
            dtype, largest_file)  # fmt: skip
     return folder
@@ -79,7 +106,8 @@ def loaded(folder: Path, args: Any) -> Decoder:
     source = find_source(folder, published(args).naming)
     assert source is not None
     published(args).check(source)
-    load_weights(model.state_dict(), source)
+    load_weights(dict(model.named_parameters()), source)
+    reset_buffers(model)
     return model
 
 
@@ -111,8 +139,12 @@ def test_every_flavor_states_all_its_weights(family: str, flavor: str) -> None:
     assert spec.hf.from_config(json.loads(json.dumps(spec.hf.to_config(args)))) == args
     model = PublishedModel(spec.hf, args, spec.build, None, 128)
     with torch.device("meta"):
-        theirs = {name: tuple(w.shape) for name, w in theirs_of(args, spec.hf).named_parameters()}
-    assert {spec.hf.name(name): shape for name, shape in model.shapes.items()} == theirs
+        theirs = published_shapes(theirs_of(args, spec.hf))
+    ours = {}
+    for name, shape in model.shapes.items():
+        each = shape[1:] if spec.hf.stacks_experts(name) else shape
+        ours |= dict.fromkeys(spec.hf.names_of(name, shape), each)
+    assert ours == theirs
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -43,7 +44,7 @@ class _GroupedLinear(torch.autograd.Function):
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """(M, K) x (E, K, N) to (M, N): rows of expert e times weight[e]."""
     if _has_grouped_kernel(x):
-        return torch._grouped_mm(x, weight, offs=offsets)
+        return F.grouped_mm(x, weight, offs=offsets)
     out: torch.Tensor = grouped_mm_loop(x, weight, offsets)
     return out
 
@@ -51,7 +52,7 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> 
 def grouped_mm_over_rows(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """(M, N) and (M, K) to (E, N, K): gradient.T @ x over the rows of each expert."""
     if _has_grouped_kernel(x):
-        return torch._grouped_mm(grad.t(), x, offs=offsets)
+        return F.grouped_mm(grad.t(), x, offs=offsets)
     out: torch.Tensor = grouped_mm_over_rows_loop(grad, x, offsets)
     return out
 

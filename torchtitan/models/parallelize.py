@@ -1,9 +1,10 @@
 """Parallelizes a decoder: tensor and context parallelism, then activation checkpointing, compile and FSDP, in this
 order."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
@@ -80,20 +81,12 @@ def parallelize(
         for module in model.modules():
             if isinstance(module, Attention):
                 module.attend = context_parallel_attention(module.attend, context_mesh, method)
-    own_groups = []
-    if expert_mesh is not None:
-        for block in blocks:
-            if isinstance(mixture := getattr(block, "moe", None), MoE):
-                own_groups.append((block, mixture.experts))
-                # FSDP averages over its ranks; those of the experts are tp / ep times those of the other weights.
-                mixture.dispatch = ExpertDispatch(expert_mesh["ep"], tensor_mesh.size() / expert_mesh["ep"].size())
-                if expert_mesh["ep"].size() > 1:
-                    apply_expert_parallel(mixture.experts, expert_mesh["ep"])
+    experts = [] if expert_mesh is None else _spread_experts(blocks, expert_mesh, tensor_mesh.size())
     apply_activation_checkpoint(blocks, activation_checkpoint)
     if training.compile:
         apply_compile(blocks, mesh.device_type)
-    for block, experts in own_groups:
-        gather_with_block(block, experts)
+    for block, module in experts:
+        gather_with_block(block, module)
     # A tied embedding is also the output layer's weight, so it stays in the root group.
     groups = blocks if model.args.tied_embeddings or model.tok_embeddings is None else [model.tok_embeddings, *blocks]
     reshard = parallelism.fsdp_reshard_after_forward
@@ -108,9 +101,25 @@ def parallelize(
         reshard_after_forward=reshard == "always"
         or (reshard == "default" and mesh["pp"].size() == 1 and mesh["fsdp"].size() > 1),
         cpu_offload=training.enable_cpu_offload,
-        experts=[experts for _, experts in own_groups],
+        experts=[module for _, module in experts],
         expert_mesh=None if expert_mesh is None else _data_parallel(expert_mesh),
     )
+
+
+def _spread_experts(
+    blocks: Sequence[nn.Module], expert_mesh: DeviceMesh, tensor_parallel: int
+) -> list[tuple[nn.Module, nn.Module]]:
+    """Leaves this rank's experts in the blocks; returns these blocks, and their experts."""
+    found: list[tuple[nn.Module, nn.Module]] = []
+    mesh = expert_mesh["ep"]
+    for block in blocks:
+        if isinstance(mixture := getattr(block, "moe", None), MoE):
+            found.append((block, mixture.experts))
+            # FSDP averages over its ranks; experts have tp / ep times as many of them as other weights.
+            mixture.dispatch = ExpertDispatch(mesh, gradient_scale=tensor_parallel / mesh.size())
+            if mesh.size() > 1:
+                apply_expert_parallel(mixture.experts, mesh)
+    return found
 
 
 def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:
