@@ -20,11 +20,12 @@ def main() -> None:
     import torch
 
     from torchtitan.interchange.convert import one_process, saved_model
-    from torchtitan.interchange.export import export
+    from torchtitan.interchange.export import export, require_no_bias
 
     with one_process(arguments.custom_import):
         saved = saved_model(arguments.checkpoint)
         model = saved.published()
+        require_no_bias(saved.weight(name) for name in model.unpublished)
         export(arguments.out, model.shapes, saved.weight, model, getattr(torch, arguments.dtype))
 
 

@@ -1,16 +1,19 @@
 """A user's module, `--experimental.custom_import=tiny`: models so small that a run is dominated by start-up, and one
 for GPUs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from torchtitan.models import MODELS, ModelSpec
-from torchtitan.models.attention import Attention
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.moe import MoEArgs, SparseArgs, SparseTransformer
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.qwen3.args import Qwen3Args
+from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None)
 
@@ -32,39 +35,46 @@ MODELS.register(
 )
 
 
-@dataclass(frozen=True)
-class SparseTinyArgs(SparseArgs):
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
+QWEN = Qwen3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None, head_dim=32)
 
-
-class SparseTiny(SparseTransformer):
-    def make_attention(self, args: SparseTinyArgs) -> Attention:
-        return Attention(args)
-
-
-SPARSE = SparseTinyArgs(
-    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None, moe=MoEArgs(8, 2, 32)
-)
 MODELS.register(
-    "sparse",
-    ModelSpec(
-        {
-            "narrow": SPARSE,
-            "deep": replace(
-                SPARSE,
-                n_layers=4,
-                moe=MoEArgs(8, 2, 32, n_shared_experts=1, n_dense_layers=1, score="sigmoid", scale=2.0),
-            ),
-        },
-        SparseTiny,
+    "tiny_qwen3",
+    replace(
+        MODELS.get("qwen3"),
+        flavors={"narrow": QWEN, "deep": replace(QWEN, n_layers=4), "tied": replace(QWEN, tied_embeddings=True)},
     ),
 )
 
+SPARSE = Qwen3MoEArgs(
+    dim=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    ffn_dim=128,
+    vocab_size=None,
+    head_dim=32,
+    moe=MoEArgs(n_experts=8, top_k=2, ffn_dim=32),
+)
+EVERYTHING = MoEArgs(8, 2, 32, n_shared_experts=1, n_dense_layers=1, score="sigmoid", scale=2.0)
+
+MODELS.register(
+    "sparse",
+    replace(
+        MODELS.get("qwen3_moe"),
+        flavors={"narrow": SPARSE, "deep": replace(SPARSE, n_layers=4, moe=EVERYTHING)},
+    ),
+)
+
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def nontrivial_llama(args: LlamaArgs) -> Llama:
-    """With weights that make every part matter: non-uniform attention, norms other than 1."""
-    model = Llama(args)
+    """A Llama with `nontrivial` weights."""
+    return nontrivial(Llama(args))
+
+
+def nontrivial(model: Model) -> Model:
+    """The model, with weights that make every part matter: non-uniform attention, norms other than 1."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

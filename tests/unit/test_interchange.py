@@ -14,29 +14,35 @@ import pytest
 import torch
 from runs import ROOT
 from safetensors.torch import load_file, save_file
-from tiny import nontrivial_llama
+from tiny import nontrivial, nontrivial_llama
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.errors import CheckpointError
-from torchtitan.interchange.convert import import_weights, one_process, saved_model
+from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
 from torchtitan.interchange.export import export
 from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import find_source
 from torchtitan.models import MODELS
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.llama.hf import HUGGING_FACE, from_config, to_config
-from torchtitan.models.llama.model import Llama
+from torchtitan.models.llama.hf import HUGGING_FACE
+from torchtitan.models.naming import HuggingFaceNaming
+from torchtitan.models.qwen3.args import Qwen3Args
 from torchtitan.models.rope import RopeScaling
+from torchtitan.protocols import Decoder
 
+QWEN = Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=4096, head_dim=32)
 SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=4096)
 VARIANTS = {
     "plain": SMALL,
     "gqa": replace(SMALL, n_kv_heads=2),
     "rope scaling": replace(SMALL, rope_theta=10000.0, rope_scaling=RopeScaling(factor=8.0, original_seq_len=32)),
     "tied": replace(SMALL, n_kv_heads=1, norm_eps=1e-3, tied_embeddings=True),
+    "qwen3": QWEN,
+    "qwen3 tied": replace(QWEN, head_dim=8, tied_embeddings=True),
 }
+FAMILIES: dict[type, str] = {LlamaArgs: "llama3", Qwen3Args: "qwen3"}
 FLAVORS = [(family, flavor) for family in MODELS.names() for flavor in MODELS.get(family).flavors]
 
 
@@ -46,20 +52,31 @@ def group() -> Iterator[None]:
         yield
 
 
-def published(args: LlamaArgs) -> PublishedModel:
-    return PublishedModel(HUGGING_FACE, args, Llama, None, 128)
+def published(args: Any) -> PublishedModel:
+    spec = MODELS.get(FAMILIES[type(args)])
+    assert spec.hf is not None
+    return PublishedModel(spec.hf, args, spec.build, None, 128)
 
 
-def exported(model: Llama, folder: Path, dtype: torch.dtype = torch.float32, largest_file: int = 10**9) -> Path:
+def nontrivial_model(args: Any) -> Decoder:
+    return nontrivial(published(args).build(args))
+
+
+def theirs_of(args: Any, naming: HuggingFaceNaming, **options: Any) -> Any:
+    """transformers' model of these sizes."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**naming.to_config(args), **options))
+
+
+def exported(model: Decoder, folder: Path, dtype: torch.dtype = torch.float32, largest_file: int = 10**9) -> Path:
     weights = model.state_dict()
     export(folder, {name: weight.shape for name, weight in weights.items()}, weights.__getitem__, published(model.args),
            dtype, largest_file)  # fmt: skip
     return folder
 
 
-def loaded(folder: Path, args: LlamaArgs) -> Llama:
-    model = Llama(args)
-    source = find_source(folder, HUGGING_FACE)
+def loaded(folder: Path, args: Any) -> Decoder:
+    model = published(args).build(args)
+    source = find_source(folder, published(args).naming)
     assert source is not None
     published(args).check(source)
     load_weights(model.state_dict(), source)
@@ -91,19 +108,17 @@ def test_every_flavor_states_all_its_weights(family: str, flavor: str) -> None:
     spec = MODELS.get(family)
     assert spec.hf is not None
     args = replace(spec.flavor(flavor).with_vocab_size(4096), n_layers=2)
-    assert from_config(json.loads(json.dumps(to_config(args)))) == args
+    assert spec.hf.from_config(json.loads(json.dumps(spec.hf.to_config(args)))) == args
     model = PublishedModel(spec.hf, args, spec.build, None, 128)
     with torch.device("meta"):
-        theirs = {
-            name: tuple(w.shape) for name, w in LlamaForCausalLM(LlamaConfig(**to_config(args))).named_parameters()
-        }
+        theirs = {name: tuple(w.shape) for name, w in theirs_of(args, spec.hf).named_parameters()}
     assert {spec.hf.name(name): shape for name, shape in model.shapes.items()} == theirs
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_transformers_computes_the_same_from_an_export(variant: str, tmp_path: Path) -> None:
-    ours = nontrivial_llama(VARIANTS[variant])
+    ours = nontrivial_model(VARIANTS[variant])
     theirs = judge(exported(ours, tmp_path / "out"), dtype=torch.float32)
     torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, atol=1e-5, rtol=0)
     prompt = tokens(8)
@@ -120,7 +135,7 @@ def test_transformers_computes_the_same_from_an_export(variant: str, tmp_path: P
 def test_weights_of_transformers_compute_the_same_here(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
     args = VARIANTS[variant]
     torch.manual_seed(0)
-    theirs = LlamaForCausalLM(LlamaConfig(**to_config(args), initializer_range=0.1)).to(dtype).eval()
+    theirs = theirs_of(args, published(args).naming, initializer_range=0.1).to(dtype).eval()
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="300KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     ours = loaded(tmp_path / "hf", args)
@@ -213,6 +228,17 @@ def test_a_folder_that_does_not_fit_is_refused_in_a_sentence(fault: str, tmp_pat
     assert str(folder) in str(error.value)
 
 
+def test_the_refusal_is_that_of_the_model_s_own_family(tmp_path: Path) -> None:
+    folder = exported(nontrivial_model(QWEN), tmp_path / "out")
+    (folder / "SHA256SUMS").unlink()
+    change(folder, rope_scaling={"rope_type": "yarn"})
+    with pytest.raises(CheckpointError, match="RoPE scaling has type 'yarn', but no scaling is supported"):
+        find_model(folder)
+    change(folder, model_type="mistral")
+    with pytest.raises(CheckpointError, match="model_type is 'mistral'"):
+        find_model(folder)
+
+
 @pytest.mark.parametrize("fault", ["missing", "moved"])
 def test_a_shard_that_is_not_there_is_named(fault: str, tmp_path: Path) -> None:
     folder = exported(nontrivial_llama(SMALL), tmp_path / "out", largest_file=300_000)
@@ -240,11 +266,12 @@ def test_an_export_that_was_interrupted_looks_like_none(tmp_path: Path, monkeypa
         exported(nontrivial_llama(SMALL), tmp_path / "out")
 
 
-def test_scripts_there_and_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
     """A published model becomes a checkpoint, which becomes a published model with the same bits."""
-    model = replace(MODELS.get("llama3").flavor("debugmodel"), vocab_size=4096)
-    first = exported(nontrivial_llama(model), tmp_path / "first", torch.bfloat16)
-    checkpoint = import_weights(first, tmp_path / "checkpoint", "llama3", None)
+    model = MODELS.get(family).flavor("debugmodel").with_vocab_size(4096)
+    first = exported(nontrivial_model(model), tmp_path / "first", torch.bfloat16)
+    checkpoint = import_weights(first, tmp_path / "checkpoint", family if family == "llama3" else None, None)
     saved = saved_model(checkpoint.parent)
     assert saved.args == model
     command = [sys.executable, str(ROOT / "scripts/convert_to_hf.py"), str(checkpoint), str(tmp_path / "second")]

@@ -296,7 +296,8 @@ class CheckpointManager:
         if not weights_only:
             return {**tensors, **optimizer_tensors(self.model, self.optimizer)}
         dtype = getattr(torch, self.config.export_dtype)
-        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        exact = dict(self.model.named_buffers()).keys()  # the biases of experts: rounded, they would choose others
+        return {name: tensor if name in exact else tensor.to(dtype) for name, tensor in tensors.items()}
 
     def _start(self, tensors: dict[str, torch.Tensor], writer: Writer, step: int) -> "Future[None]":
         """Copies the tensors and starts writing them. The future completes when the checkpoint is published."""

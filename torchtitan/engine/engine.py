@@ -14,12 +14,13 @@ from torchtitan.config import JobConfig
 from torchtitan.converters import ModelConverter, Target
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model
-from torchtitan.engine.expert_balance import add_balance_loss, mixtures
+from torchtitan.engine.expert_balance import add_balance_loss
 from torchtitan.engine.explain import conversion_target
 from torchtitan.engine.memory_check import check_memory
 from torchtitan.engine.precision_phases import PrecisionPhases, build_precision_phases
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
+from torchtitan.models.moe import mixtures, reset_buffers
 from torchtitan.optim.in_backward import StepInBackward
 from torchtitan.optim.optimizer import build_optimizer, decay_groups
 from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
@@ -115,8 +116,7 @@ def allocate(model: Decoder, stages: Sequence[Decoder], config: JobConfig, devic
         check_memory(model, config, device)
     for stage in stages:
         stage.to_empty(device="cpu" if offload else device.torch_device)
-    for mixture in mixtures(model).values():
-        mixture.reset_buffers()
+    reset_buffers(model)
 
 
 def build_engine(

@@ -17,13 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.training import MoE as MoEConfig
-from torchtitan.models.moe import MoE
+from torchtitan.models.moe import mixtures
 from torchtitan.parallel.collectives import all_reduce_no_grad
-
-
-def mixtures(model: nn.Module) -> dict[str, MoE]:
-    """The mixtures of experts on this rank, by path."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
 def add_balance_loss(model: nn.Module, config: MoEConfig, scale: float, seq_len: int, groups: Sequence[str]) -> None:

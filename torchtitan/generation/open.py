@@ -15,6 +15,7 @@ from torchtitan.interchange.model import published
 from torchtitan.interchange.sources import CONFIG, read_json, wrong_sums
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.moe import reset_buffers
 from torchtitan.protocols import Decoder, ModelArgs
 
 
@@ -58,8 +59,8 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
         saved = saved_model(path)
         model = _empty(saved.spec, saved.args, device, dtype)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(saved.weight(name))
+            for name, tensor in model.state_dict().items():
+                tensor.copy_(saved.weight(name))
         tokenizer = load_tokenizer(tokenizer_path or saved.tokenizer_path)
         step = read_manifest(saved.checkpoint).step
         return OpenedModel(model, tokenizer, saved.seq_len or None, step, saved.checkpoint)
@@ -81,4 +82,8 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
 def _empty(spec: ModelSpec, args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Decoder:
     with torch.device("meta"):
         model = spec.build(args)
-    return model.to(dtype).to_empty(device=device).eval()
+    for parameter in model.parameters():  # not buffers: the biases of experts are float32
+        parameter.data = parameter.data.to(dtype)
+    model = model.to_empty(device=device).eval()
+    reset_buffers(model)
+    return model

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from torchtitan.errors import EXIT_STATUS, INTERRUPTED, CheckpointError, UserErr
 from torchtitan.interchange.model import PublishedModel, published
 from torchtitan.interchange.sources import Source, find_source, wrong_sums
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.hf_config import WrongModelType
 from torchtitan.protocols import ModelArgs
 
 
@@ -119,14 +120,17 @@ class ReadWhenWritten(dcp.DefaultSavePlanner):
 
     Args:
         source: of the weights; the state dict names them with empty tensors.
+        zeros: shapes of tensors that the source does not have, float32.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, zeros: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
-        self.source = source
+        self.source, self.zeros = source, zeros
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         name = index.fqn
+        if name in self.zeros:
+            return torch.zeros(self.zeros[name])
         return self.source.read(name, tuple(slice(0, size) for size in self.state_dict[name].shape)).contiguous()
 
 
@@ -164,6 +168,8 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     for weight, shape in model.shapes.items():
         dtype = source.read(weight, tuple(slice(0, 0) for _ in shape)).dtype
         tensors[weight] = torch.empty(shape, dtype=dtype, device="meta")
+    for weight, shape in model.unpublished.items():
+        tensors[weight] = torch.empty(shape, device="meta")
     state = {"weights_only": True, "identity": dataclasses.asdict(source.args), "step": 0}
     about = {
         "versions": {"torch": torch.__version__},
@@ -175,7 +181,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     out.mkdir(parents=True, exist_ok=True)
     writer = Writer(temporary_folder(out, 0), lambda files: publish(out, 0, state, about, files))
     try:
-        dcp.save(tensors, storage_writer=writer, planner=ReadWhenWritten(source))
+        dcp.save(tensors, storage_writer=writer, planner=ReadWhenWritten(source, model.unpublished))
     except (CheckpointException, OSError, RuntimeError) as error:
         shutil.rmtree(temporary_folder(out, 0), ignore_errors=True)
         raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error
@@ -208,5 +214,6 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
         if any(args.with_vocab_size(size) == source.args for args in spec.flavors.values()):
             return possible[-1]
     if not possible:
-        raise refusals[0]
+        of_its_family = (error for error in refusals if not isinstance(error.__cause__, WrongModelType))
+        raise next(of_its_family, refusals[0])
     return possible[0]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.errors import CheckpointError
-from torchtitan.interchange.export import export
+from torchtitan.interchange.export import export, require_no_bias
 from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import Source, find_source, wrong_sums
@@ -48,7 +48,8 @@ class Exchange:
         assert self.model is not None  # checked by find
         model = self.model
         raise_on_all_ranks(lambda: model.check(source))
-        raise_on_all_ranks(lambda: load_weights(tensors, source))
+        weights = {name: tensor for name, tensor in tensors.items() if name in model.shapes}
+        raise_on_all_ranks(lambda: load_weights(weights, source))
         logger.info(f"loaded the weights of {source.folder}")
 
     def export(self, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -58,5 +59,8 @@ class Exchange:
             CheckpointError: on every rank, if the folder exists or writing failed.
         """
         assert self.model is not None  # checked with the configuration
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        export(folder, shapes, tensors.__getitem__, self.model, dtype)
+        model = self.model
+        biases = [tensor for name, tensor in tensors.items() if name in model.unpublished]
+        raise_on_all_ranks(lambda: require_no_bias(biases))
+        shapes = {name: tensor.shape for name, tensor in tensors.items() if name in model.shapes}
+        export(folder, shapes, tensors.__getitem__, model, dtype)

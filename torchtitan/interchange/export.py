@@ -3,7 +3,7 @@
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,6 +24,15 @@ from torchtitan.parallel.object_collectives import all_gather_object, raise_on_a
 
 LARGEST_FILE = 5 * 10**9  # bytes, as in `save_pretrained`
 WORTH_A_FILE = 10**9  # bytes; files below this size are not split further
+
+
+def require_no_bias(biases: Iterable[torch.Tensor]) -> None:
+    """Raises a CheckpointError unless the biases that balance experts, which are not published, are zero."""
+    if any(bool(bias.any()) for bias in biases):
+        raise CheckpointError(
+            'the router of this model has biases that balance its experts (moe.balance = "bias"), which transformers '
+            "has not: the exported model would choose other experts. Train models for export with --moe.balance=loss."
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ def export(
     groups = _groups({name: prod(shape) * dtype.itemsize for name, shape in shapes.items()})
     rounds = [part for sizes, ranks in groups for part in _divide(sizes, ranks, largest_file)]
     count = sum(map(len, rounds))
+    all_shapes = model.shapes
     numbers = itertools.count(1)
     index: dict[str, str] = {}
     sums: dict[str, str] = {}
@@ -71,14 +81,17 @@ def export(
         for file in files:
             file_name = f"model-{next(numbers):05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
             for name in file.weights:
-                index[model.naming.name(name)] = file_name
+                index |= dict.fromkeys(model.naming.names_of(name, all_shapes[name]), file_name)
                 if name not in shapes:
                     continue  # belongs to another pipeline stage
                 full = weight(name).detach().to(dtype)
                 full = full.full_tensor() if isinstance(full, DTensor) else full  # a collective of the stage
                 if dist.get_rank() == file.writer:
-                    mine, there = file_name, model.naming.to_transformers(name, full, model.args.head_dim)
-                    content[model.naming.name(name)] = there.cpu().contiguous()
+                    mine = file_name
+                    parts = full.unbind() if model.naming.stacks_experts(name) else [full]
+                    for theirs, part in zip(model.naming.names_of(name, full.shape), parts, strict=True):
+                        there = model.naming.to_transformers(name, part, model.args.head_dim)
+                        content[theirs] = there.cpu().contiguous()
         if content and not failures:
             try:
                 save_file(content, temporary / mine, metadata={"format": "pt"})

@@ -42,6 +42,13 @@ class PublishedModel:
         with torch.device("meta"):
             return {name: tuple(parameter.shape) for name, parameter in self.build(self.args).named_parameters()}
 
+    @cached_property
+    def unpublished(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what a checkpoint has and a published folder has not: biases that balance experts."""
+        with torch.device("meta"):
+            state = self.build(self.args).state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in self.shapes}
+
     def check(self, source: Source) -> None:
         """Checks that the model in a folder is this one.
 

@@ -134,14 +134,24 @@ class HuggingFaceFolder:
         except KeyError as error:
             raise CheckpointError(f"{path} lacks the entry {error.args[0]}.") from None
         except (ValueError, TypeError, ArithmeticError) as error:
-            raise CheckpointError(f"{path}: {error}.") from None
+            raise CheckpointError(f"{path}: {error}.") from error
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         theirs = self.naming.name(name)
-        return tuple(self._slice(theirs).get_shape()) if theirs in self._file_of else None
+        if theirs not in self._file_of:
+            return None
+        shape = tuple(self._slice(theirs).get_shape())
+        return (self._experts(name), *shape) if self.naming.stacks_experts(name) else shape
+
+    def _experts(self, name: str) -> int:
+        """How many experts of this stack there are, numbered from 0, with the same shape."""
+        count, shape = 0, self._slice(self.naming.name(name)).get_shape()
+        while (theirs := self.naming.name(name, count)) in self._file_of and self._slice(theirs).get_shape() == shape:
+            count += 1
+        return count
 
     def unknown(self, names: Iterable[str]) -> list[str]:
-        known = {self.naming.name(name) for name in names}
+        known = {theirs for name in names for theirs in self.naming.names_of(name, self.shape(name) or (1,))}
         if self.args.tied_embeddings and self._tied_twice():
             known.add(self.naming.name("output.weight"))
         return sorted(name for name in self._file_of.keys() - known if not re.fullmatch(self.naming.ignored, name))
@@ -161,6 +171,11 @@ class HuggingFaceFolder:
         return stored
 
     def read(self, name: str, box: Box) -> torch.Tensor:
+        if self.naming.stacks_experts(name):
+            numbers = range(box[0].start, box[0].stop)
+            if not numbers:
+                return self._slice(self.naming.name(name))[box[1:]][None][:0]
+            return torch.stack([self._slice(self.naming.name(name, expert))[box[1:]] for expert in numbers])
         stored = self._slice(self.naming.name(name))
         order = self.naming.rows_there(name, stored.get_shape()[0], self.args.head_dim)
         if order is None or any(part.start >= part.stop for part in box):

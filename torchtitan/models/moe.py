@@ -199,11 +199,18 @@ class MoE(nn.Module):
             // (args.n_experts)
         )
 
-    @torch.no_grad()
-    def reset_buffers(self) -> None:
-        """To zero, after they were allocated."""
-        self.expert_bias.zero_()
-        self.statistics.zero_()
+
+def mixtures(model: nn.Module) -> dict[str, MoE]:
+    """The mixtures of experts in a model, or on this rank, by path."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+@torch.no_grad()
+def reset_buffers(model: nn.Module) -> None:
+    """Sets biases and statistics of all mixtures to zero; call it when their memory was allocated."""
+    for mixture in mixtures(model).values():
+        mixture.expert_bias.zero_()
+        mixture.statistics.zero_()
 
 
 class _Copy(torch.autograd.Function):

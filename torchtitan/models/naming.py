@@ -1,7 +1,7 @@
 """Names and layout of a family's weights in other projects, defined once; import and export both derive from it."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,25 @@ from torchtitan.errors import CheckpointError
 from torchtitan.protocols import ModelArgs
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+LAYER = "layers.*"
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    f"{LAYER}.attention.wq.weight": f"model.{LAYER}.self_attn.q_proj.weight",
+    f"{LAYER}.attention.wk.weight": f"model.{LAYER}.self_attn.k_proj.weight",
+    f"{LAYER}.attention.wv.weight": f"model.{LAYER}.self_attn.v_proj.weight",
+    f"{LAYER}.attention.wo.weight": f"model.{LAYER}.self_attn.o_proj.weight",
+    f"{LAYER}.feed_forward.w1.weight": f"model.{LAYER}.mlp.gate_proj.weight",
+    f"{LAYER}.feed_forward.w2.weight": f"model.{LAYER}.mlp.down_proj.weight",
+    f"{LAYER}.feed_forward.w3.weight": f"model.{LAYER}.mlp.up_proj.weight",
+    f"{LAYER}.attention_norm.weight": f"model.{LAYER}.input_layernorm.weight",
+    f"{LAYER}.ffn_norm.weight": f"model.{LAYER}.post_attention_layernorm.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+"""The modules of `attention.py` and `transformer.py`: names here, and in `transformers` ("*" is a number)."""
+
+ROTARY = frozenset({f"{LAYER}.attention.wq.weight", f"{LAYER}.attention.wk.weight"})
+"""Those of `NAMES` whose rows are channels that RoPE rotates in pairs."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +37,8 @@ class HuggingFaceNaming:
     """A family's weights under the names and in the layout of `transformers`.
 
     Attributes:
-        names: maps each parameter name here to the one there, with * for layer (and expert) numbers.
+        names: maps each parameter name here to the one there, with * for layer numbers. A name there that has one *
+            more is that of one expert, and the parameter here is the stack of all of them.
         rotary: those of `names` whose rows are pairs of channels rotated by RoPE. Within a head, `transformers` pairs
             channel i with i + head_dim / 2; this project pairs 2i with 2i + 1 (Meta's layout).
         to_config: from model sizes to `config.json`, except for what depends on the tokenizer and the dtype.
@@ -35,16 +55,29 @@ class HuggingFaceNaming:
     ignored: str = r"(?!)"
     from_params: Callable[[dict[str, Any], int], ModelArgs] | None = None
 
-    def name(self, ours: str) -> str:
+    def name(self, ours: str, expert: int = 0) -> str:
         """The name in `transformers`: 'layers.0.attention.wq.weight' to 'model.layers.0.self_attn.q_proj.weight'.
+
+        Args:
+            expert: which, for a stack of experts.
 
         Raises:
             CheckpointError: the parameter is not in `names`.
         """
-        numbers, pattern = iter(LAYER_NUMBER.findall(ours)), LAYER_NUMBER.sub("*", ours)
+        numbers, pattern = LAYER_NUMBER.findall(ours), LAYER_NUMBER.sub("*", ours)
         if pattern not in self.names:
             raise CheckpointError(f"{ours}: the model family's ModelSpec.hf has no name for this weight.")
-        return re.sub(r"\*", lambda _: next(numbers), self.names[pattern])
+        filled = iter([*numbers, str(expert)])
+        return re.sub(r"\*", lambda _: next(filled), self.names[pattern])
+
+    def stacks_experts(self, ours: str) -> bool:
+        """Whether the parameter is a stack of weights that `transformers` publishes one by one."""
+        pattern = LAYER_NUMBER.sub("*", ours)
+        return self.names.get(pattern, "").count("*") > pattern.count("*")
+
+    def names_of(self, ours: str, shape: Sequence[int]) -> list[str]:
+        """All names in `transformers` of a parameter of this shape: one, or one for each expert."""
+        return [self.name(ours, expert) for expert in range(shape[0] if self.stacks_experts(ours) else 1)]
 
     def rows_there(self, ours: str, rows: int, head_dim: int) -> torch.Tensor | None:
         """(rows,) int64: the `transformers` row of each row here; None if they are the same."""
@@ -53,6 +86,6 @@ class HuggingFaceNaming:
         return torch.arange(rows).view(-1, 2, head_dim // 2).transpose(1, 2).flatten()
 
     def to_transformers(self, ours: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """A full weight in the layout of `transformers`."""
+        """A full weight, or one expert's, in the layout of `transformers`."""
         rows = self.rows_there(ours, weight.shape[0], head_dim)
         return weight if rows is None else weight[rows.argsort().to(weight.device)]

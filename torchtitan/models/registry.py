@@ -10,6 +10,13 @@ from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.parallelize import TENSOR_PARALLEL_PLAN, parallelize
+from torchtitan.models.qwen3.args import QWEN3
+from torchtitan.models.qwen3.hf import HUGGING_FACE as QWEN3_HUGGING_FACE
+from torchtitan.models.qwen3.model import Qwen3
+from torchtitan.models.qwen3.plan import PLAN as QWEN3_PLAN
+from torchtitan.models.qwen3_moe.args import QWEN3_MOE
+from torchtitan.models.qwen3_moe.hf import HUGGING_FACE as QWEN3_MOE_HUGGING_FACE
+from torchtitan.models.qwen3_moe.model import Qwen3MoE
 from torchtitan.parallel.dims import Style
 from torchtitan.protocols import Decoder, ModelArgs
 from torchtitan.registry import Registry
@@ -54,5 +61,7 @@ MODELS: Registry[ModelSpec] = Registry(
         "llama3": ModelSpec(LLAMA3, hf=HUGGING_FACE),
         "llama3.1": ModelSpec(LLAMA3_1, hf=HUGGING_FACE),
         "llama3.2": ModelSpec(LLAMA3_2, hf=HUGGING_FACE),
+        "qwen3": ModelSpec(QWEN3, build=Qwen3, plan=QWEN3_PLAN, hf=QWEN3_HUGGING_FACE),
+        "qwen3_moe": ModelSpec(QWEN3_MOE, build=Qwen3MoE, plan=QWEN3_PLAN, hf=QWEN3_MOE_HUGGING_FACE),
     },
 )

@@ -8,7 +8,7 @@ from torchtitan.config.system import Parallelism
 if TYPE_CHECKING:  # degrees are checked before torch is imported
     from torch.distributed.device_mesh import DeviceMesh
 
-Style = Literal["embedding", "sequence", "sequence_gather", "gather", "colwise", "rowwise"]
+Style = Literal["embedding", "sequence", "sequence_gather", "heads", "gather", "colwise", "rowwise"]
 """How tensor parallelism shards a module; see `tensor.apply_tensor_parallel`."""
 
 

@@ -41,6 +41,7 @@ def apply_tensor_parallel(
             "embedding": shards the vocabulary; the output is sharded along the sequence.
             "sequence": works on sequence shards, with the full weight (a norm).
             "sequence_gather": "sequence", then all-gathers the output along the sequence.
+            "heads": works on the heads of a rank, with the full weight (a norm over a head's channels).
             "gather": all-gathers the input along the sequence for its children.
             "colwise": shards the outputs of a linear layer.
             "rowwise": shards its inputs; reduce-scatters the output along the sequence.
@@ -53,7 +54,7 @@ def apply_tensor_parallel(
             case "embedding":
                 shard_parameters(module, {"weight": Shard(0)}, mesh)
                 module.forward = functools.partial(_embed_own_tokens, module, rank=mesh.get_local_rank(), group=group)
-            case "sequence":
+            case "sequence" | "heads":
                 shard_parameters(module, {"weight": Replicate()}, mesh)
             case "sequence_gather":
                 shard_parameters(module, {"weight": Replicate()}, mesh)
@@ -115,7 +116,7 @@ def shard_parameters(module: nn.Module, placements: Mapping[str, Placement], mes
             local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
         module.register_parameter(name, nn.Parameter(full, requires_grad=parameter.requires_grad))
-        # The gradient of a full weight on a sequence shard is a partial sum.
+        # The gradient of a full weight on a shard of the sequence or of the heads is a partial sum.
         views[name] = LocalView(placement, mesh.get_group().group_name if isinstance(placement, Replicate) else None)
     if views:
         cls = type(module)

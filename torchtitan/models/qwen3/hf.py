@@ -1,0 +1,36 @@
+"""Qwen3 in Hugging Face `transformers`."""
+
+from typing import Any
+
+from torchtitan.models.hf_config import common_config, common_sizes, rope_scaling_of
+from torchtitan.models.naming import LAYER, NAMES, ROTARY, HuggingFaceNaming
+from torchtitan.models.qwen3.args import Qwen3Args
+
+NORMS = {
+    f"{LAYER}.attention.q_norm.weight": f"model.{LAYER}.self_attn.q_norm.weight",
+    f"{LAYER}.attention.k_norm.weight": f"model.{LAYER}.self_attn.k_norm.weight",
+}
+
+
+def to_config(args: Qwen3Args) -> dict[str, Any]:
+    """`config.json` of `transformers` (Qwen3Config)."""
+    return common_config(args, "qwen3", "Qwen3ForCausalLM") | {"use_sliding_window": False}
+
+
+def from_config(config: dict[str, Any]) -> Qwen3Args:
+    """The model sizes in a `config.json`.
+
+    Raises:
+        ValueError: the model is not a Qwen3 that this project supports.
+    """
+    sizes = common_sizes(config, "qwen3", use_sliding_window=False)
+    rope_scaling_of(config)  # must be none
+    return Qwen3Args(**sizes, head_dim=config.get("head_dim") or 128)
+
+
+HUGGING_FACE = HuggingFaceNaming(
+    names=NAMES | NORMS,
+    rotary=ROTARY | NORMS.keys(),  # a norm's channels are those of the queries or keys
+    to_config=to_config,
+    from_config=from_config,
+)

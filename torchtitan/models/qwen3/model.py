@@ -1,0 +1,31 @@
+"""Qwen3 (arXiv 2505.09388): a Llama whose heads have a size of their own and whose queries and keys are normalized.
+
+Shapes: B batch, S sequence, H query heads, G key-value heads, D channels of a head.
+"""
+
+import torch
+
+from torchtitan.models.args import TransformerArgs
+from torchtitan.models.attention import Attention
+from torchtitan.models.norm import RMSNorm
+from torchtitan.models.qwen3.args import Qwen3Args
+from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock
+
+
+class NormalizedAttention(Attention):
+    """Attention whose queries and keys have an RMSNorm over the channels of each head before RoPE."""
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__(args)
+        self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps)
+        self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps)
+
+    def before_rope(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.q_norm(q), self.k_norm(k)
+
+
+class Qwen3(Transformer):
+    """Every block has normalized attention and a SwiGLU feed-forward."""
+
+    def make_block(self, args: Qwen3Args, layer: int) -> TransformerBlock:
+        return TransformerBlock(args, NormalizedAttention(args), FeedForward(args.dim, args.ffn_dim))

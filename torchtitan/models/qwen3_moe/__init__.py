@@ -1,0 +1,1 @@
+"""Qwen3, the models with mixtures of experts."""

@@ -1,0 +1,12 @@
+"""Qwen3 with mixtures of experts (arXiv 2505.09388)."""
+
+from torchtitan.models.moe import SparseTransformer
+from torchtitan.models.qwen3.model import NormalizedAttention
+from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
+
+
+class Qwen3MoE(SparseTransformer):
+    """Every block has the attention of the dense models, and a mixture of experts."""
+
+    def make_attention(self, args: Qwen3MoEArgs) -> NormalizedAttention:
+        return NormalizedAttention(args)
