@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from torchtitan.engine.expert_balance import mixtures
+from torchtitan.models.moe import mixtures
 from torchtitan.parallel.expert import ExpertDispatch
 
 

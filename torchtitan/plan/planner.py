@@ -14,7 +14,6 @@ from torchtitan.converters import LinearConverter, apply_converters, conversion_
 from torchtitan.device import Device
 from torchtitan.engine.compute_dtype import decide_compute_dtype
 from torchtitan.engine.config_checks import check, global_batch_size
-from torchtitan.engine.expert_balance import mixtures
 from torchtitan.engine.explain import explain_conversion
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.precision_phases import Phase, parse_phases
@@ -22,6 +21,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
+from torchtitan.models.moe import mixtures
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.fsdp import require_parts
 from torchtitan.parallel.pipeline import find_first_layers, layer_costs
