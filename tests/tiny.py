@@ -68,7 +68,12 @@ MODELS.register(
     "sparse",
     replace(
         MODELS.get("qwen3_moe"),
-        flavors={"narrow": SPARSE, "deep": replace(SPARSE, n_layers=4, moe=EVERYTHING), "even": EVEN},
+        flavors={
+            "narrow": SPARSE,
+            "many": replace(SPARSE, moe=replace(SPARSE.moe, n_experts=16)),
+            "deep": replace(SPARSE, n_layers=4, moe=EVERYTHING),
+            "even": EVEN,
+        },
     ),
 )
 

@@ -133,6 +133,8 @@ def work_of(config: JobConfig, world_size: int) -> Work:
 
     with fake_process_group(0, world_size):
         meshes = build_meshes(dims, device.type)
+        if hasattr(args, "moe"):
+            _ = meshes.expert_mesh  # fake tensors cannot build it
         for layers in LAYERS:
             with mode:
                 engine = build_engine(
