@@ -38,7 +38,11 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
         ((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [9]),
         ((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 5, 5, 3]),
         ((*SPARSE, EVERY_SECOND, TP, "--parallelism.expert_parallel_degree=4"), 4, [10]),
-        ((*SPARSE, NONE, f"{PP}=4", "--parallelism.expert_parallel_degree=2"), 8, [6, 5, 5, 3]),
+        (
+            (*SPARSE, NONE, f"{PP}=2", "--parallelism.expert_parallel_degree=2", "--training.local_batch_size=4"),
+            4,
+            [6, 5],
+        ),
         pytest.param(
             (*SPARSE, "--activation_checkpoint.mode=full", f"{PP}=4", "--training.local_batch_size=6"),
             4,

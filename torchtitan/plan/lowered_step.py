@@ -128,25 +128,18 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     by_layers: list[Work] = []
 
     def allocate(model: object, stages: Sequence[nn.Module], *_: object) -> None:
-        for stage in stages:
-            stage.to_empty(device=device.torch_device)
+        with mode:
+            for stage in stages:
+                stage.to_empty(device=device.torch_device)
 
     with fake_process_group(0, world_size):
         meshes = build_meshes(dims, device.type)
-        if hasattr(args, "moe"):
-            _ = meshes.expert_mesh  # fake tensors cannot build it
         for layers in LAYERS:
+            sized = dataclasses.replace(args, n_layers=dense + layers)
+            engine = build_engine(config, meshes, device, sized, rows, allocate=allocate)
+            assume_load(engine.model, config.job.simulate_expert_load)
+            by_passes: list[Work] = []
             with mode:
-                engine = build_engine(
-                    config,
-                    meshes,
-                    device,
-                    dataclasses.replace(args, n_layers=dense + layers),
-                    rows,
-                    allocate=allocate,
-                )
-                assume_load(engine.model, config.job.simulate_expert_load)
-                by_passes: list[Work] = []
                 for count_of_passes in (1, 1, 2)[: 3 if passes > 1 else 2]:  # the first step compiles
                     watch.work = Work()
                     with watch:
