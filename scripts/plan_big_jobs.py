@@ -64,12 +64,12 @@ is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no
   rate). It adds the blocking collectives of tensor, context and expert parallelism, or takes FSDP's collectives if
   these take longer. A 1F1B or GPipe pipeline also fills and drains. Each link carries a byte no more often than
   necessary, in machines of 8. A real step is slower.
-- For a compiled run without a pipeline on an H100 or H200, the plan also says what a step is expected to take, by part.
-  The work is counted in the code that the compiler generates for that GPU ([architecture.md](architecture.md)): FLOPs
-  of GEMMs and attention, bytes that generated kernels, uncompiled operations and the update read and write. It is
-  divided by the rates in `torchtitan/plan/step_model.py`, which names their sources. The host is assumed to keep ahead.
-  This takes a minute or two, and needs the `triton` package (on a GPU, torch brings it) and a C++ compiler; where it is
-  not possible, a note says why.
+- For a compiled run without a pipeline and without expert parallelism on an H100 or H200, the plan also says what a
+  step is expected to take, by part. The work is counted in the code that the compiler generates for that GPU
+  ([architecture.md](architecture.md)): FLOPs of GEMMs and attention, bytes that generated kernels, uncompiled
+  operations and the update read and write. It is divided by the rates in `torchtitan/plan/step_model.py`, which names
+  their sources. The host is assumed to keep ahead. This takes a minute or two, and needs the `triton` package (on a
+  GPU, torch brings it) and a C++ compiler; where it is not possible, a note says why.
 
 ## Mixtures of experts
 
@@ -82,7 +82,7 @@ is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no
   activation checkpointing, the forward pass's are repeated (`full`, and every layer that an integer selects) or their
   results are kept (`op`).
 - Dimension `expert_fsdp` has the ranks that shard the same experts: they gather these with their block, and
-  reduce-scatter the gradients. Without expert and tensor parallelism the experts belong to `fsdp`. Dimensions of the
+  reduce-scatter the gradients. Without expert and tensor parallelism the experts belong to `fsdp`. Other dimensions of the
   same ranks share a name.
 - FLOPs per token count the parameters that a token uses. A grouped GEMM is assumed to run at the device's peak, however
   few rows an expert gets.

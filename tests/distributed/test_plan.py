@@ -214,9 +214,9 @@ def test_a_plan_is_what_two_processes_hold_and_send(
 def test_a_plan_of_a_rank_whose_experts_get_twice_as_many_rows(
     two: dict[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    flags = (*SKEWED, "--job.simulate_expert_load=2", f"--job.dump_folder={tmp_path}")
-    assert_planned(flags, 2, two["skewed"], ranks=1)
-    balanced, skewed = (planned((*FLAGS, *SKEWED, *more), 2)[0] for more in ((), flags))
+    flags, load = (*SKEWED, f"--job.dump_folder={tmp_path}"), "--job.simulate_expert_load=2"
+    assert_planned((*flags, load), 2, two["skewed"], ranks=1)
+    balanced, skewed = (planned((*FLAGS, *flags, *more), 2)[0] for more in ((), (load,)))
     # 6 layers; each sends, receives, and sends and receives the gradients of, 1,024 tokens x 2 experts x 256 channels.
     rows = 6 * 4 * 1024 * 2 * 256 * 4
     by_kind = [{line.kind: line.bytes for line in rank.traffic} for rank in (balanced, skewed)]

@@ -43,11 +43,6 @@ class Meshes:
     mesh: DeviceMesh
     context_mesh: DeviceMesh | None
 
-    @functools.cached_property
-    def expert_mesh(self) -> DeviceMesh | None:
-        """As `ParallelDims.build_expert_mesh` says. Built when first asked for, which is collective."""
-        return self.dims.build_expert_mesh(self.mesh.device_type)
-
     @property
     def dp_rank(self) -> int:
         """Which of the `dims.dp` slices of the global batch this rank trains on."""
@@ -180,7 +175,7 @@ def build_engine(
     positions = _position_ids(config, meshes)
     if positions is not None:
         positions = positions.to(device.torch_device)
-    expert_mesh = meshes.expert_mesh if hasattr(args, "moe") else None
+    expert_mesh = dims.build_expert_mesh(device.type) if hasattr(args, "moe") else None
     # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
     # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.
     loss_scale = dims.dp_replicate * dims.fsdp / (global_batch_size * training.seq_len)

@@ -49,7 +49,7 @@ def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
         raise LoweringError("triton is not installed")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
-        job = dataclasses.replace(config.job, plan=True, simulate_world_size=None, simulate_device="auto")
+        job = dataclasses.replace(config.job, plan=False, simulate_world_size=None, simulate_device="auto")
         path.write_text(to_toml(dataclasses.replace(config, job=job)), encoding="utf-8")
         done = subprocess.run(
             [sys.executable, "-m", __name__, str(path), gpu, str(world_size)],
@@ -96,7 +96,6 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     from torchtitan.engine.engine import build_engine, build_meshes
     from torchtitan.engine.model_args import find_model_args
     from torchtitan.engine.train_step import train_step
-    from torchtitan.plan.expert_load import assume_load
     from torchtitan.plan.extrapolation import dense_layers
     from torchtitan.plan.simulation import fake_process_group
     from torchtitan.plan.watch import Watch, work_of_graph
@@ -128,18 +127,22 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     by_layers: list[Work] = []
 
     def allocate(model: object, stages: Sequence[nn.Module], *_: object) -> None:
-        with mode:
-            for stage in stages:
-                stage.to_empty(device=device.torch_device)
+        for stage in stages:
+            stage.to_empty(device=device.torch_device)
 
     with fake_process_group(0, world_size):
         meshes = build_meshes(dims, device.type)
         for layers in LAYERS:
-            sized = dataclasses.replace(args, n_layers=dense + layers)
-            engine = build_engine(config, meshes, device, sized, rows, allocate=allocate)
-            assume_load(engine.model, config.job.simulate_expert_load)
-            by_passes: list[Work] = []
             with mode:
+                engine = build_engine(
+                    config,
+                    meshes,
+                    device,
+                    dataclasses.replace(args, n_layers=dense + layers),
+                    rows,
+                    allocate=allocate,
+                )
+                by_passes: list[Work] = []
                 for count_of_passes in (1, 1, 2)[: 3 if passes > 1 else 2]:  # the first step compiles
                     watch.work = Work()
                     with watch:
