@@ -1,6 +1,6 @@
 """Training speed of Llama shapes on one GPU of the H100 class: bf16, float8 and int8, in under nine minutes.
 
-python -m benchmarks gpu [--minutes 9] [--models 8B,3B,1B] [--rows "bf16 compiled,float8 tensorwise"] [--name h200]
+python -m benchmarks gpu [--minutes 9] [--models 8B,qwen3-8B] [--rows "bf16 compiled,float8 tensorwise"] [--name h200]
 
 It runs from a bare checkout and needs only torch 2.11 or later and the packages of carried/ (scripts/carry_for_gpu.sh).
 Rows run in order of importance; those for which no time is left are dropped, and the table says so. The table is

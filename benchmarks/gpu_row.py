@@ -31,8 +31,8 @@ from torchtitan.engine.train_step import train_step
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
+from torchtitan.models.args import TransformerArgs
 from torchtitan.models.init import init_weights
-from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.process_group import init_process_group
 
@@ -85,16 +85,17 @@ class Bench:
         """All of the model's layers, or as many as fit according to an estimate.
 
         14 bytes per parameter: float32 weight and two moments, and the gathered bf16 copy. Gradients take 4 more, while
-        activations are freed. A layer saves for its backward pass, in bf16 and uncompiled, per token: 8 vectors of dim,
-        4 of the keys' width, 4 of the feed-forward's, and the float32 queries and keys of the rotary embedding.
+        activations are freed. A layer saves for its backward pass, in bf16 and uncompiled, per token: 6 vectors of dim,
+        2 of the queries' width, 4 of the keys', 4 of the feed-forward's, and the float32 queries and keys of the rotary
+        embedding.
         """
         args = MODELS.get(family).flavor(flavor)
-        assert isinstance(args, LlamaArgs) and args.vocab_size is not None
+        assert isinstance(args, TransformerArgs) and args.vocab_size is not None
         if self.smoke:
             return 2
-        kv = args.n_kv_heads * args.head_dim
-        weights = 2 * args.dim * (args.dim + kv) + 3 * args.dim * args.ffn_dim
-        kept = 2 * (8 * args.dim + 4 * kv + 4 * args.ffn_dim) + 4 * 2 * (args.dim + kv)
+        heads, kv = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+        weights = 2 * args.dim * (heads + kv) + 3 * args.dim * args.ffn_dim
+        kept = 2 * (6 * args.dim + 2 * heads + 4 * kv + 4 * args.ffn_dim) + 4 * 2 * (heads + kv)
         head = args.dim * args.vocab_size * (1 if args.tied_embeddings else 2)
         # Besides the states: the output layer's gradient in float32 and bf16 while the loss sums it, and logits.
         fixed = 18 * head + 8 * args.dim * args.vocab_size + 2 * 2**30

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-MODELS = {"8B": ("llama3", "8B"), "3B": ("llama3.2", "3B"), "1B": ("llama3.2", "1B")}
+MODELS = {"8B": ("llama3", "8B"), "3B": ("llama3.2", "3B"), "1B": ("llama3.2", "1B"), "qwen3-8B": ("qwen3", "8B")}
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,15 @@ from torchtitan.device import Device, find_device
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
-from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.args import TransformerArgs
 
 MODELS_BY_NAME = {
     "debug": ("llama3", "debugmodel"),
     "1B": ("llama3.2", "1B"),
     "3B": ("llama3.2", "3B"),
     "8B": ("llama3", "8B"),
+    "qwen3-0.6B": ("qwen3", "0.6B"),
+    "qwen3-8B": ("qwen3", "8B"),
 }
 RECIPES: dict[str, tuple[str, Any]] = {
     "float8 tensorwise": ("float8", Float8(recipe_name="tensorwise")),
@@ -57,10 +59,11 @@ def layers(names: list[str], output: bool) -> Iterator[tuple[str, int, int]]:
     for name in names:
         family, flavor = MODELS_BY_NAME[name]
         args = MODELS.get(family).flavor(flavor).with_vocab_size(4096)
-        assert isinstance(args, LlamaArgs) and args.vocab_size is not None
-        kv = args.n_kv_heads * args.head_dim
+        assert isinstance(args, TransformerArgs) and args.vocab_size is not None
+        heads, kv = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
         of_model = {
-            "wq, wo": (args.dim, args.dim),
+            "wq": (args.dim, heads),
+            "wo": (heads, args.dim),
             "wk, wv": (args.dim, kv),
             "w1, w3": (args.dim, args.ffn_dim),
             "w2": (args.ffn_dim, args.dim),

@@ -36,7 +36,8 @@ def run(name: str, flags: list[str], steps: int, folder: Path, processes: int = 
 
 def losses(dump: Path) -> list[float]:
     """The loss of every step of a finished run."""
-    return [json.loads(line)["loss"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
+    entries = map(json.loads, (dump / "metrics.jsonl").read_text().splitlines())
+    return [entry["loss"] for entry in entries if "loss" in entry]
 
 
 def losses_table(what: str, runs: dict[str, Path]) -> str:

@@ -11,7 +11,7 @@ PYTHONS="3.10 3.11 3.12 3.13"
 TORCHES="2.11 2.12 2.13 2.14 newest"
 PATIENCE=600  # seconds for a run or for the unit tests
 UNITS="activation_checkpoint attention config_manager conversion_report converter_filter cpu_gemm
-data_loader data_sources float8 int8 kernel_substitutes llama loss low_bit_adamw norm optimizer pipeline tokenizer transpose_pass"
+data_loader data_sources float8 int8 kernel_substitutes llama loss low_bit_adamw norm optimizer pipeline qwen3 tokenizer transpose_pass"
 
 # Six steps of the debug model: the table shows the last loss. Name, processes, flags.
 RUNS=(

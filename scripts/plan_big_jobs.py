@@ -82,8 +82,8 @@ is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no
   activation checkpointing, the forward pass's are repeated (`full`, and every layer that an integer selects) or their
   results are kept (`op`).
 - Dimension `expert_fsdp` has the ranks that shard the same experts: they gather these with their block, and
-  reduce-scatter the gradients. Without expert and tensor parallelism the experts belong to `fsdp`. Other dimensions of the
-  same ranks share a name.
+  reduce-scatter the gradients. Without expert and tensor parallelism the experts belong to `fsdp`. Other dimensions of
+  the same ranks share a name.
 - FLOPs per token count the parameters that a token uses. A grouped GEMM is assumed to run at the device's peak, however
   few rows an expert gets.
 

@@ -4,10 +4,11 @@
 """
 
 import dataclasses
+import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from runs import ROOT, TINY, grad_norms, into, losses, tensors_of, train
@@ -16,12 +17,13 @@ STEPS = 10
 BATCH = 8
 BASE = (
     *TINY,
-    "--model.flavor=deep",
     f"--training.steps={STEPS}",
     f"--training.global_batch_size={BATCH}",
     "--checkpoint.enable_checkpoint",
     f"--checkpoint.interval={STEPS}",
+    "--checkpoint.enable_first_step_checkpoint",
 )
+MOMENT = re.compile(r"optimizer\.state\.(.+)\.exp_avg")
 TOLERANCE = 1e-5  # relative; a row that needs more says so
 
 
@@ -35,6 +37,9 @@ class Layout:
         local_batch_size: sequences in a forward pass of a rank.
         flags: that select the layout.
         core: whether the short form of the test includes it.
+        model: `model.name`; compared with one process that trains the same model.
+        flavor: `model.flavor`.
+        common: flags that the one process has, too.
     """
 
     name: str
@@ -42,22 +47,37 @@ class Layout:
     local_batch_size: int
     flags: tuple[str, ...] = ()
     core: bool = False
+    model: str = "tiny"
+    flavor: str = "deep"
+    common: tuple[str, ...] = ()
 
 
-def degrees(replicate: int = 1, tp: int = 1, cp: int = 1, pp: int = 1) -> tuple[str, ...]:
+def degrees(replicate: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1) -> tuple[str, ...]:
     kinds = {
         "data_parallel_replicate": replicate,
         "tensor_parallel": tp,
         "context_parallel": cp,
         "pipeline_parallel": pp,
+        "expert_parallel": ep,
     }
     return tuple(f"--parallelism.{kind}_degree={degree}" for kind, degree in kinds.items() if degree > 1)
+
+
+def qwen3(name: str, *values: Any, flavor: str = "deep", **options: Any) -> Layout:
+    """A row that trains a Qwen3."""
+    return Layout(f"Qwen3, {name}", *values, model="tiny_qwen3", flavor=flavor, **options)
+
+
+def experts(name: str, *values: Any, **options: Any) -> Layout:
+    """A row that trains a model with a mixture of experts."""
+    return Layout(f"experts, {name}", *values, model="sparse", **options)
 
 
 FULL = "--activation_checkpoint.mode=full"
 EVERY_SECOND = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
 BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
 COMPILE = "--training.compile"
+LOSS = "--moe.balance=loss"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule="
 SPLIT = "--parallelism.pipeline_parallel_split_points="
 ALL_TO_ALL = "--parallelism.context_parallel_rotate_method=alltoall"
@@ -128,42 +148,89 @@ LAYOUTS = [
     Layout("CP 2, compile", 2, 8, (*degrees(cp=2), COMPILE)),
     Layout("PP 2, compile", 2, 8, (*degrees(pp=2), COMPILE)),
     Layout("FSDP 2 x TP 2, compile, recomputation by operation", 4, 4, (*degrees(tp=2), COMPILE, *BY_OPERATION)),
+    qwen3("FSDP 2", 2, 4),
+    qwen3("FSDP 2 x TP 2", 4, 4, degrees(tp=2), core=True),
+    qwen3("HSDP 2 x 2 x TP 2", 8, 2, degrees(replicate=2, tp=2)),
+    qwen3("FSDP 2 x CP 2, all-to-all", 4, 4, (*degrees(cp=2), ALL_TO_ALL)),
+    qwen3("CP 2 x TP 2 x PP 2", 8, 8, degrees(cp=2, tp=2, pp=2)),
+    qwen3("PP 2 x FSDP 2, ZBVZeroBubble, accumulation", 4, 2, (*degrees(pp=2), f"{SCHEDULE}ZBVZeroBubble")),
+    qwen3("TP 2, compile, recomputation by operation", 2, 8, (*degrees(tp=2), COMPILE, *BY_OPERATION)),
+    qwen3("tied, FSDP 2 x TP 2, accumulation", 4, 1, degrees(tp=2), flavor="tied"),
+    experts("FSDP 2", 2, 4),
+    experts("FSDP 2, EP 2", 2, 4, degrees(ep=2), core=True),
+    experts("FSDP 4, EP 2", 4, 2, degrees(ep=2)),
+    experts("FSDP 4, EP 4", 4, 2, degrees(ep=4)),
+    experts("HSDP 2 x 2, EP 2", 4, 2, degrees(replicate=2, ep=2), core=True),
+    experts("TP 2", 2, 8, degrees(tp=2)),
+    experts("TP 2, EP 2", 2, 8, degrees(tp=2, ep=2), core=True),
+    experts("FSDP 2 x TP 2, EP 2", 4, 4, degrees(tp=2, ep=2)),
+    experts("FSDP 2 x TP 2, EP 4", 4, 4, degrees(tp=2, ep=4)),
+    experts("CP 2, EP 2", 2, 8, degrees(cp=2, ep=2)),
+    experts("TP 2 x CP 2, EP 4", 4, 8, degrees(tp=2, cp=2, ep=4)),
+    experts("PP 2", 2, 8, degrees(pp=2)),
+    experts("PP 2 x FSDP 2, EP 2", 4, 4, degrees(pp=2, ep=2), core=True),
+    experts("PP 2 x FSDP 2, EP 2, ZBVZeroBubble", 4, 4, (*degrees(pp=2, ep=2), f"{SCHEDULE}ZBVZeroBubble")),
+    experts("FSDP 2 x TP 2 x PP 2, EP 4", 8, 4, degrees(tp=2, pp=2, ep=4)),
+    experts("FSDP 2, EP 2, accumulation", 2, 1, degrees(ep=2)),
+    experts("FSDP 2, EP 2, recomputation full", 2, 4, (*degrees(ep=2), FULL)),
+    experts("FSDP 2, EP 2, recomputation by operation", 2, 4, (*degrees(ep=2), *BY_OPERATION), core=True),
+    experts("FSDP 2, EP 2, compile", 2, 4, (*degrees(ep=2), COMPILE), core=True),
+    experts("TP 2, EP 2, compile", 2, 8, (*degrees(tp=2, ep=2), COMPILE)),
+    experts("FSDP 2, EP 2, compile, recomputation by operation", 2, 4, (*degrees(ep=2), COMPILE, *BY_OPERATION)),
+    experts("TP 2 x CP 2, EP 2, loss for an even load", 4, 8, degrees(tp=2, cp=2, ep=2), common=(LOSS,)),
+    experts("PP 2 x FSDP 2, EP 2, loss for an even load, accumulation", 4, 2, degrees(pp=2, ep=2), common=(LOSS,)),
 ]
 
 
 class Training(NamedTuple):
-    """The results of a run."""
+    """The results of a run.
+
+    Attributes:
+        gradients: those of step 1, by parameter, times one factor that all have in common.
+        weights: after the last step, and the optimizer's state.
+    """
 
     losses: torch.Tensor
     grad_norms: torch.Tensor
+    gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
 
 
 def run(layout: Layout, folder: Path) -> Training:
     """Trains under this layout."""
     size = f"--training.local_batch_size={layout.local_batch_size}"
-    train(*BASE, into(folder), size, *layout.flags, processes=layout.processes)
+    model = (f"--model.name={layout.model}", f"--model.flavor={layout.flavor}")
+    train(*BASE, *model, into(folder), size, *layout.flags, *layout.common, processes=layout.processes)
+    first = tensors_of(folder, 1)
+    # AdamW's first moment after one step is the gradient times 1 - beta1.
+    moments = {found[1]: tensor for name, tensor in first.items() if (found := MOMENT.fullmatch(name))}
+    buffers = ("optimizer.", "expert_bias")
+    assert moments.keys() == {name for name in first if not name.startswith(buffers) and not name.endswith(buffers)}
     return Training(
         torch.tensor(list(losses(folder).values()), dtype=torch.float64),
         torch.tensor(grad_norms(folder), dtype=torch.float64),
+        moments,
         tensors_of(folder, STEPS),
     )
 
 
 def deviations(expected: Training, found: Training) -> dict[str, float]:
-    """The largest relative deviation of losses, of gradient norms, and of the final weights (2-norm of a tensor's
-    difference divided by that of the tensor). Any NaN makes the result NaN, unlike Python's `max`."""
+    """The largest relative deviation of losses, of gradient norms, of a parameter's gradient, and of a final weight
+    (2-norm of a tensor's difference divided by that of the tensor). Any NaN makes the result NaN, unlike Python's
+    `max`."""
     assert expected.losses.shape == found.losses.shape == (STEPS,)
-    assert expected.weights.keys() == found.weights.keys()
     return {
         "loss": float(((found.losses - expected.losses) / expected.losses).abs().max()),
         "gradient norm": float(((found.grad_norms - expected.grad_norms) / expected.grad_norms).abs().max()),
-        "weights": float(
-            torch.stack(
-                [(found.weights[name] - weight).norm() / weight.norm() for name, weight in expected.weights.items()]
-            ).max()
-        ),
+        "gradients": float(torch.stack([*by_name(expected.gradients, found.gradients).values()]).max()),
+        "weights": float(torch.stack([*by_name(expected.weights, found.weights).values()]).max()),
     }
+
+
+def by_name(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The relative deviation of each tensor."""
+    assert expected.keys() == found.keys()
+    return {name: (found[name] - tensor).norm() / tensor.norm() for name, tensor in expected.items()}
 
 
 def within_tolerance(deviations: dict[str, float]) -> bool:
@@ -171,7 +238,9 @@ def within_tolerance(deviations: dict[str, float]) -> bool:
     return all(value < TOLERANCE for value in deviations.values())
 
 
-ONE = Layout("one process", 1, BATCH)
+def one_process(layout: Layout) -> Layout:
+    """What this layout is compared with."""
+    return Layout("one process", 1, BATCH, model=layout.model, flavor=layout.flavor, common=layout.common)
 
 
 def main() -> None:
@@ -179,11 +248,14 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, CPU, gloo, float32, {STEPS} steps; largest relative deviation from one process\n"
     )
-    print("| layout | processes | loss | gradient norm | final weights |\n|---|---|---|---|---|")
+    print("| layout | processes | loss | gradient norm | worst gradient | final weights |\n|---|---|---|---|---|---|")
+    references: dict[Layout, Training] = {}
     with tempfile.TemporaryDirectory() as folder:
-        expected = run(ONE, Path(folder) / "one")
         for number, layout in enumerate(LAYOUTS):
-            found = deviations(expected, run(layout, Path(folder) / str(number)))
+            one = one_process(layout)
+            if one not in references:
+                references[one] = run(one, Path(folder) / f"one-{len(references)}")
+            found = deviations(references[one], run(layout, Path(folder) / str(number)))
             cells = " | ".join(f"{value:.0e}" if value else "0" for value in found.values())
             print(f"| {layout.name} | {layout.processes} | {cells} |", flush=True)
             if not within_tolerance(found):

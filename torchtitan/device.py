@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from torchtitan.errors import nearest
 from torchtitan.logging import logger
 
+HAS_TRITON = find_spec("triton") is not None  # for our kernels on GPUs; torch for CUDA comes with it on Linux
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 # From oneDNN's developer guide, "CPU dispatcher control".

@@ -18,6 +18,7 @@ from torchtitan.converters.conversion_report import schedule_line
 from torchtitan.data import Batch, Loader, ValidationLoader
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine
+from torchtitan.engine.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.engine.garbage_collection import garbage_collection
 from torchtitan.engine.openmp_threads import limit_spinning
 from torchtitan.engine.precision_phases import PrecisionPhases
@@ -154,6 +155,7 @@ class Trainer:
         self.tokens_seen += self.tokens_per_step
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
         phases = self.engine.phases
+        experts = self._expert_metrics() if reporter.due(self.step) else None
         reporter.step(
             self.step,
             loss=lambda: sum_over_ranks(self.engine, loss) / self.tokens_per_step,
@@ -162,7 +164,16 @@ class Trainer:
             skipped_updates=self.guard.read,
             failed_saves=self.checkpoints.failed_saves,
             **({"precision_phase": phases.current + 1} if phases is not None else {}),
+            **({} if experts is None else experts.summary),
         )
+        if experts is not None:
+            reporter.expert_load(self.step, experts.load)
+
+    def _expert_metrics(self) -> ExpertMetrics | None:
+        mixture = getattr(self.engine.model.args, "moe", None)
+        if mixture is None:
+            return None
+        return expert_metrics(self.engine.expert_statistics, mixture.top_k, self.engine.meshes.mesh)
 
     @property
     def tokens_per_step(self) -> int:

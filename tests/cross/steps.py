@@ -4,6 +4,7 @@ Importing it changes the compiler for good, so the tests must not, not even to u
 """
 
 import dataclasses
+import itertools
 import traceback
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.train_step import train_step
-from torchtitan.kernels import int8_triton
+from torchtitan.kernels import int8_triton, quantize_triton
+from torchtitan.kernels.quantize import SMALLEST_SCALE, WIDEST
 from torchtitan.models import MODELS
 from torchtitan.optim import state_formats
 from torchtitan.optim.skip_step import UpdateGuard
@@ -218,24 +220,35 @@ def spilling_kernel() -> bool:
     return spilled(resource_usage(binary.asm["cubin"]))
 
 
-def int8_gemm_spills(capability: int) -> list[str]:
-    """Configurations of our int8 GEMM that spill registers on this GPU, and what they use."""
-    pointers = {"a": "*i8", "b": "*i8", "out": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32"}
-    names = int8_triton.int8_gemm_kernel.arg_names
-    signature = {name: "constexpr" if name.isupper() and len(name) > 1 else pointers.get(name, "i32") for name in names}
-    aligned = {
-        (place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name] != "constexpr"
-    }
+def int8_spills(capability: int) -> list[str]:
+    """Configurations of our int8 kernels that spill registers on this GPU, and what they use."""
+    gemm = {"a": "*i8", "b": "*i8", "out": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32"}
     found = []
     for config in int8_triton.CONFIGS:
         constants = {**config.kwargs, "GROUP": int8_triton.GROUP}
-        source = ASTSource(int8_triton.int8_gemm_kernel, signature, constants, aligned)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        usage = resource_usage(binary.asm["cubin"])
-        if spilled(usage) or binary.metadata.shared > SHARED_MEMORY[capability]:
-            found.append(f"{config}: {usage} {binary.metadata.shared}")
+        found += _spills_of_kernel(int8_triton.int8_gemm_kernel, gemm, constants, options, capability)
+    for dtype, columns in itertools.product(("*bf16", "*fp32"), (64, 4096, WIDEST)):
+        rounding = {"x": dtype, "data": "*i8", "scale_inverse": "*fp32", "column_amax": "*i32"}
+        constants = {"SMALLEST": SMALLEST_SCALE, "ROWS": 32, "BLOCK": columns}
+        options = {"num_warps": quantize_triton.warps(columns)}
+        found += _spills_of_kernel(quantize_triton.round_rows_kernel, rounding, constants, options, capability)
     return found
+
+
+def _spills_of_kernel(
+    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], options: dict[str, int], capability: int
+) -> list[str]:
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name] != "constexpr"
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    usage = resource_usage(binary.asm["cubin"])
+    fits = not spilled(usage) and binary.metadata.shared <= SHARED_MEMORY[capability]
+    return [] if fits else [f"{kernel.__name__} {constants} {options}: {usage} {binary.metadata.shared}"]
 
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes of a block of threads: CUDA C++ programming guide

@@ -50,3 +50,10 @@ def test_without_triton_the_plan_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     planned = plan(tmp_path)
     assert planned.expected is None and planned.step_seconds
     assert planned.notes[-1] == "not expected, only bounded: triton is not installed"
+
+
+@needs_triton
+def test_a_plan_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowered_step, "TIME_LIMIT", 0.1)
+    with pytest.raises(lowered_step.LoweringError, match=r"took longer than 0\.1 s and was ended"):
+        lowered_step.lowered_work(ConfigManager().parse_args(FLAGS), 1, "sm_90")

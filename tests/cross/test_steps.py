@@ -204,15 +204,15 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_the_int8_gemm_compiles_without_spilling_registers(capability: int) -> None:
-    """For Ampere and Hopper, in all its configurations."""
-    assert on_gpu("sm_90", "steps.int8_gemm_spills", capability) == []
+def test_int8_kernels_compile_without_spilling_registers(capability: int) -> None:
+    """Our own, for Ampere and Hopper, in all their configurations."""
+    assert on_gpu("sm_90", "steps.int8_spills", capability) == []
 
 
 def test_int8_moves_hardly_more_bytes_than_bf16() -> None:
-    """The aim is 1.15: missed, because each weight is read once more for the largest number of each column."""
+    """By the recorded figures, which `test_a_step` compares with new ones."""
     recorded = json.loads(FIGURES.read_text())["cases"]
-    assert recorded["int8 rowwise"]["GB of a block"] <= 1.16 * recorded["bf16"]["GB of a block"]
+    assert recorded["int8 rowwise"]["GB of a block"] <= 1.15 * recorded["bf16"]["GB of a block"]
 
 
 def test_what_spills_is_seen() -> None:

@@ -74,6 +74,17 @@ def test_converter_with_feature(converter: str, feature: str, alone: dict[str, l
     assert counted != (converter == "mx" and "compile" in feature)  # the compiler fuses emulated casts
 
 
+@pytest.mark.parametrize("converter", [pytest.param("float8", marks=pytest.mark.full), "int8"])
+def test_converter_with_another_family(converter: str, tmp_path: Path) -> None:
+    """Whose heads are wider than dim / heads: the shapes of wq and wo differ."""
+    base = (*BASE, "--model.name=tiny_qwen3", *CONVERTERS[converter])
+    train(*base, into(tmp_path / "one"), "--training.local_batch_size=4")
+    output = train(*base, into(tmp_path / "four"), *FEATURES["FSDP and tensor parallel"], processes=4)
+    expected = pytest.approx(list(losses(tmp_path / "one").values()), abs=5e-3)
+    assert list(losses(tmp_path / "four").values()) == expected
+    assert "14 of 15" in output and "low-precision GEMMs ran in this step" in output
+
+
 def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
     """Checkpoints hold plain high-precision weights, regardless of the precision of computation and all_gathers."""
     saved = (*BASE, into(tmp_path), "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")

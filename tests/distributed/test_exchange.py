@@ -1,6 +1,8 @@
 """Under every layout: a run that starts from published weights, and one that exports its own."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from runs import CHECKPOINTS, TINY, failure, into, losses, started, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+QWEN3 = ("--model.name=tiny_qwen3", "--model.flavor=tied")
 LAYOUTS = {
     "one process": (1, ()),
     "FSDP 2": (2, ()),
@@ -16,6 +19,7 @@ LAYOUTS = {
     "CP 2": (2, ("--parallelism.context_parallel_degree=2",)),
     "PP 2": (2, ("--parallelism.pipeline_parallel_degree=2",)),
     "FSDP 2 x TP 2": (4, ("--parallelism.tensor_parallel_degree=2",)),
+    "Qwen3 tied, FSDP 2 x TP 2": (4, ("--parallelism.tensor_parallel_degree=2", *QWEN3)),
     "int8 gather": (2, ("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather")),
 }
 RUN = (*TINY, "--optimizer.weight_decay=0", "--training.global_batch_size=8")
@@ -26,15 +30,29 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("first")
-    train(*RUN, *CHECKPOINTS, into(folder), "--training.steps=4", "--checkpoint.last_save_in_hf")
-    return folder / "checkpoint"
+def published_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The checkpoint folder of a run with these further flags, which has published its weights."""
+
+    @functools.cache
+    def run(*flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("first")
+        train(*RUN, *flags, *CHECKPOINTS, into(folder), "--training.steps=4", "--checkpoint.last_save_in_hf")
+        return folder / "checkpoint"
+
+    return run
+
+
+@pytest.fixture
+def published(published_by: Callable[..., Path]) -> Path:
+    return published_by()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_starts_from_published_weights_and_leaves_its_own(layout: str, published: Path, tmp_path: Path) -> None:
+def test_a_run_starts_from_published_weights_and_leaves_its_own(
+    layout: str, published_by: Callable[..., Path], tmp_path: Path
+) -> None:
     processes, flags = LAYOUTS[layout]
+    published = published_by(*(flag for flag in flags if flag in QWEN3))
     run = (*RUN, *flags, *CHECKPOINTS, "--training.steps=2")
     start = "--checkpoint.initial_load_path="
     one, other = into(tmp_path / "one"), into(tmp_path / "other")

@@ -1,5 +1,8 @@
 """The same training under every layout."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import equality
@@ -13,28 +16,59 @@ ROWS = [
 ]
 
 
+Reference = Callable[[equality.Layout], equality.Training]
+
+
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> equality.Training:
-    return equality.run(equality.ONE, tmp_path_factory.mktemp("one"))
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The training of one process that a layout must equal; run once for each model."""
+    return functools.cache(lambda one: equality.run(one, tmp_path_factory.mktemp("one")))
 
 
 @pytest.mark.parametrize("layout", ROWS)
-def test_layout_equals_one_process(layout: equality.Layout, one_process: equality.Training, tmp_path: Path) -> None:
-    deviations = equality.deviations(one_process, equality.run(layout, tmp_path))
+def test_layout_equals_one_process(layout: equality.Layout, reference: Reference, tmp_path: Path) -> None:
+    deviations = equality.deviations(reference(equality.one_process(layout)), equality.run(layout, tmp_path))
     assert equality.within_tolerance(deviations), deviations
 
 
-@pytest.mark.parametrize("part", ["losses", "grad_norms", "weights"])
+@pytest.mark.parametrize("fault", ["NotSummed", "SummedTwice"])
+def test_a_gradient_summed_over_the_wrong_ranks_is_found(fault: str, reference: Reference, tmp_path: Path) -> None:
+    """Although the losses look right."""
+    right = equality.qwen3("TP 2", 2, 8, (*equality.degrees(tp=2), "--experimental.custom_import=wrong_gradients"))
+    expected = reference(equality.one_process(right))
+    found = equality.run(dataclasses.replace(right, model=fault), tmp_path)
+    deviations = equality.deviations(expected, found)
+    assert not equality.within_tolerance(deviations)
+    wrong = {name for name, off in equality.by_name(expected.gradients, found.gradients).items() if off > 0.1}
+    assert wrong == {f"layers.{layer}.attention.q_norm.weight" for layer in range(4)}
+    assert deviations["loss"] < equality.TOLERANCE
+
+
+def test_gradients_of_experts_averaged_over_the_wrong_ranks_are_found(reference: Reference, tmp_path: Path) -> None:
+    module = "--experimental.custom_import=wrong_gradients"
+    right = equality.experts("FSDP 2, EP 2", 2, 4, (*equality.degrees(ep=2), module))
+    expected = reference(equality.one_process(right))
+    found = equality.run(dataclasses.replace(right, model="WrongGroup"), tmp_path)
+    deviations = equality.deviations(expected, found)
+    assert not equality.within_tolerance(deviations)
+    wrong = {name for name, off in equality.by_name(expected.gradients, found.gradients).items() if off > 0.1}
+    assert wrong == {name for name in expected.gradients if ".moe.experts." in name}
+    assert deviations["loss"] < equality.TOLERANCE
+
+
+@pytest.mark.parametrize("part", ["losses", "grad_norms", "gradients", "weights"])
 def test_a_number_that_is_not_finite_equals_none(part: str) -> None:
     """Wherever it occurs among the others."""
 
     def training() -> equality.Training:
         ones = torch.ones(equality.STEPS, dtype=torch.float64)
-        return equality.Training(ones, ones.clone(), {name: torch.ones(2) for name in ("a", "b", "c")})
+        gradients, weights = ({name: torch.ones(2) for name in ("a", "b", "c")} for _ in range(2))
+        return equality.Training(ones, ones.clone(), gradients, weights)
 
     assert equality.within_tolerance(equality.deviations(training(), training()))
     spoiled = training()
-    numbers = spoiled.weights["b"] if part == "weights" else getattr(spoiled, part)
+    numbers = getattr(spoiled, part)
+    numbers = numbers["b"] if isinstance(numbers, dict) else numbers
     numbers[1] = float("nan")
     assert not equality.within_tolerance(equality.deviations(training(), spoiled))
 

@@ -169,6 +169,7 @@ TWO = {
     "TP 2": (TP,),
     "CP 2": (CP,),
     "PP 2": (PP, "--training.local_batch_size=4"),
+    "Qwen3, TP 2": (TP, "--model.name=qwen3"),
     "FSDP 2, 8 bits": ("--optimizer.name=AdamW8bit",),
     "FSDP 2, bfloat16 weights": ("--optimizer.name=AdamW4bit", "--training.weight_dtype=bfloat16", BF16),
     "EP 2": (*EVEN, EP),
@@ -269,6 +270,8 @@ def test_weights_before_the_first_step(tmp_path: Path) -> None:
 # fourth all-reduce is of the load of the experts. With FSDP 2, ranks that share the same experts gather those of 3
 # blocks twice, and reduce-scatter their gradients.
 #
+# Qwen3 has two more norms in each of the 6 blocks: 12 more all-reduces.
+#
 # HSDP, two grad-accumulation steps: each gathers and reduce-scatters as FSDP does: 30 and 16. Only the last all-reduces
 # the gradients of the 8 groups over the replicas: 8.
 COUNTED_BY_HAND = {
@@ -294,6 +297,7 @@ COUNTED_BY_HAND = {
             ("ep", "all-to-all"): 15,
         },
     ),
+    "Qwen3, TP 2": (2, {("tp", "all-gather"): 26, ("tp", "reduce-scatter"): 26, ("tp", "all-reduce"): 30}),
     "HSDP 2 x 2, accumulated": (
         4,
         {

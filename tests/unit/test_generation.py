@@ -20,12 +20,16 @@ from torchtitan.generation.stream import TextStream
 from torchtitan.interchange.convert import one_process
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.qwen3.args import Qwen3Args
+from torchtitan.models.qwen3.model import Qwen3
 from torchtitan.models.rope import RopeScaling
+from torchtitan.models.transformer import Transformer
 
 SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211)
 VARIANTS = {
     "gqa": SMALL,
     "tied, one head": replace(SMALL, n_kv_heads=1, tied_embeddings=True),
+    "qwen3": Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211, head_dim=32),
     "rope scaling": replace(SMALL, rope_theta=1e4, rope_scaling=RopeScaling(factor=8.0, original_seq_len=16)),
 }
 EOS = 210
@@ -37,9 +41,9 @@ def group() -> Iterator[None]:
         yield
 
 
-def llama(args: LlamaArgs) -> Llama:
+def llama(args: LlamaArgs | Qwen3Args) -> Transformer:
     torch.manual_seed(0)
-    model = Llama(args)
+    model = Qwen3(args) if isinstance(args, Qwen3Args) else Llama(args)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
     return model
@@ -52,7 +56,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def greedy(model: Llama, prompt: list[int], count: int) -> list[int]:
+def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
     """With the model only."""
     ids = list(prompt)
     for _ in range(count):

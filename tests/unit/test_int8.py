@@ -13,7 +13,14 @@ from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.int8 import Int8Converter, Int8Linear
 from torchtitan.converters.linear import relative_errors
 from torchtitan.errors import ConfigError
-from torchtitan.kernels.quantize import LARGEST, quantize, quantize_both, quantize_columns
+from torchtitan.kernels.quantize import (
+    LARGEST,
+    quantize,
+    quantize_both,
+    quantize_columns,
+    quantize_rows,
+    quantize_with,
+)
 
 CPU = Target("cpu", tokens=64)
 RECIPES = ("rowwise", "tensorwise")
@@ -116,6 +123,10 @@ def test_quantizing_is_within_half_a_step_and_finite(scale: float, zero_rows: se
     assert ((columns.dequantize() - x).abs() <= 0.5001 * columns.scale_inverse).all()
     for once, both in zip(((data, scales), columns), quantize_both(x, recipe), strict=True):
         assert torch.equal(once[0], both.data) and torch.equal(once[1], both.scale_inverse)
+    rows, column_scale_inverse = quantize_rows(x, recipe)
+    assert torch.equal(rows.data, data) and torch.equal(rows.scale_inverse, scales)
+    assert torch.equal(column_scale_inverse, columns.scale_inverse)
+    assert torch.equal(quantize_with(x, column_scale_inverse), columns.data)
 
 
 def test_dimensions_that_are_no_multiples_of_16_stay_in_bf16() -> None:

@@ -51,6 +51,14 @@ def test_channels_of_the_norms_matter(norm: str) -> None:
     assert (model(tokens()) - before).abs().max() > 1e-2
 
 
+@torch.no_grad()
+def test_document_mask_equals_separate_sequences() -> None:
+    model = nontrivial(Qwen3(VARIANTS["tied"]))
+    ids = (torch.arange(100) >= 40).long().expand(2, -1)
+    alone = [model(tokens()[:, :40]), model(tokens()[:, 40:])]
+    torch.testing.assert_close(model(tokens(), document_ids=ids), torch.cat(alone, 1), atol=1e-5, rtol=0)
+
+
 def test_module_names_that_filter_lists_use() -> None:
     names = {name.removeprefix("layers.0.") for name, _ in Qwen3(SMALL).named_modules() if "layers.0.a" in name}
     assert names == {"attention_norm", "attention"} | {

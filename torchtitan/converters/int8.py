@@ -19,9 +19,19 @@ from torchtitan.converters.int8_fsdp import GatheredWeight, ShardedWeight, set_t
 from torchtitan.converters.linear import LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
+from torchtitan.device import HAS_TRITON
 from torchtitan.errors import ConfigError
-from torchtitan.kernels.matmul_8bit import as_right, has_triton, int8_matmul
-from torchtitan.kernels.quantize import LARGEST, ScaleRecipe, quantize, quantize_both, quantize_columns, quantize_once
+from torchtitan.kernels.matmul_8bit import as_right, int8_matmul
+from torchtitan.kernels.quantize import (
+    LARGEST,
+    ScaleRecipe,
+    quantize,
+    quantize_both,
+    quantize_columns,
+    quantize_once,
+    quantize_rows,
+    quantize_with,
+)
 from torchtitan.kernels.quantized import Quantized, QuantizedInput
 
 # torch._int_mm needs int8 tensor cores, from Turing (7.5) on: NVIDIA's CUDA programming guide.
@@ -62,8 +72,8 @@ def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> QuantizedInp
 class Int8Matmul(torch.autograd.Function):
     """x @ weight.T with the chosen GEMMs in int8. x: (M, K), weight: (N, K), out: (M, N).
 
-    Saves x as the weight-gradient GEMM needs it. The weight is quantized again in the backward pass: a saved
-    int8 copy would take memory even after FSDP has freed the gathered weight.
+    Saves x as the weight-gradient GEMM needs it. The weight is quantized again in the backward pass, with scales from
+    the forward pass: a saved int8 copy would take memory even after FSDP has freed the gathered weight.
 
     Args:
         low: x quantized by `round_input`.
@@ -74,15 +84,23 @@ class Int8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, low: QuantizedInput, gemms: Int8Gemms) -> torch.Tensor:
         ctx.gemms, ctx.dtype = gemms, x.dtype
-        ctx.save_for_backward(weight, *(low.right or (x, None)))
+        column_scale_inverse = None
         if low.left is None:
-            return x @ _high_precision(weight).T
-        weight_rows = weight.quantized() if isinstance(weight, GatheredWeight) else quantize(weight, gemms.recipe)
-        return int8_matmul(low.left, weight_rows.transpose(), x.dtype, gemms.emulate)
+            out = x @ _high_precision(weight).T
+        else:
+            if isinstance(weight, GatheredWeight):
+                rows = weight.quantized()
+            elif gemms.grad_input and ctx.needs_input_grad[0]:
+                rows, column_scale_inverse = quantize_rows(weight, gemms.recipe)
+            else:
+                rows = quantize(weight, gemms.recipe)
+            out = int8_matmul(low.left, rows.transpose(), x.dtype, gemms.emulate)
+        ctx.save_for_backward(weight, column_scale_inverse, *(low.right or (x, None)))
+        return out
 
     @staticmethod
     def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, x, x_scale_inverse = ctx.saved_tensors
+        weight, column_scale_inverse, x, x_scale_inverse = ctx.saved_tensors
         recipe, _, grad_input, grad_weight, emulate = ctx.gemms
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         weight = _high_precision(weight)
@@ -94,7 +112,11 @@ class Int8Matmul(torch.autograd.Function):
         elif grad_weight and needs_weight:
             columns = quantize_columns(out_grad, recipe)
         if rows is not None:  # sums over N: one scale per column of the weight
-            x_grad = int8_matmul(rows, quantize_columns(weight, recipe), ctx.dtype, emulate)
+            if column_scale_inverse is None:
+                by_column = quantize_columns(weight, recipe)
+            else:
+                by_column = Quantized(quantize_with(weight, column_scale_inverse), column_scale_inverse)
+            x_grad = int8_matmul(rows, by_column, ctx.dtype, emulate)
         elif needs_x:
             x_grad = out_grad @ weight
         if columns is not None:  # sums over tokens: one scale per column of both
@@ -151,7 +173,7 @@ class Int8Converter(LinearConverter):
         self.gemms = LayerGemms(
             ProfilerOp("aten::mm", ("double",))
             if config.emulate
-            else ProfilerOp("torchtitan::int8_mm" if target.on_cpu or has_triton() else "aten::_int_mm"),
+            else ProfilerOp("torchtitan::int8_mm" if target.on_cpu or HAS_TRITON else "aten::_int_mm"),
             *(error if on else None for error, on in zip(known, self.settings[1:4], strict=True)),
         )
         self.rules = FilterRules(MULTIPLE_OF, None, lambda m, k, n: measured_reason(self, m, k, n))

@@ -80,6 +80,23 @@ def _collect(problems: list[str], attempt: Callable[[], object]) -> None:
         problems.extend(error.problems)
 
 
+def _check_export(config: JobConfig) -> None:
+    """Whether the model of the last step can be published; better now than after the run."""
+    spec = MODELS.get(config.model.name)
+    args = spec.flavor(config.model.flavor)
+    key = "checkpoint.last_save_in_hf"
+    try:
+        if spec.hf is not None:
+            spec.hf.to_config(args)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}; unset it.") from None
+    if hasattr(args, "moe") and config.moe.balance == "bias":
+        raise ConfigError(
+            f'{key}: with moe.balance = "bias", the router gets biases that transformers has no place for; set '
+            'moe.balance to "loss" or "none", or unset it.'
+        )
+
+
 def _check_batch(config: JobConfig, dims: ParallelDims, problems: list[str]) -> None:
     rows, local = global_batch_size(config, dims), config.training.local_batch_size
     if rows < 1:
@@ -235,6 +252,8 @@ def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, prob
             f"checkpoint.last_save_in_hf: the model family {config.model.name} has no Hugging Face weight names "
             "(ModelSpec.hf); unset it."
         )
+    elif checkpoint.last_save_in_hf:
+        _collect(problems, lambda: _check_export(config))
     if checkpoint.create_seed_checkpoint:
         if not checkpoint.enable_checkpoint:
             problems.append("checkpoint.create_seed_checkpoint needs checkpoint.enable_checkpoint = true.")

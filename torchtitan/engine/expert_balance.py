@@ -9,7 +9,7 @@ Shapes: B sequences, S positions of a sequence on this rank, E experts, k expert
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,51 @@ class _AddLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (loss,) = ctx.saved_tensors
         return grad, torch.full_like(loss, ctx.scale), None
+
+
+class ExpertMetrics(NamedTuple):
+    """The load of experts in one step.
+
+    Attributes:
+        load: rows of each expert, divided by the mean of the layer; by path of the layer.
+        entropy: of the router's scores, in nats; mean over tokens and layers.
+    """
+
+    load: dict[str, list[float]]
+    entropy: float
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """For the metrics of a step: the largest and the smallest load of any expert, and the entropy."""
+        return {
+            "expert_load_max": max(max(layer) for layer in self.load.values()),
+            "expert_load_min": min(min(layer) for layer in self.load.values()),
+            "router_entropy": self.entropy,
+        }
+
+
+def expert_metrics(statistics: Mapping[str, torch.Tensor], top_k: int, mesh: DeviceMesh) -> ExpertMetrics | None:
+    """From what `balance_experts` returned, of the full model; None without experts. Collective.
+
+    Args:
+        mesh: (pp, dp_replicate, fsdp, tp).
+    """
+    own = {name: seen.tolist() for name, seen in statistics.items()}
+    stages: list[dict[str, list[float]]] = [own]
+    if mesh["pp"].size() > 1:
+        stages = [{}] * mesh["pp"].size()
+        dist.all_gather_object(stages, own, group=mesh.get_group("pp"))
+    seen = {name: layer for stage in stages for name, layer in stage.items()}
+    if not seen:
+        return None
+    rows = {name: sum(layer[:-1]) for name, layer in seen.items()}
+    load = {name: [one * (len(layer) - 1) / rows[name] for one in layer[:-1]] for name, layer in seen.items()}
+    entropies = [layer[-1] * top_k / rows[name] for name, layer in seen.items()]
+    return ExpertMetrics(dict(sorted(load.items(), key=_number)), sum(entropies) / len(entropies))
+
+
+def _number(layer: tuple[str, object]) -> int:
+    return int(layer[0].split(".")[1])
 
 
 @torch.no_grad()

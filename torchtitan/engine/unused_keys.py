@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from torchtitan.config import JobConfig
 from torchtitan.config.keys import Section
 from torchtitan.converters import CONVERTERS
+from torchtitan.models import MODELS
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def _groups(config: JobConfig) -> list[Group]:
     used = {*config.model.converters, *(name for phase in config.precision.phase for name in phase.converters)}
     sections = {CONVERTERS.get(name).section: name for name in CONVERTERS.names()}
     used_sections = {CONVERTERS.get(name).section for name in used if name in CONVERTERS.names()}
+    sparse = hasattr(MODELS.get(config.model.name).flavor(config.model.flavor), "moe")
     return [
         *(
             Group(section not in used_sections, section, (), f"{name} in model.converters")
@@ -123,6 +125,9 @@ def _groups(config: JobConfig) -> list[Group]:
             ("decay_type", "lr_min"),
             "lr_scheduler.decay_ratio above 0",
         ),
+        Group(not sparse, "moe", (), "a model with experts, such as qwen3_moe"),
+        Group(sparse and config.moe.balance != "bias", "moe", ("bias_update_speed",), 'moe.balance = "bias"'),
+        Group(sparse and config.moe.balance != "loss", "moe", ("loss_coefficient",), 'moe.balance = "loss"'),
         Group(
             config.activation_checkpoint.mode != "selective",
             "activation_checkpoint",

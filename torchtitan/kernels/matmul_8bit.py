@@ -6,11 +6,9 @@ on CPU, the operators of `kernels.cpu_gemm`.
 Shapes of a GEMM: (M, K) x (K, N).
 """
 
-import functools
-from importlib.util import find_spec
-
 import torch
 
+from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.cpu_gemm import float8_mm, int8_mm
 from torchtitan.kernels.quantize import fused
@@ -60,17 +58,11 @@ def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = 
         out: torch.Tensor = int8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
         return out
     left, right = _row_major(a.data), column_major(b.data)
-    if has_triton():
+    if HAS_TRITON:
         out = int8_mm(left, a.scale_inverse, right, b.scale_inverse, dtype)
         return out
     sums = torch._int_mm(left, right)
     return scale_sums(sums, a.scale_inverse, b.scale_inverse, dtype)
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether GPUs multiply int8 with our Triton kernel; torch for CUDA comes with Triton on Linux."""
-    return find_spec("triton") is not None
 
 
 @int8_mm.register_kernel("cuda")

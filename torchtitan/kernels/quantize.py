@@ -9,12 +9,14 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from torchtitan.cache import keep_compiled_code_private
+from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.quantized import Quantized
 
 LARGEST = rounding.INT8_LARGEST
 SMALLEST_SCALE = 1e-30  # scale inverse of an all-zero row, which stays zero
 SMALLEST_AMAX = 1e-12  # lower bound for float8 scales, as in torchao
+WIDEST = 2**14  # columns of a matrix that `round_rows` takes: a row must fit the registers of a block of threads
 
 R = TypeVar("R")
 ScaleRecipe = Literal["rowwise", "tensorwise"]
@@ -113,6 +115,20 @@ def quantize_both(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, Quan
 
 
 @fused
+def quantize_rows(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, torch.Tensor]:
+    """`quantize`, and the scale inverse of `quantize_columns`: with it, `quantize_with` rounds to the same data, and
+    reads x once less."""
+    if recipe == "tensorwise":
+        rows = quantize(x, recipe)
+        return rows, rows.scale_inverse
+    if x.device.type == "cuda" and x.shape[1] <= WIDEST and HAS_TRITON:
+        data, scale_inverse, by_column = _round_rows(x)
+        return Quantized(data, scale_inverse), _int8_scale_inverse(by_column)
+    by_row, by_column = rounding.amax_both(x)
+    return _to_int8(x, by_row), _int8_scale_inverse(by_column)
+
+
+@fused
 def quantize_with(x: torch.Tensor, scale_inverse: torch.Tensor) -> torch.Tensor:
     """Quantizes x to int8 with a given scale; returns the data."""
     return rounding.round_to(x, scale_inverse.reciprocal(), torch.int8)
@@ -126,6 +142,23 @@ def dequantize(data: torch.Tensor, scale_inverse: torch.Tensor, dtype: torch.dty
 def _to_int8(x: torch.Tensor, amax: torch.Tensor) -> Quantized:
     scale_inverse = _int8_scale_inverse(amax)
     return Quantized(rounding.round_to(x, scale_inverse.reciprocal(), torch.int8), scale_inverse)
+
+
+@torch.library.custom_op("torchtitan::round_rows", mutates_args=(), device_types="cuda")
+def _round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from torchtitan.kernels.quantize_triton import round_rows
+
+    return round_rows(x.contiguous(), SMALLEST_SCALE)
+
+
+@_round_rows.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns = x.shape
+    return (
+        x.new_empty(rows, columns, dtype=torch.int8),
+        x.new_empty(rows, 1, dtype=torch.float32),
+        x.new_empty(1, columns, dtype=torch.float32),
+    )
 
 
 def _int8_scale_inverse(amax: torch.Tensor) -> torch.Tensor:

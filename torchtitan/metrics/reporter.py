@@ -193,6 +193,13 @@ class MetricsReporter:
         self._write(step, record)
         return record
 
+    def expert_load(self, step: int, load: Mapping[str, Sequence[float]]) -> None:
+        """Adds an entry with the load of each expert, by layer, to `metrics.jsonl`."""
+        rounded = {layer: [round(one, 4) for one in experts] for layer, experts in load.items()}
+        for writer in self.writers:
+            if isinstance(writer, JSONLWriter):
+                writer.write(step, {"expert_load": rounded})
+
     def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
         """Shows prompts with their continuations, in the log and in TensorBoard."""
         for number, (prompt, text) in enumerate(samples):
@@ -248,6 +255,8 @@ class MetricsReporter:
         ]
         if "precision_phase" in record:
             parts.append(f"phase {record['precision_phase']}")
+        if "expert_load_max" in record:
+            parts.append(f"expert load {record['expert_load_min']:.2f} to {record['expert_load_max']:.2f}")
         if left := self._time_left(step):
             parts.append(left)
         return " | ".join(parts)

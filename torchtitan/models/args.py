@@ -1,7 +1,8 @@
 """Sizes that all decoders have."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+
+from typing_extensions import Self
 
 from torchtitan.models.rope import RopeScaling
 

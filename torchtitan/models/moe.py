@@ -104,6 +104,7 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, args: MoEArgs) -> None:
         super().__init__()
+        self.active_parameters = 3 * dim * args.ffn_dim * args.top_k  # of a token
         self.w1 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
         self.w2 = GroupedLinear(args.n_experts, args.ffn_dim, dim)
         self.w3 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
@@ -192,12 +193,7 @@ class MoE(nn.Module):
     @property
     def unused_parameters(self) -> int:
         """How many of its parameters a token does not use."""
-        args = self.args
-        return (
-            sum(parameter.numel() for parameter in self.experts.parameters())
-            * (args.n_experts - args.top_k)
-            // (args.n_experts)
-        )
+        return self.experts.active_parameters // self.args.top_k * (self.args.n_experts - self.args.top_k)
 
 
 def mixtures(model: nn.Module) -> dict[str, MoE]:
@@ -227,12 +223,13 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(places)
-        return x[source]
+        return x.index_select(0, source)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        return grad[places].sum(1, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype), None, None
+        copies = grad.index_select(0, places.flatten()).unflatten(0, places.shape)
+        return copies.sum(1), None, None  # sums in float32, rounds once
 
 
 class _Permute(torch.autograd.Function):
@@ -243,12 +240,12 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inverse)
-        return x[order]
+        return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return grad[inverse], None, None
+        return grad.index_select(0, inverse), None, None
 
 
 class _Recorded(torch.autograd.Function):

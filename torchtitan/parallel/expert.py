@@ -99,12 +99,12 @@ class _Reorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inverse)
-        return x[order]
+        return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return grad[inverse], None, None
+        return grad.index_select(0, inverse), None, None
 
 
 class _ScaleGradient(torch.autograd.Function):

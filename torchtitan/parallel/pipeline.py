@@ -142,14 +142,15 @@ def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[
 def layer_costs(model: Decoder, seq_len: int) -> list[float]:
     """Multiplications per token in each layer of a model; the output layer is added to the last.
 
-    Attention takes 2 per channel and visible token; on average half of the sequence is visible. Of the experts of a
-    layer those of a token count.
+    Attention takes 2 per channel and visible token; on average half of the sequence is visible.
+    Of experts, those of one token count.
     """
+
     require_parts(model)
 
-    def weights(layer: nn.Module) -> int:
-        matrices = sum(parameter.numel() for parameter in layer.parameters() if parameter.ndim > 1)
-        return matrices - sum(getattr(module, "unused_parameters", 0) for module in layer.modules())
+    def weights(module: nn.Module) -> int:
+        linears = sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+        return linears + sum(getattr(part, "active_parameters", 0) for part in module.modules())
 
     attention = model.args.n_heads * model.args.head_dim * seq_len
     costs = [float(weights(layer) + attention) for layer in model.layers.values()]

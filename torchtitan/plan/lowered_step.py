@@ -20,6 +20,7 @@ from torchtitan.config.extension import import_user_module
 from torchtitan.plan.lowering import GPUS, start
 from torchtitan.plan.step_model import Work
 
+TIME_LIMIT = 900  # seconds for lowering a step, which takes a minute or two on a quiet machine
 # Simulated, beside the first, dense ones. A step's work is affine in the number of layers, and in that of its passes.
 LAYERS = (1, 2)
 # By operator: places of the left and the right operand.
@@ -43,7 +44,7 @@ def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
         gpu: its architecture, a key of `lowering.GPUS`.
 
     Raises:
-        LoweringError: triton or a C++ compiler is missing, or lowering fails.
+        LoweringError: triton or a C++ compiler is missing, or lowering fails or exceeds `TIME_LIMIT`.
     """
     if find_spec("triton") is None:
         raise LoweringError("triton is not installed")
@@ -51,12 +52,16 @@ def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
         path = Path(folder) / "config.toml"
         job = dataclasses.replace(config.job, plan=False, simulate_world_size=None, simulate_device="auto")
         path.write_text(to_toml(dataclasses.replace(config, job=job)), encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, str(path), gpu, str(world_size)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            capture_output=True,
-            text=True,
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", __name__, str(path), gpu, str(world_size)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                capture_output=True,
+                text=True,
+                timeout=TIME_LIMIT,
+            )
+        except subprocess.TimeoutExpired:
+            raise LoweringError(f"lowering the step took longer than {TIME_LIMIT:g} s and was ended") from None
     if done.returncode != 0:
         raise LoweringError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
     values = json.loads(done.stdout.splitlines()[-1])

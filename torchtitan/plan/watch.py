@@ -87,8 +87,10 @@ def work_of_graph(graph: Any, code: str, count: Count) -> Work:
             for operand in operands
             if operand.maybe_get_layout() is not None
         ]
-        if operator is None:
+        if operator is not None and count(work, operator, shapes, dtypes):
+            continue
+        if operator is None or operator.startswith("torchtitan."):  # a kernel of our own
             work.fused_bytes += size
-        elif not count(work, operator, shapes, dtypes):
+        else:
             work.other_bytes += size
     return work

@@ -14,6 +14,9 @@ const CHARTS = [
   { key: "mfu", title: "MFU", smooth: true, format: ".1%", ticks: ".0%", zero: true },
   { key: "peak_memory_bytes", title: "Peak memory", unit: "GiB", scale: 1 / GIB, format: ".2f", zero: true },
   { key: "data_wait_share", title: "Data wait", unit: "fraction of time", smooth: true, format: ".2%", ticks: "~%", zero: true },
+  { key: "expert_load_max", title: "Largest load of an expert", unit: "of the layer's mean", smooth: true, format: ".2f", ticks: "~g", zero: true },
+  { key: "expert_load_min", title: "Smallest load of an expert", unit: "of the layer's mean", smooth: true, format: ".2f", ticks: "~g", zero: true },
+  { key: "router_entropy", title: "Entropy of the router", unit: "nats", smooth: true, format: ".3f", ticks: "~g", zero: true },
   { key: "skipped_updates", title: "Skipped updates", unit: "so far", format: ",d", zero: true, onlyAboveZero: true },
 ];
 const state = { smoothing: 0, tokens: false, log: false, hidden: new Set() };

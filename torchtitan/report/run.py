@@ -35,6 +35,9 @@ CURVES = (
     "mfu",
     "peak_memory_bytes",
     "data_wait_share",
+    "expert_load_max",
+    "expert_load_min",
+    "router_entropy",
     "skipped_updates",
 )
 SHOWN = (*CURVES, "step_seconds", "memory_share", "tokens_seen")

@@ -1,0 +1,66 @@
+"""The numbers of the int8 kernels for GPUs, in Triton's interpreter, on CPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from simulated import needs_triton
+
+pytestmark = needs_triton
+
+GEMM = """
+import torch
+from torchtitan.kernels.int8_triton import int8_gemm, int8_gemm_kernel
+from torchtitan.kernels.matmul_8bit import int8_matmul
+from torchtitan.kernels.quantize import quantize, quantize_columns
+
+torch.manual_seed(0)
+for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
+    for recipe in ("rowwise", "tensorwise"):
+        for dtype in (torch.bfloat16, torch.float32):
+            a = quantize(torch.randn(m, k), recipe)
+            b = quantize_columns(torch.randn(k, n), recipe)
+            expected = int8_matmul(a, b, dtype, emulate=True)
+            found = int8_gemm(
+                a.data, a.scale_inverse, b.data.t().contiguous().t(), b.scale_inverse, dtype,
+                kernel=int8_gemm_kernel, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64,
+            )
+            assert found.dtype == dtype
+            # The interpreter truncates to bfloat16, where a GPU rounds.
+            torch.testing.assert_close(found, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=1e-6)
+"""
+
+
+ROUNDING = """
+import torch
+from torchtitan.kernels.quantize import LARGEST, SMALLEST_SCALE
+from torchtitan.kernels.quantize_triton import round_rows
+
+torch.manual_seed(0)
+for rows, columns in [(64, 48), (70, 33), (9, 1000)]:
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(rows, columns).to(dtype)
+        x[3], x[5], x[6] = 0, x[5] * 1e-33, torch.arange(columns) % 128 - 0.5  # ties, if the scale is 1
+        x[6, 0] = LARGEST
+        data, scale_inverse, column_amax = round_rows(x, SMALLEST_SCALE)
+        # In compiled code, quantize.quantize multiplies by the inverse of a constant.
+        expected = (x.abs().amax(1, keepdim=True).float() * (1 / LARGEST)).clamp_min(SMALLEST_SCALE)
+        assert torch.equal(scale_inverse, expected)
+        exact = x.float() * expected.reciprocal()
+        assert torch.equal(data, exact.round().clamp(-LARGEST, LARGEST).to(torch.int8))
+        assert torch.equal(column_amax, x.abs().amax(0, keepdim=True).float())
+        x[2, 1] = torch.nan
+        data, scale_inverse, column_amax = round_rows(x, SMALLEST_SCALE)
+        assert scale_inverse.isnan().nonzero().tolist() == [[2, 0]]
+        assert column_amax.isnan().nonzero().tolist() == [[0, 1]]
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("program", [GEMM, ROUNDING], ids=["GEMM", "rounding"])
+def test_a_kernel_computes_what_the_reference_does(program: str) -> None:
+    """Sizes that fill tiles and that do not; of rounding, every bit."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr

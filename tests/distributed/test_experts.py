@@ -1,0 +1,153 @@
+"""Mixtures of experts over several processes: checkpoints, balance, published weights, compiled code."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import (
+    CHECKPOINTS,
+    ROOT,
+    SMALL,
+    assert_equal_bit_for_bit,
+    failure,
+    into,
+    last_step,
+    lines_of,
+    losses,
+    started,
+    tensors_of,
+    train,
+    train_here,
+)
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from torchtitan.generation.open import open_model
+
+SPARSE = (*SMALL, "--experimental.custom_import=tiny", "--model.name=sparse", "--model.flavor=deep")
+EP = "--parallelism.expert_parallel_degree=2"
+TP = "--parallelism.tensor_parallel_degree=2"
+STEPS = 8
+RUN = (*SPARSE, f"--training.steps={STEPS}", "--checkpoint.enable_checkpoint", "--checkpoint.interval=4")
+NO_STEP = (*CHECKPOINTS, "--training.steps=1", "--optimizer.lr=1e-30", "--moe.bias_update_speed=1e-30")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train(*RUN, EP, into(folder), processes=2)
+    return folder
+
+
+OTHERS = {
+    "one process": (1, ("--training.local_batch_size=4",)),
+    "FSDP 2": (2, ()),
+    "TP 2, EP 2": (2, (TP, EP, "--training.local_batch_size=4")),
+    "FSDP 4, EP 4": (4, ("--parallelism.expert_parallel_degree=4", "--training.local_batch_size=1")),
+}
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_another_expert_degree_goes_on(layout: str, uninterrupted: Path, tmp_path: Path) -> None:
+    """From the same bits of weights, biases and moments, to the same losses."""
+    processes, flags = OTHERS[layout]
+    shutil.copytree(uninterrupted / "checkpoint" / "step-4", tmp_path / "checkpoint" / "step-4")
+    again = (*RUN, *flags, into(tmp_path), "--training.steps=5", "--checkpoint.interval=1")
+    train(*again, "--optimizer.lr=1e-30", "--moe.bias_update_speed=1e-30", processes=processes)
+    before, after = tensors_of(tmp_path, 4), tensors_of(tmp_path, 5)
+    weights = [name for name in before if not name.startswith("optimizer.")]
+    assert sum(name.endswith("expert_bias") for name in weights) == 3
+    assert_equal_bit_for_bit(*({name: tensors[name] for name in weights} for tensors in (before, after)))
+    shutil.rmtree(tmp_path / "checkpoint" / "step-5")
+    train(*RUN, *flags, into(tmp_path), processes=processes)
+    expected = losses(uninterrupted)
+    assert list(losses(tmp_path).values()) == pytest.approx([expected[step] for step in range(5, 9)], abs=1e-5)
+
+
+def test_killed_and_resumed_it_ends_bit_for_bit_the_same(uninterrupted: Path, tmp_path: Path) -> None:
+    with started(*RUN, EP, into(tmp_path), processes=2) as run:
+        run.wait_until(lambda: last_step(tmp_path) > 4)
+        run.kill()
+    train(*RUN, EP, into(tmp_path), processes=2)
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert_equal_bit_for_bit(tensors_of(tmp_path, STEPS), tensors_of(uninterrupted, STEPS))
+
+
+def largest_load(folder: Path) -> float:
+    """Of any expert in the last 4 steps, in units of its layer's mean."""
+    entries = [line["expert_load"] for line in lines_of(folder / "metrics.jsonl") if "expert_load" in line]
+    loads = torch.tensor([list(entry.values()) for entry in entries[-4:]])
+    torch.testing.assert_close(loads.mean(-1), torch.ones(loads.shape[:-1]), rtol=0, atol=1e-3)
+    return float(loads.mean(0).max())
+
+
+@pytest.mark.parametrize("balance", ["bias", "loss"])
+def test_experts_get_an_even_load(balance: str, tmp_path: Path) -> None:
+    run = (*SPARSE, "--model.flavor=narrow", "--training.steps=40", "--optimizer.lr=3e-3", "--training.seq_len=128")
+    more = ("--moe.bias_update_speed=3e-2",) if balance == "bias" else ("--moe.loss_coefficient=0.1",)
+    train_here(*run, into(tmp_path / "none"), "--moe.balance=none")
+    train(*run, into(tmp_path / "even"), f"--moe.balance={balance}", *more, EP, processes=2)
+    assert largest_load(tmp_path / "none") > 2.5
+    assert largest_load(tmp_path / "even") < 1.8
+
+
+@pytest.mark.parametrize("layout", ["one process", "FSDP 2, EP 2"])
+def test_published_experts(layout: str, tmp_path: Path) -> None:
+    """Exported one by one, read by `transformers` with the same result, imported again with the same bits."""
+    processes, flags = (1, ("--training.local_batch_size=4",)) if layout == "one process" else (2, (EP,))
+    run = (*SPARSE, "--model.flavor=narrow", "--moe.balance=loss", *flags, "--checkpoint.last_save_in_hf")
+    train(*run, *CHECKPOINTS, into(tmp_path / "first"), "--training.steps=2", processes=processes)
+    folder = tmp_path / "first" / "checkpoint" / "step-2-hf"
+    names = load_file(folder / "model.safetensors").keys()
+    assert sum("mlp.experts." in name for name in names) == 2 * 8 * 3
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not any(report.values())
+    tokens = torch.arange(64).view(2, 32)
+    ours = open_model(tmp_path / "first", torch.device("cpu"), torch.float32).model
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
+    start = f"--checkpoint.initial_load_path={folder}"
+    train(*run, *NO_STEP, into(tmp_path / "second"), start, processes=processes)
+    before, after = (
+        load_file(path / "model.safetensors") for path in (folder, tmp_path / "second/checkpoint/step-1-hf")
+    )
+    assert_equal_bit_for_bit(before, after)
+
+
+def test_biases_are_not_lost_in_an_export(uninterrupted: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts/convert_to_hf.py"), str(uninterrupted), str(tmp_path / "hf")]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    ended = subprocess.run([*command, "--custom-import=tiny"], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "--moe.balance=loss" in ended.stderr
+    assert not (tmp_path / "hf").exists()
+
+
+BAD = {
+    "3 experts for 8": (("--parallelism.expert_parallel_degree=3",), 3, "these degrees do: 1, 2, 4, 8"),
+    "more than ranks": (("--parallelism.expert_parallel_degree=4",), 2, "does not divide the 2 ranks"),
+    "dense": (("--parallelism.expert_parallel_degree=2", "--model.name=tiny"), 2, "this model has no experts"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_degrees(case: str, tmp_path: Path) -> None:
+    flags, processes, sentence = BAD[case]
+    status, output = failure(*SPARSE, "--training.local_batch_size=1", *flags, into(tmp_path), processes=processes)
+    assert status == 2
+    assert sentence in output
+
+
+def test_compiled_experts_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though every step sends other numbers of rows to each rank."""
+    monkeypatch.setenv("TORCH_LOGS", "recompiles")
+    run = (*SPARSE, "--model.flavor=narrow", "--training.steps=6", "--training.compile", EP)
+    output = train(*run, into(tmp_path), processes=2)
+    assert "Recompiling" not in output
+    loads = [json.dumps(line["expert_load"]) for line in lines_of(tmp_path / "metrics.jsonl") if "expert_load" in line]
+    assert len(set(loads)) == 6
