@@ -85,7 +85,7 @@ is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no
   reduce-scatter the gradients. Without expert and tensor parallelism the experts belong to `fsdp`. Other dimensions of
   the same ranks share a name.
 - FLOPs per token count the parameters that a token uses. A grouped GEMM is assumed to run at the device's peak, however
-  few rows an expert gets.
+  few rows an expert gets. The loads that the stages of a pipeline gather for a report are not counted.
 
 ## Five large jobs
 
