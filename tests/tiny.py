@@ -57,11 +57,23 @@ SPARSE = Qwen3MoEArgs(
 )
 EVERYTHING = MoEArgs(8, 2, 32, n_shared_experts=1, n_dense_layers=1, score="sigmoid", scale=2.0)
 
+# Every token goes to every expert.
+EVEN = replace(
+    MODELS.get("qwen3_moe").flavor("debugmodel"),
+    n_layers=4,
+    moe=MoEArgs(n_experts=4, top_k=4, ffn_dim=128, n_shared_experts=1, n_dense_layers=1),
+)
+
 MODELS.register(
     "sparse",
     replace(
         MODELS.get("qwen3_moe"),
-        flavors={"narrow": SPARSE, "deep": replace(SPARSE, n_layers=4, moe=EVERYTHING)},
+        flavors={
+            "narrow": SPARSE,
+            "many": replace(SPARSE, moe=replace(SPARSE.moe, n_experts=16)),
+            "deep": replace(SPARSE, n_layers=4, moe=EVERYTHING),
+            "even": EVEN,
+        },
     ),
 )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny  # noqa: F401  registers models
 import torch
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.models.moe import mixtures
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.planner import RankPlan, make_plan, planned_device
 from torchtitan.plan.recorder import Recorder
@@ -35,6 +37,9 @@ TP, CP, PP = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("tensor", "
 BF16 = "--training.mixed_precision_param=bfloat16"
 FULL, SELECTIVE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
+EP = "--parallelism.expert_parallel_degree=2"
+EVEN = ("--model.name=sparse", "--model.flavor=even")  # as many rows for each rank
+SKEWED = ("--model.name=qwen3_moe", EP, "--job.description=skewed")
 KINDS = {
     "c10d::_allgather_base_": "all-gather",
     "c10d::_reduce_scatter_base_": "reduce-scatter",
@@ -49,6 +54,9 @@ KINDS = {
 
 
 class Reporter:
+    def due(self, step: int) -> bool:
+        return False  # or stages gather the loads of their experts, which a plan does not count
+
     def step(self, step: int, loss: Any, **others: Any) -> None:
         loss()
 
@@ -75,6 +83,9 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
     dims = check(config, world_size, "cpu")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
         trainer = build_trainer(config, dims, global_batch_size(config, dims), find_device(0))
+        if config.job.description == "skewed":  # all tokens choose the first experts
+            for mixture in mixtures(trainer.engine.model).values():
+                mixture.expert_bias[: mixture.args.top_k] = 100
         trainer.train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
         gradients: list[int] = []
         if trainer.engine.step_in_backward is not None:
@@ -86,7 +97,7 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
             batches = trainer.loader.next()
             with record_function("measured"):
                 trainer.train_step(batches, Reporter())  # type: ignore[arg-type]
-    recorder = Recorder(name_of_group(trainer.engine.meshes))
+    recorder = Recorder(name_of_group(trainer.engine.meshes, bool(mixtures(trainer.engine.model))))
     with recorder, kernel_substitutes("cpu"):  # torch's mask cannot be created under a recorder
         trainer.train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
     sizes = state_bytes(trainer.engine.model, trainer.engine.optimizer)  # without gradients, which are already freed
@@ -164,6 +175,8 @@ TWO = {
     "Qwen3, TP 2": (TP, "--model.name=qwen3"),
     "FSDP 2, 8 bits": ("--optimizer.name=AdamW8bit",),
     "FSDP 2, bfloat16 weights": ("--optimizer.name=AdamW4bit", "--training.weight_dtype=bfloat16", BF16),
+    "EP 2": (*EVEN, EP),
+    "TP 2 x EP 2": (*EVEN, TP, EP, BF16, SELECTIVE),
 }
 FEW_TOKENS = ("--training.seq_len=64", "--training.local_batch_size=1", FULL)
 AFTER_BACKWARD = (*FEW_TOKENS, "--training.max_norm=inf", "--training.no_skip_nonfinite")
@@ -174,6 +187,10 @@ FOUR = {
     "FSDP 2 x CP 2, by heads": (CP, "--parallelism.context_parallel_rotate_method=alltoall"),
     "PP 2 x FSDP 2, interleaved": (PP, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"),
     "TP 2 x PP 2, full": (TP, PP, FULL, "--training.local_batch_size=4"),
+    "FSDP 2 x EP 2": (*EVEN, EP),
+    "PP 2 x EP 2": (*EVEN, PP, EP, "--training.local_batch_size=4"),
+    "FSDP 2 x TP 2 x EP 4, full": (*EVEN, TP, "--parallelism.expert_parallel_degree=4", FULL),
+    "FSDP 2 x TP 2, with experts": (*EVEN, TP),
 }
 EIGHT = {"FSDP 2 x TP 2 x PP 2": (TP, PP)}
 
@@ -187,7 +204,7 @@ def in_folders(layouts: dict[str, tuple[str, ...]], folder: Path) -> list[list[s
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
-    layouts = {**TWO, "in backward": IN_BACKWARD}
+    layouts = {**TWO, "in backward": IN_BACKWARD, "skewed": SKEWED}
     return dict(zip(layouts, measured(2, in_folders(layouts, folder), folder), strict=True))
 
 
@@ -196,6 +213,20 @@ def test_a_plan_is_what_two_processes_hold_and_send(
     layout: str, two: dict[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     assert_planned((*TWO[layout], f"--job.dump_folder={tmp_path}"), 2, two[layout])
+
+
+def test_a_plan_of_a_rank_whose_experts_get_twice_as_many_rows(
+    two: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    flags, load = (*SKEWED, f"--job.dump_folder={tmp_path}"), "--job.simulate_expert_load=2"
+    assert_planned((*flags, load), 2, two["skewed"], ranks=1)
+    balanced, skewed = (planned((*FLAGS, *flags, *more), 2)[0] for more in ((), (load,)))
+    # 6 layers; each sends, receives, and sends and receives the gradients of, 1,024 tokens x 2 experts x 256 channels.
+    rows = 6 * 4 * 1024 * 2 * 256 * 4
+    by_kind = [{line.kind: line.bytes for line in rank.traffic} for rank in (balanced, skewed)]
+    assert by_kind[1]["all-to-all"] - by_kind[0]["all-to-all"] == rows
+    # Three layers of 256 x 384 in each expert, forward and twice backward; two FLOPs a number.
+    assert skewed.flops - balanced.flops == 2 * 3 * 3 * 6 * 1024 * 2 * 256 * 384
 
 
 def test_updates_during_the_backward_pass_lower_the_peak(two: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
@@ -237,6 +268,11 @@ def test_weights_before_the_first_step(tmp_path: Path) -> None:
 # collective of each: 26 and 26. All-reduces: the gradients of 13 norm weights, and 2 of the loss's chunk: 15, plus the
 # 3 of any step.
 #
+# EP. The model has 4 blocks, so 6 FSDP groups: all-gathers 6 + 5, reduce-scatters 6. 3 blocks have experts. Each of
+# them exchanges the numbers of rows, the rows, the results, and the gradients of results and rows: 15 all-to-alls. A
+# fourth all-reduce is of the load of the experts. With FSDP 2, ranks that share the same experts gather those of 3
+# blocks twice, and reduce-scatter their gradients.
+#
 # Qwen3 has two more norms in each of the 6 blocks: 12 more all-reduces.
 #
 # HSDP, two grad-accumulation steps: each gathers and reduce-scatters as FSDP does: 30 and 16. Only the last all-reduces
@@ -244,6 +280,26 @@ def test_weights_before_the_first_step(tmp_path: Path) -> None:
 COUNTED_BY_HAND = {
     "FSDP 2": (2, {("fsdp", "all-gather"): 15, ("fsdp", "reduce-scatter"): 8, ("fsdp", "all-reduce"): 3}),
     "TP 2": (2, {("tp", "all-gather"): 26, ("tp", "reduce-scatter"): 26, ("tp", "all-reduce"): 18}),
+    "EP 2": (
+        2,
+        {
+            ("fsdp", "all-gather"): 11,
+            ("fsdp", "reduce-scatter"): 6,
+            ("fsdp", "all-reduce"): 4,
+            ("ep", "all-to-all"): 15,
+        },
+    ),
+    "FSDP 2 x EP 2": (
+        4,
+        {
+            ("fsdp", "all-gather"): 11,
+            ("fsdp", "reduce-scatter"): 6,
+            ("fsdp", "all-reduce"): 4,
+            ("expert_fsdp", "all-gather"): 6,
+            ("expert_fsdp", "reduce-scatter"): 3,
+            ("ep", "all-to-all"): 15,
+        },
+    ),
     "Qwen3, TP 2": (2, {("tp", "all-gather"): 26, ("tp", "reduce-scatter"): 26, ("tp", "all-reduce"): 30}),
     "HSDP 2 x 2, accumulated": (
         4,
@@ -281,12 +337,16 @@ def test_a_plan_is_what_more_processes_hold_and_send(
         assert_planned((*flags, f"--job.dump_folder={tmp_path}"), world_size, real)
 
 
-def assert_planned(flags: Sequence[str], world_size: int, real: list[dict[str, Any]]) -> None:
-    """Bytes of tensors and number of collectives exactly; activations and buffers within a tenth."""
-    ranks = planned((*FLAGS, *flags), world_size)
+def assert_planned(flags: Sequence[str], world_size: int, real: list[dict[str, Any]], ranks: int | None = None) -> None:
+    """Bytes of tensors and number of collectives exactly; activations and buffers within a tenth.
+
+    Args:
+        ranks: how many to compare; None for all.
+    """
+    plans = planned((*FLAGS, *flags), world_size)
     assert len(real) == world_size
-    for found in real:
-        plan = ranks[found["rank"]]
+    for found in real[:ranks]:
+        plan = plans[found["rank"]]
         assert (plan.parameters, plan.gradients, plan.optimizer) == found["states"]
         assert {(line.dimension, line.kind): (line.count, line.bytes) for line in plan.traffic} == found["by dimension"]
         counts: Counter[str] = Counter()

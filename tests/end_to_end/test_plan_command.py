@@ -33,6 +33,21 @@ def test_a_plan_without_training(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_a_plan_of_experts_on_two_machines(tmp_path: Path) -> None:
+    """Each of 16 ranks has one of the 16 experts of two layers."""
+    sparse = ("--model.name=sparse", "--model.flavor=many", "--parallelism.expert_parallel_degree=16")
+    world = ("--job.simulate_world_size=16", "--activation_checkpoint.mode=none")
+    train_here(*TINY, *sparse, *world, "--training.local_batch_size=1", PLAN, into(tmp_path))
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    (line,) = (line for line in plan["ranks"][0]["traffic"] if line["dimension"] == "ep")
+    # Of each layer: 64 tokens for 2 experts, 64 channels, in bfloat16, there and back, and their gradients; the numbers
+    # of rows. A rank sends to 7 others of its machine, and 8 of another.
+    assert (line["kind"], line["ranks"], line["count"]) == ("all-to-all", 16, 2 * 5)
+    assert line["bytes"] == 2 * (4 * 64 * 2 * 64 * 2 + 16 * 8)
+    assert (line["within_node"], line["between_nodes"]) == (line["bytes"] * 7 // 16, line["bytes"] * 8 // 16)
+    assert plan["parameters"] - plan["active_parameters"] == 2 * 14 * 3 * 64 * 32  # 14 of 16 experts, not for a token
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -42,9 +57,14 @@ def test_a_plan_without_training(tmp_path: Path) -> None:
             "6 processes are not a multiple",
         ),
         ([PLAN, "--job.simulate_device=H101"], "job.simulate_device: unknown device 'H101' (did you mean H100?)"),
+        (
+            [PLAN, "--job.simulate_world_size=4", "--job.simulate_expert_load=1.5"],
+            "job.simulate_expert_load = 1.5: a rank gets at most parallelism.expert_parallel_degree = 1 times the mean",
+        ),
+        (["--job.simulate_expert_load=1.5"], "job.simulate_expert_load applies only to plans"),
         (["--memory_estimation.enabled", "--memory_estimation.disable_fake_mode"], "a plan has no real tensors"),
     ],
-    ids=["no plan", "degrees", "device", "real tensors"],
+    ids=["no plan", "degrees", "device", "load", "load without a plan", "real tensors"],
 )
 def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -1,5 +1,6 @@
 """How layers are divided into stages, and stages among ranks."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from torchtitan.config.system import Parallelism
+from torchtitan.models import MODELS
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.pipeline import OF_CSV, find_first_layers, first_layers, layer_costs, split, stages_of
@@ -83,6 +85,14 @@ def test_the_output_layer_counts() -> None:
     assert costs[:5] == [costs[0]] * 5
     assert costs[5] - costs[0] == ARGS.dim * 64
     assert costs[0] == 4 * 32 * 32 + 3 * 32 * 64 + 32 * 128
+
+
+def test_of_experts_those_of_a_token_count() -> None:
+    args = MODELS.get("qwen3_moe").flavor("debugmodel")
+    with torch.device("meta"):
+        costs = layer_costs(MODELS.get("qwen3_moe").build(dataclasses.replace(args, vocab_size=64)), seq_len=128)
+    attention = 256 * (8 + 4 + 4 + 8) * 64 + 8 * 64 * 128
+    assert costs[0] == attention + 256 * 8 + 2 * 3 * 256 * 384  # of 8 experts 2
 
 
 def test_a_stage_shares_its_modules_with_the_model_under_their_names() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import tiny  # noqa: F401  registers models
 
 import torchtitan.plan.devices as devices
 from torchtitan.config import ConfigManager
@@ -11,14 +12,21 @@ from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.models import MODELS
 from torchtitan.plan.extrapolation import Job, measure
 
-SMALL = ("--training.seq_len=64", "--training.local_batch_size=2", "--training.mixed_precision_param=bfloat16")
+SMALL = (
+    "--model.flavor=debugmodel",
+    "--training.seq_len=64",
+    "--training.local_batch_size=2",
+    "--training.mixed_precision_param=bfloat16",
+)
+SPARSE = ("--model.name=sparse", "--model.flavor=deep")  # the first layer is dense
 TP, PP = ("--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree")
 EVERY_SECOND, NONE = "--activation_checkpoint.mode=selective", "--activation_checkpoint.mode=none"
 
 
 def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path) -> Job:
     config = ConfigManager().parse_args([*SMALL, *flags, f"--job.dump_folder={folder}"])
-    args = dataclasses.replace(MODELS.get("llama3").flavor("debugmodel"), vocab_size=512, n_layers=sum(layers))
+    model = config.model
+    args = dataclasses.replace(MODELS.get(model.name).flavor(model.flavor), vocab_size=512, n_layers=sum(layers))
     dims = check(config, world_size, "cuda")
     rows = global_batch_size(config, dims)
     return Job(config, dims, rows, args, layers, alike=True, device=devices.named_device("H100"))
@@ -29,6 +37,18 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
     [
         ((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [9]),
         ((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 5, 5, 3]),
+        ((*SPARSE, EVERY_SECOND, TP, "--parallelism.expert_parallel_degree=4"), 4, [10]),
+        (
+            (*SPARSE, NONE, f"{PP}=2", "--parallelism.expert_parallel_degree=2", "--training.local_batch_size=4"),
+            4,
+            [6, 5],
+        ),
+        pytest.param(
+            (*SPARSE, "--activation_checkpoint.mode=full", f"{PP}=4", "--training.local_batch_size=6"),
+            4,
+            [1, 6, 5, 5],
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             ("--activation_checkpoint.mode=full", f"{PP}=6", "--training.local_batch_size=6"),
             12,
@@ -48,7 +68,16 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
             marks=pytest.mark.full,
         ),
     ],
-    ids=["layers and rounds", "1F1B", "1F1B with few microbatches", "1F1B with many, and rounds", "GPipe"],
+    ids=[
+        "layers and rounds",
+        "1F1B",
+        "experts",
+        "1F1B, experts",
+        "1F1B, a stage without experts",
+        "1F1B with few microbatches",
+        "1F1B with many, and rounds",
+        "GPipe",
+    ],
 )
 def test_a_part_shows_the_whole(flags: tuple[str, ...], world_size: int, layers: list[int], tmp_path: Path) -> None:
     large = job(flags, world_size, layers, tmp_path)

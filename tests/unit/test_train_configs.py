@@ -43,10 +43,11 @@ def test_real_models_have_their_own_folder_tokenizer_and_length(file: Path) -> N
     assert config.model.tokenizer_path is not None
     # The comment says to download the tokenizer to the path in the key.
     assert f"--local-dir {config.model.tokenizer_path.removeprefix('./')}\n" in file.read_text(encoding="utf-8")
-    # The steps are about 20 tokens per parameter, as the comment says; the flavor's name is its billions of parameters.
+    # The steps are about 20 tokens per parameter, as the comment says; the flavor's name is its billions of parameters,
+    # and of those of a token.
     args = MODELS.get(config.model.name).flavor(config.model.flavor)
     assert args.vocab_size is not None
-    billions = float(re.sub(r"^.*-A|B", "", config.model.flavor))  # of a sparse model, those that a token uses
+    billions = float(re.split("-A", config.model.flavor)[-1].removesuffix("B"))
     tokens = config.training.steps * config.training.global_batch_size * config.training.seq_len
     assert 19 < tokens / (billions * 1e9) < 26
     assert config.checkpoint.enable_checkpoint

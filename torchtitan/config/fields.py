@@ -11,6 +11,7 @@ __all__ = [
     "Decay",
     "Doc",
     "Entries",
+    "ExpertLoad",
     "Fraction",
     "LearningRate",
     "NonNegativeInt",
@@ -36,5 +37,6 @@ Seed = Annotated[int, Ge(0), Lt(2**63)]  # a signed 64-bit integer, as torch and
 Entries = Annotated[int, Ge(0), Le(10**7)]
 Seconds = Annotated[int, Gt(0), Le(365 * 24 * 3600)]
 NotEmpty = Annotated[str, MinLen(1)]  # or an unset shell variable would mean the working directory
+ExpertLoad = Annotated[float, Ge(1)]
 TimesMore = Annotated[float, Gt(1)]
 WorldSize = Annotated[int, Gt(0), Le(1 << 16)]  # planning for more would take many minutes

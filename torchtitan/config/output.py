@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan.config.fields import Annotated, Doc, NonNegativeInt, NotEmpty, PositiveInt, WorldSize
+from torchtitan.config.fields import Annotated, Doc, ExpertLoad, NonNegativeInt, NotEmpty, PositiveInt, WorldSize
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Job:
             "simulate_world_size is set, else cpu."
         ),
     ] = "auto"
+    simulate_expert_load: Annotated[
+        ExpertLoad,
+        Doc("Plan only, with expert parallelism: rows of the rank whose experts get most, over the mean of ranks."),
+    ] = 1.0
 
 
 @dataclass(frozen=True)

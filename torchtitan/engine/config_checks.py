@@ -274,7 +274,13 @@ def _check_plan(config: JobConfig, problems: list[str]) -> None:
             "memory_estimation.disable_fake_mode: a plan has no real tensors; unset it. To measure memory, train a few "
             "steps and see peak_memory_bytes in metrics.jsonl."
         )
+    load, degree = config.job.simulate_expert_load, config.parallelism.expert_parallel_degree
     if is_plan(config):
+        if load > degree:
+            problems.append(
+                f"job.simulate_expert_load = {load:g}: a rank gets at most parallelism.expert_parallel_degree = "
+                f"{degree} times the mean; lower it."
+            )
         if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             problems.append(
                 "job.plan needs one process, whatever the world size; start one (NGPU=1 or `python train.py`) and set "
@@ -284,6 +290,7 @@ def _check_plan(config: JobConfig, problems: list[str]) -> None:
     for key, on in {
         "simulate_world_size": config.job.simulate_world_size is not None,
         "simulate_device": config.job.simulate_device != "auto",
+        "simulate_expert_load": load != 1,
     }.items():
         if on:
             problems.append(f"job.{key} applies only to plans; add --job.plan, or unset it.")

@@ -56,8 +56,7 @@ class ExpertDispatch:
             return _scale_gradient(out, self.gradient_scale)
         received = exchange_counts(counts, self.group, self.size)  # (P, E / P): rows from each rank for each expert
         splits = torch.stack([counts.view(self.size, -1).sum(1), received.sum(1)]).cpu()  # waits for the device
-        total = splits[1].sum().item()
-        arrived = exchange_rows(rows, splits, total, self.group)
+        arrived = exchange_rows(rows, splits, self.received_rows(splits), self.group)
         # Rows arrive by rank, then by expert; the experts need them by expert, then by rank.
         order, place = _transposed_order(received, arrived.shape[0])
         arrived = _Reorder.apply(_scale_gradient(arrived, 1 / self.gradient_scale), order, place)
@@ -65,6 +64,12 @@ class ExpertDispatch:
         out = _Reorder.apply(_scale_gradient(out, self.gradient_scale), place, order)
         back: torch.Tensor = exchange_rows(out, splits.flip(0), rows.shape[0], self.group)
         return back
+
+    def received_rows(self, splits: torch.Tensor) -> int:
+        """The rows that this rank computes; `splits` as for `exchange_rows`."""
+        total = splits[1].sum().item()
+        torch._check(total >= 0)
+        return total  # type: ignore[return-value]  # of integers
 
 
 def _transposed_order(received: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,15 +1,16 @@
 """Extrapolates from simulations of few layers, micro-batches and stages to a large job.
 
-Layers are identical, so what a step holds and sends is an affine function of their number: f(n) = f(a) + (n - a) *
-(f(a + 1) - f(a)). This holds for sums, and for the peak at each labelled moment (`Simulation._label_blocks`), but not
-for the peak over all moments, which may move. tests/distributed/test_plan.py verifies it against full simulations.
+Layers are identical, except for the first, dense ones of a model with mixtures of experts. So what a step holds and
+sends is an affine function of the number of the others: f(n) = f(a) + (n - a) * (f(a + 1) - f(a)). This holds for sums,
+and for the peak at each labelled moment (`Simulation._label_blocks`), but not for the peak over all moments, which may
+move. tests/unit/test_plan_extrapolation.py verifies it against full simulations.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchtitan.config import JobConfig
 from torchtitan.parallel.dims import ParallelDims
@@ -36,18 +37,25 @@ def add_repeated(total: Measures, part: Measures, times: float, prefix: str) -> 
     return added
 
 
+def dense_layers(args: ModelArgs) -> int:
+    """How many of the first layers have no mixture of experts, of a model that has some."""
+    return args.moe.n_dense_layers if hasattr(args, "moe") else 0
+
+
 @dataclass(frozen=True)
 class SimulatedRank:
     """What is simulated: one rank of a pipeline of `ranks` ranks.
 
     Attributes:
         layers: of each of its stages.
+        dense: how many of them, the first ones, are dense layers of a model with mixtures of experts.
         microbatches: in a forward and backward pass.
     """
 
     ranks: int
     rank: int
     layers: tuple[int, ...]
+    dense: tuple[int, ...]
     microbatches: int
 
 
@@ -59,7 +67,7 @@ class Job:
         rows: sequences in an optimizer step.
         args: sizes of the model.
         layers: number of layers of each stage.
-        alike: whether all layers are identical.
+        alike: whether all layers are identical, but for the first, dense ones.
         full: simulate everything, however long it takes.
     """
 
@@ -112,14 +120,19 @@ class Job:
     def part(self, rank: int) -> SimulatedRank:
         """The simulated equivalent of a rank. Of the preceding ranks only their existence matters. With 1F1B a rank has
         no more micro-batches in flight than ranks follow it; one more shows the cost of each additional one."""
-        ranks, layers = self.dims.pp, tuple(self.layers[stage] for stage in self.own_stages(rank))
+        ranks, own = self.dims.pp, self.own_stages(rank)
+        layers = tuple(self.layers[stage] for stage in own)
+        dense = tuple(
+            min(self.layers[stage], max(0, dense_layers(self.args) - sum(self.layers[:stage]))) for stage in own
+        )
         if self.full or not self.is_single_stage_schedule:
-            return SimulatedRank(ranks, rank, layers, self.microbatches)
+            return SimulatedRank(ranks, rank, layers, dense, self.microbatches)
         ranks, rank = ranks - max(0, rank - 1), min(rank, 1)
         return SimulatedRank(
             ranks,
             rank,
             layers,
+            dense,
             min(self.microbatches, ranks + 1) if self._keeps_few_microbatches else self.microbatches,
         )
 
@@ -137,6 +150,7 @@ class Job:
                 ranks,
                 part.rank,
                 part.layers,
+                part.dense,
                 part.microbatches - (part.ranks - ranks if self._keeps_few_microbatches else 0),
             )
             for ranks in (least, least + 1)
@@ -144,9 +158,9 @@ class Job:
 
     def with_fewer_layers(self, part: SimulatedRank) -> list[SimulatedRank]:
         """The part itself, or two equivalents with fewer layers. Blocks at the ends may differ from those in between,
-        and both equivalents need at least one in between."""
+        and both equivalents need at least one in between. Dense layers all stay."""
         count = part.layers[0]
-        least = 2 * self.period + 1
+        least = part.dense[0] + 2 * self.period + 1
         base = least + (count - least) % self.period
         if self.full or len(part.layers) > 1 or not self.alike or count <= base + self.period:
             return [part]
@@ -196,7 +210,12 @@ def _extrapolate_microbatches(job: Job, part: SimulatedRank, measures: Measures)
     if more:
         # torch's stages allocate buffers for all received micro-batches at the start. Since 2.15 they do so one
         # micro-batch at a time, but the last stage's losses keep their inputs alive.
-        small = dataclasses.replace(part, ranks=part.rank + (1 if part.ranks - part.rank == 1 else 2), layers=(1,))
+        small = dataclasses.replace(
+            part,
+            ranks=part.rank + (1 if part.ranks - part.rank == 1 else 2),
+            layers=(1,),
+            dense=(min(1, *part.dense),),
+        )
         kept = [
             _simulation(job, dataclasses.replace(small, microbatches=count), Simulation.bytes_before_last)
             for count in (small.ranks + 1, small.ranks + 2)
@@ -223,7 +242,12 @@ def _simulation(job: Job, part: SimulatedRank, look: Callable[[Simulation], T]) 
         layers, own = [1] * part.ranks, [part.rank]
     for stage, count in zip(own, part.layers, strict=True):
         layers[stage] = count
+    args: Any = job.args
+    if dense_layers(args):
+        ends = [sum(layers[:stage]) + count for stage, count in zip(own, part.dense, strict=True) if count]
+        args = dataclasses.replace(args, moe=dataclasses.replace(args.moe, n_dense_layers=max(ends, default=0)))
     world_size = dims.pp * dims.dp * dims.cp * dims.tp
     with fake_process_group(part.rank * world_size // dims.pp, world_size):
         rows = local * dims.dp * job.simulated_accumulation_steps
-        return look(Simulation(config, dims, rows, job.args, layers, job.period + 1, job.device))
+        edges = (part.dense[0] + job.period + 1, job.period + 1)
+        return look(Simulation(config, dims, rows, args, layers, edges, job.device))

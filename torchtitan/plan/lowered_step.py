@@ -21,11 +21,13 @@ from torchtitan.plan.lowering import GPUS, start
 from torchtitan.plan.step_model import Work
 
 TIME_LIMIT = 900  # seconds for lowering a step, which takes a minute or two on a quiet machine
-LAYERS = (1, 2)  # simulated; a step's work is affine in the number of layers, and in that of its passes
+# Simulated, beside the first, dense ones. A step's work is affine in the number of layers, and in that of its passes.
+LAYERS = (1, 2)
 # By operator: places of the left and the right operand.
 GEMMS = {
     "mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "_int_mm": (0, 1), "_scaled_mm": (0, 1),
     "int8_mm": (0, 2), "float8_mm": (0, 2),
+    "_grouped_mm": (0, 1),
 }  # fmt: skip
 KINDS = {"bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "float32": "float32"}
 UPDATES = ("_fused_adam", "_foreach_")
@@ -99,6 +101,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     from torchtitan.engine.engine import build_engine, build_meshes
     from torchtitan.engine.model_args import find_model_args
     from torchtitan.engine.train_step import train_step
+    from torchtitan.plan.extrapolation import dense_layers
     from torchtitan.plan.simulation import fake_process_group
     from torchtitan.plan.watch import Watch, work_of_graph
 
@@ -115,6 +118,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     on_lowered(take)
     LinearConverter.check_swap = lambda self: None  # type: ignore[method-assign]  # there are no numbers to compare
     args = find_model_args(config.model)
+    dense = dense_layers(args)
     training = config.training
     tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -139,7 +143,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
                     config,
                     meshes,
                     device,
-                    dataclasses.replace(args, n_layers=layers),
+                    dataclasses.replace(args, n_layers=dense + layers),
                     rows,
                     allocate=allocate,
                 )
@@ -150,7 +154,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
                         train_step(engine, [batch] * count_of_passes, 1e-4)
                     by_passes.append(watch.work)
             by_layers.append(extrapolate(by_passes[1:], passes))
-    return extrapolate(by_layers, args.n_layers)
+    return extrapolate(by_layers, args.n_layers - dense)
 
 
 def extrapolate(simulated: list[Work], number: int) -> Work:

@@ -21,19 +21,23 @@ from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
+from torchtitan.models.moe import mixtures
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.fsdp import require_parts
 from torchtitan.parallel.pipeline import find_first_layers, layer_costs
 from torchtitan.plan import lowering
 from torchtitan.plan.devices import DEFAULT, GPUS, PlannedDevice, named_device, this_device
-from torchtitan.plan.extrapolation import Job, measure
-from torchtitan.plan.links import NODE, extent, min_seconds
+from torchtitan.plan.extrapolation import Job, dense_layers, measure
+from torchtitan.plan.links import NODE, extent, link_bytes, min_seconds
 from torchtitan.plan.lowered_step import LoweringError, lowered_work
 from torchtitan.plan.render import draw, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
 from torchtitan.plan.step_model import RATES, Expected, seconds_by_part
 from torchtitan.protocols import Decoder
+
+BLOCKING = ("tp", "cp", "ep")  # dimensions whose collectives computation waits for
+OVERLAPPING = ("fsdp", "expert_fsdp", "dp_replicate")
 
 
 def plan(config: JobConfig, device: Device) -> None:
@@ -105,7 +109,8 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     require_parts(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
-    per_token = flops_per_token(parameters - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len)
+    active = parameters - sum(mixture.unused_parameters for mixture in mixtures(model).values())
+    per_token = flops_per_token(active - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len)
     converters = apply_converters(
         model, config.model.converters, lambda section: getattr(config, section), target_on(device, config, spec, dims)
     )
@@ -118,7 +123,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
                 "job.plan cannot simulate a stage without layers (only the embedding or the output layer); use fewer "
                 "stages: lower parallelism.pipeline_parallel_degree, or change pipeline_parallel_schedule."
             )
-    job = Job(config, dims, rows, args, layers, alike=layers_alike(model), device=device)
+    job = Job(config, dims, rows, args, layers, alike=layers_alike(model, dense_layers(args)), device=device)
     measured = {mode: measure(_with_mode(job, mode)) for mode in modes(config)}
     mode = config.activation_checkpoint.mode
     ranks = [
@@ -135,6 +140,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         world_size=world_size,
         device=device,
         parameters=parameters,
+        active_parameters=active,
         flops_per_token=per_token,
         tokens_per_step=tokens,
         batch=f"{rows} x {training.seq_len} = {tokens:,} tokens per step "
@@ -152,16 +158,17 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     )
 
 
-def layers_alike(model: Decoder) -> bool:
-    """Whether all layers have the same modules with the same sizes."""
-    kinds = {
+def layers_alike(model: Decoder, dense: int) -> bool:
+    """Whether all layers after the first, dense ones have the same modules with the same sizes, and the dense ones
+    too."""
+    kinds = [
         tuple(
             (name, type(module).__name__, tuple(parameter.shape for parameter in module.parameters(recurse=False)))
             for name, module in layer.named_modules()
         )
         for layer in model.layers.values()
-    }
-    return len(kinds) == 1
+    ]
+    return len(set(kinds[:dense])) <= 1 and len(set(kinds[dense:])) <= 1
 
 
 def modes(config: JobConfig) -> list[str]:
@@ -183,8 +190,9 @@ def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
             dimension, kind = collective
             size = round(measures["bytes", dimension, kind])
             ranks, stride = extent(dimension, job.dims)
-            seconds = min_seconds(kind, size, ranks, stride, job.device)
-            traffic.append(Traffic(dimension, kind, ranks, round(count), size, seconds))
+            within, between = link_bytes(kind, size, ranks, stride)
+            seconds = min_seconds(within, between, job.device)
+            traffic.append(Traffic(dimension, kind, ranks, round(count), size, round(within), round(between), seconds))
     return RankPlan(
         rank,
         [job.layers[stage] for stage in job.own_stages(rank)],
@@ -214,10 +222,10 @@ def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
             by_dimension[line.dimension] = by_dimension.get(line.dimension, 0) + line.seconds
         if rank.compute_seconds is None:
             return None
-        waited = rank.compute_seconds + sum(by_dimension.get(name, 0) for name in ("tp", "cp"))
+        waited = rank.compute_seconds + sum(by_dimension.get(name, 0) for name in BLOCKING)
         if job.is_single_stage_schedule and job.dims.pp > 1:
             waited *= (job.microbatches + job.dims.pp - 1) / job.microbatches
-        beside = by_dimension.get("fsdp", 0) + by_dimension.get("dp_replicate", 0)
+        beside = sum(by_dimension.get(name, 0) for name in OVERLAPPING)
         totals.append(max(waited, beside, by_dimension.get("pp", 0)))
     return max(totals)
 
@@ -233,6 +241,8 @@ def _expected(job: Job, ranks: list[RankPlan], flops_per_token: float) -> tuple[
         return None, f"{none}the GPUs with measured rates are {', '.join(RATES)}"
     if not config.training.compile or job.dims.pp > 1:
         return None, f"{none}the step that is looked at is a compiled one without a pipeline"
+    if job.dims.ep > 1:
+        return None, f"{none}the step that is looked at is one without expert parallelism"
     try:
         work = lowered_work(config, world_size, gpu)
     except LoweringError as error:
@@ -240,8 +250,8 @@ def _expected(job: Job, ranks: list[RankPlan], flops_per_token: float) -> tuple[
     by_dimension: dict[str, float] = {}
     for line in ranks[0].traffic:
         by_dimension[line.dimension] = by_dimension.get(line.dimension, 0.0) + (line.seconds or 0.0)
-    waited = by_dimension.get("tp", 0.0) + by_dimension.get("cp", 0.0)
-    beside = by_dimension.get("fsdp", 0.0) + by_dimension.get("dp_replicate", 0.0)
+    waited = sum(by_dimension.get(name, 0.0) for name in BLOCKING)
+    beside = sum(by_dimension.get(name, 0.0) for name in OVERLAPPING)
     parts = seconds_by_part(work, RATES[name], waited, beside)
     args, seq_len = job.args, config.training.seq_len
     causal = flops_per_token - 6 * args.n_layers * args.n_heads * args.head_dim * seq_len
@@ -268,9 +278,14 @@ def _notes(job: Job, why: str) -> list[str]:
         "group; the step is one with a report (so it includes the all-reduce of the loss)",
         _what_is_simulated(job),
         "not counted: workspace of kernels, the CUDA context, NCCL's buffers (1 to 3 GiB), fragmentation",
-        "lower bound: GEMMs at the device's peak, half the FLOPs of full attention, blocking tensor- and "
-        "context-parallel collectives, overlapped FSDP collectives, pipeline fill and drain",
+        "lower bound: GEMMs at the device's peak, half the FLOPs of full attention, blocking tensor-, context- and "
+        "expert-parallel collectives, overlapped FSDP collectives, pipeline fill and drain",
     ]
+    if job.dims.ep > 1:
+        notes.append(
+            f"experts: the planned rank gets {config.job.simulate_expert_load:g} times as many rows of tokens as it "
+            "sends (--job.simulate_expert_load); 1 is a balanced load"
+        )
     if job.device.type == "cuda":
         notes.append(
             "attention as on a GPU: saves q, k, v, output and log-sum-exp; norms save their input. A run on a CPU "

@@ -23,6 +23,8 @@ from torchtitan.compat.dispatch import (
     TorchDispatchMode,
     pytree,
 )
+from torchtitan.kernels import grouped_gemm  # noqa: F401  registers its operators
+from torchtitan.parallel import expert  # noqa: F401
 
 aten = torch.ops.aten
 
@@ -37,11 +39,20 @@ KINDS = {
     "all_reduce_": "all-reduce",
     "alltoall_base_": "all-to-all",
     "all_to_all_single": "all-to-all",
+    "exchange_counts": "all-to-all",  # of parallel/expert.py
+    "exchange_rows": "all-to-all",
     "broadcast_": "broadcast",
     "send": "send",
     "recv_": "receive",
 }
-"""By the name of the operation in `torch.distributed` (c10d) or in functional collectives."""
+"""By the name of the operation in `torch.distributed` (c10d), in functional collectives, or of our own."""
+
+EXPERT_EXCHANGES = (torch.ops.torchtitan.exchange_counts.default, torch.ops.torchtitan.exchange_rows.default)
+GROUPED_GEMMS = (
+    aten._grouped_mm.default,
+    torch.ops.torchtitan.grouped_mm.default,
+    torch.ops.torchtitan.grouped_mm_over_rows.default,
+)
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -143,8 +154,10 @@ class Recorder(TorchDispatchMode):
             return 1  # fake value: assume that all labels are valid and that the stages agree
         out = func(*args, **kwargs)
         namespace, scratch = func.namespace, 0
-        if namespace in ("c10d", "_c10d_functional"):
+        if namespace in ("c10d", "_c10d_functional") or func in EXPERT_EXCHANGES:
             self._record(func, args, out)
+        elif func in GROUPED_GEMMS:
+            self.flops += grouped_flops(args[0].shape, args[1].shape)
         elif func is aten._int_mm.default:
             self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
         elif func in (torch.ops.torchtitan.float8_mm.default, torch.ops.torchtitan.int8_mm.default):  # on CPU
@@ -181,7 +194,8 @@ class Recorder(TorchDispatchMode):
         objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
         groups = [leaf for leaf in objects if str(leaf._type()).endswith(".ProcessGroup")]
         name = dist.ProcessGroup.unbox(groups[0]).group_name if groups else _last_string(leaves)
-        key = Collective(self.name_of_group(name), kind)
+        # The ranks that share experts may be those of another dimension.
+        key = Collective("ep" if func in EXPERT_EXCHANGES else self.name_of_group(name), kind)
         self.count[key] += 1
         self.bytes[key] += max(sizes)
 
@@ -211,6 +225,11 @@ class Recorder(TorchDispatchMode):
         for label in self._labels:
             if self.current > self.peaks.get(label, -1):
                 self.peaks[label] = self.current
+
+
+def grouped_flops(left: Sequence[int], right: Sequence[int]) -> float:
+    """Of `kernels.grouped_gemm`, from the shapes of its operands: all rows of the left one, whatever their experts."""
+    return 2.0 * left[0] * left[1] * right[-1]
 
 
 @functools.cache

@@ -46,22 +46,24 @@ def to_text(plan: Plan) -> str:
                 *(sized(rank.peaks[mode]) for mode in others),
             ]
         )
-    traffic = [["pipeline rank", "dimension", "ranks", "collective", "count", unit, "seconds"]]
+    links = ["within a machine", "between machines"]
+    traffic = [["pipeline rank", "dimension", "ranks", "collective", "count", unit, *links, "seconds"]]
     for ranks in _alike(plan.ranks):
         for line in ranks[0].traffic:
             seconds = "?" if line.seconds is None else f"{line.seconds:.3f}"
             names = _span([rank.rank for rank in ranks])
-            traffic.append(
-                [names, line.dimension, str(line.ranks), line.kind, f"{line.count:,}", sized(line.bytes), seconds]
-            )
+            moved = map(sized, (line.bytes, line.within_node, line.between_nodes))
+            traffic.append([names, line.dimension, str(line.ranks), line.kind, f"{line.count:,}", *moved, seconds])
     fits = [rank for rank in plan.ranks if rank.peaks[plan.mode] > device.memory_bytes]
     verdict = (
         f"It does not fit: pipeline rank {fits[0].rank} needs {sized(fits[0].peaks[plan.mode])} {unit}."
         if fits
         else "It fits."
     )
+    active = f" ({plan.active_parameters:,} of a token)" if plan.active_parameters < plan.parameters else ""
     parts = [
-        f"plan of {plan.model}, {plan.parameters:,} parameters, on {plan.world_size} x {device.name}: {plan.layout}",
+        f"plan of {plan.model}, {plan.parameters:,} parameters{active}, on {plan.world_size} x {device.name}: "
+        f"{plan.layout}",
         f"{plan.batch}; {plan.flops_per_token:.4g} FLOPs per token, forward and backward",
         f"\nMemory per rank in {unit}, of {sized(device.memory_bytes)}; activation checkpointing: {plan.mode}\n"
         + _table(rows),

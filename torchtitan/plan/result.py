@@ -14,7 +14,9 @@ class Traffic:
     Attributes:
         ranks: number of participants.
         count: number of collectives.
-        bytes: of the full tensors: the output of an all-gather, the input of a reduce-scatter.
+        bytes: of the full tensors: the output of an all-gather, the input of a reduce-scatter, the larger of input and
+            output of an all-to-all.
+        within_node, between_nodes: bytes that a rank's links carry in one direction, at least.
         seconds: lower bound at the stated bandwidths; None if they are unknown.
     """
 
@@ -23,6 +25,8 @@ class Traffic:
     ranks: int
     count: int
     bytes: int
+    within_node: int
+    between_nodes: int
     seconds: float | None
 
 
@@ -63,6 +67,7 @@ class Plan:
     """The content of `plan.json`. Sizes are bytes, bandwidths bytes/s.
 
     Attributes:
+        active_parameters: of `parameters`, those that a token uses.
         mode: of activation checkpointing, as configured.
         step_seconds: lower bound for a step; None if bandwidths are unknown.
         mfu: 0 to 1, at that time.
@@ -76,6 +81,7 @@ class Plan:
     world_size: int
     device: PlannedDevice
     parameters: int
+    active_parameters: int
     flops_per_token: float
     tokens_per_step: int
     batch: str

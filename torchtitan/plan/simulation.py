@@ -29,6 +29,7 @@ from torchtitan.models import MODELS, ModelSpec
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.plan.devices import PlannedDevice
+from torchtitan.plan.expert_load import assume_load
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
 from torchtitan.protocols import Decoder, ModelArgs
@@ -76,7 +77,7 @@ class Simulation:
         rows: sequences in an optimizer step.
         args: sizes of the model.
         layers: number of layers of each pipeline stage; they sum to the model's.
-        edge_blocks: number of blocks at each end of a stage that are identified individually.
+        edge_blocks: number of blocks at the start and at the end of a stage that are identified individually.
         planned: the device to simulate. Tensors claim to be on CPU; what GPU kernels save is emulated.
     """
 
@@ -87,7 +88,7 @@ class Simulation:
         rows: int,
         args: ModelArgs,
         layers: Sequence[int],
-        edge_blocks: int,
+        edge_blocks: tuple[int, int],
         planned: PlannedDevice,
     ) -> None:
         device = Device("cpu", planned.name, torch.device("cpu"))
@@ -96,7 +97,7 @@ class Simulation:
         self.planned = planned
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         meshes = build_meshes(dims, device.type)
-        self.recorder = Recorder(name_of_group(meshes), self.fake_mode)
+        self.recorder = Recorder(name_of_group(meshes, hasattr(args, "moe")), self.fake_mode)
         self.gradient_bytes = 0
         self._accumulation_steps: list[Measures] = []
         self._microbatches: list[Measures] = []
@@ -110,6 +111,7 @@ class Simulation:
             first_layers=[0, *itertools.accumulate(layers[:-1])],
             allocate=self._allocate,
         )
+        assume_load(self.engine.model, config.job.simulate_expert_load)
         self._label_blocks()
 
     def _allocate(self, model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
@@ -223,8 +225,9 @@ class Simulation:
         for number, stage in self.engine.stages.items():
             blocks = list(getattr(stage, "layers", nn.ModuleDict()).values())
             for index, block in enumerate(blocks):
-                places = [index] if index < self.edge_blocks else []
-                places += [index - len(blocks)] if index >= len(blocks) - self.edge_blocks else []
+                first, last = self.edge_blocks
+                places = [index] if index < first else []
+                places += [index - len(blocks)] if index >= len(blocks) - last else []
                 _label(block, self.recorder, [(number, place) for place in places] or [(number, "between")])
             if blocks:
                 blocks[0].register_forward_pre_hook(lambda *_: self._microbatches.append(self._traffic()))
@@ -282,18 +285,24 @@ class _SimulationDone(Exception):
     """Ends a step once it has been measured."""
 
 
-def name_of_group(meshes: Meshes) -> Callable[[str], str]:
-    """Maps a process group's own name to a mesh dimension, "cp", "stage" (all ranks of one), or "world". Groups are
-    compared by their ranks, because DTensor and converters create their own."""
-    groups = {"world": dist.group.WORLD}
-    mesh = meshes.mesh
+def name_of_group(meshes: Meshes, has_experts: bool = False) -> Callable[[str], str]:
+    """Maps a process group's own name to a mesh dimension, "cp", "expert_fsdp" (ranks that shard the same experts),
+    "stage" (all ranks of one), or "world". Groups are compared by their ranks, because DTensor and converters create
+    their own."""
+    groups = {}
+    mesh, dims = meshes.mesh, meshes.dims
     if meshes.context_mesh is not None:
         groups["cp"] = meshes.context_mesh.get_group()
     for name in mesh.mesh_dim_names or ():
         if mesh[name].size() > 1:
             groups[name] = mesh.get_group(name)
     by_ranks = {tuple(dist.get_process_group_ranks(group)): name for name, group in groups.items()}
-    by_ranks.setdefault(tuple(mesh.mesh.flatten(1)[mesh.get_local_rank("pp")].tolist()), "stage")
+    pp, replica, fsdp, tp = mesh.get_coordinate() or ()
+    if has_experts:
+        experts = mesh.mesh[pp, replica].view(-1, dims.ep)[:, (fsdp * dims.tp + tp) % dims.ep]
+        by_ranks.setdefault(tuple(experts.tolist()), "expert_fsdp")
+    by_ranks.setdefault(tuple(mesh.mesh.flatten().tolist()), "world")
+    by_ranks.setdefault(tuple(mesh.mesh.flatten(1)[pp].tolist()), "stage")
 
     @functools.cache
     def name_of(group: str) -> str:
