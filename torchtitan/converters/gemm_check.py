@@ -49,7 +49,10 @@ def checked_gemms(
         ConfigError: fewer or more GEMMs ran than promised.
     """
     by_op = _promised(converters)
-    unwanted = _promised(others).keys() - by_op.keys()
+    possible = [
+        gemms for other in others if isinstance(other, LinearConverter) for gemms in (other.gemms, other.grouped_gemms)
+    ]
+    unwanted = {gemms.op for gemms in possible if gemms is not None} - by_op.keys()
     if not by_op and not unwanted:
         yield
         return

@@ -237,22 +237,21 @@ def relative_errors(converter: LinearConverter, device_type: str, experts: int =
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device_type).bfloat16()
 
-    linear: nn.Linear | GroupedLinear
-    low: nn.Linear | GroupedLinear
+    x, out_grad = normal(SAMPLE_TOKENS, SAMPLE_INPUTS), normal(SAMPLE_TOKENS, SAMPLE_OUTPUTS)
+    modules: list[nn.Linear | GroupedLinear]
     more: tuple[torch.Tensor, ...] = ()
     if experts:
-        linear = GroupedLinear(experts, SAMPLE_INPUTS, SAMPLE_OUTPUTS).to(device_type, torch.bfloat16)
-        low = converter.swap_grouped(linear)
-        spread = torch.linspace(0, SAMPLE_TOKENS, experts, device=device_type)
-        more = (spread.int(),)  # the first expert has no tokens
+        with torch.device(device_type):
+            grouped = GroupedLinear(experts, SAMPLE_INPUTS, SAMPLE_OUTPUTS).bfloat16()
+        grouped.weight.data.copy_(normal(*grouped.weight.shape))
+        modules = [grouped, converter.swap_grouped(grouped)]
+        more = (torch.linspace(0, SAMPLE_TOKENS, experts, device=device_type).int(),)  # the first one has no tokens
     else:
         linear = nn.Linear(SAMPLE_INPUTS, SAMPLE_OUTPUTS, bias=False, device=device_type, dtype=torch.bfloat16)
-        low = converter.swap(linear)
-    x, out_grad = normal(SAMPLE_TOKENS, SAMPLE_INPUTS), normal(SAMPLE_TOKENS, SAMPLE_OUTPUTS)
-    with torch.no_grad():
-        linear.weight.copy_(normal(*linear.weight.shape))
+        linear.weight.data.copy_(normal(*linear.weight.shape))
+        modules = [linear, converter.swap(linear)]
     results = []
-    for module in (linear, low):
+    for module in modules:
         module.weight.grad = None
         x_leaf = x.clone().requires_grad_()
         with torch.enable_grad():
