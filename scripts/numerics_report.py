@@ -63,7 +63,12 @@ def judge(config: JobConfig) -> dict[str, Any]:
         )
     high_loss, operands = train(dataclasses.replace(config, model=dataclasses.replace(config.model, converters=[])))
     low_loss, _ = train(config)
-    layers = {fqn: judge_layer(converter, *found) for fqn, found in operands.items()}
+    # A layer of experts that the recipe leaves in high precision has no errors.
+    layers = {
+        fqn: judge_layer(converter, *found) if len(found) == 3 else judge_experts(converter, *found)
+        for fqn, found in operands.items()
+        if len(found) == 3 or converter.grouped_gemms is not None
+    }
     return {
         "recipe": f"{name} {converter.recipe}",
         "steps": config.training.steps,
@@ -74,13 +79,15 @@ def judge(config: JobConfig) -> dict[str, Any]:
 
 
 def train(config: JobConfig) -> tuple[float, dict[str, Any]]:
-    """The last loss; and per layer (input, weight, out_grad) of the last step's first micro-batch."""
+    """The last loss; and per layer (input, weight, out_grad) of the last step's first micro-batch; of experts (input,
+    weight, ends of their rows, out_grad)."""
     import torch
     from torch import nn
 
     from torchtitan.build_trainer import build_trainer
     from torchtitan.device import find_device
     from torchtitan.engine.config_checks import check, global_batch_size
+    from torchtitan.models.moe import GroupedLinear
 
     operands: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -95,16 +102,18 @@ def train(config: JobConfig) -> tuple[float, dict[str, Any]]:
             model: nn.Module = trainer.engine.model
 
             def watch(fqn: str) -> Any:
-                def hook(module: nn.Linear, inputs: tuple[torch.Tensor], out: torch.Tensor) -> None:
+                def hook(
+                    module: nn.Linear | GroupedLinear, inputs: tuple[torch.Tensor, ...], out: torch.Tensor
+                ) -> None:
                     if trainer.step == config.training.steps and fqn not in operands:
                         x, weight = inputs[0].detach().flatten(0, -2), module.weight.detach().clone()
-                        operands[fqn] = [x, weight]
+                        operands[fqn] = [x, weight, *inputs[1:]]  # experts have the ends of their rows as well
                         out.register_hook(lambda grad: operands[fqn].append(grad.detach().flatten(0, -2)))
 
                 return hook
 
             for fqn, module in model.named_modules():
-                if type(module) is nn.Linear:
+                if type(module) in (nn.Linear, GroupedLinear):
                     module.register_forward_hook(watch(fqn))
             trainer.train()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
@@ -126,6 +135,59 @@ def judge_layer(converter: Any, x: Any, weight: Any, out_grad: Any) -> dict[str,
     found = [out.detach(), *torch.autograd.grad(out, [leaf, layer.weight], out_grad)]
     x, weight, out_grad = x.float(), weight.float(), out_grad.float()
     exact = [x @ weight.T, out_grad @ weight, out_grad.T @ x]
+    lost = losses_of_operands(converter, x, weight, out_grad)
+    return {
+        gemm: {"sqnr_db": sqnr_db(low, high), **lost[gemm]} for gemm, low, high in zip(GEMMS, found, exact, strict=True)
+    }
+
+
+def judge_experts(converter: Any, x: Any, weight: Any, ends: Any, out_grad: Any) -> dict[str, dict[str, float]]:
+    """`judge_layer` for a layer of all experts: over all of them, with the mean of their operands' fractions."""
+    import torch
+
+    from torchtitan.models.moe import GroupedLinear
+
+    experts, n, k = weight.shape
+    layer = GroupedLinear(experts, k, n).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    layer = converter.swap_grouped(layer)
+    leaf = x.clone().requires_grad_()
+    out = layer(leaf, ends)
+    found = [out.detach(), *torch.autograd.grad(out, [leaf, layer.weight], out_grad)]
+    exact: list[list[torch.Tensor]] = [[], [], []]
+    lost: dict[str, list[dict[str, float]]] = {gemm: [] for gemm in GEMMS}
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    for matrix, rows, grads in zip(
+        weight.float(), x.float().split(counts), out_grad.float().split(counts), strict=True
+    ):
+        for results, high in zip(exact, (rows @ matrix.T, grads @ matrix, grads.T @ rows), strict=True):
+            results.append(high)
+        if len(rows) == 0:
+            continue
+        padded = [torch.nn.functional.pad(one, (0, 0, 0, -len(one) % 32)) for one in (rows, grads)]  # blocks of mx
+        for gemm, fractions in losses_of_operands(converter, padded[0], matrix, padded[1]).items():
+            lost[gemm].append(fractions)
+    high_results = [torch.cat(exact[0]), torch.cat(exact[1]), torch.stack(exact[2])]
+    return {
+        gemm: {
+            "sqnr_db": sqnr_db(low, high),
+            **{key: sum(one[key] for one in lost[gemm]) / len(lost[gemm]) for key in ("saturated", "flushed")},
+        }
+        for gemm, low, high in zip(GEMMS, found, high_results, strict=True)
+    }
+
+
+def sqnr_db(low: Any, high: Any) -> float:
+    """Signal-to-quantization-noise ratio of a GEMM's result."""
+    import torch
+
+    noise = (low.float() - high).norm()
+    return float(20 * torch.log10(high.norm() / noise)) if noise > 0 else float("inf")
+
+
+def losses_of_operands(converter: Any, x: Any, weight: Any, out_grad: Any) -> dict[str, dict[str, float]]:
+    """Per GEMM: saturated, flushed."""
     # Each GEMM sums over a different dimension of its operands.
     columns = {
         "output": (x, weight),
@@ -133,15 +195,13 @@ def judge_layer(converter: Any, x: Any, weight: Any, out_grad: Any) -> dict[str,
         "grad_weight": (out_grad.T, x.T),
     }
     result = {}
-    for (gemm, roles), low, high in zip(GEMMS.items(), found, exact, strict=True):
-        noise = (low.float() - high).norm()
-        ratio = 20 * torch.log10(high.norm() / noise) if noise > 0 else torch.tensor(float("inf"))
+    for gemm, roles in GEMMS.items():
         saturated, flushed = [], []
         for role, operand in zip(roles, columns[gemm], strict=True):
             scaled = converter.scaled(operand, role)
             saturated.append((scaled.exact.abs() > 1.0001 * scaled.largest).float().mean().item())
             flushed.append(((scaled.exact != 0) & (scaled.rounded == 0)).float().mean().item())
-        result[gemm] = {"sqnr_db": ratio.item(), "saturated": max(saturated), "flushed": max(flushed)}
+        result[gemm] = {"saturated": max(saturated), "flushed": max(flushed)}
     return result
 
 

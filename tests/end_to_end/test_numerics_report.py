@@ -35,3 +35,12 @@ def test_small_gradients_beside_large_ones_are_flushed_to_zero_in_int8(tmp_path:
     assert found["layers"]["output"]["grad_input"]["flushed"] > 0.5
     assert found["layers"]["layers.0.attention.wq"]["output"]["flushed"] < 0.1
     assert all(gemms["output"]["saturated"] == 0 for gemms in found["layers"].values())
+
+
+def test_experts_are_measured_and_the_router_is_not(tmp_path: Path) -> None:
+    found, table = report(tmp_path, "--model.name=sparse", "--model.converters=mx", "--mx.emulate")
+    experts = {fqn: gemms for fqn, gemms in found["layers"].items() if ".moe.experts." in fqn}
+    assert len(experts) == 6
+    for gemms in experts.values():
+        assert all(20 < of_gemm["sqnr_db"] < 35 and of_gemm["saturated"] == 0 for of_gemm in gemms.values())
+    assert "router" not in table

@@ -97,7 +97,7 @@ def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: P
     assert done.returncode == 0, done.stderr
     entries = json.loads((tmp_path / "out.json").read_text())
     assert len(entries) == 225
-    assert set(entries[0]) == {"fqn", "m", "k", "n", "converter", "recipe", "converted", "reason"}
+    assert set(entries[0]) == {"fqn", "m", "k", "n", "converter", "recipe", "converted", "reason", "experts"}
     assert {entry["fqn"]: (entry["converted"], entry["k"], entry["n"]) for entry in entries} == explain(*flags)
     reasons = {entry["fqn"]: entry["reason"] for entry in entries}
     assert reasons["output"] == "float8.filter_fqns names output"
@@ -222,7 +222,7 @@ def test_measured_filter_converts_only_what_wins_and_remembers(tmp_path: Path, m
     ratios = {(64, 64, 128): 2.0}
     asked = []
 
-    def speedup(converter: Any, m: int, k: int, n: int) -> float:
+    def speedup(converter: Any, m: int, k: int, n: int, experts: int) -> float:
         asked.append((m, k, n))
         return ratios.get((m, k, n), 0.5)
 

@@ -10,7 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "train.py", *sorted((ROOT / "torchtitan").rglob("*.py"))]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
-PRIVATE_OPERATORS = ("_scaled_mm", "_int_mm", "_foreach_")  # private names in `torch` without a public equivalent
+PRIVATE_OPERATORS = (
+    "_scaled_mm",
+    "_int_mm",
+    "_scaled_grouped_mm",
+    "_foreach_",
+)  # private names in `torch` without a public equivalent
 
 
 @cache

@@ -50,6 +50,10 @@ class MoE:
     ] = "bias"
     bias_update_speed: Annotated[PositiveFloat, Doc("balance bias: change of an expert's bias in a step.")] = 1e-3
     loss_coefficient: Annotated[PositiveFloat, Doc("balance loss: factor on the loss for an even load.")] = 1e-3
+    all_to_all_dtype: Annotated[
+        Literal["", "float8", "int8"],
+        Doc("Precision of rows and gradients on their way to other ranks' experts; empty: as computed."),
+    ] = ""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def conversion_report(decisions: Iterable[Sequence[Decision]]) -> list[Decision]
 
 
 def to_json(report: Sequence[Decision]) -> str:
-    """A list of objects: fqn, m, k, n, converter, recipe, converted, reason."""
+    """A list of objects: fqn, m, k, n, converter, recipe, converted, reason, experts."""
     return json.dumps(_objects(report), indent=1)
 
 
@@ -72,7 +72,9 @@ def to_table(report: Sequence[Decision]) -> str:
     for decision in report:
         name = ".".join("*" if part.isdecimal() else part for part in decision.fqn.split("."))
         what = f"{decision.converter} {decision.recipe}".strip()
-        rows.setdefault((name, decision.m, decision.k, decision.n, what, decision.reason), []).append(decision.fqn)
+        experts = f" x {decision.experts} experts" if decision.experts else ""
+        sizes = decision.m, decision.k, f"{decision.n}{experts}"
+        rows.setdefault((name, *sizes, what, decision.reason), []).append(decision.fqn)
     header = ("layer", "M", "K", "N", "precision", "rule")
     lines = [
         (f"{name} ({len(fqns)})" if len(fqns) > 1 else fqns[0], *map(str, rest)) for (name, *rest), fqns in rows.items()
@@ -84,11 +86,15 @@ def to_table(report: Sequence[Decision]) -> str:
     )
 
 
+def _weights(decision: Decision) -> int:
+    return decision.k * decision.n * max(decision.experts, 1)
+
+
 def summary(report: Sequence[Decision]) -> str:
     """'42 of 43 linear layers converted (float8 tensorwise 42), 71% of their weights'."""
     taken = [decision for decision in report if decision.converted]
     kinds = Counter(f"{decision.converter} {decision.recipe}" for decision in taken)
-    weights = sum(decision.k * decision.n for decision in report)
-    fraction = sum(decision.k * decision.n for decision in taken) / weights if weights else 0
+    weights = sum(map(_weights, report))
+    fraction = sum(map(_weights, taken)) / weights if weights else 0
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
     return f"{len(taken)} of {len(report)} linear layers converted ({counts}), {fraction:.0%} of their weights"

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError, nearest
+from torchtitan.models.moe import GroupedLinear, MoE, MoEArgs, Router
 
 AUTO_FILTER_SMALL_KN = "auto_filter_small_kn"
 AUTO_FILTER_MEASURED = "auto_filter_measured"
@@ -29,6 +30,7 @@ class Decision:
         converter, recipe: which decided.
         converted: whether the layer is converted.
         reason: the rule that applied, as text.
+        experts: on one device, of a layer that each expert has; m is then their mean. 0 for an ordinary layer.
     """
 
     fqn: str
@@ -39,10 +41,13 @@ class Decision:
     recipe: str
     converted: bool
     reason: str
+    experts: int = 0
 
 
 SizeRule = Callable[[int, int, int], str | None]
 """From (M, K, N) to the reason not to convert a layer of this size, or None."""
+MeasuredRule = Callable[[int, int, int, int], str | None]
+"""The same, from (M, K, N, experts)."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,13 @@ class FilterRules:
         multiple_of: M, K and N must be multiples of this.
         small_kn: thresholds of `auto_filter_small_kn`; None if the recipe has none.
         measured: the measurement of `auto_filter_measured`.
+        against_experts: why experts stay in high precision; "" if the recipe has grouped GEMMs.
     """
 
     multiple_of: int
     small_kn: SizeRule | None
-    measured: SizeRule
+    measured: MeasuredRule
+    against_experts: str = "the converter has no grouped GEMMs"
 
 
 class FilterSection(Protocol):
@@ -81,7 +88,7 @@ def decide(
     target: Target,
     explicit: bool = True,
 ) -> list[Decision]:
-    """One decision per linear layer of the model, in the model's order.
+    """One decision per linear layer of the model, in the model's order. Experts' layers are one for all experts.
 
     Args:
         entries: `filter_fqns`; not modified.
@@ -106,14 +113,18 @@ def decide(
             f"use {AUTO_FILTER_MEASURED}, which measures them on this device."
         )
 
-    def reason_against(fqn: str, linear: nn.Linear, k: int, n: int) -> str | None:
-        m = target.tokens
+    def reason_against(fqn: str, layer: nn.Linear | GroupedLinear, m: int, k: int, n: int, experts: int) -> str | None:
+        if any(fqn.startswith(f"{router}.") for router in routers):
+            return "the router stays in high precision"
         hit = next((entry for entry in patterns if matches(entry, fqn)), None)
         if hit is not None:
             return f"{key} names {hit}"
-        if type(linear) is not nn.Linear:
-            return f"already a {type(linear).__name__}"
-        for name, size in (("K", k), ("N", n), ("M", m)):
+        if type(layer) not in (nn.Linear, GroupedLinear):
+            return f"already a {type(layer).__name__}"
+        if experts and rules.against_experts:
+            return rules.against_experts
+        # The rows of an expert vary, and grouped GEMMs take any number.
+        for name, size in (("K", k), ("N", n), *(() if experts else (("M", m),))):
             if size % rules.multiple_of:
                 return f"{name} = {size} is not a multiple of {rules.multiple_of}"
         if AUTO_FILTER_SMALL_KN in entries and rules.small_kn is not None:
@@ -121,19 +132,26 @@ def decide(
             if reason:
                 return f"{AUTO_FILTER_SMALL_KN}: {reason}"
         if AUTO_FILTER_MEASURED in entries:
-            reason = rules.measured(m, k, n)
+            reason = rules.measured(m, k, n, experts)
             if reason:
                 return f"{AUTO_FILTER_MEASURED}: {reason}"
         return None
 
+    routers = [fqn for fqn, module in model.named_modules() if isinstance(module, Router)]
     decisions = []
+    mixture: MoEArgs | None = None
     for fqn, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            k, n = target.per_device(fqn, module.in_features, module.out_features)
-            reason = reason_against(fqn, module, k, n)
-            decisions.append(
-                Decision(fqn, target.tokens, k, n, converter, recipe, reason is None, reason or "passes the filter")
-            )
+        if isinstance(module, MoE):
+            mixture = module.args
+        if not isinstance(module, (nn.Linear, GroupedLinear)):
+            continue
+        m, k, n, experts = target.tokens, *target.per_device(fqn, module.in_features, module.out_features), 0
+        if isinstance(module, GroupedLinear):
+            assert mixture is not None, "experts are part of a MoE"
+            m, experts = target.per_expert(mixture.n_experts, mixture.top_k)
+        reason = reason_against(fqn, module, m, k, n, experts)
+        outcome = reason is None, reason or "passes the filter"
+        decisions.append(Decision(fqn, m, k, n, converter, recipe, *outcome, experts))
     return decisions
 
 

@@ -13,6 +13,7 @@ from torchtitan.converters.amax import stage_group
 from torchtitan.converters.filter import FilterRules, names_own_layers, too_small_for_rowwise, too_small_for_tensorwise
 from torchtitan.converters.float8_keys import casts, find_problems
 from torchtitan.converters.float8_linear import RECIPES, Float8Linear, Float8Recipe
+from torchtitan.converters.grouped_8bit import Grouped8BitLinear, GroupedGemms, grouped_op
 from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
@@ -20,12 +21,17 @@ from torchtitan.converters.weight_bounds import WeightBounds, float8_all_gather_
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.quantize import float8_scale, powers_of_two
 from torchtitan.logging import logger
+from torchtitan.models.moe import GroupedLinear
 
 if TYPE_CHECKING:
     from torchtitan.converters.amax_history import Histories
 
 # float8 tensor cores exist from Ada (8.9) on: NVIDIA's CUDA programming guide, table of capabilities.
 FIRST_CAPABILITY = (8, 9)
+GROUPED_CAPABILITIES = (9, 10)  # of torch._scaled_grouped_mm
+# One scale for the tokens of all experts would be that of the expert with the largest numbers, and torch's grouped
+# float8 GEMM takes one scale per row only.
+NO_EXPERTS = "{recipe} has no grouped GEMMs; float8.recipe_name = rowwise converts experts"
 MULTIPLE_OF = 16  # torch._scaled_mm on CUDA; the CPU kernel takes any shape, but the model must not differ
 
 # Relative errors of output, input gradient and weight gradient on normally distributed data: tests/unit/test_float8.py
@@ -84,7 +90,18 @@ class Float8Converter(LinearConverter):
         real = ProfilerOp("torchtitan::float8_mm" if target.on_cpu else "aten::_scaled_mm")
         self.gemms = LayerGemms(EMULATED_FLOAT8 if config.emulate else real, *errors)
         too_small = too_small_for_tensorwise if self.one_scale else too_small_for_rowwise
-        self.rules = FilterRules(MULTIPLE_OF, too_small, lambda m, k, n: measured_reason(self, m, k, n))
+        no_experts = NO_EXPERTS.format(recipe=self.recipe) if self.one_scale else ""
+        self.rules = FilterRules(MULTIPLE_OF, too_small, lambda *sizes: measured_reason(self, *sizes), no_experts)
+        if not self.one_scale:
+            on_gpu = not (target.on_cpu or config.emulate)
+            op = ProfilerOp("aten::_scaled_grouped_mm") if on_gpu else grouped_op("c10::Float8_e4m3fn")
+            self.grouped_gemms = LayerGemms(op, *errors)
+            if on_gpu and capability is not None and capability[0] not in GROUPED_CAPABILITIES:
+                self.cannot_group = (
+                    f"float8 {self.recipe} computes experts only on GPUs of compute capability 9.0 and 10.0, but this "
+                    f"one has {capability[0]}.{capability[1]}; add moe.experts to float8.filter_fqns, or set "
+                    "float8.emulate (same numerics, no speedup)."
+                )
 
     def _build_scaling_state(self) -> "Histories | WeightBounds | None":
         if self.recipe == "delayed":
@@ -108,6 +125,10 @@ class Float8Converter(LinearConverter):
             gathered = WeightWithDynamicFloat8CastTensor(new.weight, LinearMMConfig(), torch.float8_e4m3fn)
             new.weight = nn.Parameter(gathered)
         return new
+
+    def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
+        grad_weight = self.recipe != "rowwise_with_gw_hp"
+        return Grouped8BitLinear.of(layer, GroupedGemms(torch.float8_e4m3fn, True, True, grad_weight, self.emulate))
 
     def _swap_delayed(self, linear: nn.Linear) -> nn.Linear:
         from torchtitan.converters.float8_delayed import Casts, DelayedLinear

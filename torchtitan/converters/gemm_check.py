@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan.compat.dispatch import in_backward_pass
-from torchtitan.converters.linear import EMULATED_FLOAT8, LinearConverter, ProfilerOp
+from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.parallel.pipeline import Passes
@@ -48,22 +48,15 @@ def checked_gemms(
     Raises:
         ConfigError: fewer or more GEMMs ran than promised.
     """
-    by_op: dict[ProfilerOp, list[LinearConverter]] = {}
-    for converter in converters:
-        if isinstance(converter, LinearConverter):
-            by_op.setdefault(converter.gemms.op, []).append(converter)
-    unwanted = {other.gemms.op for other in others if isinstance(other, LinearConverter)} - by_op.keys()
+    by_op = _promised(converters)
+    possible = [
+        gemms for other in others if isinstance(other, LinearConverter) for gemms in (other.gemms, other.grouped_gemms)
+    ]
+    unwanted = {gemms.op for gemms in possible if gemms is not None} - by_op.keys()
     if not by_op and not unwanted:
         yield
         return
-    layers = {
-        decision.fqn
-        for group in by_op.values()
-        for converter in group
-        for decision in converter.decisions
-        if decision.converted and decision.fqn in passes
-    }
-    units = {fqn: _compiled_with(model, fqn) for fqn in layers}
+    units = {fqn: _compiled_with(model, fqn) for layers in by_op.values() for fqn, _ in layers if fqn in passes}
     with _marked(model, set(units.values())), _profiled() as recorded:
         yield
     ran = _count(recorded.profiler.kineto_results.events(), {*by_op, *unwanted})
@@ -75,18 +68,32 @@ def checked_gemms(
                 "phase uses it. Something (compile, a feature combined with it) keeps layers in the precision of "
                 "another phase; remove the phases, or that feature."
             )
-    for op, group in by_op.items():
-        what = " and ".join(f"{converter.name} {converter.recipe}" for converter in group)
+    for op, layers in by_op.items():
+        what = " and ".join(dict.fromkeys(layers.values()))
         if compiled and op.operation == EMULATED_FLOAT8.operation:
             logger.info(f"{what}: emulated and compiled, so its low-precision GEMMs cannot be counted")
             continue
-        _compare(what, op, group, passes, units, ran[op], recomputed)
+        gemms = {fqn: gemms for fqn, gemms in layers if fqn in passes}
+        _compare(what, op, gemms, passes, units, ran[op], recomputed)
+
+
+def _promised(converters: Iterable[object]) -> dict[ProfilerOp, dict[tuple[str, LayerGemms], str]]:
+    """The converted layers with each kind of GEMM, by path, and what they were converted to."""
+    found: dict[ProfilerOp, dict[tuple[str, LayerGemms], str]] = {}
+    for converter in converters:
+        for decision in converter.decisions if isinstance(converter, LinearConverter) else ():
+            if decision.converted:
+                assert isinstance(converter, LinearConverter)
+                gemms = converter.gemms_of(decision)
+                what = f"{converter.name} {converter.recipe}" + (" (experts)" if decision.experts else "")
+                found.setdefault(gemms.op, {})[decision.fqn, gemms] = what
+    return found
 
 
 def _compare(
     what: str,
     op: ProfilerOp,
-    converters: Sequence[LinearConverter],
+    layers: Mapping[str, LayerGemms],
     passes: Mapping[str, Passes],
     units: Mapping[str, str],
     ran: Counter[str],
@@ -95,14 +102,11 @@ def _compare(
     """Compares the GEMMs of one kind that ran, by mark ("" for unmarked ones), with those promised."""
     forward: Counter[str] = Counter()  # by unit
     backward = slack = 0
-    for converter in converters:
-        for decision in converter.decisions:
-            fqn = decision.fqn
-            if decision.converted and fqn in passes:
-                forward[FORWARD + units[fqn]] += converter.gemms.forward * passes[fqn].forward
-                backward += converter.gemms.backward * passes[fqn].backward
-                if recomputed and units[fqn] != fqn:
-                    slack += converter.gemms.forward * passes[fqn].backward
+    for fqn, gemms in layers.items():
+        forward[FORWARD + units[fqn]] += gemms.forward * passes[fqn].forward
+        backward += gemms.backward * passes[fqn].backward
+        if recomputed and units[fqn] != fqn:
+            slack += gemms.forward * passes[fqn].backward
     found = {mark: count // op.per_gemm for mark, count in ran.items()}
     again = sum(count for mark, count in found.items() if mark.startswith(RECOMPUTED))
     wanted, seen = sum(forward.values()) + backward, sum(found.values()) - again
@@ -179,8 +183,9 @@ def _count(events: Sequence[Any], ops: Iterable[ProfilerOp]) -> dict[ProfilerOp,
         for start, minus_end, kind in sorted(thread, key=lambda entry: entry[:2]):
             while around and around[-1][0] <= start:
                 around.pop()
-            # Under a dispatch mode (selective checkpointing), an operation appears twice, nested. Count it once.
-            if isinstance(kind, ProfilerOp) and not (around and around[-1][1] == kind):
+            # Under a dispatch mode (selective checkpointing), an operation appears twice, nested. Count it once; and
+            # count a grouped GEMM as one, not those of its experts.
+            if isinstance(kind, ProfilerOp) and not any(isinstance(other, ProfilerOp) for _, other in around):
                 counts[kind][next((mark for _, mark in reversed(around) if isinstance(mark, str)), "")] += 1
             around.append((-minus_end, kind))
     return counts

@@ -7,6 +7,7 @@ high precision. Based on SwitchBack (arXiv 2304.13013) and Jetfire (arXiv 2403.1
 Shapes: M tokens, K inputs, N outputs of a layer.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from torchtitan.config.low_precision import Int8
 from torchtitan.converters.filter import FilterRules, names_own_layers
+from torchtitan.converters.grouped_8bit import Grouped8BitLinear, GroupedGemms, grouped_op
 from torchtitan.converters.int8_fsdp import GatheredWeight, ShardedWeight, set_tensorwise_scales
 from torchtitan.converters.linear import LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
 from torchtitan.converters.measured_filter import measured_reason
@@ -33,9 +35,12 @@ from torchtitan.kernels.quantize import (
     quantize_with,
 )
 from torchtitan.kernels.quantized import Quantized, QuantizedInput
+from torchtitan.logging import logger
+from torchtitan.models.moe import GroupedLinear
 
 # torch._int_mm needs int8 tensor cores, from Turing (7.5) on: NVIDIA's CUDA programming guide.
 FIRST_CAPABILITY = (7, 5)
+NO_EXPERTS = "tensorwise has no grouped GEMMs; int8.recipe_name = rowwise converts experts"
 MULTIPLE_OF = 16  # on CUDA, torch._int_mm requires K and N to be multiples of 8; cuBLASLt is fast with 16
 
 # Relative errors of output, input gradient and weight gradient against float32 on normally distributed data, measured
@@ -176,17 +181,38 @@ class Int8Converter(LinearConverter):
             else ProfilerOp("torchtitan::int8_mm" if target.on_cpu or HAS_TRITON else "aten::_int_mm"),
             *(error if on else None for error, on in zip(known, self.settings[1:4], strict=True)),
         )
-        self.rules = FilterRules(MULTIPLE_OF, None, lambda m, k, n: measured_reason(self, m, k, n))
+        no_experts = NO_EXPERTS if self.recipe == "tensorwise" else ""
+        self.rules = FilterRules(MULTIPLE_OF, None, lambda *sizes: measured_reason(self, *sizes), no_experts)
+        if not no_experts:
+            self.grouped_gemms = dataclasses.replace(self.gemms, op=grouped_op("signed char"))
+            if not (target.on_cpu or config.emulate):
+                self.cannot_group = (
+                    "int8 has no grouped GEMMs on a GPU, so it cannot compute experts there; add moe.experts to "
+                    "int8.filter_fqns, use float8 with float8.recipe_name = rowwise, or set int8.emulate (same "
+                    "numerics, no speedup)."
+                )
 
     @property
     def description(self) -> str:
         return f"int8 {self.settings}"
+
+    def convert(self, model: nn.Module) -> None:
+        super().convert(model)
+        if self.all_gather and any(decision.converted and decision.experts for decision in self.decisions):
+            logger.info(
+                "int8.enable_fsdp_int8_all_gather: the weights of experts are all-gathered in high precision, since "
+                "FSDP's int8 all-gather is for matrices"
+            )
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
         new = Int8Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         new.gemms = self.settings
         new.weight, new.bias = linear.weight, linear.bias
         return new
+
+    def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
+        _, *gemms = self.settings
+        return Grouped8BitLinear.of(layer, GroupedGemms(torch.int8, *gemms))
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
         data, scale_inverse = quantize(tensor, self.settings.recipe)

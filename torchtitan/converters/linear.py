@@ -1,4 +1,5 @@
-"""Base of the converters of linear layers: filter, module swap, and the check that a swapped layer quantizes."""
+"""Base of the converters of linear layers, ordinary ones and experts': filter, module swap, and the check that a
+swapped layer quantizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torchtitan.converters.filter import Decision, FilterRules, decide
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
+from torchtitan.models.moe import GroupedLinear
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,17 @@ class Scaled(NamedTuple):
 
 
 class LinearConverter:
-    """Replaces linear layers with a subclass of `nn.Linear` whose weight stays a plain parameter.
+    """Replaces linear layers with a subclass of `nn.Linear` whose weight stays a plain parameter; and so
+    `GroupedLinear` layers, if the recipe has grouped GEMMs.
 
-    A subclass sets the attributes and implements `swap`.
+    A subclass sets the attributes and implements `swap`, and `swap_grouped` if it sets `grouped_gemms`.
 
     Attributes:
         name: of the converter and its configuration section.
         recipe: name of the recipe.
         gemms: of one layer.
+        grouped_gemms: of one layer of all experts; None if experts stay in high precision (`rules.against_experts`).
+        cannot_group: why this device cannot run `grouped_gemms`, with the remedy; "" if it can.
         rules: requirements of the recipe on a layer.
         decisions: one per linear layer of the model, set by `convert`.
         warms_up: layers change behaviour after the first step, so recompile then.
@@ -95,6 +100,8 @@ class LinearConverter:
     name: str
     recipe: str
     gemms: LayerGemms
+    grouped_gemms: LayerGemms | None = None
+    cannot_group: str = ""
     rules: FilterRules
     warms_up: bool = False
 
@@ -107,6 +114,10 @@ class LinearConverter:
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
         """A low-precision layer that takes over the parameters of `linear`, on its device."""
+        raise NotImplementedError
+
+    def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
+        """The same for a layer of all experts."""
         raise NotImplementedError
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
@@ -133,11 +144,23 @@ class LinearConverter:
             raise ConfigError(
                 f"model.converters: {self.name} would convert no layer. {rules_against_all(self.decisions)}"
             )
+        experts = any(decision.converted and decision.experts for decision in self.decisions)
+        if experts and self.cannot_group:
+            raise ConfigError(f"model.converters: {self.cannot_group}")
         if self.target.device_type != "meta":
             self.check_swap()
         for fqn in chosen:
             parent, _, child = fqn.rpartition(".")
-            setattr(model.get_submodule(parent), child, self.swap_in_model(model.get_submodule(fqn), fqn))  # type: ignore[arg-type]
+            layer = model.get_submodule(fqn)
+            new = self.swap_grouped(layer) if isinstance(layer, GroupedLinear) else self.swap_in_model(layer, fqn)  # type: ignore[arg-type]
+            setattr(model.get_submodule(parent), child, new)
+
+    def gemms_of(self, decision: Decision) -> LayerGemms:
+        """The GEMMs of a converted layer."""
+        if not decision.experts:
+            return self.gemms
+        assert self.grouped_gemms is not None
+        return self.grouped_gemms
 
     def shards_evenly(self, linear: nn.Linear, fqn: str) -> bool:
         """Whether FSDP shards the weight's rows without padding, as a low-precision gather requires."""
@@ -176,51 +199,63 @@ class LinearConverter:
         """Restores a `state_dict` merged over all ranks; {} if the checkpoint has none."""
 
     def check_swap(self) -> None:
-        """Compares a converted layer with its bf16 copy, forward and backward.
+        """Compares a converted layer of each kind with its bf16 copy, forward and backward.
 
         Raises:
             ConfigError: a GEMM is bit-identical (nothing was quantized) or far from the recipe's known error.
         """
-        errors = relative_errors(self, self.target.device_type)
-        for gemm, error in errors.items():
-            expected = getattr(self.gemms, gemm)
-            if expected is None:
-                continue
-            what = f"model.converters: the {gemm} of a layer converted to {self.name} {self.recipe}"
-            if error == 0:
-                raise ConfigError(f"{what} is bit-identical to bf16: nothing was quantized. Remove the converter.")
-            if not error < FAR_OUTSIDE * expected:
-                raise ConfigError(
-                    f"{what} has a relative error of {error:.3f} against bf16 ({expected:.3f} is normal): its kernel "
-                    f"is wrong on this device. Remove the converter, or set {self.name}.emulate."
-                )
+        kinds = {SAMPLE_EXPERTS if one.experts else 0: self.gemms_of(one) for one in self.decisions if one.converted}
+        for experts, gemms in kinds.items():
+            for gemm, error in relative_errors(self, self.target.device_type, experts).items():
+                expected = getattr(gemms, gemm)
+                if expected is None:
+                    continue
+                kind = "a layer of experts" if experts else "a layer"
+                what = f"model.converters: the {gemm} of {kind} converted to {self.name} {self.recipe}"
+                if error == 0:
+                    raise ConfigError(f"{what} is bit-identical to bf16: nothing was quantized. Remove the converter.")
+                if not error < FAR_OUTSIDE * expected:
+                    raise ConfigError(
+                        f"{what} has a relative error of {error:.3f} against bf16 ({expected:.3f} is normal): its "
+                        f"kernel is wrong on this device. Remove the converter, or set {self.name}.emulate."
+                    )
 
 
 FAR_OUTSIDE = 3.0  # factor on the known error
 SAMPLE_TOKENS, SAMPLE_INPUTS, SAMPLE_OUTPUTS = 256, 256, 512
+SAMPLE_EXPERTS = 4
 
 
-def relative_errors(converter: LinearConverter, device_type: str) -> dict[str, float]:
-    """Relative 2-norm difference between the GEMMs of a converted layer and of its bf16 copy, on normal data."""
+def relative_errors(converter: LinearConverter, device_type: str, experts: int = 0) -> dict[str, float]:
+    """Relative 2-norm difference between the GEMMs of a converted layer and of its bf16 copy, on normal data.
+
+    Args:
+        experts: of a layer of experts, one of which has no tokens; 0 for an ordinary layer.
+    """
     generator = torch.Generator(device=device_type).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device_type).bfloat16()
 
-    linear = nn.Linear(SAMPLE_INPUTS, SAMPLE_OUTPUTS, bias=False, device=device_type, dtype=torch.bfloat16)
-    weight, x, out_grad = (
-        normal(SAMPLE_OUTPUTS, SAMPLE_INPUTS),
-        normal(SAMPLE_TOKENS, SAMPLE_INPUTS),
-        normal(SAMPLE_TOKENS, SAMPLE_OUTPUTS),
-    )
-    with torch.no_grad():
-        linear.weight.copy_(weight)
+    x, out_grad = normal(SAMPLE_TOKENS, SAMPLE_INPUTS), normal(SAMPLE_TOKENS, SAMPLE_OUTPUTS)
+    modules: list[nn.Linear | GroupedLinear]
+    more: tuple[torch.Tensor, ...] = ()
+    if experts:
+        with torch.device(device_type):
+            grouped = GroupedLinear(experts, SAMPLE_INPUTS, SAMPLE_OUTPUTS).bfloat16()
+        grouped.weight.data.copy_(normal(*grouped.weight.shape))
+        modules = [grouped, converter.swap_grouped(grouped)]
+        more = (torch.linspace(0, SAMPLE_TOKENS, experts, device=device_type).int(),)  # the first one has no tokens
+    else:
+        linear = nn.Linear(SAMPLE_INPUTS, SAMPLE_OUTPUTS, bias=False, device=device_type, dtype=torch.bfloat16)
+        linear.weight.data.copy_(normal(*linear.weight.shape))
+        modules = [linear, converter.swap(linear)]
     results = []
-    for module in (linear, converter.swap(linear)):
+    for module in modules:
         module.weight.grad = None
         x_leaf = x.clone().requires_grad_()
         with torch.enable_grad():
-            out = module(x_leaf)
+            out = module(x_leaf, *more)
             grads = torch.autograd.grad(out, [x_leaf, module.weight], out_grad)
         results.append([out.detach().float(), *(grad.float() for grad in grads)])
     names = ("output", "grad_input", "grad_weight")

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchtitan.cache import cache_result, cached_results, keep_compiled_code_private
 from torchtitan.logging import logger
+from torchtitan.models.moe import GroupedLinear
 
 if TYPE_CHECKING:
     from torchtitan.converters.linear import LinearConverter
@@ -26,8 +27,11 @@ HEAD_START = 10_000_000  # cycles of the device, about 5 ms: enough for the host
 HOPELESS = 50  # times slower with a few rows, where rounding alone may cost ten times the GEMM
 
 
-def measured_reason(converter: "LinearConverter", m: int, k: int, n: int) -> str | None:
+def measured_reason(converter: "LinearConverter", m: int, k: int, n: int, experts: int = 0) -> str | None:
     """Why a layer of this size stays in bf16; None if low precision is faster.
+
+    Args:
+        experts: see `layer_seconds`.
 
     One rank measures and broadcasts, so that all convert the same layers. Results are cached across runs, by device and
     versions.
@@ -35,13 +39,14 @@ def measured_reason(converter: "LinearConverter", m: int, k: int, n: int) -> str
     distributed = dist.is_initialized() and dist.get_world_size() > 1
     ratio = [0.0]
     if not distributed or dist.get_rank() == 0:
-        ratio[0] = _cached_speedup(converter, m, k, n)
+        ratio[0] = _cached_speedup(converter, m, k, n, experts)
     if distributed:
         dist.broadcast_object_list(ratio)
-    return None if ratio[0] > 1 else f"{ratio[0]:.2f} x the speed of bf16 at M = {m}, K = {k}, N = {n}"
+    of_experts = f", {experts} experts" if experts else ""
+    return None if ratio[0] > 1 else f"{ratio[0]:.2f} x the speed of bf16 at M = {m}, K = {k}, N = {n}{of_experts}"
 
 
-def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int) -> float:
+def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int, experts: int) -> float:
     target = converter.target
     key = " | ".join(
         [
@@ -51,20 +56,20 @@ def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int) -> flo
             *([f"torchao {version('torchao')}"] if converter.name == "mx" else []),  # the layer is torchao's
             "compiled" if target.compile else "eager",
             converter.description,
-            f"{m} {k} {n}",
+            f"{m} {k} {n}" + (f" {experts} experts" if experts else ""),
         ]
     )
     known: float | None = cached_results(RESULTS).get(key)
     if known is None:
-        known = speedup(converter, m, k, n)
+        known = speedup(converter, m, k, n, experts)
         logger.info(f"measured: {converter.description} at ({m}, {k}, {n}) is {known:.2f} x the speed of bf16")
         cache_result(RESULTS, key, known)
     return known
 
 
-def speedup(converter: "LinearConverter", m: int, k: int, n: int) -> float:
+def speedup(converter: "LinearConverter", m: int, k: int, n: int, experts: int = 0) -> float:
     """bf16 time divided by low-precision time, forward and backward of one layer; medians of interleaved rounds."""
-    seconds = layer_seconds([None, converter], m, k, n, compiled=converter.target.compile)
+    seconds = layer_seconds([None, converter], m, k, n, experts=experts, compiled=converter.target.compile)
     high_seconds, low_seconds = (statistics.median(map(sum, times)) for times in seconds)
     return high_seconds / low_seconds
 
@@ -74,12 +79,13 @@ def slowness(converter: "LinearConverter", dtype: torch.dtype) -> list[float]:
 
     Tries a few rows first: without a real kernel, a GEMM takes a thousand times as long.
     """
-    sizes = {(decision.k, decision.n): decision.m for decision in converter.decisions if decision.converted}
+    sizes = {(one.k, one.n, one.experts): one.m for one in converter.decisions if one.converted}
     ratios = []
-    for (k, n), m in sizes.items():
+    for (k, n, experts), m in sizes.items():
         for rows in (FEW_ROWS, min(m, SOME_ROWS)):
             high, low = (
-                min(map(sum, times)) for times in layer_seconds([None, converter], rows, k, n, rounds=2, dtype=dtype)
+                min(map(sum, times))
+                for times in layer_seconds([None, converter], rows, k, n, rounds=2, dtype=dtype, experts=experts)
             )
             if rows == FEW_ROWS and low > HOPELESS * high:
                 break
@@ -115,21 +121,26 @@ def layer_seconds(
     rounds: int = ROUNDS,
     dtype: torch.dtype = torch.bfloat16,
     compiled: bool = False,
+    experts: int = 0,
 ) -> list[list[tuple[float, float]]]:
     """(forward, backward) seconds of one layer in `dtype`, for each converter (None: unconverted) and round.
 
     Rounds are interleaved, since a machine's speed drifts. The layer has no bias; (m, k) x (k, n).
+
+    Args:
+        experts: of a layer of experts with m rows each; 0 for an ordinary layer.
     """
     target = next(converter.target for converter in converters if converter is not None)
     device = "cuda" if target.device_type == "cuda" else "cpu"
-    x = torch.randn(m, k, device=device, dtype=dtype, requires_grad=True)
-    out_grad = torch.randn(m, n, device=device, dtype=dtype)
-    layers = [nn.Linear(k, n, bias=False, device=device, dtype=dtype) for _ in converters]
-    modules = [c.swap(layer) if c is not None else layer for c, layer in zip(converters, layers, strict=True)]
+    rows = m * max(experts, 1)
+    x = torch.randn(rows, k, device=device, dtype=dtype, requires_grad=True)
+    out_grad = torch.randn(rows, n, device=device, dtype=dtype)
+    modules = [_layer(converter, k, n, experts).to(device, dtype) for converter in converters]
     keep_compiled_code_private()
-    forwards: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        torch.compile(module) if compiled else module for module in modules
-    ]
+    forwards: list[Callable[..., torch.Tensor]] = [torch.compile(module) if compiled else module for module in modules]
+    if experts:
+        ends = torch.arange(m, rows + 1, m, device=device, dtype=torch.int32)
+        forwards = [functools.partial(_with_ends, forward, ends) for forward in forwards]
 
     def seconds(forward: Forward) -> tuple[float, float]:
         start = perf_counter()
@@ -143,5 +154,18 @@ def layer_seconds(
         seconds(forward)
     if device == "cuda":
         seconds = functools.partial(_device_seconds, x=x, out_grad=out_grad)
-    rows = [[seconds(forward) for forward in forwards] for _ in range(rounds)]
-    return [list(column) for column in zip(*rows, strict=True)]
+    found = [[seconds(forward) for forward in forwards] for _ in range(rounds)]
+    return [list(column) for column in zip(*found, strict=True)]
+
+
+def _layer(converter: "LinearConverter | None", k: int, n: int, experts: int) -> nn.Module:
+    if experts:
+        grouped = GroupedLinear(experts, k, n)
+        nn.init.normal_(grouped.weight, std=k**-0.5)
+        return grouped if converter is None else converter.swap_grouped(grouped)
+    linear = nn.Linear(k, n, bias=False)
+    return linear if converter is None else converter.swap(linear)
+
+
+def _with_ends(forward: Callable[..., torch.Tensor], ends: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return forward(x, ends)

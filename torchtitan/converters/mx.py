@@ -11,17 +11,18 @@ from torch import nn
 
 from torchtitan.config.low_precision import MX
 from torchtitan.converters.filter import FilterRules, names_own_layers
+from torchtitan.converters.grouped_mx import BLOCK, GroupedMX, GroupedMXLinear
 from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
+from torchtitan.models.moe import GroupedLinear
 
 if TYPE_CHECKING:
     from torchtitan.compat.torchao_mx import ScaleCalculationMode
 
 FIRST_CAPABILITY = (10, 0)  # Blackwell: NVIDIA's CUDA programming guide, table of capabilities
-BLOCK = 32
 
 # Relative errors of output, input gradient and weight gradient against float32 on normally distributed data, by
 # rounding mode of the scales: tests/unit/test_conversion_report.py.
@@ -71,7 +72,13 @@ class MXConverter(LinearConverter):
             grad_input,
             None if config.wgrad_with_hp else grad_weight,
         )
-        self.rules = FilterRules(BLOCK, None, lambda m, k, n: measured_reason(self, m, k, n))
+        self.rules = FilterRules(BLOCK, None, lambda *sizes: measured_reason(self, *sizes), "")
+        self.grouped_gemms = self.gemms
+        if not config.emulate:
+            self.cannot_group = (
+                "mx computes experts only in emulation; add moe.experts to mx.filter_fqns, or set mx.emulate (same "
+                "numerics, no speedup)."
+            )
 
     @property
     def description(self) -> str:
@@ -104,3 +111,6 @@ class MXConverter(LinearConverter):
         )
         new.weight, new.bias = linear.weight, linear.bias
         return new
+
+    def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
+        return GroupedMXLinear.of(layer, GroupedMX(self._scale_mode(), self.config.wgrad_with_hp))

@@ -19,6 +19,7 @@ class Target:
         tokens: M of the GEMMs: sequences in a micro-batch times tokens of a sequence on one device.
         compile: whether transformer blocks are compiled.
         tensor_parallel: the degree.
+        expert_parallel: the degree.
         plan: tensor-parallel style by the end of a module's path.
         shards: FSDP ranks that a weight's rows are sharded over.
         optimizer: its configuration section.
@@ -30,6 +31,7 @@ class Target:
     tokens: int = 512
     compile: bool = False
     tensor_parallel: int = 1
+    expert_parallel: int = 1
     plan: Mapping[str, Style] = field(default_factory=dict)
     shards: int = 1
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -38,6 +40,11 @@ class Target:
     def on_cpu(self) -> bool:
         """Whether the CPU kernels are used; also true for a conversion that is only explained."""
         return self.device_type != "cuda"
+
+    def per_expert(self, n_experts: int, top_k: int) -> tuple[int, int]:
+        """Mean number of rows of an expert, from all ranks that share the experts, and experts on one device."""
+        rows = self.tokens // self.tensor_parallel * top_k * self.expert_parallel
+        return rows // n_experts, n_experts // self.expert_parallel
 
     def per_device(self, fqn: str, k: int, n: int) -> tuple[int, int]:
         """(K, N) of the GEMM that one device computes for a layer of `k` inputs and `n` outputs."""

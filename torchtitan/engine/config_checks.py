@@ -50,6 +50,11 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     if config.parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule:
         check_schedule(config.parallelism, problems)
     dims = find_dims(config.parallelism, world_size, problems)
+    if config.moe.all_to_all_dtype and config.parallelism.expert_parallel_degree == 1:
+        problems.append(
+            f"moe.all_to_all_dtype = {config.moe.all_to_all_dtype}, but no rows are sent to experts of other ranks: "
+            "set parallelism.expert_parallel_degree above 1, or unset it."
+        )
     if dims is not None:
         _check_batch(config, dims, problems)
         _check_parallel(config, dims, device_type, problems)

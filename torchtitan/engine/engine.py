@@ -26,6 +26,7 @@ from torchtitan.optim.optimizer import build_optimizer, decay_groups
 from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.expert import ExpertDispatch
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
 from torchtitan.protocols import Decoder, ModelArgs
 
@@ -193,6 +194,7 @@ def build_engine(
             config.activation_checkpoint,
             training,
         )
+    _set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
 
     allocate(model, list(stages.values()), config, device)
 
@@ -228,6 +230,14 @@ def build_engine(
         calls=calls,
         converted_model=converted_model,
     )
+
+
+def _set_all_to_all_dtype(model: Decoder, name: str) -> None:
+    """Sets the dtype in which rows are sent to the ranks that have their experts; "": as they are."""
+    dtype = {"": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}[name]
+    for mixture in mixtures(model).values():
+        if isinstance(mixture.dispatch, ExpertDispatch):
+            mixture.dispatch.dtype = dtype
 
 
 def _position_ids(config: JobConfig, meshes: Meshes) -> torch.Tensor | None:

@@ -67,7 +67,7 @@ def _has_grouped_kernel(x: torch.Tensor) -> bool:
 def grouped_mm_loop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """`grouped_mm` as a loop over the experts."""
     out = x.new_empty(x.shape[0], weight.shape[2])
-    for expert, rows in enumerate(_rows(offsets)):
+    for expert, rows in enumerate(rows_of(offsets)):
         torch.mm(x[rows], weight[expert], out=out[rows])
     return out
 
@@ -76,12 +76,12 @@ def grouped_mm_loop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
 def grouped_mm_over_rows_loop(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """`grouped_mm_over_rows` as a loop over the experts."""
     out = x.new_empty(len(offsets), grad.shape[1], x.shape[1])
-    for expert, rows in enumerate(_rows(offsets)):
+    for expert, rows in enumerate(rows_of(offsets)):
         torch.mm(grad[rows].t(), x[rows], out=out[expert])
     return out
 
 
-def _rows(offsets: torch.Tensor) -> list[slice]:
+def rows_of(offsets: torch.Tensor) -> list[slice]:
     """The rows of each expert."""
     ends = offsets.tolist()
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -165,6 +165,12 @@ def _int8_scale_inverse(amax: torch.Tensor) -> torch.Tensor:
     return (amax / LARGEST).clamp_min(SMALLEST_SCALE)
 
 
+def scale_inverse_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverses of scales of rows or columns with these largest magnitudes: of int8, or of float8, whose scales are
+    powers of two."""
+    return _int8_scale_inverse(amax) if dtype == torch.int8 else powers_of_two(float8_scale(amax, dtype)).reciprocal()
+
+
 def float8_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The float32 scale that maps `amax` to the largest number of the format."""
     # In float64, as torchao does it: compiled and eager code then agree.

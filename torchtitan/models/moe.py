@@ -8,7 +8,7 @@ Shapes: T tokens, D channels, E experts, k experts of a token, R = T k rows, one
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,14 @@ class GroupedLinear(nn.Module):
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """(rows, in_features), sorted by expert, to (rows, out_features); `offsets` are the ends of the experts."""
         return grouped_linear(x, self.weight, offsets)
+
+    @classmethod
+    def with_weight_of(cls, layer: "GroupedLinear") -> Self:
+        """A layer of this class that takes over the weight of `layer`."""
+        with torch.device("meta"):
+            new = cls(0, layer.in_features, layer.out_features)
+        new.weight = layer.weight
+        return new
 
     def extra_repr(self) -> str:
         return f"experts={len(self.weight)}, in_features={self.in_features}, out_features={self.out_features}"

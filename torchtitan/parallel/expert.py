@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from torchtitan.compat.distributed import functional_collectives as funcol
+from torchtitan.kernels.grouped_8bit import round_rows
+from torchtitan.kernels.quantized import Quantized
 from torchtitan.parallel.collectives import wait_tensor
 from torchtitan.parallel.tensor import shard_parameters
 
@@ -38,11 +40,15 @@ class ExpertDispatch:
         mesh: the ranks that share the experts, one dimension.
         gradient_scale: of the experts' weight gradients. FSDP divides gradients by its number of ranks, which for the
             experts is another one than for the other weights.
+
+    Attributes:
+        dtype: in which rows and their gradients are sent, int8 or float8; None: as they are.
     """
 
     def __init__(self, mesh: DeviceMesh, gradient_scale: float) -> None:
         self.group, self.size = mesh.get_group().group_name, mesh.size()
         self.gradient_scale = gradient_scale
+        self.dtype: torch.dtype | None = None
 
     def __call__(
         self,
@@ -56,20 +62,18 @@ class ExpertDispatch:
             return _scale_gradient(out, self.gradient_scale)
         received = exchange_counts(counts, self.group, self.size)  # (P, E / P): rows from each rank for each expert
         splits = torch.stack([counts.view(self.size, -1).sum(1), received.sum(1)]).cpu()  # waits for the device
-        arrived = exchange_rows(rows, splits, self.received_rows(splits), self.group)
+        arrived = exchange_rows(rows, splits, self.received_rows(splits), self.group, self.dtype)
         # Rows arrive by rank, then by expert; the experts need them by expert, then by rank.
         order, place = _transposed_order(received, arrived.shape[0])
         arrived = _Reorder.apply(_scale_gradient(arrived, 1 / self.gradient_scale), order, place)
         out = experts(arrived, received.sum(0).cumsum(0).to(torch.int32))
         out = _Reorder.apply(_scale_gradient(out, self.gradient_scale), place, order)
-        back: torch.Tensor = exchange_rows(out, splits.flip(0), rows.shape[0], self.group)
+        back: torch.Tensor = exchange_rows(out, splits.flip(0), rows.shape[0], self.group, self.dtype)
         return back
 
     def received_rows(self, splits: torch.Tensor) -> int:
         """The rows that this rank computes; `splits` as for `exchange_rows`."""
-        total = splits[1].sum().item()
-        torch._check(total >= 0)
-        return total  # type: ignore[return-value]  # of integers
+        return splits[1].sum().item()  # type: ignore[return-value]  # of integers
 
 
 def _transposed_order(received: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +132,9 @@ def _scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 # Custom operators: the compiler must not specialize on the number of rows, which changes in every step.
 @torch.library.custom_op("torchtitan::exchange_rows", mutates_args=())
-def exchange_rows(x: torch.Tensor, splits: torch.Tensor, rows: int, group: str) -> torch.Tensor:
+def exchange_rows(
+    x: torch.Tensor, splits: torch.Tensor, rows: int, group: str, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """An all-to-all of rows; differentiable.
 
     Args:
@@ -136,31 +142,46 @@ def exchange_rows(x: torch.Tensor, splits: torch.Tensor, rows: int, group: str) 
         splits: (2, P) int64 on the CPU: rows to send to, and to receive from, each rank.
         rows: to receive, in total.
         group: name of the process group.
+        dtype: in which rows and gradients are sent, int8 or float8, each row with its own scale; None: as they are.
 
     Returns:
         (rows, D), by sending rank.
     """
     send, receive = splits.tolist()
-    return wait_tensor(funcol.all_to_all_single(x.contiguous(), receive, send, group))  # type: ignore[arg-type]
+    message = x.contiguous() if dtype is None else pack_rows(x, dtype)
+    arrived = wait_tensor(funcol.all_to_all_single(message, receive, send, group))  # type: ignore[arg-type]
+    return arrived if dtype is None else unpack_rows(arrived, dtype, x.dtype)
 
 
 @exchange_rows.register_fake
-def _(x: torch.Tensor, splits: torch.Tensor, rows: int, group: str) -> torch.Tensor:
+def _(x: torch.Tensor, splits: torch.Tensor, rows: int, group: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     return x.new_empty(rows, x.shape[1])
 
 
 def _save_splits(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, splits, _, ctx.group = inputs
+    x, splits, _, ctx.group, ctx.dtype = inputs
     ctx.rows = x.shape[0]
     ctx.save_for_backward(splits)
 
 
 def _exchange_back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     (splits,) = ctx.saved_tensors
-    return exchange_rows(grad, splits.flip(0), ctx.rows, ctx.group), None, None, None
+    return exchange_rows(grad, splits.flip(0), ctx.rows, ctx.group, ctx.dtype), None, None, None, None
 
 
 exchange_rows.register_autograd(_exchange_back, setup_context=_save_splits)
+
+
+def pack_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(rows, D) to (rows, D + 4) bytes: each row rounded to 8 bits, and its float32 scale inverse."""
+    data, scale_inverse = round_rows(x, dtype)
+    return torch.cat([data.view(torch.uint8), scale_inverse.view(torch.uint8)], dim=1)
+
+
+def unpack_rows(message: torch.Tensor, dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
+    """The rows of a message of `pack_rows`, in `to`."""
+    data, scale_inverse = message[:, :-4].contiguous().view(dtype), message[:, -4:].contiguous().view(torch.float32)
+    return Quantized(data, scale_inverse).dequantize(to)
 
 
 @torch.library.custom_op("torchtitan::exchange_counts", mutates_args=())

@@ -1,0 +1,148 @@
+"""Experts in low precision under every layout, and rows sent to them in low precision."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import SMALL, into, losses, train, train_here
+from workers import in_processes
+
+from torchtitan.config import ConfigManager
+from torchtitan.engine.config_checks import check
+from torchtitan.errors import ConfigError
+from torchtitan.parallel.expert import exchange_rows
+
+SPARSE = (*SMALL, "--experimental.custom_import=tiny", "--model.name=sparse", "--model.flavor=deep")
+BASE = (*SPARSE, "--training.steps=3")
+# Only the experts: other layers' scales depend on which tokens are on a rank.
+OTHERS = "output,attention,feed_forward,shared_experts"
+CONVERTERS = {
+    "float8": ("--model.converters=float8", "--float8.recipe_name=rowwise", f"--float8.filter_fqns={OTHERS}"),
+    "int8": ("--model.converters=int8", f"--int8.filter_fqns={OTHERS}"),
+    "mx": ("--model.converters=mx", "--mx.emulate", f"--mx.filter_fqns={OTHERS}"),
+}
+EP = ("--parallelism.expert_parallel_degree=2",)
+TP = ("--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=4")
+COMPILE = "--training.compile"
+BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
+LAYOUTS = {
+    "EP 2": EP,
+    "EP 2, compile, recomputation by operation": (*EP, COMPILE, *BY_OPERATION),
+    "TP 2 and EP 2": (*TP, *EP),
+    "TP 2": TP,
+    "FSDP 2": (),
+    "PP 2": ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"),
+    "CP 2 and EP 2": ("--parallelism.context_parallel_degree=2", "--training.local_batch_size=4", *EP),
+}
+# An expert's weight gradient has one scale per column of its rows, so it is the same only where one rank has them all.
+EXACT = {"EP 2", "TP 2 and EP 2", "CP 2 and EP 2"}
+SHORT = [("EP 2, compile, recomputation by operation", "float8"), ("TP 2 and EP 2", "float8"), ("EP 2", "int8")]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of each converter, and of none, in one process."""
+    found = {}
+    for name, flags in {**CONVERTERS, "": ()}.items():
+        folder = tmp_path_factory.mktemp(name or "none")
+        train_here(*BASE, into(folder), "--training.local_batch_size=4", *flags)
+        found[name] = list(losses(folder).values())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("converter", "layout"),
+    [
+        pytest.param(converter, layout, marks=[] if (layout, converter) in SHORT else [pytest.mark.full])
+        for converter in CONVERTERS
+        for layout in LAYOUTS
+    ],
+)
+def test_losses_are_those_of_one_process(
+    converter: str, layout: str, alone: dict[str, list[float]], tmp_path: Path
+) -> None:
+    output = train(*BASE, into(tmp_path), *CONVERTERS[converter], *LAYOUTS[layout], processes=2)
+    tolerance = 3e-5 if layout in EXACT and converter != "mx" else 1e-3
+    assert list(losses(tmp_path).values()) == pytest.approx(alone[converter], rel=tolerance)
+    assert alone[converter] != alone[""]
+    counted = "(experts): 27 low-precision GEMMs ran in this step, 27 expected" in output  # 3 layers, 3 GEMMs of 3
+    assert counted != ((converter == "mx" and COMPILE in LAYOUTS[layout]) or layout == "PP 2")
+
+
+@pytest.mark.parametrize("dtype", ["float8", "int8"])
+def test_rows_are_sent_in_low_precision(dtype: str, alone: dict[str, list[float]], tmp_path: Path) -> None:
+    train(*BASE, into(tmp_path), *EP, f"--moe.all_to_all_dtype={dtype}", processes=2)
+    found = list(losses(tmp_path).values())
+    assert found != alone[""] and found == pytest.approx(alone[""], rel=1e-3)
+
+
+def sent_in_8_bits(name: str) -> tuple[list[torch.Tensor], list[int]]:
+    """Rows received and gradients returned, float32 and in 8 bits; and the bytes that a rank sends, forward."""
+    rank = torch.distributed.get_rank()
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    splits = torch.tensor([[1, 3], [1, 2]] if rank == 0 else [[2, 0], [3, 0]])
+    x = torch.randn(int(splits[0].sum()), 48, generator=torch.Generator().manual_seed(rank))
+    x[0] *= 1e4  # has no effect on other rows
+    results, sizes = [], []
+    for dtype in (None, getattr(torch, name)):
+        leaf = x.clone().requires_grad_()
+        with torch.profiler.profile(record_shapes=True, acc_events=False) as recorded:
+            out = exchange_rows(leaf, splits, int(splits[1].sum()), group.group_name, dtype)
+        sent = [
+            event.shapes()[0]
+            for event in recorded.profiler.kineto_results.events()
+            if event.name() == "_c10d_functional::all_to_all_single"
+        ]
+        sizes += [shape[0] * shape[1] for shape in sent]
+        out.backward(out.detach())
+        assert leaf.grad is not None
+        results += [out.detach(), leaf.grad]
+    return results, sizes
+
+
+@pytest.mark.parametrize(("name", "error"), [("int8", 0.02), ("float8_e4m3fn", 0.07)])
+def test_each_row_has_its_own_scale_forward_and_backward(name: str, error: float) -> None:
+    for results, (elements, packed) in in_processes(sent_in_8_bits, 2, name):
+        out, grad, low_out, low_grad = results
+        for high, low in ((out, low_out), (grad, low_grad)):
+            assert ((high - low).norm(dim=1) < error * high.norm(dim=1)).all()
+            assert not torch.equal(high, low)
+        assert packed == elements // 48 * 52  # bytes: 48 numbers and a scale
+
+
+def test_a_phase_switches_the_experts(alone: dict[str, list[float]], tmp_path: Path) -> None:
+    """Under FSDP and expert parallelism, in the middle of the run."""
+    schedule = tmp_path / "schedule.toml"
+    schedule.write_text(
+        f"""
+        [[precision.phase]]
+        until_step = 2
+        [[precision.phase]]
+        converters = ["int8"]
+        [precision.phase.int8]
+        filter_fqns = {json.dumps(OTHERS.split(","))}
+        """
+    )
+    output = train(*BASE, into(tmp_path), f"--job.config_file={schedule}", *EP, processes=2)
+    first, second, third = losses(tmp_path).values()
+    assert [first, second] == pytest.approx(alone[""][:2], rel=1e-5)
+    assert third != pytest.approx(alone[""][2], rel=1e-9) and third == pytest.approx(alone[""][2], rel=1e-3)
+    assert "(experts): 27 low-precision GEMMs ran in this step, 27 expected" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--moe.all_to_all_dtype=float8"], "set parallelism.expert_parallel_degree above 1"),
+        (["--moe.all_to_all_dtype=fp8", *EP], "moe.all_to_all_dtype"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(flags: list[str], sentence: str) -> None:
+    def attempt() -> Any:
+        return check(ConfigManager().parse_args([*BASE, *flags]), 2, "cpu")
+
+    with pytest.raises(ConfigError, match=sentence):
+        attempt()

@@ -1,0 +1,171 @@
+"""Experts' linear layers in low precision: what each expert computes, whatever its number of tokens."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from torchtitan.config.low_precision import MX, Float8, Int8
+from torchtitan.converters import CONVERTERS, LinearConverter, Target
+from torchtitan.converters.linear import SAMPLE_EXPERTS, relative_errors
+from torchtitan.kernels.grouped_8bit import (
+    expert_of_rows,
+    grouped_matmul,
+    grouped_matmul_over_rows,
+    pad_groups,
+    round_columns,
+    round_columns_of_rows,
+    round_rows,
+)
+from torchtitan.kernels.quantized import Quantized
+from torchtitan.models.moe import GroupedLinear
+
+K, N = 64, 96
+COUNTS = [3, 0, 1, 33, 0]  # rows of each expert
+
+RECIPES = {
+    "float8 rowwise": ("float8", Float8(recipe_name="rowwise")),
+    "float8 rowwise emulated": ("float8", Float8(recipe_name="rowwise", emulate=True)),
+    "float8 rowwise_with_gw_hp": ("float8", Float8(recipe_name="rowwise_with_gw_hp")),
+    "int8": ("int8", Int8()),
+    "int8 emulated": ("int8", Int8(emulate=True)),
+    "int8, output in bf16": ("int8", Int8(output=False)),
+    "int8, gradients in bf16": ("int8", Int8(grad_input=False, grad_weight=False)),
+    "mx": ("mx", MX(emulate=True)),
+    "mx, weight gradient in bf16": ("mx", MX(emulate=True, wgrad_with_hp=True)),
+}
+
+
+def converter_of(recipe: str) -> LinearConverter:
+    name, section = RECIPES[recipe]
+    converter = CONVERTERS.get(name).build(section, Target("cpu"))
+    assert isinstance(converter, LinearConverter)
+    return converter
+
+
+def experts_layer(experts: int, dtype: torch.dtype = torch.bfloat16) -> GroupedLinear:
+    layer = GroupedLinear(experts, K, N).to(dtype)
+    nn.init.normal_(layer.weight)
+    return layer
+
+
+def ends_of(counts: list[int]) -> torch.Tensor:
+    return torch.tensor(counts).cumsum(0).to(torch.int32)
+
+
+def gemms_of(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor, *more: torch.Tensor) -> list[torch.Tensor]:
+    """[output, input gradient, weight gradient]"""
+    x = x.clone().requires_grad_()
+    out = module(x, *more)
+    return [out.detach(), *torch.autograd.grad(out, [x, module.weight], out_grad)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_errors_are_the_known_ones(recipe: str) -> None:
+    converter = converter_of(recipe)
+    for gemm, error in relative_errors(converter, "cpu", SAMPLE_EXPERTS).items():
+        known = getattr(converter.grouped_gemms, gemm)
+        assert error == (0 if known is None else pytest.approx(known, rel=0.2)), gemm
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "gw_hp" not in recipe])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_expert_computes_what_a_converted_linear_layer_does(recipe: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    converter, experts = converter_of(recipe), experts_layer(len(COUNTS), dtype)
+    # mx blocks of 32 tokens cannot be compared with those of a linear layer, which needs a multiple of 32.
+    counts = [32 * (count > 1) for count in COUNTS] if recipe == "mx" else COUNTS
+    x, out_grad = torch.randn(sum(counts), K, dtype=dtype), torch.randn(sum(counts), N, dtype=dtype)
+    out, x_grad, weight_grad = gemms_of(converter.swap_grouped(experts), x, out_grad, ends_of(counts))
+    start = 0
+    for expert, count in enumerate(counts):
+        rows = slice(start, start := start + count)
+        if not count:
+            assert not weight_grad[expert].any()
+            continue
+        linear = nn.Linear(K, N, bias=False, dtype=dtype)
+        with torch.no_grad():
+            linear.weight.copy_(experts.weight[expert])
+        found = out[rows], x_grad[rows], weight_grad[expert]
+        for here, alone in zip(found, gemms_of(converter.swap(linear), x[rows], out_grad[rows]), strict=True):
+            assert (here - alone).norm() <= 1e-5 * alone.norm() + (0.004 if "mx" in recipe else 0) * alone.norm()
+
+
+@pytest.mark.parametrize("recipe", ["float8 rowwise", "int8", "mx"])
+def test_no_tokens_at_all(recipe: str) -> None:
+    low = converter_of(recipe).swap_grouped(experts_layer(2))
+    x = torch.randn(0, K, dtype=torch.bfloat16)
+    out, x_grad, weight_grad = gemms_of(low, x, torch.randn(0, N, dtype=torch.bfloat16), ends_of([0, 0]))
+    assert out.shape == (0, N) and x_grad.shape == (0, K)
+    assert not weight_grad.any()
+
+
+@pytest.mark.parametrize("recipe", ["float8 rowwise", "int8", "mx"])
+def test_compiles_into_one_graph_for_any_number_of_tokens(recipe: str) -> None:
+    low = converter_of(recipe).swap_grouped(experts_layer(3))
+    compiled = torch.compile(low, fullgraph=True, dynamic=True)
+    for counts in ([5, 0, 12], [30, 1, 2], [0, 0, 64]):
+        x, out_grad = torch.randn(sum(counts), K).bfloat16(), torch.randn(sum(counts), N).bfloat16()
+        results = [gemms_of(module, x, out_grad, ends_of(counts)) for module in (compiled, low)]
+        for a, b in zip(*results, strict=True):
+            assert (a - b).float().norm() <= 0.004 * b.float().norm()
+
+
+def test_an_expert_with_large_numbers_costs_another_no_precision() -> None:
+    torch.manual_seed(0)
+    experts = experts_layer(2)
+    x, out_grad = torch.randn(64, K).bfloat16(), torch.randn(64, N).bfloat16()
+    x[:32] *= 1e6
+    ends = ends_of([32, 32])
+    high, low = (gemms_of(m, x, out_grad, ends) for m in (experts, converter_of("int8").swap_grouped(experts)))
+    for a, b in zip((high[0][32:], high[1][32:], high[2][1]), (low[0][32:], low[1][32:], low[2][1]), strict=True):
+        assert 0 < (a - b).float().norm() < 0.02 * a.float().norm()
+
+
+@settings(deadline=None, max_examples=30)
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=6), multiple=st.sampled_from([16, 32]))
+def test_padded_groups_are_those_rows_and_zeros(counts: list[int], multiple: int) -> None:
+    ends = ends_of(counts)
+    x = torch.randn(sum(counts), 8)
+    padded, padded_ends = pad_groups(x, ends, multiple)
+    assert len(padded) % multiple == 0 and len(padded) >= padded_ends[-1] and not (padded_ends % multiple).any()
+    start = 0
+    for rows, end, count in zip(x.split(counts), padded_ends.tolist(), counts, strict=True):
+        assert torch.equal(padded[start : start + count], rows)
+        assert not padded[start + count : end].any()
+        start = end
+    assert not padded[start:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_the_columns_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, ends = torch.randn(sum(COUNTS), K).bfloat16(), ends_of(COUNTS)
+    here = round_columns_of_rows(x, ends, dtype)
+    padded, padded_ends = pad_groups(x, ends, 16)
+    monkeypatch.setattr("torchtitan.kernels.rounding.has_own_kernel", lambda x: False)
+    there = round_columns_of_rows(padded, padded_ends, dtype)
+    some = torch.tensor(COUNTS) > 0
+    assert torch.equal(here.scale_inverse[some], there.scale_inverse[some])
+    starts = [end - -(-count // 16) * 16 for end, count in zip(padded_ends.tolist(), COUNTS, strict=True)]
+    kept = [there.data[start : start + count].float() for start, count in zip(starts, COUNTS, strict=True)]
+    assert torch.equal(here.data.float(), torch.cat(kept))
+    assert expert_of_rows(ends, sum(COUNTS)).tolist() == [0] * 3 + [2] + [3] * 33
+
+
+def test_operands_have_the_layouts_that_a_gpu_requires() -> None:
+    """torch checks the strides, scales and dtypes of its grouped float8 kernel without a GPU as well."""
+    experts, rows, low = len(COUNTS), 37, torch.float8_e4m3fn
+    with torch.device("meta"):
+        weight = torch.empty(experts, N, K, dtype=torch.bfloat16)
+        x, out_grad = (torch.empty(rows, size, dtype=torch.bfloat16) for size in (K, N))
+        ends = torch.empty(experts, dtype=torch.int32)
+        data, scale_inverse = round_rows(weight, low)
+        right = Quantized(data.transpose(1, 2), scale_inverse.transpose(1, 2))
+        out = grouped_matmul(round_rows(x, low), right, ends, torch.bfloat16, fast=True)
+        x_grad = grouped_matmul(round_rows(out_grad, low), round_columns(weight, low), ends, torch.bfloat16)
+        padded, padded_ends = zip(*(pad_groups(one, ends, 16) for one in (out_grad, x)), strict=True)
+        left, right = (round_columns_of_rows(one, padded_ends[0], low) for one in padded)
+        weight_grad = grouped_matmul_over_rows(left, right, padded_ends[0], torch.float32)
+    assert (out.shape, x_grad.shape, weight_grad.shape) == ((rows, N), (rows, K), weight.shape)
+    assert weight_grad.dtype == torch.float32

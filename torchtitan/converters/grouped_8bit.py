@@ -1,0 +1,139 @@
+"""Experts' linear layers with float8 or int8 GEMMs: the rowwise recipes, with scales of each expert's own.
+
+Forward and input gradient have one scale per token and one per row or column of each expert's weight. The weight
+gradient sums over an expert's tokens, with one scale per column of these. So each expert computes what a converted
+linear layer computes with the expert's weight and tokens. (float8 rowwise_with_gw_hp rounds a weight for the input
+gradient with one scale per tensor; here it has one per column.)
+
+Shapes: E experts, M rows of all experts together, K inputs and N outputs of each expert's layer.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from torchtitan.converters.linear import ProfilerOp
+from torchtitan.kernels import rounding
+from torchtitan.kernels.grouped_8bit import (
+    ALIGNMENT,
+    grouped_matmul,
+    grouped_matmul_over_rows,
+    pad_groups,
+    round_columns,
+    round_columns_of_rows,
+    round_rows,
+)
+from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
+from torchtitan.kernels.quantize import quantize_once, quantize_weight
+from torchtitan.kernels.quantized import Quantized
+from torchtitan.models.moe import GroupedLinear
+
+
+def grouped_op(dtype: str) -> ProfilerOp:
+    """How the profiler shows the operator that loops over experts; `dtype` in its spelling."""
+    return ProfilerOp("torchtitan::grouped_8bit_mm", (dtype,))
+
+
+class GroupedGemms(NamedTuple):
+    """Which of the three GEMMs are computed in `dtype`."""
+
+    dtype: torch.dtype
+    output: bool
+    grad_input: bool
+    grad_weight: bool
+    emulate: bool
+
+
+class GroupedInput(NamedTuple):
+    """A layer's rounded input, for the output GEMM and for the weight gradient; None: that GEMM uses the input itself.
+
+    ends: of the experts' rows in `columns`.
+    """
+
+    rows: Quantized | None
+    columns: Quantized | None
+    ends: torch.Tensor
+
+
+def round_input(x: torch.Tensor, ends: torch.Tensor, gemms: GroupedGemms, trains: bool) -> GroupedInput:
+    """
+    Args:
+        x: (M, K).
+        trains: a backward pass follows.
+    """
+    rows = round_rows(x, gemms.dtype) if gemms.output else None
+    if not (gemms.grad_weight and trains):
+        return GroupedInput(rows, None, ends)
+    return GroupedInput(rows, *_columns(x, ends, gemms))
+
+
+def _columns(x: torch.Tensor, ends: torch.Tensor, gemms: GroupedGemms) -> tuple[Quantized, torch.Tensor]:
+    """An operand of the weight gradient, and the ends of its experts' rows."""
+    if not (gemms.emulate or rounding.has_own_kernel(x)):
+        x, ends = pad_groups(x, ends, ALIGNMENT)
+    return round_columns_of_rows(x, ends, gemms.dtype), ends
+
+
+class GroupedMatmul(torch.autograd.Function):
+    """x @ weight[expert].T. x: (M, K), weight: (E, N, K), out: (M, N).
+
+    Saves x as the weight gradient needs it. The weight is rounded again in the backward pass: a saved 8-bit copy would
+    take memory even after FSDP has freed the gathered weight.
+
+    Args:
+        low: x rounded by `round_input`.
+    """
+
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, low: GroupedInput, gemms: GroupedGemms
+    ) -> torch.Tensor:
+        ctx.gemms, ctx.dtype = gemms, x.dtype
+        ctx.save_for_backward(weight, ends, low.ends, *(low.columns or (x, None)))
+        if low.rows is None:
+            return grouped_mm(x, weight.transpose(1, 2), ends)
+        data, scale_inverse = quantize_weight(weight, (gemms.dtype, "rows"), lambda w: round_rows(w, gemms.dtype))
+        right = Quantized(data.transpose(1, 2), scale_inverse.transpose(1, 2))
+        return grouped_matmul(low.rows, right, ends, x.dtype, gemms.emulate, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, ends, columns_ends, x, x_scale_inverse = ctx.saved_tensors
+        gemms: GroupedGemms = ctx.gemms
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        out_grad = out_grad.contiguous()
+        x_grad = weight_grad = None
+        if needs_x and gemms.grad_input:
+            right = quantize_weight(weight, (gemms.dtype, "columns"), lambda w: round_columns(w, gemms.dtype))
+            x_grad = grouped_matmul(round_rows(out_grad, gemms.dtype), right, ends, ctx.dtype, gemms.emulate)
+        elif needs_x:
+            x_grad = grouped_mm(out_grad, weight, ends)
+        if needs_weight and gemms.grad_weight:
+            columns, _ = _columns(out_grad, ends, gemms)
+            right = Quantized(x, x_scale_inverse)
+            weight_grad = grouped_matmul_over_rows(columns, right, columns_ends, weight.dtype, gemms.emulate)
+        elif needs_weight:
+            weight_grad = grouped_mm_over_rows(out_grad, x, ends)
+        return x_grad, weight_grad, None, None, None
+
+
+class Grouped8BitLinear(GroupedLinear):
+    """A linear layer of each expert with 8-bit GEMMs. Its weight is a plain parameter."""
+
+    gemms: GroupedGemms
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        gemms, trains = self.gemms, torch.is_grad_enabled()
+        # w1 and w3 share x. Its rows are sorted only one way, so the key need not contain the offsets.
+        low = quantize_once(x, (gemms, trains), lambda x: round_input(x, offsets, gemms, trains))
+        out: torch.Tensor = GroupedMatmul.apply(x, self.weight, offsets, low, gemms)
+        return out
+
+    @classmethod
+    def of(cls, layer: GroupedLinear, gemms: GroupedGemms) -> "Grouped8BitLinear":
+        """A layer with the parameter of `layer`."""
+        new = cls.with_weight_of(layer)
+        new.gemms = gemms
+        return new

@@ -1,0 +1,87 @@
+"""Experts' linear layers with emulated GEMMs in microscaling formats: blocks of 32 numbers share a scale.
+
+For the weight gradient, blocks are of 32 of an expert's rows; the last one is filled up with zeros.
+
+Shapes: E experts, M rows of all experts together, K inputs and N outputs of each expert's layer.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+from torchtitan.kernels.grouped_8bit import pad_groups
+from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
+from torchtitan.models.moe import GroupedLinear
+
+if TYPE_CHECKING:
+    from torchtitan.compat.torchao_mx import ScaleCalculationMode
+
+BLOCK = 32
+
+
+class GroupedMX(NamedTuple):
+    """How blocks are scaled, and whether the weight gradient stays in high precision."""
+
+    scales: "ScaleCalculationMode"
+    hp_weight_grad: bool
+
+
+@torch.compiler.allow_in_graph  # otherwise the compiler would trace into a tensor subclass
+class GroupedMXMatmul(torch.autograd.Function):
+    """x @ weight[expert].T in mxfp8. x: (M, K), weight: (E, N, K), out: (M, N)."""
+
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, settings: GroupedMX
+    ) -> torch.Tensor:
+        ctx.settings = settings
+        ctx.save_for_backward(x, weight, ends)
+        return grouped_mm(_rounded(x, settings), _rounded(weight, settings).transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        settings: GroupedMX = ctx.settings
+        out_grad = out_grad.contiguous()
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            by_column = _rounded(weight.transpose(1, 2), settings).transpose(1, 2)
+            x_grad = grouped_mm(_rounded(out_grad, settings), by_column, ends)
+        if ctx.needs_input_grad[1] and settings.hp_weight_grad:
+            weight_grad = grouped_mm_over_rows(out_grad, x, ends)
+        elif ctx.needs_input_grad[1]:
+            left, padded_ends = pad_groups(out_grad, ends, BLOCK)
+            right, _ = pad_groups(x, ends, BLOCK)
+            left, right = (_rounded(operand.t(), settings).t() for operand in (left, right))
+            weight_grad = grouped_mm_over_rows(left, right, padded_ends)
+        return x_grad, weight_grad, None, None
+
+
+def _rounded(x: torch.Tensor, settings: GroupedMX) -> torch.Tensor:
+    """x rounded to blocks along its last dimension."""
+    from torchtitan.compat.torchao_mx import MXTensor
+
+    if x.numel() == 0:
+        return x
+    rounded = MXTensor.to_mx(x.contiguous(), torch.float8_e4m3fn, BLOCK, settings.scales)
+    high: torch.Tensor = rounded.dequantize(x.dtype)
+    return high
+
+
+class GroupedMXLinear(GroupedLinear):
+    """A linear layer of each expert with mxfp8 GEMMs. Its weight is a plain parameter."""
+
+    settings: GroupedMX
+
+    @classmethod
+    def of(cls, layer: GroupedLinear, settings: GroupedMX) -> "GroupedMXLinear":
+        """A layer with the parameter of `layer`."""
+        new = cls.with_weight_of(layer)
+        new.settings = settings
+        return new
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = GroupedMXMatmul.apply(x, self.weight, offsets, self.settings)
+        return out

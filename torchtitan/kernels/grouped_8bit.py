@@ -1,0 +1,166 @@
+"""Grouped GEMMs of 8-bit matrices: one for each expert, over rows that are sorted by expert.
+
+Every operand has one scale per row or column of each expert, so an expert with small numbers keeps its precision.
+
+On CPU, and to emulate, one operator loops over the experts. On a GPU, float8 uses torch's grouped kernel.
+
+Shapes: E experts, M rows of all experts together, K inputs and N outputs of each expert's layer, C columns.
+`ends`: (E,) int32, the end of each expert's rows.
+"""
+
+import torch
+
+from torchtitan.kernels import rounding
+from torchtitan.kernels.grouped_gemm import rows_of
+from torchtitan.kernels.matmul_8bit import float8_matmul, int8_matmul
+from torchtitan.kernels.quantize import scale_inverse_of
+from torchtitan.kernels.quantized import Quantized
+
+ALIGNMENT = 16  # rows of an expert for which a GPU sums over rows: 16 bytes, the alignment of its operands
+
+
+def round_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
+    """Rounds (..., C) to int8 or float8 with one scale per row: (..., C) and (..., 1)."""
+    rows = x.flatten(0, -2)
+    scale_inverse = scale_inverse_of(rounding.amax(rows), dtype)
+    data = rounding.round_to(rows, scale_inverse.reciprocal(), dtype)
+    return Quantized(data.view(x.shape), scale_inverse.view(*x.shape[:-1], 1))
+
+
+def round_columns(weight: torch.Tensor, dtype: torch.dtype) -> Quantized:
+    """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K)."""
+    experts, rows, _ = weight.shape
+    if not rounding.has_own_kernel(weight):
+        scale_inverse = scale_inverse_of(weight.abs().amax(1, keepdim=True).float(), dtype)
+        return Quantized(rounding.round_to(weight, scale_inverse.reciprocal(), dtype), scale_inverse)
+    ends = torch.arange(rows, experts * rows + 1, rows, dtype=torch.int32)
+    data, scale_inverse = round_columns_of_rows(weight.flatten(0, 1), ends, dtype)
+    return Quantized(data.view(weight.shape), scale_inverse.unsqueeze(1))
+
+
+def round_columns_of_rows(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> Quantized:
+    """Rounds (M, C) with one scale per column of each expert's rows: (M, C) and (E, C)."""
+    if rounding.has_own_kernel(x):
+        return Quantized(*_round_columns_cpu(x, ends, dtype))
+    expert = expert_of_rows(ends, x.shape[0])
+    # Rows after the last end, of a padded matrix, belong to no expert.
+    amax = x.new_zeros(ends.shape[0] + 1, x.shape[1], dtype=torch.float32)
+    amax.scatter_reduce_(0, expert.unsqueeze(1).expand_as(x), x.abs().float(), "amax")
+    scale_inverse = scale_inverse_of(amax, dtype)
+    data = rounding.round_to(x, scale_inverse.reciprocal()[expert], dtype)
+    return Quantized(data, scale_inverse[:-1])
+
+
+def expert_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """(rows,) int64: the expert of each row; E after the last end."""
+    return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
+
+
+def pad_groups(x: torch.Tensor, ends: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fills up each expert's rows with zeros to a multiple of `multiple` rows.
+
+    Its size does not depend on `ends`, so that the host need not wait for the device: there are zeros at the end, too.
+
+    Returns:
+        the padded (M, C), and its ends.
+    """
+    experts, rows = ends.shape[0], x.shape[0]
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    padded_ends = ((counts + multiple - 1) // multiple * multiple).cumsum(0).to(torch.int32)
+    shift = torch.cat([ends.new_zeros(1), padded_ends[:-1] - ends[:-1]])
+    position = torch.arange(rows, device=x.device)
+    size = (rows + experts * (multiple - 1) + multiple - 1) // multiple * multiple
+    place = position + shift[expert_of_rows(ends, rows)]
+    return x.new_zeros(size, x.shape[1]).index_copy(0, place, x), padded_ends
+
+
+def grouped_matmul(
+    a: Quantized, b: Quantized, ends: torch.Tensor, dtype: torch.dtype, emulate: bool = False, fast: bool = False
+) -> torch.Tensor:
+    """(M, K) x (E, K, N) to (M, N): the rows of expert e times b[e].
+
+    Args:
+        a: with scale inverses (M, 1).
+        b: with scale inverses (E, 1, N).
+        emulate, fast: see `matmul_8bit.float8_matmul`.
+    """
+    if emulate or rounding.has_own_kernel(a.data):
+        out: torch.Tensor = grouped_8bit_mm(*a, *b, ends, dtype, emulate)
+        return out
+    right = b.data.transpose(1, 2).contiguous().transpose(1, 2)  # column-major, as the kernel requires
+    scales = (a.scale_inverse.flatten(), b.scale_inverse.squeeze(1))
+    return torch._scaled_grouped_mm(
+        a.data.contiguous(), right, *scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+    ).to(dtype)
+
+
+def grouped_matmul_over_rows(
+    a: Quantized, b: Quantized, ends: torch.Tensor, dtype: torch.dtype, emulate: bool = False
+) -> torch.Tensor:
+    """(M, N) and (M, K) to (E, N, K): a.T @ b over the rows of each expert.
+
+    Args:
+        a, b: with scale inverses (E, N) and (E, K). On a GPU, the ends are multiples of ALIGNMENT.
+    """
+    if emulate or rounding.has_own_kernel(a.data):
+        out: torch.Tensor = grouped_8bit_mm(*a, *b, ends, dtype, emulate)
+        return out
+    left, right = a.data.t().contiguous(), b.data.t().contiguous().t()
+    scales = (a.scale_inverse.flatten(), b.scale_inverse.flatten())
+    return torch._scaled_grouped_mm(left, right, *scales, offs=ends, out_dtype=torch.bfloat16).to(dtype)
+
+
+# Custom operators: the profiler counts them, and the compiler need not know how many rows an expert has.
+@torch.library.custom_op("torchtitan::grouped_8bit_mm", mutates_args=())
+def grouped_8bit_mm(
+    a: torch.Tensor,
+    a_scale_inverse: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inverse: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    emulate: bool,
+) -> torch.Tensor:
+    """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K): a loop over the experts."""
+    matmul = int8_matmul if a.dtype == torch.int8 else float8_matmul
+    out: torch.Tensor = _result(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, emulate)
+    for expert, rows in enumerate(rows_of(ends)):
+        if b.dim() == 2 and rows.start == rows.stop:
+            out[expert] = 0
+        elif b.dim() == 2:
+            left = Quantized(a[rows].t(), a_scale_inverse[expert].unsqueeze(1))
+            out[expert] = matmul(left, Quantized(b[rows], b_scale_inverse[expert].unsqueeze(0)), dtype, emulate)
+        elif rows.start < rows.stop:
+            left = Quantized(a[rows], a_scale_inverse[rows])
+            out[rows] = matmul(left, Quantized(b[expert], b_scale_inverse[expert]), dtype, emulate)
+    return out
+
+
+@grouped_8bit_mm.register_fake
+def _result(
+    a: torch.Tensor,
+    a_scale_inverse: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inverse: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    emulate: bool,
+) -> torch.Tensor:
+    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[1], b.shape[1])
+    return a.new_empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op("torchtitan::round_columns_of_rows", mutates_args=())
+def _round_columns_cpu(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    data, scale_inverse = torch.empty_like(x, dtype=dtype), x.new_ones(ends.shape[0], x.shape[1], dtype=torch.float32)
+    for expert, rows in enumerate(rows_of(ends)):
+        if rows.start < rows.stop:
+            inverse = scale_inverse_of(rounding.amax_both(x[rows])[1], dtype)
+            scale_inverse[expert] = inverse
+            data[rows] = rounding.round_to(x[rows], inverse.reciprocal(), dtype)
+    return data, scale_inverse
+
+
+@_round_columns_cpu.register_fake
+def _(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x, dtype=dtype), x.new_empty(ends.shape[0], x.shape[1], dtype=torch.float32)
