@@ -43,7 +43,7 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
             r"unknown schedule 'PipelineScheduleMulti' without a pipeline_parallel_schedule_csv",
         ),
         (["--model.converters=float9"], r"model\.converters: unknown converter 'float9'.*; known: .*float8"),
-        (["--optimizer.name=SGD"], r"optimizer\.name: unknown optimizer 'SGD'.*; known: .*AdamW"),
+        (["--optimizer.name=SGDM"], r"optimizer\.name: unknown optimizer 'SGDM'.*; known: .*AdamW"),
         (
             ["--optimizer.no_weight_decay=norm"],
             r"no_weight_decay: unknown group 'norm' \(did you mean norms\?\); known: nor",

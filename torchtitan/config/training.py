@@ -41,6 +41,21 @@ class Model:
 
 
 @dataclass(frozen=True)
+class OptimizerGroup:
+    """Parameters with settings of their own; each key defaults to that of [optimizer]. If several entries name a
+    parameter, keys of later entries win."""
+
+    parameters: Annotated[
+        list[str],
+        Doc("Which: whole components of a parameter's name, such as tok_embeddings or layers.*.attention; or globs."),
+    ] = field(default_factory=list)
+    lr: Annotated[LearningRate | None, Doc("Peak learning rate.")] = None
+    weight_decay: Annotated[Decay | None, Doc("Weight decay; overrides no_weight_decay.")] = None
+    beta1: Annotated[BelowOne | None, Doc("Decay rate of the first moment.")] = None
+    beta2: Annotated[BelowOne | None, Doc("Decay rate of the second moment.")] = None
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The optimizer."""
 
@@ -68,6 +83,9 @@ class Optimizer:
     early_step_in_backward: Annotated[
         bool, Doc("Update each parameter during the backward pass and free its gradient; excludes gradient clipping.")
     ] = False
+    group: Annotated[list[OptimizerGroup], Doc("Parameters with their own learning rate, decay or betas.")] = field(
+        default_factory=list
+    )
 
 
 @dataclass(frozen=True)

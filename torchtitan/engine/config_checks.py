@@ -18,7 +18,8 @@ from torchtitan.engine.unused_keys import unused_keys
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
-from torchtitan.optim.optimizer import OPTIMIZERS, QUANTIZED_OPTIMIZERS, WITHOUT_DECAY
+from torchtitan.optim.optimizer import OPTIMIZERS, QUANTIZED_OPTIMIZERS
+from torchtitan.optim.parameters import WITHOUT_DECAY
 from torchtitan.parallel.dims import ParallelDims, find_dims
 from torchtitan.parallel.layout_checks import check_model, check_pipeline, check_schedule
 
@@ -146,6 +147,23 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
                 f"optimizer.no_weight_decay: unknown group {name!r}{nearest(name, list(WITHOUT_DECAY))}; known: "
                 f"{', '.join(WITHOUT_DECAY)}."
             )
+    section = OPTIMIZERS.get(optimizer.name).section if optimizer.name in OPTIMIZERS.names() else "optimizer"
+    if not hasattr(config, section):
+        problems.append(
+            f"optimizer.name = {optimizer.name} reads the section [{section}], which is not defined: set "
+            "experimental.custom_args_module to the module that defines it."
+        )
+    for number, group in enumerate(optimizer.group, 1):
+        if not group.parameters:
+            problems.append(
+                f"[[optimizer.group]] {number} names no parameters; set its key parameters to names or globs, such as "
+                '["tok_embeddings"].'
+            )
+    if optimizer.group and config.float8.weight_scale == "bound":
+        problems.append(
+            "float8.weight_scale = bound assumes one learning rate and one pair of betas for all weights: remove "
+            "[[optimizer.group]], or use measured."
+        )
     is_quantized = optimizer.name in QUANTIZED_OPTIMIZERS
     smaller = optimizer.state_dtype != "float32" or training.weight_dtype != "float32"
     if smaller and config.float8.weight_scale == "bound":

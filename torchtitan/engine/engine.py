@@ -20,7 +20,8 @@ from torchtitan.engine.precision_phases import PrecisionPhases, build_precision_
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
 from torchtitan.optim.in_backward import StepInBackward
-from torchtitan.optim.optimizer import build_optimizer, decay_groups
+from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.optim.parameters import check_groups
 from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
@@ -152,6 +153,7 @@ def build_engine(
         converters = phases.converters
     else:
         model, converters = convert(config)
+    check_groups(model, config.optimizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     calls: dict[str, int] = getattr(model, "passes", lambda tokens: {})(target.tokens)
@@ -185,7 +187,7 @@ def build_engine(
         if config.validation.enabled or config.evaluation.tasks:
             validation_pipeline = build_pipeline(config.validation.local_batch_size, forward_only=True)
 
-    optimizer = build_optimizer(decay_groups(model, config.optimizer), config.optimizer, training.seed)
+    optimizer = build_optimizer(model, config.optimizer, training.seed, lambda section: getattr(config, section))
     early = config.optimizer.early_step_in_backward
 
     return Engine(

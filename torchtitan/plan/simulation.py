@@ -198,7 +198,7 @@ class Simulation:
         for parameter in self.engine.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.engine.optimizer.step()
-        self.engine.optimizer.zero_grad()
+        self.engine.model.zero_grad()
         after_optimizer_step(self.engine, 0.0)
 
     def _before_pass(self) -> None:
