@@ -187,7 +187,11 @@ def build_engine(
         if config.validation.enabled or config.evaluation.tasks:
             validation_pipeline = build_pipeline(config.validation.local_batch_size, forward_only=True)
 
-    optimizer = build_optimizer(model, config.optimizer, training.seed, lambda section: getattr(config, section))
+    # Muon orthogonalizes in the dtype of the model's GEMMs.
+    compute_dtype = getattr(torch, training.mixed_precision_param)
+    optimizer = build_optimizer(
+        model, config.optimizer, training.seed, lambda section: getattr(config, section), compute_dtype
+    )
     early = config.optimizer.early_step_in_backward
 
     return Engine(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,10 @@ from torch import nn
 
 from torchtitan.compat.optimizers import fused_step
 from torchtitan.config.training import Optimizer
+from torchtitan.optim.combined import CombinedOptimizer, parts_of
+from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8, LowBitAdamW
+from torchtitan.optim.muon import Muon, Muon8bit
 from torchtitan.optim.parameters import NamedParameter, named_parameters, parameter_groups
 from torchtitan.registry import Registry
 
@@ -67,6 +70,34 @@ def _build_low_bit(
     )
 
 
+def _build_muon(kind: type[Muon], parameters: Sequence[NamedParameter], config: Optimizer) -> torch.optim.Optimizer:
+    """Muon for matrices in blocks, AdamW for the rest, or as `[[optimizer.group]]` says."""
+    usual = {one: "Muon" if one.role == "matrix" else "AdamW" for one in parameters}
+    matrices = [one for one in parameters if (one.algorithm or usual[one]) == "Muon"]
+    others = [one for one in parameters if (one.algorithm or usual[one]) == "AdamW"]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        muon = kind(
+            [
+                {**group, "beta2": group.pop("betas")[1]}
+                for group in parameter_groups(matrices, "lr", "weight_decay", "betas")
+            ],
+            lr=config.lr,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            coefficients=tuple(config.muon_coefficients),  # type: ignore[arg-type]  # three
+            steps=config.muon_steps,
+            polar_express=config.muon_polar_express,
+            row_normalization=config.muon_row_normalization,
+            state_dtype=getattr(torch, config.state_dtype),
+        )
+        optimizers.append(muon)
+    if others:
+        name = "AdamW8bit" if kind.quantization else "AdamW"
+        optimizers.append(OPTIMIZERS.get(name).build(others, replace(config, name=name)))
+    return CombinedOptimizer(optimizers)
+
+
 OPTIMIZERS: Registry[OptimizerEntry] = Registry(
     "optimizer",
     "optimizer.name",
@@ -76,34 +107,45 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
         **{
             name: OptimizerEntry(functools.partial(_build_low_bit, kind)) for name, kind in QUANTIZED_OPTIMIZERS.items()
         },
+        "Muon": OptimizerEntry(functools.partial(_build_muon, Muon)),
+        "Muon8bit": OptimizerEntry(functools.partial(_build_muon, Muon8bit)),
     },
 )
 
 
 def build_optimizer(
-    model: nn.Module, config: Optimizer, seed: int = 0, section_of: Callable[[str], Any] | None = None
+    model: nn.Module,
+    config: Optimizer,
+    seed: int = 0,
+    section_of: Callable[[str], Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.optim.Optimizer:
-    """The optimizer for this rank's parameters of the model.
+    """The optimizer for this rank's parameters of the model. Muon's is collective.
 
     Args:
         seed: for stochastic rounding.
         section_of: from a section's name to its content; default: `config` for every name.
+        dtype: in which Muon orthogonalizes.
     """
     entry = OPTIMIZERS.get(config.name)
     section = section_of(entry.section) if section_of else config
     optimizer = entry.build(named_parameters(model, config), section)
-    if isinstance(optimizer, LowBitAdamW):
-        optimizer.seed = seed
+    for part in parts_of(optimizer):
+        if isinstance(part, LowBitOptimizer):
+            part.seed = seed
+        if isinstance(part, Muon):
+            part.dtype = dtype
     for group in optimizer.param_groups:
         group["lr_scale"] = float(group["lr"]) / config.lr
     return optimizer
 
 
 def bytes_of_state(config: Optimizer) -> float:
-    """Minimum bytes per parameter of both moments together; 0 for a user's own optimizer."""
+    """Minimum bytes per parameter of all moments together; 0 for a user's own optimizer."""
     if config.name in QUANTIZED_OPTIMIZERS:
         return 1 if config.name == "AdamW4bit" else 2
-    of_torch: dict[str, float] = {"Adam": 8, "AdamW": 2 * getattr(torch, config.state_dtype).itemsize}
+    size = getattr(torch, config.state_dtype).itemsize
+    of_torch: dict[str, float] = {"Adam": 8, "AdamW": 2 * size, "Muon": size, "Muon8bit": 1}
     return of_torch.get(config.name, 0)
 
 
@@ -127,6 +169,9 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) 
     Returns:
         False if the host knows that the step was skipped.
     """
+    if isinstance(optimizer, CombinedOptimizer):
+        stepped = [optimizer_step(part, skip) for part in optimizer.parts]
+        return all(stepped)
     if skip is None:
         optimizer.step()
     elif optimizer.defaults.get("fused"):

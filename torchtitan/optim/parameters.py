@@ -25,6 +25,7 @@ class NamedParameter:
     Attributes:
         name: in the full model, such as "layers.0.attention.wq.weight".
         lr: peak learning rate.
+        algorithm: "Muon" or "AdamW" if `[[optimizer.group]]` says so, for optimizers that have several.
     """
 
     name: str
@@ -33,6 +34,7 @@ class NamedParameter:
     lr: float
     weight_decay: float
     betas: tuple[float, float]
+    algorithm: str | None = None
 
 
 def named_parameters(model: nn.Module, config: Optimizer) -> list[NamedParameter]:
@@ -60,21 +62,28 @@ def groups_of(name: str, config: Optimizer) -> list[OptimizerGroup]:
     return [group for group in config.group if any(matches(glob, name) for glob in group.parameters)]
 
 
-def _settings(name: str, role: Role, config: Optimizer) -> tuple[float, float, tuple[float, float]]:
+def _settings(
+    name: str, role: Role, config: Optimizer
+) -> tuple[float, float, tuple[float, float], Literal["Muon", "AdamW"] | None]:
     without_decay = role in [WITHOUT_DECAY[kind] for kind in config.no_weight_decay]
     settings: dict[str, Any] = {
         "lr": config.lr,
         "weight_decay": 0.0 if without_decay else config.weight_decay,
         "beta1": config.beta1,
         "beta2": config.beta2,
+        "algorithm": None,
     }
     for group in groups_of(name, config):
         settings |= {key: value for key in settings if (value := getattr(group, key)) is not None}
-    return settings["lr"], settings["weight_decay"], (settings["beta1"], settings["beta2"])
+    return settings["lr"], settings["weight_decay"], (settings["beta1"], settings["beta2"]), settings["algorithm"]
 
 
 def check_groups(model: nn.Module, config: Optimizer) -> None:
-    """Raises a ConfigError: a sentence per glob of `[[optimizer.group]]` that matches nothing in the full model."""
+    """Checks `[[optimizer.group]]` against the full model.
+
+    Raises:
+        ConfigError: with a sentence per glob that matches nothing, and per group that assigns vectors to Muon.
+    """
     names = [name for name, _ in model.named_parameters()]
     known = [name for name in suffixes([*names, *(name for name, _ in model.named_modules())]) if not name.isdecimal()]
     problems = [
@@ -84,6 +93,17 @@ def check_groups(model: nn.Module, config: Optimizer) -> None:
         for glob in group.parameters
         if not any(matches(glob, name) for name in names)
     ]
+    for number, group in enumerate(config.group, 1):
+        vectors = [
+            one.name
+            for one in named_parameters(model, config)
+            if one.role == "vector" and one.algorithm == "Muon" and groups_of(one.name, config)[-1] is group
+        ]
+        if vectors:
+            problems.append(
+                f"[[optimizer.group]] {number}: Muon updates matrices, but {vectors[0]} is a vector "
+                f"({len(vectors)} in this group); name only matrices, such as layers.*.attention.w*, or use AdamW."
+            )
     if problems:
         raise ConfigError(*problems)
 
@@ -94,7 +114,7 @@ def parameter_groups(parameters: Iterable[NamedParameter], *settings: str) -> li
     Args:
         settings: those that the optimizer knows, of "lr", "weight_decay" and "betas"; default: all.
     """
-    keys = settings or tuple(field.name for field in fields(NamedParameter)[3:])
+    keys = settings or tuple(field.name for field in fields(NamedParameter)[3:6])
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in parameters:
         values = tuple(getattr(one, key) for key in keys)
