@@ -1,6 +1,7 @@
 """The same training under every layout: the table of layouts, and the deviation of each from one process.
 
-`python tests/equality.py` runs all layouts and prints the table of docs/parallelism.md.
+`python tests/equality.py [WORD]` runs all layouts, or those with this word in their names, and prints the table of
+docs/parallelism.md.
 """
 
 import dataclasses
@@ -17,10 +18,8 @@ BATCH = 8
 BASE = (
     *TINY,
     "--model.flavor=deep",
-    f"--training.steps={STEPS}",
     f"--training.global_batch_size={BATCH}",
     "--checkpoint.enable_checkpoint",
-    f"--checkpoint.interval={STEPS}",
 )
 TOLERANCE = 1e-5  # relative; a row that needs more says so
 
@@ -35,6 +34,8 @@ class Layout:
         local_batch_size: sequences in a forward pass of a rank.
         flags: that select the layout.
         core: whether the short form of the test includes it.
+        reference: the row that it must equal.
+        steps: of training.
     """
 
     name: str
@@ -42,6 +43,8 @@ class Layout:
     local_batch_size: int
     flags: tuple[str, ...] = ()
     core: bool = False
+    reference: str = "one process"
+    steps: int = STEPS
 
 
 def degrees(replicate: int = 1, tp: int = 1, cp: int = 1, pp: int = 1) -> tuple[str, ...]:
@@ -63,6 +66,21 @@ SPLIT = "--parallelism.pipeline_parallel_split_points="
 ALL_TO_ALL = "--parallelism.context_parallel_rotate_method=alltoall"
 CSV = ROOT / "docs" / "examples" / "pipeline_schedule.csv"
 GATHERED_LOSS = "--parallelism.disable_loss_parallel"
+
+MUON = "--optimizer.name=Muon"
+NORMUON = (MUON, "--optimizer.muon_row_normalization", "--optimizer.muon_polar_express")
+
+
+def muon(name: str, processes: int, local_batch_size: int, flags: tuple[str, ...] = (), core: bool = False) -> Layout:
+    """A row with Muon, over 20 steps."""
+    return Layout(f"Muon, {name}", processes, local_batch_size, (*flags, MUON), core, "Muon, one process", 20)
+
+
+def normuon(name: str, processes: int, local_batch_size: int, flags: tuple[str, ...] = ()) -> Layout:
+    return Layout(
+        f"NorMuon, {name}", processes, local_batch_size, (*flags, *NORMUON), False, "NorMuon, one process", 20
+    )
+
 
 LAYOUTS = [
     Layout("DP 2", 2, 4, degrees(replicate=2), core=True),
@@ -128,6 +146,21 @@ LAYOUTS = [
     Layout("CP 2, compile", 2, 8, (*degrees(cp=2), COMPILE)),
     Layout("PP 2, compile", 2, 8, (*degrees(pp=2), COMPILE)),
     Layout("FSDP 2 x TP 2, compile, recomputation by operation", 4, 4, (*degrees(tp=2), COMPILE, *BY_OPERATION)),
+    muon("DP 2", 2, 4, degrees(replicate=2)),
+    muon("FSDP 2", 2, 4),
+    muon("FSDP 4", 4, 2),
+    muon("HSDP 2 x 2", 4, 2, degrees(replicate=2), core=True),
+    muon("TP 2", 2, 8, degrees(tp=2)),
+    muon("FSDP 2 x TP 2", 4, 4, degrees(tp=2), core=True),
+    muon("CP 2", 2, 8, degrees(cp=2)),
+    muon("PP 2", 2, 8, degrees(pp=2), core=True),
+    muon("PP 2, ZBVZeroBubble", 2, 8, (*degrees(pp=2), f"{SCHEDULE}ZBVZeroBubble")),
+    muon("TP 2 x PP 2", 4, 8, degrees(tp=2, pp=2)),
+    muon("FSDP 2 x TP 2 x PP 2", 8, 4, degrees(tp=2, pp=2)),
+    muon("HSDP 2 x 2 x TP 2", 8, 2, degrees(replicate=2, tp=2)),
+    muon("FSDP 2, accumulation", 2, 1),
+    normuon("HSDP 2 x 2", 4, 2, degrees(replicate=2)),
+    normuon("FSDP 2 x TP 2", 4, 4, degrees(tp=2)),
 ]
 
 
@@ -142,18 +175,19 @@ class Training(NamedTuple):
 def run(layout: Layout, folder: Path) -> Training:
     """Trains under this layout."""
     size = f"--training.local_batch_size={layout.local_batch_size}"
-    train(*BASE, into(folder), size, *layout.flags, processes=layout.processes)
+    steps = (f"--training.steps={layout.steps}", f"--checkpoint.interval={layout.steps}")
+    train(*BASE, *steps, into(folder), size, *layout.flags, processes=layout.processes)
     return Training(
         torch.tensor(list(losses(folder).values()), dtype=torch.float64),
         torch.tensor(grad_norms(folder), dtype=torch.float64),
-        tensors_of(folder, STEPS),
+        tensors_of(folder, layout.steps),
     )
 
 
 def deviations(expected: Training, found: Training) -> dict[str, float]:
     """The largest relative deviation of losses, of gradient norms, and of the final weights (2-norm of a tensor's
     difference divided by that of the tensor). Any NaN makes the result NaN, unlike Python's `max`."""
-    assert expected.losses.shape == found.losses.shape == (STEPS,)
+    assert expected.losses.shape == found.losses.shape and len(found.losses) >= STEPS
     assert expected.weights.keys() == found.weights.keys()
     return {
         "loss": float(((found.losses - expected.losses) / expected.losses).abs().max()),
@@ -171,19 +205,27 @@ def within_tolerance(deviations: dict[str, float]) -> bool:
     return all(value < TOLERANCE for value in deviations.values())
 
 
-ONE = Layout("one process", 1, BATCH)
+REFERENCES = {
+    row.name: row
+    for row in (
+        Layout("one process", 1, BATCH),
+        Layout("Muon, one process", 1, BATCH, (MUON,), steps=20),
+        Layout("NorMuon, one process", 1, BATCH, NORMUON, steps=20),
+    )
+}
 
 
-def main() -> None:
+def main(word: str = "") -> None:
     """Prints the table in Markdown."""
     print(
-        f"torch {torch.__version__}, CPU, gloo, float32, {STEPS} steps; largest relative deviation from one process\n"
+        f"torch {torch.__version__}, CPU, gloo, float32, {STEPS} steps (Muon: 20); largest relative deviation from one "
+        "process\n"
     )
     print("| layout | processes | loss | gradient norm | final weights |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        expected = run(ONE, Path(folder) / "one")
-        for number, layout in enumerate(LAYOUTS):
-            found = deviations(expected, run(layout, Path(folder) / str(number)))
+        expected = {name: run(row, Path(folder) / name) for name, row in REFERENCES.items()}
+        for number, layout in enumerate(row for row in LAYOUTS if word in row.name):
+            found = deviations(expected[layout.reference], run(layout, Path(folder) / str(number)))
             cells = " | ".join(f"{value:.0e}" if value else "0" for value in found.values())
             print(f"| {layout.name} | {layout.processes} | {cells} |", flush=True)
             if not within_tolerance(found):
@@ -191,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.optim.combined import parts_of
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.planner import RankPlan, make_plan, planned_device
 from torchtitan.plan.recorder import Recorder
@@ -79,7 +80,7 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
         gradients: list[int] = []
         if trainer.engine.step_in_backward is not None:
             gradients.append(0)
-        trainer.engine.optimizer.register_step_pre_hook(
+        parts_of(trainer.engine.optimizer)[0].register_step_pre_hook(
             lambda *_: gradients.append(state_bytes(trainer.engine.model, trainer.engine.optimizer)["gradients"])
         )
         for _ in range(MEASURED):
@@ -162,6 +163,7 @@ TWO = {
     "CP 2": (CP,),
     "PP 2": (PP, "--training.local_batch_size=4"),
     "FSDP 2, 8 bits": ("--optimizer.name=AdamW8bit",),
+    "FSDP 2, Muon": ("--optimizer.name=Muon",),
     "FSDP 2, bfloat16 weights": ("--optimizer.name=AdamW4bit", "--training.weight_dtype=bfloat16", BF16),
 }
 FEW_TOKENS = ("--training.seq_len=64", "--training.local_batch_size=1", FULL)
@@ -170,6 +172,7 @@ IN_BACKWARD = (*AFTER_BACKWARD, "--optimizer.early_step_in_backward")
 FOUR = {
     "HSDP 2 x 2, accumulated": (HSDP, "--training.global_batch_size=16"),
     "FSDP 2 x TP 2, bfloat16": (TP, BF16),
+    "HSDP 2 x 2, Muon, bfloat16": (HSDP, BF16, "--optimizer.name=Muon"),
     "FSDP 2 x CP 2, by heads": (CP, "--parallelism.context_parallel_rotate_method=alltoall"),
     "PP 2 x FSDP 2, interleaved": (PP, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"),
     "TP 2 x PP 2, full": (TP, PP, FULL, "--training.local_batch_size=4"),

@@ -29,6 +29,7 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
     [
         ((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [9]),
         ((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 5, 5, 3]),
+        ((NONE, "--optimizer.name=Muon"), 4, [9]),
         pytest.param(
             ("--activation_checkpoint.mode=full", f"{PP}=6", "--training.local_batch_size=6"),
             12,
@@ -48,7 +49,7 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
             marks=pytest.mark.full,
         ),
     ],
-    ids=["layers and rounds", "1F1B", "1F1B with few microbatches", "1F1B with many, and rounds", "GPipe"],
+    ids=["layers and rounds", "1F1B", "Muon", "1F1B with few microbatches", "1F1B with many, and rounds", "GPipe"],
 )
 def test_a_part_shows_the_whole(flags: tuple[str, ...], world_size: int, layers: list[int], tmp_path: Path) -> None:
     large = job(flags, world_size, layers, tmp_path)
@@ -56,6 +57,8 @@ def test_a_part_shows_the_whole(flags: tuple[str, ...], world_size: int, layers:
     assert max(part.layers[0] for part in smaller) < max(layers)
     full = measure(dataclasses.replace(large, full=True))
     for computed, simulated in zip(measure(large), full, strict=True):
-        # the 4 bytes of each micro-batch's loss are allocated and freed in a different order
-        assert computed.pop(("peak",)) == pytest.approx(simulated.pop(("peak",)), abs=4 * large.microbatches)
+        # The 4 bytes of each micro-batch's loss are allocated and freed in a different order. How many matrices a rank
+        # orthogonalizes at a time does not grow evenly with the layers.
+        tolerance = {"rel": 0.05} if "--optimizer.name=Muon" in flags else {"abs": 4 * large.microbatches}
+        assert computed.pop(("peak",)) == pytest.approx(simulated.pop(("peak",)), **tolerance)
         assert computed == {key: value for key, value in simulated.items() if not key[0].startswith("each")}

@@ -7,6 +7,7 @@ of the result. Exchanges of one bucket overlap with the orthogonalization of ano
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +16,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan.optim.low_bit import LowBitOptimizer
-from torchtitan.optim.matrix_owners import BUCKET, Bucket, Exchange, Part, buckets, group_of, numbers, sharding_of
-from torchtitan.optim.orthogonalize import QUINTIC, Polynomial, orthogonalize, polynomials
+from torchtitan.optim.matrix_owners import (
+    BUCKET,
+    Bucket,
+    Exchange,
+    Part,
+    Sharding,
+    buckets,
+    group_of,
+    numbers,
+    sharding_of,
+)
+from torchtitan.optim.orthogonalize import QUINTIC, Polynomial, flops, orthogonalize, polynomials
 from torchtitan.optim.state_formats import store
 from torchtitan.parallel.sharded_tensors import local_tensor
 
@@ -231,6 +242,41 @@ class Muon(LowBitOptimizer):
             value = torch.where(skip > 0, old, value)
         rounded = weight.dtype == torch.bfloat16
         store(weight, value, self._noise(parameter, weight, [rounded], state["step"], f"{part.place}")[0])
+
+
+@dataclass(frozen=True)
+class MuonWork:
+    """What one rank does in an update.
+
+    Attributes:
+        ranks: of the group that exchanges; () if nothing crosses between ranks.
+        collectives: all-to-alls.
+        bytes: of all of them, the larger of what the rank sends and receives.
+        flops: of the orthogonalization.
+    """
+
+    ranks: tuple[int, ...]
+    collectives: int
+    bytes: int
+    flops: int
+
+
+def work_of(shardings: Sequence[Sharding], rank: int, dtype: torch.dtype, steps: int, size: int = BUCKET) -> MuonWork:
+    """The work of a rank that holds shards of these parameters, without row normalization."""
+    ranks: tuple[int, ...] = ()
+    collectives = sent = computed = 0
+    for bucket in buckets(shardings, rank, size):
+        for matrix in bucket.matrices:
+            rows, columns = shardings[matrix.parameter].shape[-2:]
+            computed += flops(rows, columns, steps)
+        if bucket.remote:
+            ranks, collectives = bucket.ranks, collectives + 2
+            for outgoing, incoming in ((bucket.mine, bucket.theirs), (bucket.results, bucket.updates)):
+                sent += max(
+                    sum(numbers(part) for other, parts in side.items() if other != rank for _, part in parts)
+                    for side in (outgoing, incoming)
+                )
+    return MuonWork(ranks, collectives, sent * dtype.itemsize, computed)
 
 
 class _Directions:

@@ -20,6 +20,9 @@ from torchtitan.registry import Registry
 QUANTIZED_OPTIMIZERS = {"AdamW8bit": AdamW8bit, "AdamW4bit": AdamW4bit, "AdamWFp8": AdamWFp8}
 """Optimizers that quantize their moments."""
 
+MUON_OPTIMIZERS = {"Muon": Muon, "Muon8bit": Muon8bit}
+"""Muon for matrices in blocks, AdamW for the rest, with float32 or bfloat16 moments, or with 8-bit ones."""
+
 
 @dataclass(frozen=True)
 class OptimizerEntry:
@@ -107,8 +110,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
         **{
             name: OptimizerEntry(functools.partial(_build_low_bit, kind)) for name, kind in QUANTIZED_OPTIMIZERS.items()
         },
-        "Muon": OptimizerEntry(functools.partial(_build_muon, Muon)),
-        "Muon8bit": OptimizerEntry(functools.partial(_build_muon, Muon8bit)),
+        **{name: OptimizerEntry(functools.partial(_build_muon, kind)) for name, kind in MUON_OPTIMIZERS.items()},
     },
 )
 

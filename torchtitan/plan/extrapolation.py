@@ -43,12 +43,14 @@ class SimulatedRank:
     Attributes:
         layers: of each of its stages.
         microbatches: in a forward and backward pass.
+        all_layers: of the rank in the job, of which fewer may be simulated.
     """
 
     ranks: int
     rank: int
     layers: tuple[int, ...]
     microbatches: int
+    all_layers: int
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,14 @@ class Job:
         no more micro-batches in flight than ranks follow it; one more shows the cost of each additional one."""
         ranks, layers = self.dims.pp, tuple(self.layers[stage] for stage in self.own_stages(rank))
         if self.full or not self.is_single_stage_schedule:
-            return SimulatedRank(ranks, rank, layers, self.microbatches)
+            return SimulatedRank(ranks, rank, layers, self.microbatches, sum(layers))
         ranks, rank = ranks - max(0, rank - 1), min(rank, 1)
         return SimulatedRank(
             ranks,
             rank,
             layers,
             min(self.microbatches, ranks + 1) if self._keeps_few_microbatches else self.microbatches,
+            sum(layers),
         )
 
     @property
@@ -138,6 +141,7 @@ class Job:
                 part.rank,
                 part.layers,
                 part.microbatches - (part.ranks - ranks if self._keeps_few_microbatches else 0),
+                part.all_layers,
             )
             for ranks in (least, least + 1)
         ]
@@ -226,4 +230,4 @@ def _simulation(job: Job, part: SimulatedRank, look: Callable[[Simulation], T]) 
     world_size = dims.pp * dims.dp * dims.cp * dims.tp
     with fake_process_group(part.rank * world_size // dims.pp, world_size):
         rows = local * dims.dp * job.simulated_accumulation_steps
-        return look(Simulation(config, dims, rows, job.args, layers, job.period + 1, job.device))
+        return look(Simulation(config, dims, rows, job.args, layers, job.period + 1, job.device, part.all_layers))

@@ -26,6 +26,8 @@ from torchtitan.engine.engine import Meshes, build_engine, build_meshes
 from torchtitan.engine.explain import conversion_target
 from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.optim.combined import parts_of
+from torchtitan.optim.muon import Muon, work_of
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.plan.devices import PlannedDevice
@@ -76,6 +78,7 @@ class Simulation:
         rows: sequences in an optimizer step.
         args: sizes of the model.
         layers: number of layers of each pipeline stage; they sum to the model's.
+        all_layers: how many layers this rank has in the job, of which it may simulate fewer.
         edge_blocks: number of blocks at each end of a stage that are identified individually.
         planned: the device to simulate. Tensors claim to be on CPU; what GPU kernels save is emulated.
     """
@@ -89,11 +92,13 @@ class Simulation:
         layers: Sequence[int],
         edge_blocks: int,
         planned: PlannedDevice,
+        all_layers: int,
     ) -> None:
         device = Device("cpu", planned.name, torch.device("cpu"))
         self.config = config
         self.edge_blocks = edge_blocks
         self.planned = planned
+        self.all_layers = all_layers
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         meshes = build_meshes(dims, device.type)
         self.recorder = Recorder(name_of_group(meshes), self.fake_mode)
@@ -111,6 +116,9 @@ class Simulation:
             allocate=self._allocate,
         )
         self._label_blocks()
+        for part in parts_of(self.engine.optimizer):
+            if isinstance(part, Muon):
+                self._count_once(part)
 
     def _allocate(self, model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
         with self.fake_mode, self.recorder:
@@ -129,6 +137,9 @@ class Simulation:
         measures[("largest weight",)] = 4 * max(weight.numel() for weight in weights)
         measures[("largest shard",)] = 4 * max(local_tensor(weight).numel() for weight in weights)
         measures |= self._traffic()
+        for part in parts_of(self.engine.optimizer):
+            if isinstance(part, Muon):
+                self._add_muon(part, measures)
         measures |= {("peak", label): peak for label, peak in self.recorder.peaks.items()}
         for what, marks in (
             ("each accumulation step", self._accumulation_steps),
@@ -138,6 +149,40 @@ class Simulation:
                 before, after = marks[-2:]
                 measures |= {(what, *key): after[key] - before.get(key, 0) for key in after}
         return measures
+
+    def _count_once(self, muon: Muon) -> None:
+        """Leaves the work of Muon's updates out of the record: how matrices divide among ranks depends on their number,
+        so the work of few layers says nothing about that of many."""
+        recorder, before = self.recorder, []
+
+        def enter(*_: object) -> None:
+            before.append((recorder.count.copy(), recorder.bytes.copy(), recorder.flops))
+
+        def leave(*_: object) -> None:
+            recorder.count, recorder.bytes, recorder.flops = before.pop()
+
+        muon.register_step_pre_hook(enter)
+        muon.register_step_post_hook(leave)
+
+    def _add_muon(self, muon: Muon, measures: Measures) -> None:
+        """Adds the work of Muon's update of all layers, in place."""
+        names = {parameter: name for name, parameter in self.engine.model.named_parameters()}
+        layers = [list(stage.layers) for stage in self.engine.stages.values()]
+        simulated = sum(map(len, layers))
+        shardings = []
+        for parameter, sharding in zip(muon.parameters(), muon.shardings, strict=True):
+            first = names[parameter].startswith(f"layers.{layers[0][0]}.")
+            if simulated == self.all_layers or not names[parameter].startswith("layers."):
+                shardings.append(sharding)
+            elif first:  # all layers are alike
+                shardings += [sharding] * self.all_layers
+        work = work_of(shardings, dist.get_rank(), muon.dtype, len(muon.polynomials))
+        measures["flops",] = measures.get(("flops",), 0) + work.flops
+        if work.collectives:
+            group = names_by_ranks(self.engine.meshes)(work.ranks)
+            for what, value in (("count", work.collectives), ("bytes", work.bytes)):
+                key = (what, group, "all-to-all")
+                measures[key] = measures.get(key, 0) + value
 
     def bytes_before_last(self) -> int:
         """Live bytes when the first block starts on the last micro-batch. The step stops there."""
@@ -282,8 +327,8 @@ class _SimulationDone(Exception):
     """Ends a step once it has been measured."""
 
 
-def name_of_group(meshes: Meshes) -> Callable[[str], str]:
-    """Maps a process group's own name to a mesh dimension, "cp", "stage" (all ranks of one), or "world". Groups are
+def names_by_ranks(meshes: Meshes) -> Callable[[tuple[int, ...]], str]:
+    """Maps the ranks of a process group to a mesh dimension, "cp", "stage" (all ranks of one), or "world". Groups are
     compared by their ranks, because DTensor and converters create their own."""
     groups = {"world": dist.group.WORLD}
     mesh = meshes.mesh
@@ -295,12 +340,13 @@ def name_of_group(meshes: Meshes) -> Callable[[str], str]:
     by_ranks = {tuple(dist.get_process_group_ranks(group)): name for name, group in groups.items()}
     by_ranks.setdefault(tuple(mesh.mesh.flatten(1)[mesh.get_local_rank("pp")].tolist()), "stage")
 
-    @functools.cache
-    def name_of(group: str) -> str:
-        ranks = ranks_of_group(group)
-        return by_ranks.get(tuple(ranks), f"{len(ranks)} ranks")
+    return lambda ranks: by_ranks.get(ranks, f"{len(ranks)} ranks")
 
-    return name_of
+
+def name_of_group(meshes: Meshes) -> Callable[[str], str]:
+    """The same from a process group's own name."""
+    by_ranks = names_by_ranks(meshes)
+    return functools.cache(lambda group: by_ranks(tuple(ranks_of_group(group))))
 
 
 def target_on(planned: PlannedDevice, config: JobConfig, spec: ModelSpec, dims: ParallelDims) -> Target:
