@@ -43,7 +43,7 @@ def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
 
 
 def test_error_of_bfloat16() -> None:
-    """About 1% of an update, whatever the size: stated in docs/muon.md."""
+    """About 1% of an update, whatever the size: as docs/muon.md says."""
     for shape in ((256, 256), (256, 768), (1024, 256)):
         matrices = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
         exact = orthogonalize(matrices, polynomials(5))
