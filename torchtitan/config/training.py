@@ -105,6 +105,13 @@ class Optimizer:
     early_step_in_backward: Annotated[
         bool, Doc("Update each parameter during the backward pass and free its gradient; excludes gradient clipping.")
     ] = False
+    ema_decay: Annotated[
+        BelowOne | None,
+        Doc(
+            "Keep a moving average of the weights with this decay, in the checkpoints; none: off. "
+            "scripts/average_checkpoints.py --ema extracts it."
+        ),
+    ] = None
     group: Annotated[list[OptimizerGroup], Doc("Parameters with their own learning rate, decay or betas.")] = field(
         default_factory=list
     )

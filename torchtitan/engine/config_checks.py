@@ -199,6 +199,11 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
         )
     if not optimizer.early_step_in_backward:
         return
+    if optimizer.ema_decay is not None:
+        problems.append(
+            "optimizer.early_step_in_backward updates one parameter at a time, but optimizer.ema_decay averages all "
+            "weights after the update: unset one of them."
+        )
     if is_muon:
         problems.append(
             f"optimizer.early_step_in_backward updates one parameter at a time, but {optimizer.name} divides all "

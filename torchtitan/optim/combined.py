@@ -1,6 +1,5 @@
-"""Several optimizers as one: each updates its own parameters."""
+"""Several optimizers as one."""
 
-from collections import ChainMap
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     state and groups, as in `load_state_dict`.
 
     Args:
-        parts: no two of them have a parameter in common.
+        parts: stepped in this order.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -23,10 +22,6 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Those of all parts, not copied."""
         return [group for part in self.parts for group in part.param_groups]
-
-    @property
-    def state(self) -> ChainMap[Any, Any]:  # type: ignore[override]
-        return ChainMap(*(part.state for part in self.parts))
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for part in self.parts:

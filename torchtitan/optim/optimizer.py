@@ -11,6 +11,7 @@ from torch import nn
 from torchtitan.compat.optimizers import fused_step
 from torchtitan.config.training import Optimizer
 from torchtitan.optim.combined import CombinedOptimizer, parts_of
+from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8, LowBitAdamW
 from torchtitan.optim.muon import Muon, Muon8bit
@@ -132,6 +133,9 @@ def build_optimizer(
     entry = OPTIMIZERS.get(config.name)
     section = section_of(entry.section) if section_of else config
     optimizer = entry.build(named_parameters(model, config), section)
+    if config.ema_decay is not None:
+        average = WeightAverage(model.parameters(), config.ema_decay, config.lr)
+        optimizer = CombinedOptimizer([*parts_of(optimizer), average])
     for part in parts_of(optimizer):
         if isinstance(part, LowBitOptimizer):
             part.seed = seed
@@ -143,12 +147,13 @@ def build_optimizer(
 
 
 def bytes_of_state(config: Optimizer) -> float:
-    """Minimum bytes per parameter of all moments together; 0 for a user's own optimizer."""
+    """Minimum bytes per parameter of all states together; those of a user's own optimizer are not counted."""
+    average = 0 if config.ema_decay is None else 4
     if config.name in QUANTIZED_OPTIMIZERS:
-        return 1 if config.name == "AdamW4bit" else 2
+        return average + (1 if config.name == "AdamW4bit" else 2)
     size = getattr(torch, config.state_dtype).itemsize
     of_torch: dict[str, float] = {"Adam": 8, "AdamW": 2 * size, "Muon": size, "Muon8bit": 1}
-    return of_torch.get(config.name, 0)
+    return average + of_torch.get(config.name, 0)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -63,7 +63,7 @@ def local_bytes(tensors: Iterator[torch.Tensor]) -> int:
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank."""
     parameters = list(model.parameters())
-    states = (value for state in optimizer.state.values() for value in state.values())
+    states = (value for part in parts_of(optimizer) for state in part.state.values() for value in state.values())
     return {
         "parameters": local_bytes(iter(parameters)),
         "gradients": local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
