@@ -30,17 +30,15 @@ class WeightAverage(LowBitOptimizer):
         """Updates all averages, unless the attribute `found_inf`, a scalar on the device, is above 0."""
         skip = getattr(self, "found_inf", None)
         for parameter in self.parameters():
-            state = self.state_of(parameter)
-            state["step"] += 1
             weight = local_tensor(parameter).float()
             share = torch.full((), 1 - self.decay, device=weight.device)
-            local_tensor(state["ema"]).lerp_(weight, share if skip is None else share * (skip <= 0))
+            local_tensor(self.state_of(parameter)["ema"]).lerp_(weight, share if skip is None else share * (skip <= 0))
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The average by name, at first the weights."""
-        new = not self.state[parameter]
-        state = super().state_of(parameter)
-        if new:
+        """The average by name, at first the weights. Nothing else: what updates the weights has a state of
+        the same parameters, with a `step`."""
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
             weight = local_tensor(parameter).to(torch.float32, copy=True)
             state["ema"] = sharded_like(parameter, weight, tuple(parameter.shape))
         return state
