@@ -87,7 +87,7 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
             optimizers: dict[str, Any] = {}
             for name, them in others.items():
                 section = Optimizer(**{**vars(config.optimizer), **CHANGES[name]})
-                optimizers[name] = build_optimizer(them, section)
+                optimizers[name] = build_optimizer(torch.nn.ParameterList(them), section)
             before: list[torch.Tensor] = []
 
             @torch.no_grad()

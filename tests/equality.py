@@ -1,6 +1,7 @@
 """The same training under every layout: the table of layouts, and the deviation of each from one process.
 
-`python tests/equality.py` runs all layouts and prints the table of docs/parallelism.md.
+`python tests/equality.py [WORD]` runs all layouts, or those with this word in their names, and prints the table of
+docs/parallelism.md.
 """
 
 import dataclasses
@@ -17,13 +18,11 @@ STEPS = 10
 BATCH = 8
 BASE = (
     *TINY,
-    f"--training.steps={STEPS}",
     f"--training.global_batch_size={BATCH}",
     "--checkpoint.enable_checkpoint",
-    f"--checkpoint.interval={STEPS}",
     "--checkpoint.enable_first_step_checkpoint",
 )
-MOMENT = re.compile(r"optimizer\.state\.(.+)\.exp_avg")
+MOMENT = re.compile(r"optimizer\.state\.(.+)\.(exp_avg|momentum_buffer)")
 TOLERANCE = 1e-5  # relative; a row that needs more says so
 
 
@@ -40,6 +39,7 @@ class Layout:
         model: `model.name`; compared with one process that trains the same model.
         flavor: `model.flavor`.
         common: flags that the one process has, too.
+        steps: of training.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Layout:
     model: str = "tiny"
     flavor: str = "deep"
     common: tuple[str, ...] = ()
+    steps: int = STEPS
 
 
 def degrees(replicate: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1) -> tuple[str, ...]:
@@ -83,6 +84,19 @@ SPLIT = "--parallelism.pipeline_parallel_split_points="
 ALL_TO_ALL = "--parallelism.context_parallel_rotate_method=alltoall"
 CSV = ROOT / "docs" / "examples" / "pipeline_schedule.csv"
 GATHERED_LOSS = "--parallelism.disable_loss_parallel"
+
+MUON = "--optimizer.name=Muon"
+NORMUON = (MUON, "--optimizer.muon_row_normalization", "--optimizer.muon_polar_express")
+
+
+def muon(name: str, processes: int, local_batch_size: int, flags: tuple[str, ...] = (), core: bool = False) -> Layout:
+    """A row with Muon, over 20 steps."""
+    return Layout(f"Muon, {name}", processes, local_batch_size, flags, core, common=(MUON,), steps=20)
+
+
+def normuon(name: str, processes: int, local_batch_size: int, flags: tuple[str, ...] = ()) -> Layout:
+    return Layout(f"NorMuon, {name}", processes, local_batch_size, flags, common=NORMUON, steps=20)
+
 
 LAYOUTS = [
     Layout("DP 2", 2, 4, degrees(replicate=2), core=True),
@@ -178,7 +192,23 @@ LAYOUTS = [
     experts("TP 2, EP 2, compile", 2, 8, (*degrees(tp=2, ep=2), COMPILE)),
     experts("FSDP 2, EP 2, compile, recomputation by operation", 2, 4, (*degrees(ep=2), COMPILE, *BY_OPERATION)),
     experts("TP 2 x CP 2, EP 2, loss for an even load", 4, 8, degrees(tp=2, cp=2, ep=2), common=(LOSS,)),
+    experts("FSDP 2 x TP 2, EP 2, Muon", 4, 4, degrees(tp=2, ep=2), common=(MUON,)),
     experts("PP 2 x FSDP 2, EP 2, loss for an even load, accumulation", 4, 2, degrees(pp=2, ep=2), common=(LOSS,)),
+    muon("DP 2", 2, 4, degrees(replicate=2)),
+    muon("FSDP 2", 2, 4),
+    muon("FSDP 4", 4, 2),
+    muon("HSDP 2 x 2", 4, 2, degrees(replicate=2), core=True),
+    muon("TP 2", 2, 8, degrees(tp=2)),
+    muon("FSDP 2 x TP 2", 4, 4, degrees(tp=2), core=True),
+    muon("CP 2", 2, 8, degrees(cp=2)),
+    muon("PP 2", 2, 8, degrees(pp=2), core=True),
+    muon("PP 2, ZBVZeroBubble", 2, 8, (*degrees(pp=2), f"{SCHEDULE}ZBVZeroBubble")),
+    muon("TP 2 x PP 2", 4, 8, degrees(tp=2, pp=2)),
+    muon("FSDP 2 x TP 2 x PP 2", 8, 4, degrees(tp=2, pp=2)),
+    muon("HSDP 2 x 2 x TP 2", 8, 2, degrees(replicate=2, tp=2)),
+    muon("FSDP 2, accumulation", 2, 1),
+    normuon("HSDP 2 x 2", 4, 2, degrees(replicate=2)),
+    normuon("FSDP 2 x TP 2", 4, 4, degrees(tp=2)),
 ]
 
 
@@ -200,9 +230,10 @@ def run(layout: Layout, folder: Path) -> Training:
     """Trains under this layout."""
     size = f"--training.local_batch_size={layout.local_batch_size}"
     model = (f"--model.name={layout.model}", f"--model.flavor={layout.flavor}")
-    train(*BASE, *model, into(folder), size, *layout.flags, *layout.common, processes=layout.processes)
+    steps = (f"--training.steps={layout.steps}", f"--checkpoint.interval={layout.steps}")
+    train(*BASE, *model, *steps, into(folder), size, *layout.flags, *layout.common, processes=layout.processes)
     first = tensors_of(folder, 1)
-    # AdamW's first moment after one step is the gradient times 1 - beta1.
+    # The first moment after one step is the gradient times a constant.
     moments = {found[1]: tensor for name, tensor in first.items() if (found := MOMENT.fullmatch(name))}
     buffers = ("optimizer.", "expert_bias")
     assert moments.keys() == {name for name in first if not name.startswith(buffers) and not name.endswith(buffers)}
@@ -210,7 +241,7 @@ def run(layout: Layout, folder: Path) -> Training:
         torch.tensor(list(losses(folder).values()), dtype=torch.float64),
         torch.tensor(grad_norms(folder), dtype=torch.float64),
         moments,
-        tensors_of(folder, STEPS),
+        tensors_of(folder, layout.steps),
     )
 
 
@@ -218,7 +249,7 @@ def deviations(expected: Training, found: Training) -> dict[str, float]:
     """The largest relative deviation of losses, of gradient norms, of a parameter's gradient, and of a final weight
     (2-norm of a tensor's difference divided by that of the tensor). Any NaN makes the result NaN, unlike Python's
     `max`."""
-    assert expected.losses.shape == found.losses.shape == (STEPS,)
+    assert expected.losses.shape == found.losses.shape and len(found.losses) >= STEPS
     return {
         "loss": float(((found.losses - expected.losses) / expected.losses).abs().max()),
         "gradient norm": float(((found.grad_norms - expected.grad_norms) / expected.grad_norms).abs().max()),
@@ -240,18 +271,20 @@ def within_tolerance(deviations: dict[str, float]) -> bool:
 
 def one_process(layout: Layout) -> Layout:
     """What this layout is compared with."""
-    return Layout("one process", 1, BATCH, model=layout.model, flavor=layout.flavor, common=layout.common)
+    alike = {key: getattr(layout, key) for key in ("model", "flavor", "common", "steps")}
+    return Layout("one process", 1, BATCH, **alike)
 
 
-def main() -> None:
+def main(word: str = "") -> None:
     """Prints the table in Markdown."""
     print(
-        f"torch {torch.__version__}, CPU, gloo, float32, {STEPS} steps; largest relative deviation from one process\n"
+        f"torch {torch.__version__}, CPU, gloo, float32, {STEPS} steps (Muon: 20); largest relative deviation from one "
+        "process\n"
     )
     print("| layout | processes | loss | gradient norm | worst gradient | final weights |\n|---|---|---|---|---|---|")
     references: dict[Layout, Training] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number, layout in enumerate(LAYOUTS):
+        for number, layout in enumerate(row for row in LAYOUTS if word in row.name):
             one = one_process(layout)
             if one not in references:
                 references[one] = run(one, Path(folder) / f"one-{len(references)}")
@@ -263,4 +296,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

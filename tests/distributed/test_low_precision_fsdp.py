@@ -99,7 +99,7 @@ def train(name: str, section: Any, hugest: float = 0.0, told: float = OPTIMIZER.
             model[0].up.weight.to_local().zero_()
             model[1].up.weight.to_local().mul_(hugest)
     start = {key: whole(tensor).clone() for key, tensor in model_tensors(model).items()}
-    optimizer = build_optimizer(model.parameters(), OPTIMIZER)
+    optimizer = build_optimizer(model, OPTIMIZER)
     losses, reduces, hook_reduces = [], [], []
     generator.manual_seed(1 + dist.get_rank())
     for _ in range(STEPS):

@@ -20,6 +20,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.models.moe import mixtures
+from torchtitan.optim.combined import parts_of
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.planner import RankPlan, make_plan, planned_device
 from torchtitan.plan.recorder import Recorder
@@ -90,7 +91,7 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
         gradients: list[int] = []
         if trainer.engine.step_in_backward is not None:
             gradients.append(0)
-        trainer.engine.optimizer.register_step_pre_hook(
+        parts_of(trainer.engine.optimizer)[0].register_step_pre_hook(
             lambda *_: gradients.append(state_bytes(trainer.engine.model, trainer.engine.optimizer)["gradients"])
         )
         for _ in range(MEASURED):
@@ -174,6 +175,7 @@ TWO = {
     "PP 2": (PP, "--training.local_batch_size=4"),
     "Qwen3, TP 2": (TP, "--model.name=qwen3"),
     "FSDP 2, 8 bits": ("--optimizer.name=AdamW8bit",),
+    "FSDP 2, Muon": ("--optimizer.name=Muon",),
     "FSDP 2, bfloat16 weights": ("--optimizer.name=AdamW4bit", "--training.weight_dtype=bfloat16", BF16),
     "EP 2": (*EVEN, EP),
     "TP 2 x EP 2": (*EVEN, TP, EP, BF16, SELECTIVE),
@@ -184,6 +186,7 @@ IN_BACKWARD = (*AFTER_BACKWARD, "--optimizer.early_step_in_backward")
 FOUR = {
     "HSDP 2 x 2, accumulated": (HSDP, "--training.global_batch_size=16"),
     "FSDP 2 x TP 2, bfloat16": (TP, BF16),
+    "HSDP 2 x 2, Muon, bfloat16": (HSDP, BF16, "--optimizer.name=Muon"),
     "FSDP 2 x CP 2, by heads": (CP, "--parallelism.context_parallel_rotate_method=alltoall"),
     "PP 2 x FSDP 2, interleaved": (PP, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"),
     "TP 2 x PP 2, full": (TP, PP, FULL, "--training.local_batch_size=4"),

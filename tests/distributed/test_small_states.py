@@ -146,7 +146,7 @@ def rounded(copies: int) -> torch.Tensor:
     nn.init.ones_(model.weight)
     mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("copies", "shards"))
     apply_fsdp(model, [], mesh, torch.bfloat16, torch.float32, reshard_after_forward=True)
-    optimizer = build_optimizer(model.parameters(), Optimizer(lr=1e-3))
+    optimizer = build_optimizer(model, Optimizer(lr=1e-3))
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     return model.weight.to_local().detach().clone()
@@ -178,7 +178,7 @@ def train_sharded(start: str | None, end: str, steps: list[int]) -> None:
         model: Any = Uneven()
         apply_fsdp(model, [], mesh, torch.float32, torch.float32, reshard_after_forward=True)
         root: Any = "sqrt_v" if name == "AdamWFp8" else "v"
-        optimizer = build_optimizer(model.parameters(), Optimizer(name=name, second_moment=root, lr=0.1))
+        optimizer = build_optimizer(model, Optimizer(name=name, second_moment=root, lr=0.1))
         if start is not None:
             tensors: Any = {**model_tensors(model), **optimizer_tensors(model, optimizer)}
             dcp.load(tensors, checkpoint_id=f"{start}/{name}")

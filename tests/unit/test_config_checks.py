@@ -43,7 +43,7 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
             r"unknown schedule 'PipelineScheduleMulti' without a pipeline_parallel_schedule_csv",
         ),
         (["--model.converters=float9"], r"model\.converters: unknown converter 'float9'.*; known: .*float8"),
-        (["--optimizer.name=SGD"], r"optimizer\.name: unknown optimizer 'SGD'.*; known: .*AdamW"),
+        (["--optimizer.name=SGDM"], r"optimizer\.name: unknown optimizer 'SGDM'.*; known: .*AdamW"),
         (
             ["--optimizer.no_weight_decay=norm"],
             r"no_weight_decay: unknown group 'norm' \(did you mean norms\?\); known: nor",
@@ -81,7 +81,7 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
     [
         (
             ["--optimizer.name=Adam", "--optimizer.state_dtype=bfloat16"],
-            r"optimizer\.state_dtype applies only to AdamW; ",
+            r"optimizer\.state_dtype applies only to AdamW and Muon; ",
         ),
         (["--optimizer.name=AdamW8bit", "--optimizer.state_dtype=bfloat16"], r"optimizer\.state_dtype .*AdamW8bit\."),
         (
@@ -109,6 +109,8 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
             [*EARLY, "--training.global_batch_size=24"],
             r"early_step_in_backward .* after each of 3 microbatches: set .* 8 ",
         ),
+        ([*EARLY, "--optimizer.name=Muon"], r"early_step_in_backward .* Muon divides all matrices .*: unset it"),
+        (["--optimizer.name=Muon8bit", "--optimizer.implementation=foreach"], r"implementation = foreach"),
         ([*EARLY, "--training.enable_cpu_offload"], r"early_step_in_backward .* unset training\.enable_cpu_offload"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -116,6 +118,19 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
 def test_optimizers_that_cannot_be(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         checked(*flags, folder=tmp_path)
+
+
+def test_groups_that_cannot_be(tmp_path: Path) -> None:
+    file = tmp_path / "groups.toml"
+    file.write_text('[[optimizer.group]]\nlr = 1e-3\n[[optimizer.group]]\nparameters = ["w1"]\nalgorithm = "Muon"\n')
+    with pytest.raises(ConfigError) as error:
+        checked(f"--job.config_file={file}", "--float8.weight_scale=bound", folder=tmp_path)
+    for message in (
+        r"\[\[optimizer\.group\]\] 1 names no parameters",
+        r"\[\[optimizer\.group\]\] 2: algorithm applies only to optimizer\.name = Muon; remove it, .* = AdamW\.",
+        r"float8\.weight_scale = bound assumes one learning rate",
+    ):
+        assert any(re.search(message, problem) for problem in error.value.problems), message
 
 
 def test_updates_in_the_backward_pass_of_a_pipeline(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_root_keeps_gradients_of_all_magnitudes_where_the_second_moment_does_n
 )
 def test_bytes_of_the_state(changes: dict[str, Any], bytes_a_number: float) -> None:
     matrix, vector = nn.Parameter(torch.ones(64, 256)), nn.Parameter(torch.ones(512))
-    optimizer = build_optimizer([matrix, vector], Optimizer(**changes))
+    optimizer = build_optimizer(nn.ParameterList([matrix, vector]), Optimizer(**changes))
     for parameter in (matrix, vector):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -109,7 +109,7 @@ def test_blocks_lie_within_rows() -> None:
 def test_bfloat16_weights_take_updates_smaller_than_half_their_step() -> None:
     """With round-to-nearest they would stay at 1: 1 - 1e-4 is closer to 1 than to the next number below."""
     weight = nn.Parameter(torch.ones(100, 128, dtype=torch.bfloat16))
-    optimizer = build_optimizer([weight], Optimizer(lr=1e-4, weight_decay=0.0), seed=1)
+    optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(lr=1e-4, weight_decay=0.0), seed=1)
     for _ in range(10):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
@@ -120,7 +120,7 @@ def test_bfloat16_weights_take_updates_smaller_than_half_their_step() -> None:
 def test_bfloat16_moments_forget() -> None:
     """With beta2 = 0.999 a second moment decreases by 1/1000 per step, less than half of bfloat16's resolution."""
     weight = nn.Parameter(torch.ones(100, 128))
-    optimizer = build_optimizer([weight], Optimizer(state_dtype="bfloat16", beta2=0.999))
+    optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(state_dtype="bfloat16", beta2=0.999))
     for step in range(101):
         weight.grad = torch.full_like(weight, 1.0 if step == 0 else 0.0)
         optimizer.step()

@@ -1,14 +1,17 @@
 """Optimizers by name, with the configured hyperparameters."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from torchtitan.config.training import Optimizer
+from torchtitan.config import ConfigManager, to_toml
+from torchtitan.config.training import Optimizer, OptimizerGroup
 from torchtitan.errors import ConfigError
-from torchtitan.optim.optimizer import build_optimizer, decay_groups, set_learning_rate
+from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
+from torchtitan.optim.parameters import check_groups, named_parameters, parameters_with_roles
 
 
 def train(make: Callable[[nn.Parameter], torch.optim.Optimizer], steps: int = 3) -> torch.Tensor:
@@ -32,18 +35,19 @@ def test_update_has_the_hyperparameters_of_the_configuration(
         beta2=0.7,
         eps=0.01,
         weight_decay=0.3,
+        no_weight_decay=[],
         implementation=implementation,  # type: ignore[arg-type]
     )
-    found = train(lambda weight: build_optimizer([weight], config))
+    found = train(lambda weight: build_optimizer(nn.ParameterList([weight]), config))
     expected = train(lambda weight: reference([weight], lr=0.1, betas=(0.8, 0.7), eps=0.01, weight_decay=0.3))  # type: ignore[call-arg]
     torch.testing.assert_close(found, expected)
-    group = build_optimizer([nn.Parameter(torch.ones(1))], config).param_groups[0]
+    group = build_optimizer(nn.ParameterList([nn.Parameter(torch.ones(1))]), config).param_groups[0]
     assert (group["fused"], group["foreach"]) == (implementation == "fused", implementation == "foreach")
 
 
 def test_learning_rate_of_the_next_step() -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = build_optimizer([weight], Optimizer(weight_decay=0.0))
+    optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(weight_decay=0.0))
     set_learning_rate(optimizer, 0.0)
     weight.grad = torch.ones(3)
     optimizer.step()
@@ -68,11 +72,75 @@ def test_what_weight_decay_leaves_alone(name: str, without: list[str], kept: set
         for parameter in model.parameters():
             parameter.fill_(1.0).grad = torch.zeros_like(parameter)
     config = Optimizer(name=name, lr=0.5, weight_decay=0.5, no_weight_decay=without)
-    build_optimizer(decay_groups(model, config), config).step()
+    build_optimizer(model, config).step()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, 1.0 if name in kept else 0.75))
 
 
+def model() -> nn.Module:
+    """With a parameter of each role; `w1` is a stack of experts."""
+    block = nn.ModuleDict({"attention": nn.Linear(8, 8), "norm": nn.RMSNorm(8), "experts": nn.Module()})
+    block["experts"].w1 = nn.Parameter(torch.ones(3, 4, 8))
+    layers = nn.ModuleDict({"0": block})
+    return nn.ModuleDict({"tok_embeddings": nn.Embedding(4, 8), "layers": layers, "output": nn.Linear(8, 4)})
+
+
+def test_roles_of_parameters() -> None:
+    assert {name: role for name, _, role in parameters_with_roles(model())} == {
+        "tok_embeddings.weight": "embedding",
+        "layers.0.attention.weight": "matrix",
+        "layers.0.attention.bias": "vector",
+        "layers.0.norm.weight": "vector",
+        "layers.0.experts.w1": "matrix",
+        "output.weight": "output",
+        "output.bias": "vector",
+    }
+
+
+GROUPS = """
+[optimizer]
+lr = 0.1
+[[optimizer.group]]
+parameters = ["layers.*.attention", "output"]
+lr = 0.4
+beta2 = 0.5
+[[optimizer.group]]
+parameters = ["output.weight", "norm"]
+lr = 0.2
+weight_decay = 0.7
+"""
+
+
+def test_groups_have_their_own_settings(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(GROUPS)
+    config = ConfigManager().parse_args([f"--job.config_file={file}"])
+    file.write_text(to_toml(config))
+    assert ConfigManager().parse_args([f"--job.config_file={file}"]) == config
+    settings = {one.name: (one.lr, one.weight_decay, one.betas) for one in named_parameters(model(), config.optimizer)}
+    assert settings == {
+        "tok_embeddings.weight": (0.1, 0.1, (0.9, 0.95)),
+        "layers.0.attention.weight": (0.4, 0.1, (0.9, 0.5)),
+        "layers.0.attention.bias": (0.4, 0.0, (0.9, 0.5)),
+        "layers.0.norm.weight": (0.2, 0.7, (0.9, 0.95)),
+        "layers.0.experts.w1": (0.1, 0.1, (0.9, 0.95)),
+        "output.weight": (0.2, 0.7, (0.9, 0.5)),
+        "output.bias": (0.4, 0.0, (0.9, 0.5)),
+    }
+    optimizer = build_optimizer(model(), config.optimizer)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 7
+    assert sorted(group["lr"] for group in optimizer.param_groups) == [0.1, 0.2, 0.2, 0.4, 0.4]
+    set_learning_rate(optimizer, 0.05)  # half of optimizer.lr
+    assert sorted(group["lr"] for group in optimizer.param_groups) == pytest.approx([0.05, 0.1, 0.1, 0.2, 0.2])
+
+
+def test_a_glob_that_matches_nothing() -> None:
+    config = Optimizer(group=[OptimizerGroup(["norm"]), OptimizerGroup(["layers.*.atention", "output"])])
+    with pytest.raises(ConfigError, match=r"group\]\] 2: 'layers.\*.atention' matches no parameter") as error:
+        check_groups(model(), config)
+    assert len(error.value.problems) == 1
+
+
 def test_unknown_optimizer() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.name: unknown optimizer 'adamw' \(did you mean AdamW\?\)"):
-        build_optimizer([nn.Parameter(torch.ones(1))], Optimizer(name="adamw"))
+        build_optimizer(nn.ParameterList([nn.Parameter(torch.ones(1))]), Optimizer(name="adamw"))

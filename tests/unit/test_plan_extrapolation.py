@@ -37,6 +37,7 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
     [
         ((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [9]),
         ((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 5, 5, 3]),
+        ((NONE, "--optimizer.name=Muon"), 4, [9]),
         ((*SPARSE, EVERY_SECOND, TP, "--parallelism.expert_parallel_degree=4"), 4, [10]),
         (
             (*SPARSE, NONE, f"{PP}=2", "--parallelism.expert_parallel_degree=2", "--training.local_batch_size=4"),
@@ -71,6 +72,7 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
     ids=[
         "layers and rounds",
         "1F1B",
+        "Muon",
         "experts",
         "1F1B, experts",
         "1F1B, a stage without experts",
@@ -85,6 +87,8 @@ def test_a_part_shows_the_whole(flags: tuple[str, ...], world_size: int, layers:
     assert max(part.layers[0] for part in smaller) < max(layers)
     full = measure(dataclasses.replace(large, full=True))
     for computed, simulated in zip(measure(large), full, strict=True):
-        # the 4 bytes of each micro-batch's loss are allocated and freed in a different order
-        assert computed.pop(("peak",)) == pytest.approx(simulated.pop(("peak",)), abs=4 * large.microbatches)
+        # The 4 bytes of each micro-batch's loss are allocated and freed in a different order. How many matrices a rank
+        # orthogonalizes at a time does not grow evenly with the layers.
+        tolerance = {"rel": 0.05} if "--optimizer.name=Muon" in flags else {"abs": 4 * large.microbatches}
+        assert computed.pop(("peak",)) == pytest.approx(simulated.pop(("peak",)), **tolerance)
         assert computed == {key: value for key, value in simulated.items() if not key[0].startswith("each")}

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from torchtitan.optim.low_bit_adamw import LowBitAdamW
+from torchtitan.optim.combined import parts_of
+from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.parallel.sharded_tensors import sharded_like, unwrapped
 
 # By parameter name, not number, so that another layout or parameter order can load it.
@@ -37,10 +38,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's state, as `optimizer.state.<parameter>.<name>`. Learning rates and other settings are left out:
     they come from the configuration. Quantized moments are saved as they are."""
-    if isinstance(optimizer, LowBitAdamW):  # torch's function would convert them to float32
+    return {key: tensor for part in parts_of(optimizer) for key, tensor in _tensors_of(model, part).items()}
+
+
+def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    if isinstance(optimizer, LowBitOptimizer):  # torch's function would convert them to float32
+        own = set(optimizer.parameters())
         return {
             f"{OPTIMIZER}state.{name}.{key}": tensor
             for name, parameter in model.named_parameters()
+            if parameter in own
             for key, tensor in optimizer.state_of(parameter).items()
         }
     full = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
@@ -50,8 +57,9 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Any]) -> None:
     """Loads `optimizer_tensors`, read back, into the optimizer."""
-    if isinstance(optimizer, LowBitAdamW):
-        return  # the tensors are the optimizer's own, and were loaded in place
-    full = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
-    full.update({key.removeprefix(OPTIMIZER): value for key, value in tensors.items()})
-    set_optimizer_state_dict(model, optimizer, full, options=BY_NAME)
+    for part in parts_of(optimizer):
+        if isinstance(part, LowBitOptimizer):
+            continue  # the tensors are the optimizer's own, and were loaded in place
+        full = get_optimizer_state_dict(model, part, options=BY_NAME)
+        full.update({key: tensors[OPTIMIZER + key] for key in full if OPTIMIZER + key in tensors})
+        set_optimizer_state_dict(model, part, full, options=BY_NAME)

@@ -60,6 +60,7 @@ class Key:
             bool: "true or false",
             str: "a string",
             list[str]: "a list of strings",
+            list[float]: "a list of numbers",
         }
         arms = [arm for arm in _union_members(self.annotation) if arm is not types.NoneType]
         kinds = [names.get(_plain(arm), str(_plain(arm))) for arm in arms]

@@ -6,7 +6,7 @@ pydantic checks types and ranges; argparse splits the command line. This module 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,16 @@ def build(config_class: type[JobConfig], values: Values) -> JobConfig:
 
 
 def to_toml(config: JobConfig) -> str:
-    """The resolved configuration as TOML, which loads to an equal one. TOML has no null, so None is written "none"."""
+    """The resolved configuration as TOML, which loads to an equal one."""
+    return tables_to_toml(dataclasses.asdict(config))
+
+
+def tables_to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Sections of keys as TOML. TOML has no null, so None is written "none"."""
     import tomli_w
 
     return tomli_w.dumps(
-        {
-            section: {key: _in_toml(value) for key, value in keys.items()}
-            for section, keys in dataclasses.asdict(config).items()
-        }
+        {section: {key: _in_toml(value) for key, value in keys.items()} for section, keys in tables.items()}
     )
 
 

@@ -136,10 +136,12 @@ def _take(values: Values, key: str, spec: Key, value: Any, strict: bool, where: 
 
 
 def _take_tables(values: Values, key: str, keys: dict[str, Key], tables: Any, path: str, problems: list[str]) -> None:
-    """Adds a list of tables as entries of its dataclass. A nested table holds keys of the section of that name."""
+    """Adds a list of tables as entries of its dataclass. If that has a field `sections`, a nested table holds keys of
+    the section of that name."""
     entry = keys[key].entry
     assert entry is not None
     own = keys_of_entry(entry)
+    has_sections = any(field.name == "sections" for field in dataclasses.fields(entry))
     if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
         problems.append(f"{path}: {key} must be a list of tables, each headed [[{key}]], not {tables!r}.")
         return
@@ -151,7 +153,7 @@ def _take_tables(values: Values, key: str, keys: dict[str, Key], tables: Any, pa
         for name, value in table.items():
             if name in own:
                 _take(checked, name, own[name], value, True, f"{where}: {name}", problems)
-            elif not isinstance(value, dict):
+            elif not (has_sections and isinstance(value, dict)):
                 problems.append(f"{where}: unknown key {name}{nearest(name, list(own))}.")
             else:
                 sections[name] = {}
@@ -161,7 +163,7 @@ def _take_tables(values: Values, key: str, keys: dict[str, Key], tables: Any, pa
                         _take(sections[name], key_of_section, keys[full], item, True, f"{where}: {full}", problems)
                     else:
                         problems.append(f"{where}: unknown key {full}{nearest(full, list(keys))}.")
-        entries.append(entry(**checked, sections=sections))
+        entries.append(entry(**checked, **({"sections": sections} if has_sections else {})))
     values[key] = entries
 
 

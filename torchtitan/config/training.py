@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from annotated_types import MaxLen, MinLen
+
 from torchtitan.config.fields import (
     Annotated,
     BelowOne,
@@ -57,12 +59,35 @@ class MoE:
 
 
 @dataclass(frozen=True)
+class OptimizerGroup:
+    """Parameters with settings of their own; each key defaults to that of [optimizer]. If several entries name a
+    parameter, keys of later entries win."""
+
+    parameters: Annotated[
+        list[str],
+        Doc("Which: whole components of a parameter's name, such as tok_embeddings or layers.*.attention; or globs."),
+    ] = field(default_factory=list)
+    lr: Annotated[LearningRate | None, Doc("Peak learning rate.")] = None
+    weight_decay: Annotated[Decay | None, Doc("Weight decay; overrides no_weight_decay.")] = None
+    beta1: Annotated[BelowOne | None, Doc("Decay rate of the first moment.")] = None
+    beta2: Annotated[BelowOne | None, Doc("Decay rate of the second moment.")] = None
+    algorithm: Annotated[
+        Literal["Muon", "AdamW"] | None,
+        Doc("With optimizer.name = Muon: what updates them; none: Muon for matrices in blocks, AdamW for the rest."),
+    ] = None
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The optimizer."""
 
-    name: Annotated[str, Doc("AdamW, Adam, or AdamW with 8-bit or 4-bit moments: AdamW8bit, AdamWFp8, AdamW4bit.")] = (
-        "AdamW"
-    )
+    name: Annotated[
+        str,
+        Doc(
+            "AdamW, Adam; Muon, with AdamW for embeddings, output and vectors; with 8-bit or 4-bit moments: AdamW8bit, "
+            "AdamWFp8, AdamW4bit, Muon8bit."
+        ),
+    ] = "AdamW"
     lr: Annotated[LearningRate, Doc("Peak learning rate.")] = 8e-4
     beta1: Annotated[BelowOne, Doc("Decay rate of the first moment.")] = 0.9
     beta2: Annotated[BelowOne, Doc("Decay rate of the second moment.")] = 0.95
@@ -75,15 +100,37 @@ class Optimizer:
         Literal["for-loop", "foreach", "fused"], Doc("Implementation of the update; fused is the fastest.")
     ] = "fused"
     state_dtype: Annotated[
-        Literal["float32", "bfloat16"], Doc("dtype of AdamW's moments; bfloat16 uses stochastic rounding.")
+        Literal["float32", "bfloat16"], Doc("dtype of AdamW's and Muon's moments; bfloat16 uses stochastic rounding.")
     ] = "float32"
     second_moment: Annotated[
         Literal["v", "sqrt_v"],
         Doc("What AdamWFp8 stores: the second moment, or its square root, which needs half the dynamic range."),
     ] = "v"
+    muon_momentum: Annotated[BelowOne, Doc("Decay rate of Muon's momentum.")] = 0.95
+    muon_nesterov: Annotated[bool, Doc("Nesterov's momentum for Muon.")] = True
+    muon_steps: Annotated[PositiveInt, Doc("Newton-Schulz steps of Muon.")] = 5
+    muon_coefficients: Annotated[
+        list[float], MinLen(3), MaxLen(3), Doc("a, b, c of a Newton-Schulz step, a X + b (XX')X + c (XX')(XX')X.")
+    ] = field(default_factory=lambda: [3.4445, -4.7750, 2.0315])
+    muon_polar_express: Annotated[
+        bool, Doc("Use Polar Express, with coefficients of its own in each step, instead of muon_coefficients.")
+    ] = False
+    muon_row_normalization: Annotated[
+        bool, Doc("NorMuon: divide each row of Muon's update by its root mean square, averaged with decay rate beta2.")
+    ] = False
     early_step_in_backward: Annotated[
         bool, Doc("Update each parameter during the backward pass and free its gradient; excludes gradient clipping.")
     ] = False
+    ema_decay: Annotated[
+        BelowOne | None,
+        Doc(
+            "Keep a moving average of the weights with this decay, in the checkpoints; none: off. "
+            "scripts/average_checkpoints.py --ema extracts it."
+        ),
+    ] = None
+    group: Annotated[list[OptimizerGroup], Doc("Parameters with their own learning rate, decay or betas.")] = field(
+        default_factory=list
+    )
 
 
 @dataclass(frozen=True)

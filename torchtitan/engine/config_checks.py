@@ -18,7 +18,8 @@ from torchtitan.engine.unused_keys import unused_keys
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
-from torchtitan.optim.optimizer import OPTIMIZERS, QUANTIZED_OPTIMIZERS, WITHOUT_DECAY
+from torchtitan.optim.optimizer import MUON_OPTIMIZERS, OPTIMIZERS, QUANTIZED_OPTIMIZERS
+from torchtitan.optim.parameters import WITHOUT_DECAY
 from torchtitan.parallel.dims import ParallelDims, find_dims
 from torchtitan.parallel.layout_checks import check_model, check_pipeline, check_schedule
 
@@ -168,34 +169,68 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
                 f"optimizer.no_weight_decay: unknown group {name!r}{nearest(name, list(WITHOUT_DECAY))}; known: "
                 f"{', '.join(WITHOUT_DECAY)}."
             )
-    is_quantized = optimizer.name in QUANTIZED_OPTIMIZERS
+    section = OPTIMIZERS.get(optimizer.name).section if optimizer.name in OPTIMIZERS.names() else "optimizer"
+    if not hasattr(config, section):
+        problems.append(
+            f"optimizer.name = {optimizer.name} reads the section [{section}], which is not defined: set "
+            "experimental.custom_args_module to the module that defines it."
+        )
+    is_muon = optimizer.name in MUON_OPTIMIZERS
+    for number, group in enumerate(optimizer.group, 1):
+        if not group.parameters:
+            problems.append(
+                f"[[optimizer.group]] {number} names no parameters; set its key parameters to names or globs, such as "
+                '["tok_embeddings"].'
+            )
+        if group.algorithm is not None and not is_muon:
+            problems.append(
+                f"[[optimizer.group]] {number}: algorithm applies only to optimizer.name = Muon; remove it, or change "
+                f"optimizer.name = {optimizer.name}."
+            )
+    if optimizer.group and config.float8.weight_scale == "bound":
+        problems.append(
+            "float8.weight_scale = bound assumes one learning rate and one pair of betas for all weights: remove "
+            "[[optimizer.group]], or use measured."
+        )
+    is_quantized = optimizer.name in (*QUANTIZED_OPTIMIZERS, "Muon8bit")
     smaller = optimizer.state_dtype != "float32" or training.weight_dtype != "float32"
     if smaller and config.float8.weight_scale == "bound":
         problems.append(
             "float8.weight_scale = bound needs float32 updates: with optimizer.state_dtype or training.weight_dtype "
             "in bfloat16, rounding could exceed the bound. Use measured, or float32."
         )
-    if optimizer.state_dtype != "float32" and optimizer.name != "AdamW":
+    if optimizer.state_dtype != "float32" and optimizer.name not in ("AdamW", "Muon"):
         problems.append(
-            f"optimizer.state_dtype applies only to AdamW; unset it, or change optimizer.name = {optimizer.name}."
+            "optimizer.state_dtype applies only to AdamW and Muon; unset it, or change optimizer.name = "
+            f"{optimizer.name}."
         )
     if optimizer.second_moment != "v" and optimizer.name != "AdamWFp8":
         problems.append(
             f"optimizer.second_moment applies only to AdamWFp8; unset it, or change optimizer.name = {optimizer.name}."
         )
-    if training.weight_dtype != "float32" and not is_quantized and optimizer.name != "AdamW":
+    if training.weight_dtype != "float32" and not is_quantized and optimizer.name not in ("AdamW", "Muon"):
         problems.append(
             f"training.weight_dtype = {training.weight_dtype} needs an optimizer with stochastic rounding, since most "
-            "updates are smaller than half the spacing of bfloat16 numbers: use AdamW, AdamW8bit, AdamWFp8 or "
-            f"AdamW4bit, not {optimizer.name}."
+            "updates are smaller than half the spacing of bfloat16 numbers: use AdamW, AdamW8bit, AdamWFp8, "
+            f"AdamW4bit, Muon or Muon8bit, not {optimizer.name}."
         )
-    if optimizer.implementation != "fused" and (is_quantized or (smaller and optimizer.name == "AdamW")):
+    if optimizer.implementation != "fused" and (is_quantized or (smaller and optimizer.name in ("AdamW", "Muon"))):
         problems.append(
             f"optimizer.implementation = {optimizer.implementation} applies only to torch's float32 optimizers; "
             "unset it."
         )
     if not optimizer.early_step_in_backward:
         return
+    if optimizer.ema_decay is not None:
+        problems.append(
+            "optimizer.early_step_in_backward updates one parameter at a time, but optimizer.ema_decay averages all "
+            "weights after the update: unset one of them."
+        )
+    if is_muon:
+        problems.append(
+            f"optimizer.early_step_in_backward updates one parameter at a time, but {optimizer.name} divides all "
+            "matrices among the ranks, which orthogonalize theirs at the same time: unset it."
+        )
     key = "optimizer.early_step_in_backward updates parameters before"
     if training.max_norm < math.inf:
         problems.append(

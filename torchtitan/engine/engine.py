@@ -22,7 +22,8 @@ from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
 from torchtitan.models.moe import mixtures, reset_buffers
 from torchtitan.optim.in_backward import StepInBackward
-from torchtitan.optim.optimizer import build_optimizer, decay_groups
+from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.optim.parameters import check_groups
 from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import ParallelDims
@@ -158,6 +159,7 @@ def build_engine(
         converters = phases.converters
     else:
         model, converters = convert(config)
+    check_groups(model, config.optimizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     unused = sum(mixture.unused_parameters for mixture in mixtures(model).values())
@@ -205,7 +207,11 @@ def build_engine(
         if config.validation.enabled or config.evaluation.tasks:
             validation_pipeline = build_pipeline(config.validation.local_batch_size, forward_only=True)
 
-    optimizer = build_optimizer(decay_groups(model, config.optimizer), config.optimizer, training.seed)
+    # Muon orthogonalizes in the dtype of the model's GEMMs.
+    compute_dtype = getattr(torch, training.mixed_precision_param)
+    optimizer = build_optimizer(
+        model, config.optimizer, training.seed, lambda section: getattr(config, section), compute_dtype
+    )
     early = config.optimizer.early_step_in_backward
 
     return Engine(

@@ -60,7 +60,8 @@ def train_step(
         stepped = True
         if engine.step_in_backward is None:  # else the parameters are already updated, and the guard can only report
             stepped = optimizer_step(engine.optimizer, skip)
-            engine.optimizer.zero_grad()
+            # Not the optimizer's, which may leave parameters alone.
+            engine.model.zero_grad()
 
     after_optimizer_step(engine, learning_rate if stepped else None)
     engine.expert_statistics.update(balance_experts(engine.model, engine.meshes.mesh, engine.config.moe))

@@ -6,6 +6,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.keys import Section
 from torchtitan.converters import CONVERTERS
 from torchtitan.models import MODELS
+from torchtitan.optim.optimizer import MUON_OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,12 @@ def _groups(config: JobConfig) -> list[Group]:
             "parallelism",
             ("disable_loss_parallel",),
             "parallelism.tensor_parallel_degree above 1",
+        ),
+        Group(
+            config.optimizer.name not in MUON_OPTIMIZERS,
+            "optimizer",
+            tuple(key for key in vars(config.optimizer) if key.startswith("muon_")),
+            "optimizer.name = Muon",
         ),
         Group(
             config.lr_scheduler.decay_ratio == 0,

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.parallel.sharded_tensors import shard_box
+
 
 @torch.no_grad()
 def init_weights(model: nn.Module, std_of: Callable[[str], float | None], seed: int) -> None:
@@ -44,19 +46,10 @@ def local_shard(full: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:
     """The part of a tensor that this rank holds: a slice with start and stop for each dimension."""
-    box = [slice(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
-        return tuple(box)
-    mesh = tensor.device_mesh
-    # Innermost mesh dimension first: tensor parallelism shards before FSDP, which shards the result.
-    for mesh_dim, placement in reversed(list(enumerate(tensor.placements))):
-        if placement.is_shard() or hasattr(placement, "split_factor"):
-            dim = placement.dim  # type: ignore[attr-defined]
-            start, stop = box[dim].start, box[dim].stop
-            size = -(-(stop - start) // mesh.size(mesh_dim))  # of a shard; the last ones may be smaller, or empty
-            first = min(start + size * mesh.get_local_rank(mesh_dim), stop)
-            box[dim] = slice(first, min(first + size, stop))
-    return tuple(box)
+        return tuple(slice(0, size) for size in tensor.shape)
+    place = tensor.device_mesh.get_coordinate() or ()
+    return shard_box(tensor.shape, tensor.device_mesh.shape, tensor.placements, place)
 
 
 def _seed(seed: int, name: str) -> int:

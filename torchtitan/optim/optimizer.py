@@ -1,6 +1,8 @@
 """Optimizers by name."""
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -8,56 +10,39 @@ from torch import nn
 
 from torchtitan.compat.optimizers import fused_step
 from torchtitan.config.training import Optimizer
+from torchtitan.optim.combined import CombinedOptimizer, parts_of
+from torchtitan.optim.ema import WeightAverage
+from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8, LowBitAdamW
+from torchtitan.optim.muon import Muon, Muon8bit
+from torchtitan.optim.parameters import NamedParameter, named_parameters, parameter_groups
 from torchtitan.registry import Registry
 
 QUANTIZED_OPTIMIZERS = {"AdamW8bit": AdamW8bit, "AdamW4bit": AdamW4bit, "AdamWFp8": AdamWFp8}
 """Optimizers that quantize their moments."""
 
-OPTIMIZERS: Registry[type[torch.optim.Optimizer]] = Registry(
-    "optimizer", "optimizer.name", {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, **QUANTIZED_OPTIMIZERS}
-)
+MUON_OPTIMIZERS = {"Muon": Muon, "Muon8bit": Muon8bit}
+"""Muon for matrices in blocks, AdamW for the rest, with float32 or bfloat16 moments, or with 8-bit ones."""
 
 
-WITHOUT_DECAY: dict[str, Callable[[nn.Module, nn.Parameter], bool]] = {
-    "norms": lambda module, parameter: parameter.ndim < 2,  # and biases
-    "embeddings": lambda module, parameter: isinstance(module, nn.Embedding),
-}
-"""Values of `optimizer.no_weight_decay`: predicates of a module and one of its own parameters."""
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """A registered optimizer.
 
-
-def decay_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]]:
-    """The model's parameters, those without weight decay (`optimizer.no_weight_decay`) in their own group, and those
-    of other meshes too, which DTensor does not mix in one fused update. No group is empty."""
-    meant = [WITHOUT_DECAY[name] for name in config.no_weight_decay]
-    without = {
-        parameter
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-        if any(is_meant(module, parameter) for is_meant in meant)
-    }
-    groups: dict[Any, dict[str, Any]] = {}
-    for parameter in model.parameters():
-        options = {"weight_decay": 0.0} if parameter in without else {}
-        key = bool(options), getattr(parameter, "device_mesh", None)
-        groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
-    return list(groups.values())
-
-
-def build_optimizer(
-    parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], config: Optimizer, seed: int = 0
-) -> torch.optim.Optimizer:
-    """The optimizer for these parameters (this rank's), or for groups of them (`decay_groups`).
-
-    If everything is float32, torch's AdamW or Adam (`implementation` chooses the for-loop, foreach or fused update);
-    for smaller dtypes `LowBitAdamW`.
-
-    Args:
-        seed: for stochastic rounding.
+    Attributes:
+        build: from this rank's parameters and the content of `section` to the optimizer. The learning rates of its
+            parameter groups are peaks, which the schedule scales.
+        section: name of the configuration section passed to `build`.
     """
-    given: list[Any] = list(parameters)
-    all_parameters = [one for group in given for one in (group["params"] if isinstance(group, dict) else [group])]
-    kind = OPTIMIZERS.get(config.name)
+
+    build: Callable[[Sequence[NamedParameter], Any], torch.optim.Optimizer]
+    section: str = "optimizer"
+
+
+def build_adam(parameters: Sequence[NamedParameter], config: Optimizer) -> torch.optim.Optimizer:
+    """Adam or AdamW. If everything is float32, torch's (`implementation` chooses the for-loop, foreach or fused
+    update); for smaller dtypes `LowBitAdamW`."""
+    groups = parameter_groups(parameters)
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
@@ -65,33 +50,121 @@ def build_optimizer(
         "weight_decay": config.weight_decay,
     }
     state_dtype = getattr(torch, config.state_dtype)
-    if kind is torch.optim.AdamW and any(
-        dtype != torch.float32 for dtype in (state_dtype, *(one.dtype for one in all_parameters))
-    ):
-        kind = LowBitAdamW
-    if issubclass(kind, LowBitAdamW):
-        root = config.second_moment == "sqrt_v"
-        return kind(given, **options, state_dtype=state_dtype, root=root, seed=seed)
+    if config.name == "Adam":
+        kind: type[torch.optim.Adam] = torch.optim.Adam
+    elif all(dtype == torch.float32 for dtype in (state_dtype, *(one.parameter.dtype for one in parameters))):
+        kind = torch.optim.AdamW
+    else:
+        return _build_low_bit(LowBitAdamW, parameters, config)
     implementation = config.implementation
-    build: Callable[..., torch.optim.Optimizer] = kind
-    return build(given, **options, fused=implementation == "fused", foreach=implementation == "foreach")
+    return kind(groups, **options, fused=implementation == "fused", foreach=implementation == "foreach")
+
+
+def _build_low_bit(
+    kind: type[LowBitAdamW], parameters: Sequence[NamedParameter], config: Optimizer
+) -> torch.optim.Optimizer:
+    return kind(
+        parameter_groups(parameters),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        state_dtype=getattr(torch, config.state_dtype),
+        root=config.second_moment == "sqrt_v",
+    )
+
+
+def _build_muon(kind: type[Muon], parameters: Sequence[NamedParameter], config: Optimizer) -> torch.optim.Optimizer:
+    """Muon for matrices in blocks, AdamW for the rest, or as `[[optimizer.group]]` says."""
+    usual = {one: "Muon" if one.role == "matrix" else "AdamW" for one in parameters}
+    matrices = [one for one in parameters if (one.algorithm or usual[one]) == "Muon"]
+    others = [one for one in parameters if (one.algorithm or usual[one]) == "AdamW"]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        muon = kind(
+            [
+                {**group, "beta2": group.pop("betas")[1]}
+                for group in parameter_groups(matrices, "lr", "weight_decay", "betas")
+            ],
+            lr=config.lr,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            coefficients=tuple(config.muon_coefficients),  # type: ignore[arg-type]  # three
+            steps=config.muon_steps,
+            polar_express=config.muon_polar_express,
+            row_normalization=config.muon_row_normalization,
+            state_dtype=getattr(torch, config.state_dtype),
+        )
+        optimizers.append(muon)
+    if others:
+        name = "AdamW8bit" if kind.quantization else "AdamW"
+        optimizers.append(OPTIMIZERS.get(name).build(others, replace(config, name=name)))
+    return CombinedOptimizer(optimizers)
+
+
+OPTIMIZERS: Registry[OptimizerEntry] = Registry(
+    "optimizer",
+    "optimizer.name",
+    {
+        "Adam": OptimizerEntry(build_adam),
+        "AdamW": OptimizerEntry(build_adam),
+        **{
+            name: OptimizerEntry(functools.partial(_build_low_bit, kind)) for name, kind in QUANTIZED_OPTIMIZERS.items()
+        },
+        **{name: OptimizerEntry(functools.partial(_build_muon, kind)) for name, kind in MUON_OPTIMIZERS.items()},
+    },
+)
+
+
+def build_optimizer(
+    model: nn.Module,
+    config: Optimizer,
+    seed: int = 0,
+    section_of: Callable[[str], Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.optim.Optimizer:
+    """The optimizer for this rank's parameters of the model. Muon's is collective.
+
+    Args:
+        seed: for stochastic rounding.
+        section_of: from a section's name to its content; default: `config` for every name.
+        dtype: in which Muon orthogonalizes.
+    """
+    entry = OPTIMIZERS.get(config.name)
+    section = section_of(entry.section) if section_of else config
+    optimizer = entry.build(named_parameters(model, config), section)
+    if config.ema_decay is not None:
+        average = WeightAverage(model.parameters(), config.ema_decay, config.lr)
+        optimizer = CombinedOptimizer([*parts_of(optimizer), average])
+    for part in parts_of(optimizer):
+        if isinstance(part, LowBitOptimizer):
+            part.seed = seed
+        if isinstance(part, Muon):
+            part.dtype = dtype
+    for group in optimizer.param_groups:
+        group["lr_scale"] = float(group["lr"]) / config.lr
+    return optimizer
 
 
 def bytes_of_state(config: Optimizer) -> float:
-    """Minimum bytes per parameter of both moments together; 0 for a user's own optimizer."""
+    """Minimum bytes per parameter of all states together; those of a user's own optimizer are not counted."""
+    average = 0 if config.ema_decay is None else 4
     if config.name in QUANTIZED_OPTIMIZERS:
-        return 1 if config.name == "AdamW4bit" else 2
-    of_torch: dict[str, float] = {"Adam": 8, "AdamW": 2 * getattr(torch, config.state_dtype).itemsize}
-    return of_torch.get(config.name, 0)
+        return average + (1 if config.name == "AdamW4bit" else 2)
+    size = getattr(torch, config.state_dtype).itemsize
+    of_torch: dict[str, float] = {"Adam": 8, "AdamW": 2 * size, "Muon": size, "Muon8bit": 1}
+    return average + of_torch.get(config.name, 0)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the rate of the next update. A tensor is updated in place, as compiled optimizers such as torchao's need."""
+    """Sets the rate of the next update: `lr`, or, in groups with a peak of their own, the same fraction of that. A
+    tensor is updated in place, as compiled optimizers such as torchao's need."""
     for group in optimizer.param_groups:
+        rate = lr * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = lr
+            group["lr"] = rate
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> bool:
@@ -103,6 +176,9 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) 
     Returns:
         False if the host knows that the step was skipped.
     """
+    if isinstance(optimizer, CombinedOptimizer):
+        stepped = [optimizer_step(part, skip) for part in optimizer.parts]
+        return all(stepped)
     if skip is None:
         optimizer.step()
     elif optimizer.defaults.get("fused"):

@@ -1,7 +1,9 @@
 """The local part of tensors that are sharded over the mesh."""
 
+from collections.abc import Sequence
+
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,3 +33,21 @@ def sharded_like(like: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),
     )
+
+
+def shard_box(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], place: Sequence[int]
+) -> tuple[slice, ...]:
+    """The part of a tensor that the rank at this place of the mesh holds: a slice with start and stop for each
+    dimension."""
+    box = [slice(0, size) for size in shape]
+    strided = [dim for dim, placement in enumerate(placements) if hasattr(placement, "split_factor")]
+    plain = [dim for dim, placement in enumerate(placements) if placement.is_shard() and dim not in strided]
+    # A strided shard is one of what later dimensions of the mesh have left: FSDP shards after tensor parallelism.
+    for mesh_dim in (*plain, *reversed(strided)):
+        dim: int = placements[mesh_dim].dim  # type: ignore[attr-defined]
+        start, stop = box[dim].start, box[dim].stop
+        size = -(-(stop - start) // mesh_shape[mesh_dim])  # of a shard; the last ones may be smaller, or empty
+        first = min(start + size * place[mesh_dim], stop)
+        box[dim] = slice(first, min(first + size, stop))
+    return tuple(box)

@@ -50,6 +50,7 @@ class SimulatedRank:
         layers: of each of its stages.
         dense: how many of them, the first ones, are dense layers of a model with mixtures of experts.
         microbatches: in a forward and backward pass.
+        all_layers: of the rank in the job, of which fewer may be simulated.
     """
 
     ranks: int
@@ -57,6 +58,7 @@ class SimulatedRank:
     layers: tuple[int, ...]
     dense: tuple[int, ...]
     microbatches: int
+    all_layers: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Job:
             min(self.layers[stage], max(0, dense_layers(self.args) - sum(self.layers[:stage]))) for stage in own
         )
         if self.full or not self.is_single_stage_schedule:
-            return SimulatedRank(ranks, rank, layers, dense, self.microbatches)
+            return SimulatedRank(ranks, rank, layers, dense, self.microbatches, sum(layers))
         ranks, rank = ranks - max(0, rank - 1), min(rank, 1)
         return SimulatedRank(
             ranks,
@@ -134,6 +136,7 @@ class Job:
             layers,
             dense,
             min(self.microbatches, ranks + 1) if self._keeps_few_microbatches else self.microbatches,
+            sum(layers),
         )
 
     @property
@@ -152,6 +155,7 @@ class Job:
                 part.layers,
                 part.dense,
                 part.microbatches - (part.ranks - ranks if self._keeps_few_microbatches else 0),
+                part.all_layers,
             )
             for ranks in (least, least + 1)
         ]
@@ -250,4 +254,4 @@ def _simulation(job: Job, part: SimulatedRank, look: Callable[[Simulation], T]) 
     with fake_process_group(part.rank * world_size // dims.pp, world_size):
         rows = local * dims.dp * job.simulated_accumulation_steps
         edges = (part.dense[0] + job.period + 1, job.period + 1)
-        return look(Simulation(config, dims, rows, args, layers, edges, job.device))
+        return look(Simulation(config, dims, rows, args, layers, edges, job.device, part.all_layers))

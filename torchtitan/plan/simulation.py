@@ -26,6 +26,8 @@ from torchtitan.engine.engine import Meshes, build_engine, build_meshes
 from torchtitan.engine.explain import conversion_target
 from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.optim.combined import parts_of
+from torchtitan.optim.muon import Muon, work_of
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.plan.devices import PlannedDevice
@@ -62,7 +64,7 @@ def local_bytes(tensors: Iterator[torch.Tensor]) -> int:
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank."""
     parameters = list(model.parameters())
-    states = (value for state in optimizer.state.values() for value in state.values())
+    states = (value for part in parts_of(optimizer) for state in part.state.values() for value in state.values())
     return {
         "parameters": local_bytes(iter(parameters)),
         "gradients": local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
@@ -77,6 +79,7 @@ class Simulation:
         rows: sequences in an optimizer step.
         args: sizes of the model.
         layers: number of layers of each pipeline stage; they sum to the model's.
+        all_layers: how many layers this rank has in the job, of which it may simulate fewer.
         edge_blocks: number of blocks at the start and at the end of a stage that are identified individually.
         planned: the device to simulate. Tensors claim to be on CPU; what GPU kernels save is emulated.
     """
@@ -90,11 +93,13 @@ class Simulation:
         layers: Sequence[int],
         edge_blocks: tuple[int, int],
         planned: PlannedDevice,
+        all_layers: int,
     ) -> None:
         device = Device("cpu", planned.name, torch.device("cpu"))
         self.config = config
         self.edge_blocks = edge_blocks
         self.planned = planned
+        self.all_layers = all_layers
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         meshes = build_meshes(dims, device.type)
         self.recorder = Recorder(name_of_group(meshes, hasattr(args, "moe")), self.fake_mode)
@@ -113,6 +118,9 @@ class Simulation:
         )
         assume_load(self.engine.model, config.job.simulate_expert_load)
         self._label_blocks()
+        for part in parts_of(self.engine.optimizer):
+            if isinstance(part, Muon):
+                self._count_once(part)
 
     def _allocate(self, model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
         with self.fake_mode, self.recorder:
@@ -131,6 +139,9 @@ class Simulation:
         measures[("largest weight",)] = 4 * max(weight.numel() for weight in weights)
         measures[("largest shard",)] = 4 * max(local_tensor(weight).numel() for weight in weights)
         measures |= self._traffic()
+        for part in parts_of(self.engine.optimizer):
+            if isinstance(part, Muon):
+                self._add_muon(part, measures)
         measures |= {("peak", label): peak for label, peak in self.recorder.peaks.items()}
         for what, marks in (
             ("each accumulation step", self._accumulation_steps),
@@ -140,6 +151,40 @@ class Simulation:
                 before, after = marks[-2:]
                 measures |= {(what, *key): after[key] - before.get(key, 0) for key in after}
         return measures
+
+    def _count_once(self, muon: Muon) -> None:
+        """Leaves the work of Muon's updates out of the record: how matrices divide among ranks depends on their number,
+        so the work of few layers says nothing about that of many."""
+        recorder, before = self.recorder, []
+
+        def enter(*_: object) -> None:
+            before.append((recorder.count.copy(), recorder.bytes.copy(), recorder.flops))
+
+        def leave(*_: object) -> None:
+            recorder.count, recorder.bytes, recorder.flops = before.pop()
+
+        muon.register_step_pre_hook(enter)
+        muon.register_step_post_hook(leave)
+
+    def _add_muon(self, muon: Muon, measures: Measures) -> None:
+        """Adds the work of Muon's update of all layers, in place."""
+        names = {parameter: name for name, parameter in self.engine.model.named_parameters()}
+        layers = [list(stage.layers) for stage in self.engine.stages.values()]
+        simulated = sum(map(len, layers))
+        shardings = []
+        for parameter, sharding in zip(muon.parameters(), muon.shardings, strict=True):
+            first = names[parameter].startswith(f"layers.{layers[0][0]}.")
+            if simulated == self.all_layers or not names[parameter].startswith("layers."):
+                shardings.append(sharding)
+            elif first:  # all layers are alike
+                shardings += [sharding] * self.all_layers
+        work = work_of(shardings, dist.get_rank(), muon.dtype, len(muon.polynomials))
+        measures["flops",] = measures.get(("flops",), 0) + work.flops
+        if work.collectives:
+            group = names_by_ranks(self.engine.meshes)(work.ranks)
+            for what, value in (("count", work.collectives), ("bytes", work.bytes)):
+                key = (what, group, "all-to-all")
+                measures[key] = measures.get(key, 0) + value
 
     def bytes_before_last(self) -> int:
         """Live bytes when the first block starts on the last micro-batch. The step stops there."""
@@ -200,7 +245,7 @@ class Simulation:
         for parameter in self.engine.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.engine.optimizer.step()
-        self.engine.optimizer.zero_grad()
+        self.engine.model.zero_grad()
         after_optimizer_step(self.engine, 0.0)
 
     def _before_pass(self) -> None:
@@ -285,8 +330,8 @@ class _SimulationDone(Exception):
     """Ends a step once it has been measured."""
 
 
-def name_of_group(meshes: Meshes, has_experts: bool = False) -> Callable[[str], str]:
-    """Maps a process group's own name to a mesh dimension, "cp", "expert_fsdp" (ranks that shard the same experts),
+def names_by_ranks(meshes: Meshes, has_experts: bool = False) -> Callable[[tuple[int, ...]], str]:
+    """Maps the ranks of a process group to a mesh dimension, "cp", "expert_fsdp" (ranks that shard the same experts),
     "stage" (all ranks of one), or "world". Groups are compared by their ranks, because DTensor and converters create
     their own."""
     groups = {}
@@ -304,12 +349,13 @@ def name_of_group(meshes: Meshes, has_experts: bool = False) -> Callable[[str], 
     by_ranks.setdefault(tuple(mesh.mesh.flatten().tolist()), "world")
     by_ranks.setdefault(tuple(mesh.mesh.flatten(1)[pp].tolist()), "stage")
 
-    @functools.cache
-    def name_of(group: str) -> str:
-        ranks = ranks_of_group(group)
-        return by_ranks.get(tuple(ranks), f"{len(ranks)} ranks")
+    return lambda ranks: by_ranks.get(ranks, f"{len(ranks)} ranks")
 
-    return name_of
+
+def name_of_group(meshes: Meshes, has_experts: bool = False) -> Callable[[str], str]:
+    """The same from a process group's own name."""
+    by_ranks = names_by_ranks(meshes, has_experts)
+    return functools.cache(lambda group: by_ranks(tuple(ranks_of_group(group))))
 
 
 def target_on(planned: PlannedDevice, config: JobConfig, spec: ModelSpec, dims: ParallelDims) -> Target:

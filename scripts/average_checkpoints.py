@@ -1,0 +1,29 @@
+"""Averages the weights of checkpoints: a weights-only checkpoint, verified like any other.
+
+python scripts/average_checkpoints.py CHECKPOINT ... --out FOLDER [--ema] [--custom-import MODULE]
+
+CHECKPOINT is a step-N folder or a run's dump folder (its newest checkpoint is used). The mean is exact, rounded once to
+float32. --ema takes the moving averages in the checkpoints (optimizer.ema_decay), perhaps of only one, not the weights.
+Start a run from the result with --checkpoint.initial_load_path, export it with convert_to_hf.py, or evaluate it.
+"""
+
+import argparse
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoints", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ema", action="store_true")
+    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
+    arguments = parser.parse_args()
+    from torchtitan.interchange.average import average
+    from torchtitan.interchange.convert import one_process
+
+    with one_process(arguments.custom_import):
+        print(average(arguments.checkpoints, arguments.out, arguments.ema))
+
+
+if __name__ == "__main__":
+    main()

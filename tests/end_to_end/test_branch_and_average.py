@@ -1,0 +1,130 @@
+"""Decays that branch off a run, averages of checkpoints, and the moving average of weights."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import ROOT, TESTS, TINY, into, losses, reports, tensors_of, train, train_here
+
+STABLE = (*TINY, "--training.local_batch_size=4", "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
+TWO = (*STABLE, "--training.local_batch_size=2")
+
+
+def script(name: str, *arguments: object) -> tuple[int, str]:
+    """Exit status and output of a script."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", "NGPU": "1"}
+    environment["PYTHON"] = sys.executable
+    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def stable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps at a constant learning rate, with an average of its weights."""
+    folder = tmp_path_factory.mktemp("stable")
+    train_here(*STABLE, into(folder), "--training.steps=6", "--optimizer.ema_decay=0.75")
+    return folder
+
+
+def weights_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
+
+
+def test_a_branch_decays_on_the_data_that_follow(stable: Path, tmp_path: Path) -> None:
+    """The run itself is not touched, and the first update is the one that the run would have made."""
+    before = sorted(path for path in stable.rglob("*") if path.is_file())
+    folder = tmp_path / "branch"
+    status, output = script(
+        "branch.py", stable / "checkpoint" / "step-4", "--decay-steps", 3, "--folder", folder, "--metrics.log_freq=1"
+    )
+    assert status == 0, output
+    assert sorted(path for path in stable.rglob("*") if path.is_file()) == before
+    rates = {line["step"]: line["lr"] for line in reports(folder)}
+    assert rates == pytest.approx({5: 8e-4, 6: 8e-4 * 2 / 3, 7: 8e-4 / 3})
+    assert losses(folder)[5] == losses(stable)[5]
+    assert losses(folder)[6] == losses(stable)[6]  # before the second update
+    status, output = script("branch.py", folder / "checkpoint" / "step-7", "--decay-steps", 3)
+    assert status == 2
+    assert "is of the decay: its learning rate was 33% of the peak. Branch from a checkpoint of step 5 or" in output
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "more", "message"),
+    [
+        ("checkpoint", (), r"is not a checkpoint, or is damaged: .* It contains checkpoints: use .*step-6"),
+        ("checkpoint/step-4", ("--folder", "{tmp}"), "exists; choose another folder"),
+    ],
+)
+def test_branches_that_cannot_be(
+    checkpoint: str, more: tuple[str, ...], message: str, stable: Path, tmp_path: Path
+) -> None:
+    status, output = script(
+        "branch.py", stable / checkpoint, "--decay-steps", 2, *(one.format(tmp=tmp_path) for one in more)
+    )
+    assert status == 2
+    assert re.search(message, output), output
+    assert len(output.strip().splitlines()) == 1
+
+
+def test_the_average_is_the_exact_mean_in_float32(stable: Path, tmp_path: Path) -> None:
+    """And a run starts from it."""
+    checkpoints = [stable / "checkpoint" / f"step-{step}" for step in (2, 4, 6)]
+    out = tmp_path / "average" / "checkpoint"
+    status, output = script("average_checkpoints.py", *checkpoints, "--out", out, "--custom-import", "tiny")
+    assert status == 0, output
+    assert f"{out / 'step-6'}\n" in output
+    found, parts = tensors_of(out.parent, 6), [weights_of(tensors_of(stable, step)) for step in (2, 4, 6)]
+    assert found.keys() == parts[0].keys()
+    for name, mean in found.items():
+        assert torch.equal(mean, (sum(part[name].double() for part in parts) / 3).float())  # type: ignore[union-attr]
+    start = f"--checkpoint.initial_load_path={out / 'step-6'}"
+    train_here(*STABLE, into(tmp_path / "started"), start, "--training.steps=1")
+    assert losses(tmp_path / "started")[1] < losses(stable)[1]
+    damaged = tmp_path / "damaged" / "step-6"
+    shutil.copytree(checkpoints[2], damaged)
+    file = next(damaged.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    status, output = script("average_checkpoints.py", damaged, "--out", tmp_path / "x", "--custom-import", "tiny")
+    assert status == 2
+    assert "is damaged" in output
+
+
+def test_the_moving_average_is_that_of_the_weights(stable: Path, tmp_path: Path) -> None:
+    """Saved with each checkpoint, going on under another layout, and extracted by the script."""
+    averages = {
+        step: {
+            name.removeprefix("optimizer.state.").removesuffix(".ema"): tensor
+            for name, tensor in tensors_of(stable, step).items()
+            if name.endswith(".ema")
+        }
+        for step in (4, 6)
+    }
+    every = tmp_path / "every"
+    flags = ("--optimizer.ema_decay=0.75", "--training.steps=6")
+    train_here(*STABLE, into(every), *flags, "--checkpoint.interval=1")
+    expected = weights_of(tensors_of(every, 1))
+    for step in range(2, 7):
+        weights = weights_of(tensors_of(every, step))
+        expected = {name: 0.75 * average + 0.25 * weights[name] for name, average in expected.items()}
+    assert averages[6].keys() == expected.keys()
+    for name, average in averages[6].items():
+        torch.testing.assert_close(average, expected[name])
+    shutil.copytree(stable / "checkpoint" / "step-4", tmp_path / "two" / "checkpoint" / "step-4")
+    train(*TWO, into(tmp_path / "two"), *flags, processes=2)
+    for name, tensor in tensors_of(tmp_path / "two", 6).items():
+        if name.endswith(".ema"):
+            alone = averages[6][name.removeprefix("optimizer.state.").removesuffix(".ema")]
+            assert (tensor - alone).norm() < 1e-5 * alone.norm()
+    out = tmp_path / "out"
+    status, output = script(
+        "average_checkpoints.py", stable, "--ema", "--out", out / "checkpoint", "--custom-import=tiny"
+    )
+    assert status == 0, output
+    found = tensors_of(out, 6)
+    assert all(torch.equal(found[name], average) for name, average in averages[6].items())

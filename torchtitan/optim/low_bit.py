@@ -1,0 +1,123 @@
+"""What optimizers with small states share: moments in a `StateFormat`, sharded like the weights, and the noise of
+stochastic rounding."""
+
+import functools
+import hashlib
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.optim.state_formats import BlockQuantized, State, StateFormat, Unquantized, block_size
+from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
+
+
+class LowBitOptimizer(torch.optim.Optimizer):
+    """An optimizer whose moments may be in a smaller format than float32.
+
+    The noise of stochastic rounding depends only on seed, step, parameter and shard: a resumed run draws the same, and
+    so do replicas of a shard.
+
+    Args:
+        defaults: settings of parameter groups that do not set them.
+        state_dtype: dtype of unquantized moments: all of them if `quantization` is "", else those of vectors and of
+            matrices whose rows do not divide into blocks (`state_formats.block_size`).
+
+    Attributes:
+        quantization: "8bit", "4bit" or "fp8"; "" for none.
+        moment_names: in the state; those in `signed` may be negative.
+        seed: for stochastic rounding.
+    """
+
+    quantization = ""
+    moment_names: tuple[str, ...]
+    signed: ClassVar[set[str]]
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        state_dtype: torch.dtype,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(parameters, defaults)
+        self.state_dtype = state_dtype
+        self.seed = seed
+        self._numbers = {parameter: number for number, parameter in enumerate(self.parameters())}
+        make = functools.cache(self._make_formats)  # shared between equal parameters, so that the compiler sees one
+        self._formats = {
+            parameter: make(local_row_length(parameter) if parameter.ndim > 1 else 0, parameter.device)
+            for parameter in self._numbers
+        }
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, by group."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _parts(self, parameter: nn.Parameter) -> list[State]:
+        """Local tensors of each moment, sharing the state's memory."""
+        state = self.state_of(parameter)
+        return [
+            {part: local_tensor(state[_join(key, part)]) for part in form.parts}
+            for key, form in zip(self.moment_names, self._formats[parameter], strict=True)
+        ]
+
+    def _make_formats(self, row: int, device: torch.device) -> tuple[StateFormat, ...]:
+        """Formats of the moments of a parameter with rows of this length."""
+        if not self.quantization or not block_size(row):
+            return (Unquantized(self.state_dtype),) * len(self.moment_names)
+        return tuple(BlockQuantized(self.quantization, name in self.signed, row, device) for name in self.moment_names)
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The state by name, initialized to zeros on first use. It is sharded like the parameter."""
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for key, form in zip(self.moment_names, self._formats[parameter], strict=True):
+                full = form.layout(tuple(parameter.shape))
+                for part, (shape, dtype) in form.layout(tuple(local_tensor(parameter).shape)).items():
+                    zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
+                    state[_join(key, part)] = sharded_like(parameter, zeros, full[part][0])
+        return state
+
+    def _noise(
+        self, parameter: nn.Parameter, like: torch.Tensor, needs_noise: list[bool], step: torch.Tensor, part: str = ""
+    ) -> list[torch.Tensor | None]:
+        """16 random bits per number of `like`, for each of several tensors: those that are rounded stochastically.
+
+        Args:
+            part: of this rank's shard, if `like` is not all of it.
+        """
+        if not any(needs_noise):
+            return [None] * len(needs_noise)
+        key = f"{self.seed}:{int(step)}:{self._numbers[parameter]}:{shard_number(parameter)}{part}"
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+        generator = torch.Generator(like.device).manual_seed(seed)
+        draw = functools.partial(torch.randint, 1 << 16, like.shape, generator=generator, device=like.device)
+        return [draw(dtype=torch.int32) if one else None for one in needs_noise]
+
+
+def _join(key: str, part: str) -> str:
+    return f"{key}.{part}" if part else key
+
+
+def local_row_length(parameter: torch.Tensor) -> int:
+    """Length of the rows of a rank's shard, even if it has none."""
+    row = parameter.shape[-1]
+    if isinstance(parameter, DTensor):
+        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            row //= size if placement.is_shard(parameter.ndim - 1) else 1
+    return row
+
+
+def shard_number(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Which shard of a parameter this rank holds; the same on ranks with the same shard."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    coordinate = parameter.device_mesh.get_coordinate() or ()
+    return tuple(
+        0 if placement.is_replicate() else place
+        for place, placement in zip(coordinate, parameter.placements, strict=True)
+    )

@@ -1,0 +1,124 @@
+"""A model's parameters as optimizers see them: each with its name, its role, and its own learning rate and decay."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from torch import nn
+
+from torchtitan.config.training import Optimizer, OptimizerGroup
+from torchtitan.converters.filter import matches, suffixes
+from torchtitan.errors import ConfigError, nearest
+
+Role = Literal["matrix", "embedding", "output", "vector"]
+"""matrix: in a block, with any leading dimensions (a stack of experts); embedding; output: any other matrix outside the
+blocks; vector: fewer than two dimensions (norms, biases)."""
+
+WITHOUT_DECAY: dict[str, Role] = {"norms": "vector", "embeddings": "embedding"}
+"""Values of `optimizer.no_weight_decay`."""
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter of this rank and its settings: those of `[optimizer]`, overridden by `[[optimizer.group]]`.
+
+    Attributes:
+        name: in the full model, such as "layers.0.attention.wq.weight".
+        lr: peak learning rate.
+        algorithm: "Muon" or "AdamW" if `[[optimizer.group]]` says so, for optimizers that have several.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    role: Role
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    algorithm: str | None = None
+
+
+def named_parameters(model: nn.Module, config: Optimizer) -> list[NamedParameter]:
+    """All parameters of a model, in its order; it may be sharded, or a stage of a pipeline."""
+    return [
+        NamedParameter(name, parameter, role, *_settings(name, role, config))
+        for name, parameter, role in parameters_with_roles(model)
+    ]
+
+
+def parameters_with_roles(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Role]]:
+    """Name, parameter and role, in the model's order. A parameter of two modules appears once."""
+    for name, parameter in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        if parameter.ndim < 2:
+            yield name, parameter, "vector"
+        elif isinstance(module, nn.Embedding):
+            yield name, parameter, "embedding"
+        else:
+            yield name, parameter, "matrix" if name.startswith("layers.") else "output"
+
+
+def groups_of(name: str, config: Optimizer) -> list[OptimizerGroup]:
+    """The entries of `[[optimizer.group]]` that name this parameter, in order: keys of later ones win."""
+    return [group for group in config.group if any(matches(glob, name) for glob in group.parameters)]
+
+
+def _settings(
+    name: str, role: Role, config: Optimizer
+) -> tuple[float, float, tuple[float, float], Literal["Muon", "AdamW"] | None]:
+    without_decay = role in [WITHOUT_DECAY[kind] for kind in config.no_weight_decay]
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": 0.0 if without_decay else config.weight_decay,
+        "beta1": config.beta1,
+        "beta2": config.beta2,
+        "algorithm": None,
+    }
+    for group in groups_of(name, config):
+        settings |= {key: value for key in settings if (value := getattr(group, key)) is not None}
+    return settings["lr"], settings["weight_decay"], (settings["beta1"], settings["beta2"]), settings["algorithm"]
+
+
+def check_groups(model: nn.Module, config: Optimizer) -> None:
+    """Checks `[[optimizer.group]]` against the full model.
+
+    Raises:
+        ConfigError: with a sentence per glob that matches nothing, and per group that assigns vectors to Muon.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    known = [name for name in suffixes([*names, *(name for name, _ in model.named_modules())]) if not name.isdecimal()]
+    problems = [
+        f"[[optimizer.group]] {number}: {glob!r} matches no parameter of this model{nearest(glob, known)}; "
+        "--model.print_after_conversion shows its modules."
+        for number, group in enumerate(config.group, 1)
+        for glob in group.parameters
+        if not any(matches(glob, name) for name in names)
+    ]
+    for number, group in enumerate(config.group, 1):
+        vectors = [
+            one.name
+            for one in named_parameters(model, config)
+            if one.role == "vector" and one.algorithm == "Muon" and groups_of(one.name, config)[-1] is group
+        ]
+        if vectors:
+            problems.append(
+                f"[[optimizer.group]] {number}: Muon updates matrices, but {vectors[0]} is a vector "
+                f"({len(vectors)} in this group); name only matrices, such as layers.*.attention.w*, or use AdamW."
+            )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def parameter_groups(parameters: Iterable[NamedParameter], *settings: str) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer of torch: parameters with equal settings together.
+
+    Args:
+        settings: those that the optimizer knows, of "lr", "weight_decay" and "betas"; default: all.
+    """
+    keys = settings or tuple(field.name for field in fields(NamedParameter)[3:6])
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for one in parameters:
+        values = tuple(getattr(one, key) for key in keys)
+        mesh = getattr(one.parameter, "device_mesh", None)  # a fused update of DTensors of several meshes is an error
+        group = groups.setdefault((mesh, *values), {"params": [], **dict(zip(keys, values, strict=True))})
+        group["params"].append(one.parameter)
+    return list(groups.values())
