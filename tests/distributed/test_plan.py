@@ -211,6 +211,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, An
     return dict(zip(layouts, measured(2, in_folders(layouts, folder), folder), strict=True))
 
 
+@pytest.mark.timeout(900)  # the first case runs all layouts
 @pytest.mark.parametrize("layout", TWO)
 def test_a_plan_is_what_two_processes_hold_and_send(
     layout: str, two: dict[str, list[dict[str, Any]]], tmp_path: Path

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from runs import ROOT, TESTS
-from tiny import SPARSE, SparseTiny
+from tiny import SPARSE
 
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.config.system import ActivationCheckpoint
@@ -22,6 +22,7 @@ from torchtitan.converters.linear import LinearConverter
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
+from torchtitan.models.qwen3_moe.model import Qwen3MoE
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.pipeline import Passes
 
@@ -32,9 +33,9 @@ ARGS = dataclasses.replace(SPARSE, vocab_size=256)
 SHARED = dataclasses.replace(ARGS, moe=dataclasses.replace(ARGS.moe, n_shared_experts=1))
 
 
-def sparse_model(args: Any = ARGS) -> SparseTiny:
+def sparse_model(args: Any = ARGS) -> Qwen3MoE:
     with torch.device("meta"):
-        return SparseTiny(args)
+        return Qwen3MoE(args)
 
 
 def decisions_on(section: Any, name: str = "float8", target: Target = CPU, args: Any = ARGS) -> dict[str, Decision]:
@@ -150,14 +151,14 @@ def test_experts_that_quantize_nothing_are_found_at_conversion() -> None:
         Sham(ROWWISE, CPU).convert(sparse_model())
 
 
-def counted_step(model: SparseTiny, converters: Sequence[Any], recomputed: bool) -> None:
+def counted_step(model: Qwen3MoE, converters: Sequence[Any], recomputed: bool) -> None:
     tokens = torch.randint(256, (2, 32))
     passes = {fqn: Passes(1, 1) for fqn, _ in model.named_modules()}
     with checked_gemms(model, converters, passes, compiled=False, recomputed=recomputed):
         model.output(model.norm(hidden_of(model, tokens))).float().sum().backward()
 
 
-def hidden_of(model: SparseTiny, tokens: torch.Tensor) -> torch.Tensor:
+def hidden_of(model: Qwen3MoE, tokens: torch.Tensor) -> torch.Tensor:
     hidden = []
     handle = model.norm.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
     model(tokens)

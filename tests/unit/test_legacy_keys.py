@@ -67,7 +67,7 @@ dtype = "bfloat16"
 [training.dataloader]
 num_workers = 2
 [parallelism]
-expert_parallel_degree = 1
+expert_tensor_parallel_degree = 1
 pipeline_parallel_first_stage_less_layers = 1
 module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["layers.3", "norm", "output"]]
 [checkpoint]
@@ -164,7 +164,7 @@ def test_a_key_of_today_wins(tmp_path: Path) -> None:
             "interval_type = 'seconds'",
             "is not supported: the interval is always in steps; set checkpoint.interval",
         ),
-        ("parallelism", "expert_parallel_degree = 2", "is not supported: mixture-of-experts models"),
+        ("parallelism", "expert_tensor_parallel_degree = 2", "but not divided"),
         ("compile", "components = ['loss']", "set training.compile = false."),
         ("compile", "mode = 'x'", "unknown key compile.mode"),
         ("fault_tolerance", "enable = true", "is not supported: TorchFT"),

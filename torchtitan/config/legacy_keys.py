@@ -89,7 +89,7 @@ def from_checkpoint_folder(value: str) -> Values:
     return {"checkpoint.enable_checkpoint": True, "checkpoint.folder": value} if value else {}
 
 
-NO_EXPERTS = "mixture-of-experts models are not supported"
+CONVERTS_EXPERTS = "converters take experts as they take linear layers; filter_fqns leaves layers out"
 NO_TORCHFT = "TorchFT is not supported; torchrun or ./run_train.sh restarts a run"
 RECOMPUTATION = "activation checkpointing has no such option"
 IN_STEPS = accept_only(["steps", "step"], "the interval is always in steps; set checkpoint.interval")
@@ -141,7 +141,9 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     ),
     "training.checkpoint_interval": renamed("checkpoint.interval"),
     "training.checkpoint_interval_type": IN_STEPS,
-    "training.debug_moe_force_load_balance": accept_only([False], NO_EXPERTS),
+    "training.debug_moe_force_load_balance": accept_only(
+        [False], "tokens always go to the experts that the router chooses"
+    ),
     "experimental.enable_async_tensor_parallel": renamed("parallelism.enable_async_tensor_parallel"),
     "experimental.enable_compiled_autograd": renamed("parallelism.enable_compiled_autograd"),
     "experimental.context_parallel_degree": renamed("parallelism.context_parallel_degree"),
@@ -165,10 +167,13 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "parallelism.pipeline_parallel_last_stage_less_layers": without_effect(
         "stages are balanced by the cost of their layers"
     ),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": without_effect(NO_EXPERTS),
-    "parallelism.expert_parallel_degree": accept_only([1], NO_EXPERTS),
-    "parallelism.expert_tensor_parallel_degree": accept_only([1], NO_EXPERTS),
-    "parallelism.expert_parallel_comm_backend": without_effect(NO_EXPERTS),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": without_effect(
+        "a pipeline does not overlap the exchange of rows with other microbatches"
+    ),
+    "parallelism.expert_tensor_parallel_degree": accept_only(
+        [1], "experts are spread over the ranks of tensor parallelism, but not divided"
+    ),
+    "parallelism.expert_parallel_comm_backend": without_effect("rows are exchanged with torch's all-to-all"),
     "checkpoint.enable": renamed("checkpoint.enable_checkpoint"),
     "checkpoint.interval_type": IN_STEPS,
     "checkpoint.model_weights_only": renamed("checkpoint.last_save_model_weights_only"),
@@ -196,7 +201,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "float8.scaling_type_input": renamed("float8.cast_input"),
     "float8.scaling_type_weight": renamed("float8.cast_weight"),
     "float8.scaling_type_grad_output": renamed("float8.cast_grad_output"),
-    "float8.moe_fqns_prototype": accept_only([[], ""], NO_EXPERTS),
+    "float8.moe_fqns_prototype": accept_only([[], ""], CONVERTS_EXPERTS),
     **{
         f"quantize.linear.float8.{name}": renamed(f"float8.{name}")
         for name in (
@@ -211,11 +216,11 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "quantize.linear.mx.filter_fqns": renamed("mx.filter_fqns"),
     "quantize.linear.mx.mxfp8_dim0_cast_kernel_choice": without_effect("torchao chooses the kernel"),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": without_effect("torchao chooses the kernel"),
-    "quantize.grouped_mm.float8.fqns": accept_only([[], ""], NO_EXPERTS),
-    "quantize.grouped_mm.mx.fqns": accept_only([[], ""], NO_EXPERTS),
-    "quantize.grouped_mm.mx.recipe_name": without_effect(NO_EXPERTS),
+    "quantize.grouped_mm.float8.fqns": accept_only([[], ""], CONVERTS_EXPERTS),
+    "quantize.grouped_mm.mx.fqns": accept_only([[], ""], CONVERTS_EXPERTS),
+    "quantize.grouped_mm.mx.recipe_name": without_effect(CONVERTS_EXPERTS),
     "mx.mxfp8_dim1_cast_kernel_choice": without_effect("torchao chooses the kernel"),
-    "mx.moe_fqns_prototype": accept_only([[], ""], NO_EXPERTS),
+    "mx.moe_fqns_prototype": accept_only([[], ""], CONVERTS_EXPERTS),
     "comm.save_traces_folder": without_effect("the flight recorder writes to comm_traces in job.dump_folder"),
     "comm.save_traces_file_prefix": without_effect("the flight recorder writes to comm_traces in job.dump_folder"),
     "comm.mode": accept_only(["default"], "to simulate a large run, use job.plan"),
@@ -250,7 +255,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "debug.deterministic_warn_only": without_effect(
         "with training.deterministic, a nondeterministic operation is always an error"
     ),
-    "debug.moe_force_load_balance": accept_only([False], NO_EXPERTS),
+    "debug.moe_force_load_balance": accept_only([False], "tokens always go to the experts that the router chooses"),
 }
 
 SECTIONS = {key.split(".", 1)[0] for key in LEGACY_KEYS}

@@ -60,7 +60,10 @@ def main_thread_location() -> str:
         frame = frame.f_back
     if _is_foreign(frame):
         return _name(innermost)
-    statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    try:
+        statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    except TypeError:  # another thread is reading the same file into the cache
+        statement = ""
     if len(statement) > LONGEST_STATEMENT:
         statement = f"{statement[:LONGEST_STATEMENT]}..."
     text = _name(frame) + (f" (`{statement}`)" if statement else "")
