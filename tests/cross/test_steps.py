@@ -163,7 +163,7 @@ def compare(name: str, figures: dict[str, float], renew: bool) -> None:
             cases = {**(recorded["cases"] if recorded["torch"] == VERSION else {}), name: figures}
             file.seek(0)
             file.truncate()
-            json.dump({"torch": VERSION, "cases": dict(sorted(cases.items()))}, file, indent=1)
+            json.dump({**recorded, "torch": VERSION, "cases": dict(sorted(cases.items()))}, file, indent=1)
             file.write("\n")
             return
     if recorded["torch"] == VERSION:
@@ -213,6 +213,14 @@ def test_int8_moves_hardly_more_bytes_than_bf16() -> None:
     """By the recorded figures, which `test_a_step` compares with new ones."""
     recorded = json.loads(FIGURES.read_text())["cases"]
     assert recorded["int8 rowwise"]["GB of a block"] <= 1.15 * recorded["bf16"]["GB of a block"]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "float8 tensorwise", "float8 rowwise"])
+def test_a_block_moves_fewer_bytes_than_that_of_torchtitan_0_1_0(recipe: str) -> None:
+    """By recorded figures: ours, and the other's, which `python -m benchmarks block_bytes` lowers anew."""
+    recorded = json.loads(FIGURES.read_text())
+    ours, other = recorded["cases"][recipe], recorded["torchtitan 0.1.0"]["cases"][recipe]
+    assert ours["GB of a block"] <= 0.9 * other["GB of a block"]
 
 
 def test_what_spills_is_seen() -> None:

@@ -97,6 +97,16 @@ def test_transposed_input_and_bias(data) -> None:
     assert 0 < difference < 0.02
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_code_keeps_no_rounded_weight_for_the_backward_pass(linear: nn.Linear, data, recipe: str) -> None:
+    """It would take memory even after FSDP has freed the gathered weight."""
+    low = torch.compile(Int8Converter(Int8(recipe_name=recipe), CPU).swap(linear))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        low(data[0].requires_grad_())
+    assert [tensor.shape for tensor in saved if tensor.dtype == torch.int8] == [(64, 96)]  # the input
+
+
 def test_compiles_into_one_graph(linear: nn.Linear, data) -> None:
     low = Int8Converter(Int8(), CPU).swap(linear)
     compiled = torch.compile(low, fullgraph=True)

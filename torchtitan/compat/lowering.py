@@ -1,5 +1,6 @@
 """The compiler for a GPU that is not there. Only for a process of its own: `simulate` changes it for good.
 
+- `_decomp.decomposition_table`: what fake tensors do in place of an operator
 - `_subclasses.fake_tensor.init_gpu_context`, `FakeTensorMode.avoid_device_init`: would initialize CUDA
 - `_dynamo.device_interface.CudaInterface`: what the compiler asks about the device
 - `_functorch.partitioners.has_recomputable_rng_ops`: whether random states are kept for recomputation
@@ -54,6 +55,7 @@ def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
     import torch._functorch.partitioners as partitioners
     import torch._subclasses.fake_tensor as fake_tensor
     import triton
+    from torch._decomp import decomposition_table
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget
@@ -96,6 +98,9 @@ def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
     partitioners.has_recomputable_rng_ops = lambda fx_g: False
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment]
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
+    # torch 2.11 decomposes this as if the dtype were a factor.
+    decomposition_table.pop(torch.ops.aten.addmm.dtype_out, None)
+    torch.library.register_fake("aten::addmm.dtype_out", lambda *args, out, **options: out, allow_override=True)
     torch.version.cuda = "13.0"
     interface = {
         "is_available": True,

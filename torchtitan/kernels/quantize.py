@@ -131,7 +131,9 @@ def quantize_rows(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, torc
 @fused
 def quantize_with(x: torch.Tensor, scale_inverse: torch.Tensor) -> torch.Tensor:
     """Quantizes x to int8 with a given scale; returns the data."""
-    return rounding.round_to(x, scale_inverse.reciprocal(), torch.int8)
+    scale = scale_inverse.reciprocal()
+    # A scale in another shape, or the compiler would take this for the rounding of `quantize`, and keep its result.
+    return rounding.round_to(x, scale.reshape(()) if scale.numel() == 1 else scale, torch.int8)
 
 
 @fused

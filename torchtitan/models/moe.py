@@ -195,7 +195,7 @@ class MoE(nn.Module):
         rows = _Copy.apply(x.flatten(0, 1), order // k, place.view(-1, k))
         out = self.dispatch(self.experts.compute, rows, counts)
         out = _Permute.apply(out, place, order)
-        routed = (out.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
+        routed = (out.view(*weights.shape, -1) * weights.to(x.dtype).unsqueeze(-1)).sum(-2)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
     @property

@@ -2,7 +2,7 @@
 
 `start` turns a process of its own into one with a simulated GPU, on which fake CUDA tensors can be trained:
 nothing is computed, but everything that is traced, lowered and generated is what a GPU would get. Needs the `triton`
-package beside any build of torch, and a C++ compiler.
+package beside any build of torch, and a C++ compiler. A GPU that is there is not touched.
 """
 
 import atexit
@@ -133,8 +133,10 @@ def start(gpu: SimulatedGpu) -> None:
     found = importlib.util.find_spec("torch")
     root = Path(found.origin or "").parent if found else Path()
     flags = [f"-I{root}/include", f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib", "-O1"]
+    if (root / "lib" / "libtorch_cuda.so").exists():
+        flags += ["-Wl,--no-as-needed", "-ltorch_cuda"]  # a build for CUDA, which must be replaced by the simulated GPU
     if load(SOURCE, "the simulated GPU", *flags) is None:
-        raise RuntimeError("the simulated GPU needs a C++ compiler")
+        raise RuntimeError("the simulated GPU cannot be compiled and loaded; is there a C++ compiler?")
     # Variables, since settings hold in one thread only, and backward passes are compiled in another.
     os.environ |= {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()

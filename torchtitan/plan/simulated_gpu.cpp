@@ -1,5 +1,6 @@
-// Lets autograd and attention work on fake CUDA tensors in a CPU build of torch: one device that computes nothing.
-// It must be loaded before torch is imported, which looks up devices only once.
+// Lets autograd and attention work on fake CUDA tensors in any build of torch: one device that computes nothing.
+// It must be loaded before torch is imported, which looks up devices only once. What a build for CUDA registers under
+// the same names is replaced: such a build is linked, so it comes first.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
@@ -26,7 +27,7 @@ struct CUDAHooks : CUDAHooksInterface {
     DeviceIndex deviceCount() const override { return 1; }
     DeviceIndex getCurrentDevice() const override { return 0; }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks);
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks);
 
 namespace native {
 
