@@ -33,6 +33,7 @@ from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.init import init_weights
+from torchtitan.models.moe import SparseArgs
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.process_group import init_process_group
 
@@ -94,8 +95,12 @@ class Bench:
         if self.smoke:
             return 2
         heads, kv = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-        weights = 2 * args.dim * (heads + kv) + 3 * args.dim * args.ffn_dim
-        kept = 2 * (6 * args.dim + 2 * heads + 4 * kv + 4 * args.ffn_dim) + 4 * 2 * (heads + kv)
+        inner, rows, experts = args.ffn_dim, 0, 1
+        if isinstance(args, SparseArgs):
+            inner, rows, experts = args.moe.ffn_dim * args.moe.top_k, args.moe.top_k, args.moe.n_experts
+        weights = 2 * args.dim * (heads + kv) + 3 * args.dim * inner // max(rows, 1) * experts
+        # A row of an expert adds its input and its output.
+        kept = 2 * ((6 + 2 * rows) * args.dim + 2 * heads + 4 * kv + 4 * inner) + 4 * 2 * (heads + kv)
         head = args.dim * args.vocab_size * (1 if args.tied_embeddings else 2)
         # Besides the states: the output layer's gradient in float32 and bf16 while the loss sums it, and logits.
         fixed = 18 * head + 8 * args.dim * args.vocab_size + 2 * 2**30

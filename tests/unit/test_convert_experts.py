@@ -124,7 +124,7 @@ def test_the_report_shows_experts_and_counts_their_weights() -> None:
     assert "layers.*.moe.experts.w1 (2) 128 64 32 x 8 experts float8 rowwise" in " ".join(table.split())
     assert "the router stays in high precision" in table
     experts = 2 * 3 * 8 * 64 * 32
-    others = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 64 * 8) + 64 * 256
+    others = 2 * (2 * 64 * 128 + 2 * 64 * 64 + 64 * 8) + 64 * 256
     assert summary(report).endswith(f"{experts / (experts + others):.0%} of their weights")
 
 
