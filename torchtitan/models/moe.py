@@ -8,11 +8,12 @@ Shapes: T tokens, D channels, E experts, k experts of a token, R = T k rows, one
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typing_extensions import Self
 
 from torchtitan.kernels.grouped_gemm import grouped_linear
 from torchtitan.models.args import TransformerArgs
