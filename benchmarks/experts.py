@@ -59,6 +59,7 @@ def layers(tokens: int) -> str:
                 start = perf_counter()
                 layer(x).sum().backward()
                 seconds[name].append(perf_counter() - start)
+                modules[name].zero_grad()
         ratios = [other / one for one, other in zip(*(times[2:] for times in seconds.values()), strict=True)]
         row = [
             "compiled" if compiled else "eager",

@@ -178,6 +178,7 @@ TWO = {
     "FSDP 2, Muon": ("--optimizer.name=Muon",),
     "FSDP 2, bfloat16 weights": ("--optimizer.name=AdamW4bit", "--training.weight_dtype=bfloat16", BF16),
     "EP 2": (*EVEN, EP),
+    "EP 2, rows in int8": (*EVEN, EP, "--moe.all_to_all_dtype=int8"),
     "TP 2 x EP 2": (*EVEN, TP, EP, BF16, SELECTIVE),
 }
 FEW_TOKENS = ("--training.seq_len=64", "--training.local_batch_size=1", FULL)

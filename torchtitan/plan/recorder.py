@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torchtitan.compat.dispatch import (
     TorchDispatchMode,
     pytree,
 )
-from torchtitan.kernels import grouped_gemm  # noqa: F401  registers its operators
+from torchtitan.kernels import grouped_8bit, grouped_gemm  # noqa: F401  register their operators
 from torchtitan.parallel import expert  # noqa: F401
 
 aten = torch.ops.aten
@@ -158,6 +158,8 @@ class Recorder(TorchDispatchMode):
             self._record(func, args, out)
         elif func in GROUPED_GEMMS:
             self.flops += grouped_flops(args[0].shape, args[1].shape)
+        elif func is torch.ops.torchtitan.grouped_8bit_mm.default:
+            self.flops_8bit += grouped_flops(args[0].shape, args[2].shape)
         elif func is aten._int_mm.default:
             self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
         elif func in (torch.ops.torchtitan.float8_mm.default, torch.ops.torchtitan.int8_mm.default):  # on CPU
@@ -188,6 +190,8 @@ class Recorder(TorchDispatchMode):
         if kind is None:  # wait, barrier
             return
         sizes = [_tensor_bytes(part) for part in (*args, out)]
+        if func is torch.ops.torchtitan.exchange_rows.default and args[4:] and args[4] is not None:
+            sizes = [rows.numel() + 4 * rows.shape[0] for rows in (args[0], cast(torch.Tensor, out))]
         if kind in ("send", "receive") and max(sizes) <= 8:
             return  # handshake between stages in the first step
         leaves = pytree.tree_leaves(args)
