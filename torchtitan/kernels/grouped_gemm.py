@@ -24,6 +24,30 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
     return _GroupedLinear.apply(x, weight, offsets)
 
 
+def ends_of(counts: torch.Tensor) -> torch.Tensor:
+    """(E,) rows of each expert to (E,) int32: where they end."""
+    return counts.cumsum(0).to(torch.int32)
+
+
+def reorder_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """x[order], a permutation of rows that `inverse` undoes; differentiable, and a gather in both directions."""
+    return _ReorderRows.apply(x, order, inverse)
+
+
+class _ReorderRows(torch.autograd.Function):
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
 class _GroupedLinear(torch.autograd.Function):
     apply: ClassVar[Callable[..., torch.Tensor]]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import Self
 
-from torchtitan.kernels.grouped_gemm import grouped_linear
+from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear, reorder_rows
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock
 
@@ -101,11 +101,6 @@ def compute_here(
 ) -> torch.Tensor:
     """The `Dispatch` of a rank that has all experts."""
     return experts(rows, ends_of(counts))
-
-
-def ends_of(counts: torch.Tensor) -> torch.Tensor:
-    """(E,) int32: where the rows of each expert end."""
-    return counts.cumsum(0).to(torch.int32)
 
 
 class Experts(nn.Module):
@@ -195,7 +190,7 @@ class MoE(nn.Module):
         place = torch.empty_like(order).scatter_(0, order, torch.arange(flat.shape[0], device=x.device))
         rows = _Copy.apply(x.flatten(0, 1), order // k, place.view(-1, k))
         out = self.dispatch(self.experts.compute, rows, counts)
-        out = _Permute.apply(out, place, order)
+        out = reorder_rows(out, place, order)
         routed = _sum_over_experts(out.view(*weights.shape, -1) * weights.to(x.dtype).unsqueeze(-1))
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
@@ -247,22 +242,6 @@ class _Copy(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         copies = grad.index_select(0, places.flatten()).unflatten(0, places.shape)
         return _sum_over_experts(copies), None, None
-
-
-class _Permute(torch.autograd.Function):
-    """x[order]; `inverse` undoes it."""
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
 
 
 class _Recorded(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 
 from torchtitan.compat.distributed import functional_collectives as funcol
 from torchtitan.kernels.grouped_8bit import round_rows
+from torchtitan.kernels.grouped_gemm import ends_of, reorder_rows
 from torchtitan.kernels.quantized import Quantized
 from torchtitan.parallel.collectives import wait_tensor
 from torchtitan.parallel.tensor import shard_parameters
@@ -58,16 +59,16 @@ class ExpertDispatch:
     ) -> torch.Tensor:
         """As `models.moe.Dispatch` says."""
         if self.size == 1:
-            out = experts(_scale_gradient(rows, 1 / self.gradient_scale), counts.cumsum(0).to(torch.int32))
+            out = experts(_scale_gradient(rows, 1 / self.gradient_scale), ends_of(counts))
             return _scale_gradient(out, self.gradient_scale)
         received = exchange_counts(counts, self.group, self.size)  # (P, E / P): rows from each rank for each expert
         splits = torch.stack([counts.view(self.size, -1).sum(1), received.sum(1)]).cpu()  # waits for the device
         arrived = exchange_rows(rows, splits, self.received_rows(splits), self.group, self.dtype)
         # Rows arrive by rank, then by expert; the experts need them by expert, then by rank.
         order, place = _transposed_order(received, arrived.shape[0])
-        arrived = _Reorder.apply(_scale_gradient(arrived, 1 / self.gradient_scale), order, place)
-        out = experts(arrived, received.sum(0).cumsum(0).to(torch.int32))
-        out = _Reorder.apply(_scale_gradient(out, self.gradient_scale), place, order)
+        arrived = reorder_rows(_scale_gradient(arrived, 1 / self.gradient_scale), order, place)
+        out = experts(arrived, ends_of(received.sum(0)))
+        out = reorder_rows(_scale_gradient(out, self.gradient_scale), place, order)
         back: torch.Tensor = exchange_rows(out, splits.flip(0), rows.shape[0], self.group, self.dtype)
         return back
 
@@ -93,22 +94,6 @@ def _transposed_order(received: torch.Tensor, rows: int) -> tuple[torch.Tensor, 
     run = torch.searchsorted(flat.cumsum(0), position, right=True)
     place = position - here[run] + there[run]
     return torch.empty_like(place).scatter_(0, place, position), place
-
-
-class _Reorder(torch.autograd.Function):
-    """x[order]; `inverse` undoes it."""
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
 
 
 class _ScaleGradient(torch.autograd.Function):
