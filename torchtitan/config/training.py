@@ -27,7 +27,10 @@ class Model:
     """The model."""
 
     name: Annotated[
-        str, Doc("Model family: llama2, llama3, llama3.1, llama3.2, qwen3, qwen3_moe, or one registered by a custom_import.")
+        str,
+        Doc(
+            "Model family: llama2, llama3, llama3.1, llama3.2, qwen3, qwen3_moe, or one registered by a custom_import."
+        ),
     ] = "llama3"
     flavor: Annotated[str, Doc("Size within the family, such as debugmodel, 1B, 8B or 70B.")] = "debugmodel"
     tokenizer_path: Annotated[
