@@ -113,7 +113,9 @@ class Bench:
         args = replace(MODELS.get(family).flavor(flavor), n_layers=layers, **(SMOKE_SIZES if self.smoke else {}))
         assert args.vocab_size is not None
         torch.manual_seed(0)
-        engine = build_engine(config, build_meshes(ParallelDims(), device.type), device, args, global_batch_size=1)
+        engine = build_engine(
+            config, build_meshes(ParallelDims(), device.type, args), device, args, global_batch_size=1
+        )
         init_weights(engine.model, engine.model.init_std, config.training.seed)
         batches = [self.batch(args.vocab_size) for _ in range(WARMUP)]
         note = ""

@@ -139,7 +139,7 @@ def load_alone(flags: list[str]) -> None:
         args = find_model_args(config.model, None)
         engine = build_engine(
             config,
-            build_meshes(dims, device.type),
+            build_meshes(dims, device.type, args),
             device,
             args,
             global_batch_size(config, dims),

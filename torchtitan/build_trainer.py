@@ -72,7 +72,7 @@ def build_trainer(
     if lock is not None:
         raise_on_all_ranks(lock.take if dist.get_rank() == 0 else lambda: None)
     config = decide_compute_dtype(config, device.type)
-    meshes = build_meshes(dims, device.type)
+    meshes = build_meshes(dims, device.type, args)
     set_timeout(config.comm.init_timeout_seconds)
 
     # Data: the loader starts prefetching.

@@ -34,7 +34,8 @@ from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.train_step import train_step
-from torchtitan.kernels import int8_triton, quantize_triton
+from torchtitan.kernels import grouped_int8_triton, int8_triton, quantize_triton
+from torchtitan.kernels.grouped_8bit import ALIGNMENT
 from torchtitan.kernels.quantize import SMALLEST_SCALE, WIDEST
 from torchtitan.models import MODELS
 from torchtitan.optim import state_formats
@@ -142,13 +143,14 @@ def train(
         device = find_device(0)
     dims = check(config, world_size, device.type)
     with fake_process_group(0, world_size):
-        meshes = build_meshes(dims, device.type)
+        args = dataclasses.replace(spec.flavor(flavor), n_layers=layers)
+        meshes = build_meshes(dims, device.type, args)
         with mode, torch._inductor.config.patch(**NO_PASSES):
             engine = build_engine(
                 config,
                 meshes,
                 device,
-                dataclasses.replace(spec.flavor(flavor), n_layers=layers),
+                args,
                 rows * dims.dp,
                 allocate=lambda model, stages, *_: [stage.to_empty(device=device.torch_device) for stage in stages],
             )
@@ -228,6 +230,12 @@ def int8_spills(capability: int) -> list[str]:
         constants = {**config.kwargs, "GROUP": int8_triton.GROUP}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         found += _spills_of_kernel(int8_triton.int8_gemm_kernel, gemm, constants, options, capability)
+        grouped = {**gemm, "ends": "*i32"}
+        for kernel, more in (
+            (grouped_int8_triton.grouped_kernel, {"EXPERTS": 128}),
+            (grouped_int8_triton.over_rows_kernel, {"ALIGNMENT": ALIGNMENT}),
+        ):
+            found += _spills_of_kernel(kernel, grouped, {**config.kwargs, **more}, options, capability)
     for dtype, columns in itertools.product(("*bf16", "*fp32"), (64, 4096, WIDEST)):
         rounding = {"x": dtype, "data": "*i8", "scale_inverse": "*fp32", "column_amax": "*i32"}
         constants = {"SMALLEST": SMALLEST_SCALE, "ROWS": 32, "BLOCK": columns}

@@ -57,8 +57,39 @@ for rows, columns in [(64, 48), (70, 33), (9, 1000)]:
 """
 
 
+GROUPED = """
+import torch
+from torchtitan.kernels.grouped_8bit import (
+    ALIGNMENT, grouped_8bit_mm, pad_groups, round_columns_of_rows, round_rows
+)
+from torchtitan.kernels.grouped_int8_triton import (
+    grouped_int8_gemm, grouped_int8_gemm_over_rows, grouped_kernel, over_rows_kernel
+)
+
+torch.manual_seed(0)
+tiles = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64}
+for counts, n, k in [((32, 64, 32), 64, 96), ((5, 0, 70, 33, 0), 33, 48), ((0, 1), 200, 100)]:
+    ends, experts = torch.tensor(counts).cumsum(0).int(), len(counts)
+    x, grad, weight = torch.randn(sum(counts), k), torch.randn(sum(counts), n), torch.randn(experts, n, k)
+    data, scale_inverse = round_rows(weight, torch.int8)
+    forward = (*round_rows(x, torch.int8), data.transpose(1, 2), scale_inverse.transpose(1, 2), ends)
+    columns = []
+    for operand in (grad, x):
+        padded, padded_ends = pad_groups(operand, ends, ALIGNMENT)
+        columns += round_columns_of_rows(padded, padded_ends, torch.int8)
+    cases = [(grouped_int8_gemm, grouped_kernel, forward)]
+    cases += [(grouped_int8_gemm_over_rows, over_rows_kernel, (*columns, padded_ends))]
+    for dtype in (torch.bfloat16, torch.float32):
+        for gemm, kernel, operands in cases:
+            expected = grouped_8bit_mm(*operands, dtype, True)
+            found = gemm(*operands, dtype, kernel=kernel, **tiles)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=1e-6)
+"""
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("program", [GEMM, ROUNDING], ids=["GEMM", "rounding"])
+@pytest.mark.parametrize("program", [GEMM, ROUNDING, GROUPED], ids=["GEMM", "rounding", "grouped GEMM"])
 def test_a_kernel_computes_what_the_reference_does(program: str) -> None:
     """Sizes that fill tiles and that do not; of rounding, every bit."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

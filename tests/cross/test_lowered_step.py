@@ -19,14 +19,27 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def plan(folder: Path, *flags: str) -> Plan:
+EXPERTS = [
+    "--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2", "--parallelism.tensor_parallel_degree=2",
+    "--training.global_batch_size=12", "--job.plan", "--job.simulate_expert_load=1.5",
+]  # fmt: skip
+
+
+def plan(folder: Path, *flags: str, world_size: int = 1) -> Plan:
     config = ConfigManager().parse_args([*FLAGS, *flags, f"--job.dump_folder={folder}"])
-    dims = check(config, 1, "cuda")
+    dims = check(config, world_size, "cuda")
     return make_plan(config, dims, global_batch_size(config, dims), named_device("H200"))
 
 
 @needs_triton
-def test_the_expected_work_is_the_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "flags, world_size",
+    [([], 1), pytest.param(EXPERTS, 4, marks=pytest.mark.full)],
+    ids=["one GPU", "FSDP 2 x TP 2, experts over 2"],
+)
+def test_the_expected_work_is_the_plans(
+    flags: list[str], world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
 
     def lowered_work(*arguments: object) -> object:
@@ -35,10 +48,11 @@ def test_the_expected_work_is_the_plans(tmp_path: Path, monkeypatch: pytest.Monk
 
     original = lowered_step.lowered_work
     monkeypatch.setattr("torchtitan.plan.planner.lowered_work", lowered_work)
-    planned = plan(tmp_path)
+    planned = plan(tmp_path, *flags, world_size=world_size)
     assert planned.expected is not None, planned.notes[-1]
-    assert found[0].gemms["bf16"] + sum(found[0].attention) == pytest.approx(planned.ranks[0].flops, rel=1e-3)
-    weights = planned.parameters
+    gemms = sum(found[0].gemms.values())  # those of routers are in float32
+    assert gemms + sum(found[0].attention) == pytest.approx(planned.ranks[0].flops, rel=1e-3)
+    weights = planned.parameters / world_size
     assert 28 * weights < found[0].update_bytes < 50 * weights  # AdamW alone reads four numbers and writes three
     assert 0 < planned.expected.mfu[1] < planned.expected.mfu[0] < 1
     text = to_text(planned)

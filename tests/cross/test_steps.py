@@ -1,4 +1,5 @@
-"""Training steps as a GPU would get them, on a machine without one: every recipe of a Llama 3 8B with two layers.
+"""Training steps as a GPU would get them, on a machine without one: every recipe of a Llama 3 8B with two layers, and
+those for experts of a Qwen3 30B-A3B with two.
 
 Nothing is computed. The compiler lowers the real training code for a simulated GPU (`torchtitan/plan/lowering.py`), and
 what would go wrong or slowly there is looked for in what it generates, and in the operations outside it.
@@ -46,6 +47,7 @@ class Case:
     batches: Sequence[tuple[int, int]] = ((1, 8192), (1, 8192))
     gpu: str = "sm_90"
     checkpointing: bool = False
+    model: tuple[str, str] = ("llama3", "8B")
 
 
 def float8(recipe: str, *flags: str, **more: Any) -> Case:
@@ -60,10 +62,15 @@ def tensor_parallel(*flags: str, **more: Any) -> Case:
     return Case(("--parallelism.tensor_parallel_degree=4", *flags), world_size=4, **more)
 
 
+def experts(*flags: str, **more: Any) -> Case:
+    return Case(flags, model=("qwen3_moe", "30B-A3B"), **more)
+
+
 ASYNC = "--parallelism.enable_async_tensor_parallel"
 CONTEXT = "--parallelism.context_parallel_degree=4"
 HEADS = "--parallelism.context_parallel_rotate_method=alltoall"
 DOCUMENTS = "--training.document_mask"
+EXPERTS = "--parallelism.expert_parallel_degree=4"
 
 CASES = {
     "bf16": Case(),
@@ -80,6 +87,9 @@ CASES = {
     ),
     "dynamic shapes": Case(batches=((1, 8192), (2, 4096), (2, 4096))),
     "8 ranks": Case(world_size=8),
+    "experts": experts(),
+    "experts, int8 rowwise": experts("--model.converters=int8"),
+    "experts over 4 ranks": experts(EXPERTS, world_size=4),
 }
 LONG_CASES = {
     "bf16, sm_100": Case(gpu="sm_100"),
@@ -110,6 +120,16 @@ LONG_CASES = {
         ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op", DOCUMENTS),
         checkpointing=True,
     ),
+    "experts, float8 rowwise": experts("--model.converters=float8", "--float8.recipe_name=rowwise"),
+    "experts, float8 rowwise, sm_100": experts(
+        "--model.converters=float8", "--float8.recipe_name=rowwise", gpu="sm_100"
+    ),
+    "experts, selective recomputation": experts(
+        "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op", checkpointing=True
+    ),
+    "experts over 4 ranks, float8 rowwise": experts(
+        EXPERTS, "--model.converters=float8", "--float8.recipe_name=rowwise", world_size=4
+    ),
     "AdamW8bit": Case(("--optimizer.name=AdamW8bit",)),
     "AdamW4bit": Case(("--optimizer.name=AdamW4bit",)),
     "AdamWFp8": Case(("--optimizer.name=AdamWFp8",)),
@@ -124,7 +144,7 @@ WAITS_FOR_THE_SKIP = {"AdamW8bit", "AdamW4bit", "AdamWFp8", "AdamW, bfloat16 sta
 def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     case = {**CASES, **LONG_CASES}[name]
     flags = case.flags if case.checkpointing else (*case.flags, NO_CHECKPOINTING)
-    report = on_gpu(case.gpu, "steps.train", flags, case.world_size, batches=case.batches)
+    report = on_gpu(case.gpu, "steps.train", flags, case.world_size, *case.model, batches=case.batches)
     check_layouts([call for graph in report.lowered for call in graph.calls])
     assert not report.masks and not any(graph.masks for graph in report.lowered)
     waits = [wait for wait in report.waits if not (name in WAITS_FOR_THE_SKIP and "optimizer.py" in wait)]

@@ -75,7 +75,7 @@ def train(*flags: str) -> dict[str, Any]:
     dims = check(config, dist.get_world_size(), "cpu")
     rows, size = global_batch_size(config, dims), config.training.local_batch_size
     args = MODELS.get("tiny").flavor(config.model.flavor).with_vocab_size(256)
-    meshes = build_meshes(dims, "cpu")
+    meshes = build_meshes(dims, "cpu", args)
     engine = build_engine(config, meshes, Device("cpu", "", torch.device("cpu")), args, rows)
     init_weights(engine.model, engine.model.init_std, config.training.seed)
     classes: dict[str, set[tuple[str, str, str]]] = {}

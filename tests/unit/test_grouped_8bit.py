@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from torchtitan.compat.torchao_mx import ScaleCalculationMode
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import CONVERTERS, LinearConverter, Target
+from torchtitan.converters.grouped_mx import GroupedMX, GroupedMXMatmul, with_kernels
 from torchtitan.converters.linear import SAMPLE_EXPERTS, relative_errors
 from torchtitan.kernels.grouped_8bit import (
     expert_of_rows,
@@ -90,6 +92,21 @@ def test_each_expert_computes_what_a_converted_linear_layer_does(recipe: str, dt
         found = out[rows], x_grad[rows], weight_grad[expert]
         for here, alone in zip(found, gemms_of(converter.swap(linear), x[rows], out_grad[rows]), strict=True):
             assert (here - alone).norm() <= 1e-5 * alone.norm() + (0.004 if "mx" in recipe else 0) * alone.norm()
+
+
+@pytest.mark.parametrize("hp_weight_grad", [False, True])
+def test_emulated_mx_equals_that_of_torchao(hp_weight_grad: bool) -> None:
+    """Whose kernels compute it on a GPU."""
+    torch.manual_seed(0)
+    settings = GroupedMX(ScaleCalculationMode.RCEIL, hp_weight_grad, emulate=True)
+    weight = experts_layer(len(COUNTS)).weight
+    results = []
+    x, out_grad = torch.randn(sum(COUNTS), K).bfloat16().requires_grad_(), torch.randn(sum(COUNTS), N).bfloat16()
+    for matmul in (GroupedMXMatmul.apply, with_kernels):
+        out = matmul(x, weight, ends_of(COUNTS), settings)
+        results.append([out, *torch.autograd.grad(out, [x, weight], out_grad)])
+    for ours, other in zip(*results, strict=True):
+        assert torch.equal(ours, other)
 
 
 @pytest.mark.parametrize("recipe", ["float8 rowwise", "int8", "mx"])

@@ -12,6 +12,7 @@
   `_create_compile_options` are what it is compiled with
 - `_inductor.fx_passes.joint_graph.UniformValueConstantFolder`, its `_deduce_value`: computes constants
 - `utils._python_dispatch.TorchDispatchMode`: redirects that to the CPU
+- `distributed.device_mesh.DeviceMesh`, its `_concatenate`: computes ranks, for which fake tensors have no numbers
 - attributes of `torch.cuda`, lazily initialized or missing without CUDA
 """
 
@@ -58,6 +59,7 @@ def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
     from torch._decomp import decomposition_table
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.runtime import triton_helpers
+    from torch.distributed.device_mesh import DeviceMesh
     from triton.backends.compiler import GPUTarget
 
     capability = (properties.major, properties.minor)
@@ -98,6 +100,9 @@ def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
     partitioners.has_recomputable_rng_ops = lambda fx_g: False
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment]
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
+    DeviceMesh._concatenate = staticmethod(  # type: ignore[method-assign]
+        fake_tensor.unset_fake_temporarily()(DeviceMesh._concatenate)
+    )
     # torch 2.11 decomposes this as if the dtype were a factor.
     decomposition_table.pop(torch.ops.aten.addmm.dtype_out, None)
     torch.library.register_fake("aten::addmm.dtype_out", lambda *args, out, **options: out, allow_override=True)

@@ -1,4 +1,6 @@
-"""Experts' linear layers with emulated GEMMs in microscaling formats: blocks of 32 numbers share a scale.
+"""Experts' linear layers with GEMMs in microscaling formats: blocks of 32 numbers share a scale.
+
+The GEMMs are torchao's on Blackwell, and emulated here elsewhere.
 
 For the weight gradient, blocks are of 32 of an expert's rows; the last one is filled up with zeros.
 
@@ -20,15 +22,16 @@ BLOCK = 32
 
 
 class GroupedMX(NamedTuple):
-    """How blocks are scaled, and whether the weight gradient stays in high precision."""
+    """How blocks are scaled, whether the weight gradient stays in high precision, and whether GEMMs are emulated."""
 
     scales: "ScaleCalculationMode"
     hp_weight_grad: bool
+    emulate: bool
 
 
 @torch.compiler.allow_in_graph  # otherwise the compiler would trace into a tensor subclass
 class GroupedMXMatmul(torch.autograd.Function):
-    """x @ weight[expert].T in mxfp8. x: (M, K), weight: (E, N, K), out: (M, N)."""
+    """x @ weight[expert].T in emulated mxfp8. x: (M, K), weight: (E, N, K), out: (M, N)."""
 
     apply: ClassVar[Any]
 
@@ -59,6 +62,23 @@ class GroupedMXMatmul(torch.autograd.Function):
         return x_grad, weight_grad, None, None
 
 
+def with_kernels(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, settings: GroupedMX) -> torch.Tensor:
+    """`GroupedMXMatmul` with torchao's kernels."""
+    from torchtitan.compat.torchao_mx import KernelPreference, grouped_mxfp8_mm
+
+    out: torch.Tensor = grouped_mxfp8_mm(
+        x,
+        weight.transpose(1, 2),
+        ends,
+        out_dtype=x.dtype,
+        kernel_preference=KernelPreference.EMULATED if settings.emulate else KernelPreference.AUTO,
+        wgrad_with_hp=settings.hp_weight_grad,
+        scale_calculation_mode=settings.scales,
+        pad_token_groups_for_grouped_mm=True,  # to 32 rows
+    )
+    return out
+
+
 def _rounded(x: torch.Tensor, settings: GroupedMX) -> torch.Tensor:
     """x rounded to blocks along its last dimension."""
     from torchtitan.compat.torchao_mx import MXTensor
@@ -83,5 +103,9 @@ class GroupedMXLinear(GroupedLinear):
         return new
 
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = GroupedMXMatmul.apply(x, self.weight, offsets, self.settings)
+        out: torch.Tensor
+        if self.settings.emulate:
+            out = GroupedMXMatmul.apply(x, self.weight, offsets, self.settings)
+        else:
+            out = with_kernels(x, self.weight, offsets, self.settings)
         return out

@@ -185,11 +185,10 @@ class Int8Converter(LinearConverter):
         self.rules = FilterRules(MULTIPLE_OF, None, lambda *sizes: measured_reason(self, *sizes), no_experts)
         if not no_experts:
             self.grouped_gemms = dataclasses.replace(self.gemms, op=grouped_op("signed char"))
-            if not (target.on_cpu or config.emulate):
+            if not (target.on_cpu or config.emulate or HAS_TRITON):
                 self.cannot_group = (
-                    "int8 has no grouped GEMMs on a GPU, so it cannot compute experts there; add moe.experts to "
-                    "int8.filter_fqns, use float8 with float8.recipe_name = rowwise, or set int8.emulate (same "
-                    "numerics, no speedup)."
+                    "int8 computes experts on a GPU with Triton, which is not installed; install it, or add "
+                    "moe.experts to int8.filter_fqns."
                 )
 
     @property

@@ -4,6 +4,7 @@ The layer is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it 
 quantizing under tensor parallelism.)
 """
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,10 +76,13 @@ class MXConverter(LinearConverter):
         self.rules = FilterRules(BLOCK, None, lambda *sizes: measured_reason(self, *sizes), "")
         self.grouped_gemms = self.gemms
         if not config.emulate:
-            self.cannot_group = (
-                "mx computes experts only in emulation; add moe.experts to mx.filter_fqns, or set mx.emulate (same "
-                "numerics, no speedup)."
-            )
+            self.grouped_gemms = dataclasses.replace(self.gemms, op=ProfilerOp("aten::_scaled_grouped_mm"))
+            if not _has_grouped_kernels():
+                self.cannot_group = (
+                    "mx computes experts with kernels that this build of torchao lacks; add moe.experts to "
+                    "mx.filter_fqns, install torchao's build for this CUDA version, or set mx.emulate (same numerics, "
+                    "no speedup)."
+                )
 
     @property
     def description(self) -> str:
@@ -113,4 +117,10 @@ class MXConverter(LinearConverter):
         return new
 
     def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
-        return GroupedMXLinear.of(layer, GroupedMX(self._scale_mode(), self.config.wgrad_with_hp))
+        return GroupedMXLinear.of(layer, GroupedMX(self._scale_mode(), self.config.wgrad_with_hp, self.config.emulate))
+
+
+def _has_grouped_kernels() -> bool:
+    from torchtitan.compat.torchao_mx import HAS_GROUPED_KERNELS
+
+    return bool(HAS_GROUPED_KERNELS)

@@ -39,11 +39,13 @@ class Meshes:
     Attributes:
         mesh: (pp, dp_replicate, fsdp, tp).
         context_mesh: the ranks that share a sequence with this one; None without context parallelism.
+        expert_mesh: (pp, dp_replicate, fsdp, ep) of the experts' weights; None if `mesh` serves, or without experts.
     """
 
     dims: ParallelDims
     mesh: DeviceMesh
     context_mesh: DeviceMesh | None
+    expert_mesh: DeviceMesh | None
 
     @property
     def dp_rank(self) -> int:
@@ -59,9 +61,10 @@ class Meshes:
         return pp == 0 and tp == 0 and fsdp % self.dims.cp == 0
 
 
-def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
-    """Needs a process group. Collective."""
-    return Meshes(dims, dims.build_mesh(device_type), dims.build_context_mesh(device_type))
+def build_meshes(dims: ParallelDims, device_type: str, args: ModelArgs) -> Meshes:
+    """For a model with these sizes. Needs a process group. Collective."""
+    expert_mesh = dims.build_expert_mesh(device_type) if hasattr(args, "moe") else None
+    return Meshes(dims, dims.build_mesh(device_type), dims.build_context_mesh(device_type), expert_mesh)
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,6 @@ def build_engine(
     positions = _position_ids(config, meshes)
     if positions is not None:
         positions = positions.to(device.torch_device)
-    expert_mesh = dims.build_expert_mesh(device.type) if hasattr(args, "moe") else None
     # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
     # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.
     loss_scale = dims.dp_replicate * dims.fsdp / (global_batch_size * training.seq_len)
@@ -191,7 +193,7 @@ def build_engine(
             spec.plan,
             mesh,
             meshes.context_mesh,
-            expert_mesh,
+            meshes.expert_mesh,
             config.parallelism,
             config.activation_checkpoint,
             training,

@@ -2,7 +2,8 @@
 
 Every operand has one scale per row or column of each expert, so an expert with small numbers keeps its precision.
 
-On CPU, and to emulate, one operator loops over the experts. On a GPU, float8 uses torch's grouped kernel.
+On CPU, and to emulate, one operator loops over the experts. On a GPU, float8 uses torch's grouped kernel, int8 those of
+`kernels.grouped_int8_triton`.
 
 Shapes: E experts, M rows of all experts together, K inputs and N outputs of each expert's layer, C columns.
 `ends`: (E,) int32, the end of each expert's rows.
@@ -84,7 +85,7 @@ def grouped_matmul(
         b: with scale inverses (E, 1, N).
         emulate, fast: see `matmul_8bit.float8_matmul`.
     """
-    if emulate or rounding.has_own_kernel(a.data):
+    if _has_own_grouped_kernel(a, emulate):
         out: torch.Tensor = grouped_8bit_mm(*a, *b, ends, dtype, emulate)
         return out
     right = b.data.transpose(1, 2).contiguous().transpose(1, 2)  # column-major, as the kernel requires
@@ -102,12 +103,16 @@ def grouped_matmul_over_rows(
     Args:
         a, b: with scale inverses (E, N) and (E, K). On a GPU, the ends are multiples of ALIGNMENT.
     """
-    if emulate or rounding.has_own_kernel(a.data):
+    if _has_own_grouped_kernel(a, emulate):
         out: torch.Tensor = grouped_8bit_mm(*a, *b, ends, dtype, emulate)
         return out
     left, right = a.data.t().contiguous(), b.data.t().contiguous().t()
     scales = (a.scale_inverse.flatten(), b.scale_inverse.flatten())
     return torch._scaled_grouped_mm(left, right, *scales, offs=ends, out_dtype=torch.bfloat16).to(dtype)
+
+
+def _has_own_grouped_kernel(a: Quantized, emulate: bool) -> bool:
+    return emulate or a.data.dtype == torch.int8 or rounding.has_own_kernel(a.data)
 
 
 # Custom operators: the profiler counts them, and the compiler need not know how many rows an expert has.
@@ -121,7 +126,19 @@ def grouped_8bit_mm(
     dtype: torch.dtype,
     emulate: bool,
 ) -> torch.Tensor:
-    """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K): a loop over the experts."""
+    """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K)."""
+    return _loop(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, emulate)
+
+
+def _loop(
+    a: torch.Tensor,
+    a_scale_inverse: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inverse: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    emulate: bool,
+) -> torch.Tensor:
     matmul = int8_matmul if a.dtype == torch.int8 else float8_matmul
     out: torch.Tensor = _result(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, emulate)
     for expert, rows in enumerate(rows_of(ends)):
@@ -134,6 +151,24 @@ def grouped_8bit_mm(
             left = Quantized(a[rows], a_scale_inverse[rows])
             out[rows] = matmul(left, Quantized(b[expert], b_scale_inverse[expert]), dtype, emulate)
     return out
+
+
+@grouped_8bit_mm.register_kernel("cuda")
+def _grouped_8bit_mm_cuda(
+    a: torch.Tensor,
+    a_scale_inverse: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inverse: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    emulate: bool,
+) -> torch.Tensor:
+    if emulate:
+        return _loop(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, emulate)
+    from torchtitan.kernels.grouped_int8_triton import grouped_int8_gemm, grouped_int8_gemm_over_rows
+
+    gemm = grouped_int8_gemm if b.dim() == 3 else grouped_int8_gemm_over_rows
+    return gemm(a, a_scale_inverse, b, b_scale_inverse, ends, dtype)
 
 
 @grouped_8bit_mm.register_fake

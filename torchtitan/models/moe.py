@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import Self
 
-from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear, reorder_rows
+from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock
 
@@ -190,8 +190,7 @@ class MoE(nn.Module):
         place = torch.empty_like(order).scatter_(0, order, torch.arange(flat.shape[0], device=x.device))
         rows = _Copy.apply(x.flatten(0, 1), order // k, place.view(-1, k))
         out = self.dispatch(self.experts.compute, rows, counts)
-        out = reorder_rows(out, place, order)
-        routed = _sum_over_experts(out.view(*weights.shape, -1) * weights.to(x.dtype).unsqueeze(-1))
+        routed = _Combine.apply(out, weights.view(-1, k), order, place.view(-1, k)).view_as(x)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
     @property
@@ -242,6 +241,36 @@ class _Copy(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         copies = grad.index_select(0, places.flatten()).unflatten(0, places.shape)
         return _sum_over_experts(copies), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Of each token, the sum of its experts' results times their weights.
+
+    Args:
+        out: (R, D), sorted by expert.
+        weights: (T, k) float32.
+        order: (R,), where the sorted rows are in (T, k).
+        places: (T, k), where these are among the sorted rows.
+    """
+
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        weights = weights.to(out.dtype)
+        ctx.save_for_backward(out, weights, order, places)
+        by_token = out.index_select(0, places.flatten()).unflatten(0, places.shape)
+        return _sum_over_experts(by_token.mul_(weights.unsqueeze(-1)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        out, weights, order, places = ctx.saved_tensors
+        sorted_grad = grad.index_select(0, order // places.shape[1])
+        out_grad = sorted_grad * weights.flatten()[order].unsqueeze(1)
+        weights_grad = torch.linalg.vecdot(sorted_grad, out).float()
+        return out_grad, weights_grad[places], None, None
 
 
 class _Recorded(torch.autograd.Function):

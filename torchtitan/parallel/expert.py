@@ -63,7 +63,7 @@ class ExpertDispatch:
             return _scale_gradient(out, self.gradient_scale)
         received = exchange_counts(counts, self.group, self.size)  # (P, E / P): rows from each rank for each expert
         splits = torch.stack([counts.view(self.size, -1).sum(1), received.sum(1)]).cpu()  # waits for the device
-        arrived = exchange_rows(rows, splits, self.received_rows(splits), self.group, self.dtype)
+        arrived = exchange_rows(rows, splits, self.received_rows(splits, rows.shape[0]), self.group, self.dtype)
         # Rows arrive by rank, then by expert; the experts need them by expert, then by rank.
         order, place = _transposed_order(received, arrived.shape[0])
         arrived = reorder_rows(_scale_gradient(arrived, 1 / self.gradient_scale), order, place)
@@ -72,8 +72,13 @@ class ExpertDispatch:
         back: torch.Tensor = exchange_rows(out, splits.flip(0), rows.shape[0], self.group, self.dtype)
         return back
 
-    def received_rows(self, splits: torch.Tensor) -> int:
-        """The rows that this rank computes; `splits` as for `exchange_rows`."""
+    def received_rows(self, splits: torch.Tensor, sent: int) -> int:
+        """The rows that this rank computes. A plan, which knows no splits, replaces it (`plan.expert_load`).
+
+        Args:
+            splits: as for `exchange_rows`.
+            sent: the rows of this rank's tokens.
+        """
         return splits[1].sum().item()  # type: ignore[return-value]  # of integers
 
 

@@ -27,7 +27,7 @@ LAYERS = (1, 2)
 GEMMS = {
     "mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "_int_mm": (0, 1), "_scaled_mm": (0, 1),
     "int8_mm": (0, 2), "float8_mm": (0, 2),
-    "_grouped_mm": (0, 1),
+    "_grouped_mm": (0, 1), "_scaled_grouped_mm": (0, 1), "grouped_8bit_mm": (0, 2),
 }  # fmt: skip
 KINDS = {"bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "float32": "float32"}
 UPDATES = ("_fused_adam", "_foreach_")
@@ -50,8 +50,7 @@ def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
         raise LoweringError("triton is not installed")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
-        job = dataclasses.replace(config.job, plan=False, simulate_world_size=None, simulate_device="auto")
-        path.write_text(to_toml(dataclasses.replace(config, job=job)), encoding="utf-8")
+        path.write_text(to_toml(config), encoding="utf-8")
         try:
             done = subprocess.run(
                 [sys.executable, "-m", __name__, str(path), gpu, str(world_size)],
@@ -101,6 +100,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     from torchtitan.engine.engine import build_engine, build_meshes
     from torchtitan.engine.model_args import find_model_args
     from torchtitan.engine.train_step import train_step
+    from torchtitan.plan.expert_load import assume_load
     from torchtitan.plan.extrapolation import dense_layers
     from torchtitan.plan.simulation import fake_process_group
     from torchtitan.plan.watch import Watch, work_of_graph
@@ -136,7 +136,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
             stage.to_empty(device=device.torch_device)
 
     with fake_process_group(0, world_size):
-        meshes = build_meshes(dims, device.type)
+        meshes = build_meshes(dims, device.type, args)
         for layers in LAYERS:
             with mode:
                 engine = build_engine(
@@ -147,6 +147,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
                     rows,
                     allocate=allocate,
                 )
+                assume_load(engine.model, config.job.simulate_expert_load)
                 by_passes: list[Work] = []
                 for count_of_passes in (1, 1, 2)[: 3 if passes > 1 else 2]:  # the first step compiles
                     watch.work = Work()

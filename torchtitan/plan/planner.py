@@ -241,8 +241,6 @@ def _expected(job: Job, ranks: list[RankPlan], flops_per_token: float) -> tuple[
         return None, f"{none}the GPUs with measured rates are {', '.join(RATES)}"
     if not config.training.compile or job.dims.pp > 1:
         return None, f"{none}the step that is looked at is a compiled one without a pipeline"
-    if job.dims.ep > 1:
-        return None, f"{none}the step that is looked at is one without expert parallelism"
     try:
         work = lowered_work(config, world_size, gpu)
     except LoweringError as error:

@@ -63,7 +63,7 @@ class Watch(TorchDispatchMode):
         name = func._opname
         if not self.count(self.work, f"{func.namespace}.{name}", shapes, dtypes):
             size = sum(tensor.nbytes for tensor in tensors)
-            if name.startswith(self.updates):
+            if name.startswith(self.updates) and name != "_foreach_copy_":  # FSDP copies with it what it gathers
                 self.work.update_bytes += size
             elif not name.startswith("empty") and name != "detach":
                 self.work.other_bytes += size

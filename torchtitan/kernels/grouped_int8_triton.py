@@ -1,0 +1,203 @@
+"""Grouped int8 GEMMs on NVIDIA GPUs with the scaling in the GEMM's own epilogue, in Triton.
+
+The number of an expert's rows stays on the device: a program finds its expert from the ends of the experts' rows.
+
+Shapes: E experts, M rows of all experts together, K inputs and N outputs of each expert's layer.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from torchtitan.kernels.grouped_8bit import ALIGNMENT
+from torchtitan.kernels.int8_triton import CONFIGS
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def grouped_kernel(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    out,
+    row_scale,
+    column_scale,
+    ends,
+    E,
+    N,
+    K,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile of (a @ b[expert]) * row_scale * column_scale[expert] for some rows of one expert.
+
+    Layouts: a (M, K) and b (E, N, K), row-major. EXPERTS: E or the next power of two.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile_m = tl.program_id(0) // tiles_n
+    experts = tl.arange(0, EXPERTS)
+    end = tl.load(ends + experts, mask=experts < E, other=0)
+    start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
+    tiles = (end - start + BLOCK_M - 1) // BLOCK_M
+    last_tile = tl.cumsum(tiles, 0)
+    if tile_m >= tl.sum(tiles, 0):
+        return
+    expert = tl.sum((last_tile <= tile_m).to(tl.int32), 0)
+    mine = experts == expert
+    first_row = tl.sum(tl.where(mine, start + (tile_m - last_tile + tiles) * BLOCK_M, 0), 0)
+    end_row = tl.sum(tl.where(mine, end, 0), 0)
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    # Beyond the edges, tiles read the expert's last row and the first columns again, and write nothing.
+    a_rows = tl.minimum(rows, end_row - 1)
+    a_tile = a + a_rows.to(tl.int64)[:, None] * K + inner[None, :]
+    b_tile = b + expert.to(tl.int64) * N * K + (columns % N)[None, :] * K + inner[:, None]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for k in range(0, K, BLOCK_K):
+        left = tl.load(a_tile, mask=inner[None, :] < K - k, other=0)
+        right = tl.load(b_tile, mask=inner[:, None] < K - k, other=0)
+        sums = tl.dot(left, right, acc=sums, out_dtype=tl.int32)
+        a_tile += BLOCK_K
+        b_tile += BLOCK_K
+    by_row = tl.load(row_scale + a_rows)
+    by_column = tl.load(column_scale + expert * N + columns % N)
+    result = sums.to(tl.float32) * by_row[:, None] * by_column[None, :]
+    places = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(places, result.to(out.dtype.element_ty), mask=(rows[:, None] < end_row) & (columns[None, :] < N))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def over_rows_kernel(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    out,
+    row_scale,
+    column_scale,
+    ends,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """A tile of out[expert] = (a[rows].T @ b[rows]) * row_scale[expert] * column_scale[expert], over an expert's rows.
+
+    Layouts: a (N, M) and b (K, M), row-major: M, over which a tile sums, is the fast dimension. A tile of the result is
+    BLOCK_M x BLOCK_N, as in `int8_gemm_kernel`, and BLOCK_K rows are summed at a time.
+    """
+    expert = tl.program_id(1)
+    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    start, end = tl.multiple_of(start, ALIGNMENT), tl.multiple_of(end, ALIGNMENT)
+    tiles_k = tl.cdiv(K, BLOCK_N)
+    rows = tl.program_id(0) // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) % tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    a_tile = a + (rows % N).to(tl.int64)[:, None] * M + start + inner[None, :]
+    b_tile = b + (columns % K).to(tl.int64)[None, :] * M + start + inner[:, None]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for place in range(start, end, BLOCK_K):
+        left = tl.load(a_tile, mask=inner[None, :] < end - place, other=0)
+        right = tl.load(b_tile, mask=inner[:, None] < end - place, other=0)
+        sums = tl.dot(left, right, acc=sums, out_dtype=tl.int32)
+        a_tile += BLOCK_K
+        b_tile += BLOCK_K
+    by_row = tl.load(row_scale + expert * N + rows % N)
+    by_column = tl.load(column_scale + expert * K + columns % K)
+    result = sums.to(tl.float32) * by_row[:, None] * by_column[None, :]
+    places = out + expert.to(tl.int64) * N * K + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    tl.store(places, result.to(out.dtype.element_ty), mask=(rows[:, None] < N) & (columns[None, :] < K))
+
+
+# Not for each M: under expert parallelism it differs in every step.
+_tuned = triton.autotune(CONFIGS, key=["N", "K"])(grouped_kernel)
+_tuned_over_rows = triton.autotune(CONFIGS, key=["N", "K"])(over_rows_kernel)
+
+
+def grouped_int8_gemm(
+    a: torch.Tensor,
+    row_scale: torch.Tensor,
+    b: torch.Tensor,
+    column_scale: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    kernel: Any = _tuned,
+    **config: Any,
+) -> torch.Tensor:
+    """(M, K) x (E, K, N) to (M, N): the rows of expert e times b[e], with int32 sums, scaled in float32.
+
+    Args:
+        a: (M, K) int8; copied unless row-major.
+        b: (E, K, N) int8; copied unless each matrix is column-major.
+        row_scale: (M, 1) float32.
+        column_scale: (E, 1, N) float32.
+        ends: (E,) int32, the end of each expert's rows; the last one is M.
+        kernel: with its `config`, one that is not tuned on this GPU.
+    """
+    (m, k), (experts, _, n) = a.shape, b.shape
+    out = torch.empty(m, n, dtype=dtype, device=a.device)
+
+    def grid(meta: dict[str, int]) -> tuple[int]:
+        # Each expert's last tile may be partly filled.
+        return ((triton.cdiv(m, meta["BLOCK_M"]) + experts) * triton.cdiv(n, meta["BLOCK_N"]),)
+
+    kernel[grid](
+        a.contiguous(),
+        b.transpose(1, 2).contiguous(),
+        out,
+        row_scale.contiguous(),
+        column_scale.contiguous(),
+        ends,
+        experts,
+        n,
+        k,
+        EXPERTS=triton.next_power_of_2(experts),
+        **config,
+    )
+    return out
+
+
+def grouped_int8_gemm_over_rows(
+    a: torch.Tensor,
+    row_scale: torch.Tensor,
+    b: torch.Tensor,
+    column_scale: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    kernel: Any = _tuned_over_rows,
+    **config: Any,
+) -> torch.Tensor:
+    """(M, N) and (M, K) to (E, N, K): a.T @ b over each expert's rows, with int32 sums, scaled in float32.
+
+    Args:
+        a, b: int8; copied unless column-major.
+        row_scale, column_scale: (E, N) and (E, K) float32.
+        ends: (E,) int32 multiples of ALIGNMENT, the end of each expert's rows. Rows after the last are not read.
+        kernel: with its `config`, one that is not tuned on this GPU.
+    """
+    (m, n), k, experts = a.shape, b.shape[1], ends.shape[0]
+    out = torch.empty(experts, n, k, dtype=dtype, device=a.device)
+
+    def grid(meta: dict[str, int]) -> tuple[int, int]:
+        return triton.cdiv(n, meta["BLOCK_M"]) * triton.cdiv(k, meta["BLOCK_N"]), experts
+
+    kernel[grid](
+        a.t().contiguous(),
+        b.t().contiguous(),
+        out,
+        row_scale.contiguous(),
+        column_scale.contiguous(),
+        ends,
+        m,
+        n,
+        k,
+        ALIGNMENT=ALIGNMENT,
+        **config,
+    )
+    return out
