@@ -34,7 +34,7 @@ from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.train_step import train_step
-from torchtitan.kernels import grouped_int8_triton, int8_triton, quantize_triton
+from torchtitan.kernels import grouped_int8_triton, grouped_rounding_triton, int8_triton, quantize_triton
 from torchtitan.kernels.grouped_8bit import ALIGNMENT
 from torchtitan.kernels.quantize import SMALLEST_SCALE, WIDEST
 from torchtitan.models import MODELS
@@ -241,6 +241,14 @@ def int8_spills(capability: int) -> list[str]:
         constants = {"SMALLEST": SMALLEST_SCALE, "ROWS": 32, "BLOCK": columns}
         options = {"num_warps": quantize_triton.warps(columns)}
         found += _spills_of_kernel(quantize_triton.round_rows_kernel, rounding, constants, options, capability)
+    tile = {"EXPERTS": 128, **grouped_rounding_triton.TILE}
+    amax = {"x": "*bf16", "row_amax": "*i32", "column_amax": "*i32", "ends": "*i32"}
+    found += _spills_of_kernel(grouped_rounding_triton.amax_kernel, amax, tile, {}, capability)
+    scales = {"x": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32", "ends": "*i32", "padded_ends": "*i32"}
+    for data, is_float8 in (("*i8", False), ("*fp8e4nv", True))[: 2 if capability >= 89 else 1]:
+        constants = {"LARGEST": 448.0 if is_float8 else 127.0, "FLOAT8": is_float8, **tile}
+        pointers = {**scales, "by_row": data, "by_column": data}
+        found += _spills_of_kernel(grouped_rounding_triton.round_kernel, pointers, constants, {}, capability)
     return found
 
 

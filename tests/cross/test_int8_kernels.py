@@ -88,8 +88,40 @@ for counts, n, k in [((32, 64, 32), 64, 96), ((5, 0, 70, 33, 0), 33, 48), ((0, 1
 """
 
 
+GROUPED_ROUNDING = """
+import torch
+from torchtitan.kernels.grouped_8bit import ALIGNMENT, pad_groups, round_columns_of_rows, round_rows
+from torchtitan.kernels.grouped_rounding_triton import amax_both, round_both
+from torchtitan.kernels.quantize import scale_inverse_of
+
+torch.manual_seed(0)
+for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:
+    ends, used = torch.tensor(counts).cumsum(0).int(), torch.tensor(counts) > 0
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        x = torch.randn(sum(counts), columns) * torch.rand(columns)
+        if dtype.is_floating_point:
+            x = (4 * x).round().clamp(-15, 15)  # float8 numbers: Triton's interpreter rounds others wrongly
+        x[3] = 0
+        rows = round_rows(x, dtype)
+        padded, padded_ends = pad_groups(x, ends, ALIGNMENT)
+        by_column = round_columns_of_rows(padded, padded_ends, dtype)
+        scale_inverses = [scale_inverse_of(amax, dtype) for amax in amax_both(x, ends)]
+        assert torch.equal(scale_inverses[0], rows.scale_inverse)
+        assert torch.equal(scale_inverses[1][used], by_column.scale_inverse[used])
+        scales = [inverse.reciprocal() for inverse in scale_inverses]
+        found = round_both(x, *scales, ends, padded_ends, len(padded), dtype)
+        assert torch.equal(found[0].float(), rows.data.float())
+        assert torch.equal(found[1][: padded_ends[-1]].float(), by_column.data[: padded_ends[-1]].float())
+    x[2, 1] = torch.nan
+    row_amax, column_amax = amax_both(x, ends)
+    assert row_amax.isnan().nonzero().tolist() == [[2, 0]] and column_amax.isnan().nonzero().tolist() == [[0, 1]]
+"""
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("program", [GEMM, ROUNDING, GROUPED], ids=["GEMM", "rounding", "grouped GEMM"])
+@pytest.mark.parametrize(
+    "program", [GEMM, ROUNDING, GROUPED, GROUPED_ROUNDING], ids=["GEMM", "rounding", "grouped GEMM", "grouped rounding"]
+)
 def test_a_kernel_computes_what_the_reference_does(program: str) -> None:
     """Sizes that fill tiles and that do not; of rounding, every bit."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

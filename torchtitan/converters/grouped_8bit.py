@@ -13,15 +13,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from torchtitan.converters.linear import ProfilerOp
-from torchtitan.kernels import rounding
 from torchtitan.kernels.grouped_8bit import (
-    ALIGNMENT,
     grouped_matmul,
     grouped_matmul_over_rows,
-    pad_groups,
     round_columns,
-    round_columns_of_rows,
     round_rows,
+    round_rows_and_columns,
 )
 from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
 from torchtitan.kernels.quantize import quantize_once, quantize_weight
@@ -61,17 +58,10 @@ def round_input(x: torch.Tensor, ends: torch.Tensor, gemms: GroupedGemms, trains
         x: (M, K).
         trains: a backward pass follows.
     """
-    rows = round_rows(x, gemms.dtype) if gemms.output else None
     if not (gemms.grad_weight and trains):
-        return GroupedInput(rows, None, ends)
-    return GroupedInput(rows, *_columns(x, ends, gemms))
-
-
-def _columns(x: torch.Tensor, ends: torch.Tensor, gemms: GroupedGemms) -> tuple[Quantized, torch.Tensor]:
-    """An operand of the weight gradient, and the ends of its experts' rows."""
-    if not (gemms.emulate or rounding.has_own_kernel(x)):
-        x, ends = pad_groups(x, ends, ALIGNMENT)
-    return round_columns_of_rows(x, ends, gemms.dtype), ends
+        return GroupedInput(round_rows(x, gemms.dtype) if gemms.output else None, None, ends)
+    rows, columns, columns_ends = round_rows_and_columns(x, ends, gemms.dtype, gemms.emulate)
+    return GroupedInput(rows if gemms.output else None, columns, columns_ends)
 
 
 class GroupedMatmul(torch.autograd.Function):
@@ -104,18 +94,19 @@ class GroupedMatmul(torch.autograd.Function):
         gemms: GroupedGemms = ctx.gemms
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         out_grad = out_grad.contiguous()
-        x_grad = weight_grad = None
-        if needs_x and gemms.grad_input:
-            right = quantize_weight(weight, (gemms.dtype, "columns"), lambda w: round_columns(w, gemms.dtype))
-            x_grad = grouped_matmul(round_rows(out_grad, gemms.dtype), right, ends, ctx.dtype, gemms.emulate)
-        elif needs_x:
-            x_grad = grouped_mm(out_grad, weight, ends)
+        x_grad = weight_grad = rows = None
         if needs_weight and gemms.grad_weight:
-            columns, _ = _columns(out_grad, ends, gemms)
+            rows, columns, _ = round_rows_and_columns(out_grad, ends, gemms.dtype, gemms.emulate)
             right = Quantized(x, x_scale_inverse)
             weight_grad = grouped_matmul_over_rows(columns, right, columns_ends, weight.dtype, gemms.emulate)
         elif needs_weight:
             weight_grad = grouped_mm_over_rows(out_grad, x, ends)
+        if needs_x and gemms.grad_input:
+            left = round_rows(out_grad, gemms.dtype) if rows is None else rows
+            right = quantize_weight(weight, (gemms.dtype, "columns"), lambda w: round_columns(w, gemms.dtype))
+            x_grad = grouped_matmul(left, right, ends, ctx.dtype, gemms.emulate)
+        elif needs_x:
+            x_grad = grouped_mm(out_grad, weight, ends)
         return x_grad, weight_grad, None, None, None
 
 

@@ -11,6 +11,7 @@ Shapes: E experts, M rows of all experts together, K inputs and N outputs of eac
 
 import torch
 
+from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.grouped_gemm import rows_of
 from torchtitan.kernels.matmul_8bit import float8_matmul, int8_matmul
@@ -52,6 +53,24 @@ def round_columns_of_rows(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtyp
     return Quantized(data, scale_inverse[:-1])
 
 
+def round_rows_and_columns(
+    x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype, emulate: bool = False
+) -> tuple[Quantized, Quantized, torch.Tensor]:
+    """Rounds the operand x, (M, C), of two grouped GEMMs: one over its columns, one over its rows.
+
+    Returns:
+        `round_rows(x)`, `round_columns_of_rows(x)`, and the ends of the experts' rows in the latter, which are filled
+        up on a GPU (`pad_groups`).
+    """
+    if emulate or rounding.has_own_kernel(x):
+        return round_rows(x, dtype), round_columns_of_rows(x, ends, dtype), ends
+    if HAS_TRITON:
+        rows, row_scale_inverse, columns, column_scale_inverse, ends = _round_both_triton(x, ends, dtype)
+        return Quantized(rows, row_scale_inverse), Quantized(columns, column_scale_inverse), ends
+    padded, padded_ends = pad_groups(x, ends, ALIGNMENT)
+    return round_rows(x, dtype), round_columns_of_rows(padded, padded_ends, dtype), padded_ends
+
+
 def expert_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
     """(rows,) int64: the expert of each row; E after the last end."""
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
@@ -65,14 +84,22 @@ def pad_groups(x: torch.Tensor, ends: torch.Tensor, multiple: int) -> tuple[torc
     Returns:
         the padded (M, C), and its ends.
     """
-    experts, rows = ends.shape[0], x.shape[0]
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    padded_ends = ((counts + multiple - 1) // multiple * multiple).cumsum(0).to(torch.int32)
+    rows, padded_ends = x.shape[0], _padded_ends(ends, multiple)
     shift = torch.cat([ends.new_zeros(1), padded_ends[:-1] - ends[:-1]])
     position = torch.arange(rows, device=x.device)
-    size = (rows + experts * (multiple - 1) + multiple - 1) // multiple * multiple
     place = position + shift[expert_of_rows(ends, rows)]
+    size = _padded_rows(rows, ends.shape[0], multiple)
     return x.new_zeros(size, x.shape[1]).index_copy(0, place, x), padded_ends
+
+
+def _padded_ends(ends: torch.Tensor, multiple: int) -> torch.Tensor:
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return ((counts + multiple - 1) // multiple * multiple).cumsum(0).to(torch.int32)
+
+
+def _padded_rows(rows: int, experts: int, multiple: int) -> int:
+    """The most rows that padding may lead to."""
+    return (rows + experts * (multiple - 1) + multiple - 1) // multiple * multiple
 
 
 def grouped_matmul(
@@ -199,3 +226,33 @@ def _round_columns_cpu(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) 
 @_round_columns_cpu.register_fake
 def _(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x, dtype=dtype), x.new_empty(ends.shape[0], x.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("torchtitan::round_rows_and_columns", mutates_args=())
+def _round_both_triton(
+    x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    from torchtitan.kernels.grouped_rounding_triton import amax_both, round_both
+
+    x, padded_ends = x.contiguous(), _padded_ends(ends, ALIGNMENT)
+    row_scale_inverse, column_scale_inverse = (scale_inverse_of(amax, dtype) for amax in amax_both(x, ends))
+    rows, columns = round_both(
+        x,
+        row_scale_inverse.reciprocal(),
+        column_scale_inverse.reciprocal(),
+        ends,
+        padded_ends,
+        _padded_rows(x.shape[0], ends.shape[0], ALIGNMENT),
+        dtype,
+    )
+    return rows, row_scale_inverse, columns, column_scale_inverse, padded_ends
+
+
+@_round_both_triton.register_fake
+def _(
+    x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    (rows, columns), experts = x.shape, ends.shape[0]
+    padded = x.new_empty(columns, _padded_rows(rows, experts, ALIGNMENT), dtype=dtype).t()
+    scales = (x.new_empty(rows, 1, dtype=torch.float32), x.new_empty(experts, columns, dtype=torch.float32))
+    return x.new_empty(rows, columns, dtype=dtype), scales[0], padded, scales[1], torch.empty_like(ends)

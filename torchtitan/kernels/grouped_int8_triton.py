@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from torchtitan.kernels.grouped_8bit import ALIGNMENT
+from torchtitan.kernels.grouped_rounding_triton import rows_of_tile
 from torchtitan.kernels.int8_triton import CONFIGS
 
 
@@ -37,17 +38,9 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_m = tl.program_id(0) // tiles_n
-    experts = tl.arange(0, EXPERTS)
-    end = tl.load(ends + experts, mask=experts < E, other=0)
-    start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
-    tiles = (end - start + BLOCK_M - 1) // BLOCK_M
-    last_tile = tl.cumsum(tiles, 0)
-    if tile_m >= tl.sum(tiles, 0):
+    expert, first_row, end_row = rows_of_tile(ends, E, tile_m, EXPERTS, BLOCK_M)
+    if expert >= E:
         return
-    expert = tl.sum((last_tile <= tile_m).to(tl.int32), 0)
-    mine = experts == expert
-    first_row = tl.sum(tl.where(mine, start + (tile_m - last_tile + tiles) * BLOCK_M, 0), 0)
-    end_row = tl.sum(tl.where(mine, end, 0), 0)
 
     rows = first_row + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
