@@ -83,7 +83,7 @@ def _rounded(x: torch.Tensor, settings: GroupedMX) -> torch.Tensor:
     """x rounded to blocks along its last dimension."""
     from torchtitan.compat.torchao_mx import MXTensor
 
-    if x.numel() == 0:
+    if not torch.compiler.is_compiling() and x.numel() == 0:  # which torchao refuses; compiled, any number will do
         return x
     rounded = MXTensor.to_mx(x.contiguous(), torch.float8_e4m3fn, BLOCK, settings.scales)
     high: torch.Tensor = rounded.dequantize(x.dtype)
