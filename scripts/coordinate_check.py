@@ -1,0 +1,216 @@
+"""Coordinate check of muP: mean absolute activations by width over the first steps, standard beside mup.
+
+python scripts/coordinate_check.py [--widths 64,128,256,512] [--depths 4] [--steps 6] [--output FILE.png] FLAGS
+
+FLAGS are those of train.py. Models are the flavor model.mup_base_flavor resized, with heads of the same width. In a
+correct parametrization no curve rises or falls steadily with the width (with several depths: the depth) as training
+goes on (arXiv 2203.03466, appendix D.1).
+"""
+
+import argparse
+import dataclasses
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display needed
+import matplotlib.pyplot as plt
+import numpy as np
+
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.extension import import_user_module
+from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
+
+PARAMETRIZATIONS = ("standard", "mup")
+PARTS = ("embedding", "attention", "feed-forward", "last block", "logits")
+Size = tuple[int, int]  # width and depth
+Activations = dict[tuple[str, Size], dict[str, list[float]]]
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--output", default="coordinate_check.png", help="PNG file to write (default: %(default)s)")
+    arguments, flags = parser.parse_known_args()
+    try:
+        config = resized(flags, arguments)
+        config = with_values(config, "training", steps=arguments.steps)
+        found: Activations = {}
+        for name, size in itertools.product(PARAMETRIZATIONS, sizes_of(arguments)):
+            found[name, size] = activations(with_size(config, name, size))
+            print(f"{name} {label(size)}: " + ", ".join(f"{part} {y[-1]:.3g}" for part, y in found[name, size].items()))
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(EXIT_STATUS)
+    draw(found, Path(arguments.output))
+    print(f"wrote {arguments.output}")
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the flags for the sizes of models."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=numbers, default=[64, 128, 256, 512], help="default: 64,128,256,512")
+    parser.add_argument("--depths", type=numbers, help="layers; default: those of the base")
+    return parser
+
+
+def sizes_of(arguments: argparse.Namespace) -> list[Size]:
+    return list(itertools.product(arguments.widths, arguments.depths))
+
+
+def label(size: Size) -> str:
+    return f"{size[0]} x {size[1]}"
+
+
+def resized(flags: Sequence[str], arguments: argparse.Namespace) -> JobConfig:
+    """The configuration, after registering a model family with a flavor of each size (called as by `label`) beside the
+    usual flavors. Sets `arguments.depths` if they were not given."""
+    from torchtitan.models import MODELS
+
+    config = ConfigManager().parse_args(list(flags))
+    if config.experimental.custom_import:
+        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    spec = MODELS.get(config.model.name)
+    base: Any = spec.flavor(config.model.mup_base_flavor, "model.mup_base_flavor")
+    arguments.depths = arguments.depths or [base.n_layers]
+    flavors = {label(size): _resized(base, *size) for size in sizes_of(arguments)}
+    name = f"{config.model.name}, resized"
+    if name not in MODELS.names():
+        MODELS.register(name, dataclasses.replace(spec, flavors={**spec.flavors, **flavors}))
+    return with_values(config, "model", name=name)
+
+
+def _resized(base: Any, width: int, depth: int) -> Any:
+    """The sizes of a model of this width and depth with the proportions, and the width of a head, of the base."""
+
+    def scaled(number: int) -> int:
+        if number * width % base.dim:
+            raise ConfigError(f"--widths {width}: {number} heads or channels at width {base.dim} cannot be scaled to it.")
+        return number * width // base.dim
+
+    sizes: dict[str, Any] = {key: scaled(getattr(base, key)) for key in ("dim", "n_heads", "n_kv_heads", "ffn_dim")}
+    if hasattr(base, "moe"):
+        sizes["moe"] = dataclasses.replace(base.moe, ffn_dim=scaled(base.moe.ffn_dim))
+    return dataclasses.replace(base, n_layers=depth, **sizes)
+
+
+def with_values(config: JobConfig, section: str, **values: Any) -> JobConfig:
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+
+
+def with_size(config: JobConfig, parametrization: str, size: Size) -> JobConfig:
+    return with_values(config, "model", flavor=label(size), parametrization=parametrization)
+
+
+def train(config: JobConfig, watch: Callable[[Any], None] = lambda trainer: None) -> Any:
+    """A finished run in this process; returns what its folder's `metrics.jsonl` holds.
+
+    Args:
+        watch: called with the trainer before the first step.
+    """
+    from torchtitan.build_trainer import build_trainer
+    from torchtitan.device import find_device
+    from torchtitan.engine.config_checks import check, global_batch_size
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = with_values(config, "job", dump_folder=folder)
+        device = find_device(0)
+        dims = check(config, 1, device.type)
+        with build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
+            watch(trainer)
+            trainer.train()
+        return (Path(folder) / "metrics.jsonl").read_text()
+
+
+def activations(config: JobConfig) -> dict[str, list[float]]:
+    """Mean absolute activations of each part, averaged over layers: before the first step, and in each step after it.
+    All steps have the same batch."""
+    import torch
+
+    found: dict[str, list[float]] = {}
+
+    def watch(trainer: Any) -> None:
+        model, batch = trainer.engine.model, trainer.loader.next()
+        trainer.loader.next = lambda: batch
+        tokens = batch[0].tokens.to(trainer.engine.device.torch_device)
+        seen: dict[str, list[torch.Tensor]] = {}
+        blocks = list(model.layers.values())
+        parts = {
+            "embedding": [model.tok_embeddings],
+            "attention": [block.attention for block in blocks],
+            "feed-forward": [getattr(block, "moe", None) or block.feed_forward for block in blocks],
+            "last block": blocks[-1:],
+            "logits": [model.output],
+        }
+        measuring = False
+
+        def hook_of(part: str) -> Callable[..., None]:
+            def hook(module: Any, inputs: Any, out: torch.Tensor) -> None:
+                if measuring:
+                    seen.setdefault(part, []).append(out.detach().float().abs().mean())
+
+            return hook
+
+        for part, modules in parts.items():
+            for module in modules:
+                module.register_forward_hook(hook_of(part))
+        step = trainer.train_step
+
+        def measured_step(*arguments: Any) -> None:
+            nonlocal measuring
+            measuring = True
+            with torch.no_grad():
+                model(tokens)
+            measuring = False
+            for part in PARTS:
+                found.setdefault(part, []).append(float(torch.stack(seen[part]).mean()))
+            seen.clear()
+            step(*arguments)
+
+        trainer.train_step = measured_step
+
+    train(config, watch)
+    return found
+
+
+def draw(found: Activations, output: Path) -> None:
+    """A row for each parametrization, a panel for each part, a curve for each step."""
+    sizes = list(dict.fromkeys(size for _, size in found))
+    steps = len(next(iter(found.values()))[PARTS[0]])
+    axis = 1 if len({size[0] for size in sizes}) == 1 else 0  # the depth if there is one width
+    x = [size[axis] for size in sizes]
+    colors = plt.get_cmap("viridis")(np.linspace(0, 0.9, steps))
+    figure, rows = plt.subplots(
+        2, len(PARTS), figsize=(2.4 * len(PARTS), 4.6), sharex=True, sharey="col", layout="constrained"
+    )
+    for row, name in zip(rows, PARAMETRIZATIONS, strict=True):
+        for axes, part in zip(row, PARTS, strict=True):
+            for step in range(steps):
+                y = [found[name, size][part][step] for size in sizes]
+                axes.plot(x, y, color=colors[step], marker=".", label=f"{step}")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(x, [str(value) for value in x])
+            axes.minorticks_off()
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_title(f"{part}, {name}", fontsize=9)
+    rows[0][-1].legend(title="step", fontsize=7, title_fontsize=7)
+    figure.supxlabel("layers" if axis else "width", fontsize=9)
+    figure.supylabel("mean |activation|", fontsize=9)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=150, format="png")
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
