@@ -1,6 +1,6 @@
 """Coordinate check of muP: mean absolute activations by width over the first steps, standard beside mup.
 
-python scripts/coordinate_check.py [--widths 64,128,256,512] [--depths 4] [--steps 6] [--output FILE.png] FLAGS
+python scripts/coordinate_check.py [--widths 64,128,256,512] [--depths 2] [--steps 6] [--output FILE.png] FLAGS
 
 FLAGS are those of train.py. Models are the flavor model.mup_base_flavor resized, with heads of the same width. In a
 correct parametrization no curve rises or falls steadily with the width (with several depths: the depth) as training
@@ -8,11 +8,13 @@ goes on (arXiv 2203.03466, appendix D.1).
 """
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +94,14 @@ def resized(flags: Sequence[str], arguments: argparse.Namespace) -> JobConfig:
 def _resized(base: Any, width: int, depth: int) -> Any:
     """The sizes of a model of this width and depth with the proportions, and the width of a head, of the base."""
 
-    def scaled(number: int) -> int:
-        if number * width % base.dim:
-            raise ConfigError(f"--widths {width}: {number} heads or channels at width {base.dim} cannot be scaled to it.")
-        return number * width // base.dim
-
-    sizes: dict[str, Any] = {key: scaled(getattr(base, key)) for key in ("dim", "n_heads", "n_kv_heads", "ffn_dim")}
+    sizes: dict[str, Any] = {}
+    for key in ("dim", "n_heads", "n_kv_heads", "ffn_dim"):
+        number = getattr(base, key)
+        sizes[key], rest = divmod(number * width, base.dim)
+        if rest or not sizes[key]:
+            raise ConfigError(f"--widths {width}: {key} is {number} at width {base.dim}, which cannot be scaled to it.")
     if hasattr(base, "moe"):
-        sizes["moe"] = dataclasses.replace(base.moe, ffn_dim=scaled(base.moe.ffn_dim))
+        sizes["moe"] = dataclasses.replace(base.moe, ffn_dim=base.moe.ffn_dim * width // base.dim)
     return dataclasses.replace(base, n_layers=depth, **sizes)
 
 
@@ -111,12 +113,9 @@ def with_size(config: JobConfig, parametrization: str, size: Size) -> JobConfig:
     return with_values(config, "model", flavor=label(size), parametrization=parametrization)
 
 
-def train(config: JobConfig, watch: Callable[[Any], None] = lambda trainer: None) -> Any:
-    """A finished run in this process; returns what its folder's `metrics.jsonl` holds.
-
-    Args:
-        watch: called with the trainer before the first step.
-    """
+@contextlib.contextmanager
+def trainer_of(config: JobConfig) -> Iterator[Any]:
+    """A trainer in this process, with initial weights, whose dump folder is deleted afterwards."""
     from torchtitan.build_trainer import build_trainer
     from torchtitan.device import find_device
     from torchtitan.engine.config_checks import check, global_batch_size
@@ -126,71 +125,64 @@ def train(config: JobConfig, watch: Callable[[Any], None] = lambda trainer: None
         device = find_device(0)
         dims = check(config, 1, device.type)
         with build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
-            watch(trainer)
-            trainer.train()
-        return (Path(folder) / "metrics.jsonl").read_text()
+            yield trainer
 
 
 def activations(config: JobConfig) -> dict[str, list[float]]:
-    """Mean absolute activations of each part, averaged over layers: before the first step, and in each step after it.
-    All steps have the same batch."""
+    """Mean absolute activations of each part, averaged over layers: before the first step and after each one. All steps
+    have the same batch, and the peak learning rate."""
     import torch
 
-    found: dict[str, list[float]] = {}
+    from torchtitan.engine.train_step import train_step
 
-    def watch(trainer: Any) -> None:
-        model, batch = trainer.engine.model, trainer.loader.next()
-        trainer.loader.next = lambda: batch
-        tokens = batch[0].tokens.to(trainer.engine.device.torch_device)
-        seen: dict[str, list[torch.Tensor]] = {}
+    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    with trainer_of(config) as trainer:
+        model, batches = trainer.engine.model, trainer.loader.next()
         blocks = list(model.layers.values())
-        parts = {
+        modules = {
             "embedding": [model.tok_embeddings],
             "attention": [block.attention for block in blocks],
             "feed-forward": [getattr(block, "moe", None) or block.feed_forward for block in blocks],
             "last block": blocks[-1:],
             "logits": [model.output],
         }
-        measuring = False
+        for step in range(config.training.steps + 1):
+            if step > 0:
+                train_step(trainer.engine, batches, config.optimizer.lr)
+            seen: dict[str, list[torch.Tensor]] = {part: [] for part in PARTS}
 
-        def hook_of(part: str) -> Callable[..., None]:
-            def hook(module: Any, inputs: Any, out: torch.Tensor) -> None:
-                if measuring:
-                    seen.setdefault(part, []).append(out.detach().float().abs().mean())
+            def keep(module: Any, inputs: Any, out: torch.Tensor, seen: list[torch.Tensor]) -> None:
+                seen.append(out.float().abs().mean())
 
-            return hook
-
-        for part, modules in parts.items():
-            for module in modules:
-                module.register_forward_hook(hook_of(part))
-        step = trainer.train_step
-
-        def measured_step(*arguments: Any) -> None:
-            nonlocal measuring
-            measuring = True
+            hooks = [
+                module.register_forward_hook(functools.partial(keep, seen=seen[part]))
+                for part in PARTS
+                for module in modules[part]
+            ]
             with torch.no_grad():
-                model(tokens)
-            measuring = False
+                model(batches[0].tokens.to(trainer.engine.device.torch_device))
+            for hook in hooks:
+                hook.remove()
             for part in PARTS:
-                found.setdefault(part, []).append(float(torch.stack(seen[part]).mean()))
-            seen.clear()
-            step(*arguments)
-
-        trainer.train_step = measured_step
-
-    train(config, watch)
+                found[part].append(float(torch.stack(seen[part]).mean()))
     return found
+
+
+def axis_of(sizes: Sequence[Size]) -> tuple[list[int], str]:
+    """What to plot over: the widths, or the depths if there is one width."""
+    if len({width for width, _ in sizes}) == 1:
+        return [depth for _, depth in sizes], "layers"
+    return [width for width, _ in sizes], "width"
 
 
 def draw(found: Activations, output: Path) -> None:
     """A row for each parametrization, a panel for each part, a curve for each step."""
     sizes = list(dict.fromkeys(size for _, size in found))
     steps = len(next(iter(found.values()))[PARTS[0]])
-    axis = 1 if len({size[0] for size in sizes}) == 1 else 0  # the depth if there is one width
-    x = [size[axis] for size in sizes]
+    x, what = axis_of(sizes)
     colors = plt.get_cmap("viridis")(np.linspace(0, 0.9, steps))
     figure, rows = plt.subplots(
-        2, len(PARTS), figsize=(2.4 * len(PARTS), 4.6), sharex=True, sharey="col", layout="constrained"
+        2, len(PARTS), figsize=(2.2 * len(PARTS), 5), sharex=True, sharey=True, layout="constrained"
     )
     for row, name in zip(rows, PARAMETRIZATIONS, strict=True):
         for axes, part in zip(row, PARTS, strict=True):
@@ -200,12 +192,12 @@ def draw(found: Activations, output: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks(x, [str(value) for value in x])
-            axes.minorticks_off()
+            axes.xaxis.minorticks_off()
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
             axes.set_title(f"{part}, {name}", fontsize=9)
     rows[0][-1].legend(title="step", fontsize=7, title_fontsize=7)
-    figure.supxlabel("layers" if axis else "width", fontsize=9)
+    figure.supxlabel(what, fontsize=9)
     figure.supylabel("mean |activation|", fontsize=9)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150, format="png")

@@ -114,10 +114,10 @@ def ours(args: LlamaArgs, base: LlamaArgs, name: str = "AdamW") -> tuple[Decoder
     return model, build_optimizer(model, config, dtype=torch.float32, scalings=scalings)
 
 
-def losses(model: Decoder, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+def losses(model: Decoder, optimizer: torch.optim.Optimizer, steps: int = 10) -> torch.Tensor:
     tokens = torch.randint(0, 100, (4, 33), generator=torch.Generator().manual_seed(0))
     found = []
-    for _ in range(10):
+    for _ in range(steps):
         loss = model(tokens[:, :-1], tokens[:, 1:]) / (4 * 32)
         optimizer.zero_grad()
         loss.backward()
@@ -152,3 +152,41 @@ def test_a_base_without_the_parts_of_the_model() -> None:
     sparse = on_meta(spec.flavor("debugmodel").with_vocab_size(100), spec.build)
     with pytest.raises(ConfigError, match=r"mup_base_flavor: this flavor has no layers\.0\.attention\.q_norm\.weight"):
         mup(sparse, on_meta(BASE))
+
+
+def activations(model: Decoder) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    hooks = [
+        module.register_forward_hook(lambda module, inputs, out, part=part: found.update({part: out}))
+        for part, module in model.layers["1"].named_children()
+    ]
+    with torch.no_grad():
+        found["logits"] = model(torch.arange(100).view(4, 25))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def changes(width: int, base: int, optimizer: str) -> dict[str, float]:
+    """Mean absolute changes of activations in a few steps."""
+    args, like = (
+        replace(BASE, dim=dim, n_heads=dim // 16, n_kv_heads=dim // 16, ffn_dim=2 * dim) for dim in (width, base)
+    )
+    model, stepper = ours(args, like, optimizer)
+    before = activations(model)
+    losses(model, stepper, steps=4)
+    return {part: float((after - before[part]).abs().mean()) for part, after in activations(model).items()}
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_training_changes_activations_equally_at_every_width(optimizer: str) -> None:
+    """The coordinate check. A model that is its own base is a standard one."""
+    widths = (32, 64, 128, 256)
+    standard = [changes(width, width, optimizer) for width in widths]
+    scaled = [changes(width, 32, optimizer) for width in widths]
+    for part in ("feed_forward", "attention_norm", "logits"):
+        assert standard[-1][part] > 2 * standard[0][part], part
+    for part in ("feed_forward", "attention_norm"):
+        assert 0.6 * scaled[0][part] < scaled[-1][part] < 1.2 * scaled[0][part], part
+    # A part of the logits comes from the initial output layer, and vanishes with the width.
+    assert 0.4 * scaled[0]["logits"] < scaled[-1]["logits"] < 1.2 * scaled[0]["logits"]
