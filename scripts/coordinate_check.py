@@ -2,9 +2,9 @@
 
 python scripts/coordinate_check.py [--widths 64,128,256,512] [--depths 2] [--steps 6] [--output FILE.png] FLAGS
 
-FLAGS are those of train.py. Models are the flavor model.mup_base_flavor resized, with heads of the same width. In a
-correct parametrization no curve rises or falls steadily with the width (with several depths: the depth) as training
-goes on (arXiv 2203.03466, appendix D.1).
+FLAGS are those of train.py. Models are the flavor model.mup_base_flavor resized, with heads of the same width; with one
+depth, the base has it too. In a correct parametrization no curve rises with the width (with one width: the depth) as
+training goes on (arXiv 2203.03466, appendix D.1).
 """
 
 import argparse
@@ -85,6 +85,8 @@ def resized(flags: Sequence[str], arguments: argparse.Namespace) -> JobConfig:
     base: Any = spec.flavor(config.model.mup_base_flavor, "model.mup_base_flavor")
     arguments.depths = arguments.depths or [base.n_layers]
     flavors = {label(size): _resized(base, *size) for size in sizes_of(arguments)}
+    if len(arguments.depths) == 1:  # compare widths alone
+        flavors[config.model.mup_base_flavor] = dataclasses.replace(base, n_layers=arguments.depths[0])
     name = f"{config.model.name}, resized"
     if name not in MODELS.names():
         MODELS.register(name, dataclasses.replace(spec, flavors={**spec.flavors, **flavors}))
@@ -193,10 +195,12 @@ def draw(found: Activations, output: Path) -> None:
             axes.set_yscale("log")
             axes.set_xticks(x, [str(value) for value in x])
             axes.xaxis.minorticks_off()
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
             axes.set_title(f"{part}, {name}", fontsize=9)
-    rows[0][-1].legend(title="step", fontsize=7, title_fontsize=7)
+    rows[0][0].legend(title="step", fontsize=7, title_fontsize=7, loc="lower center", ncols=2)
     figure.supxlabel(what, fontsize=9)
     figure.supylabel("mean |activation|", fontsize=9)
     output.parent.mkdir(parents=True, exist_ok=True)
