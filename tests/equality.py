@@ -86,6 +86,7 @@ CSV = ROOT / "docs" / "examples" / "pipeline_schedule.csv"
 GATHERED_LOSS = "--parallelism.disable_loss_parallel"
 
 MUON = "--optimizer.name=Muon"
+MUP = ("--model.parametrization=mup", "--model.mup_base_flavor=slim")
 NORMUON = (MUON, "--optimizer.muon_row_normalization", "--optimizer.muon_polar_express")
 
 
@@ -209,6 +210,8 @@ LAYOUTS = [
     muon("FSDP 2, accumulation", 2, 1),
     normuon("HSDP 2 x 2", 4, 2, degrees(replicate=2)),
     normuon("FSDP 2 x TP 2", 4, 4, degrees(tp=2)),
+    Layout("muP, FSDP 2 x TP 2", 4, 4, degrees(tp=2), core=True, common=MUP),
+    Layout("muP, PP 2, Muon", 2, 8, degrees(pp=2), common=(*MUP, MUON), steps=20),
 ]
 
 

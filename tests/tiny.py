@@ -22,6 +22,7 @@ MODELS.register(
     ModelSpec(
         {
             "narrow": TINY,
+            "slim": replace(TINY, dim=32, n_layers=1, ffn_dim=64),
             "wide": replace(TINY, dim=128),
             "blocks": replace(TINY, dim=256, ffn_dim=256),
             "shallow": replace(TINY, n_layers=1),

@@ -13,7 +13,7 @@ from torchtitan.data import build_loader, build_validation_loader, load_tokenize
 from torchtitan.device import Device
 from torchtitan.engine.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
 from torchtitan.engine.engine import build_engine, build_meshes
-from torchtitan.engine.model_args import find_model_args
+from torchtitan.engine.model_args import describe_parametrization, find_model_args
 from torchtitan.engine.run_folder import RunFolder
 from torchtitan.engine.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.evaluation.evaluator import Evaluator
@@ -114,7 +114,8 @@ def build_trainer(
         dump_folder,
         engine.model,
         engine.optimizer,
-        identity=dataclasses.asdict(args),
+        # Not only sizes: the moments of an optimizer are as large as the gradients of its parametrization.
+        identity={**dataclasses.asdict(args), "parametrization": describe_parametrization(config.model)},
         about={
             "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(dims)},
             "configuration": dataclasses.asdict(config),

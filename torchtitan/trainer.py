@@ -251,7 +251,8 @@ class Trainer:
         """Resumes from the checkpoint selected by `checkpoint`, or initializes the weights."""
         state = self.checkpoints.load(self._before_loading)
         if not self.checkpoints.loaded_weights:
-            init_weights(self.engine.model, self.engine.model.init_std, self.config.training.seed)
+            engine = self.engine
+            init_weights(engine.model, engine.model.init_std, self.config.training.seed, engine.init_factor)
         if state is None:
             return
         self.step = state.get("step", 0)

@@ -42,6 +42,18 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
             ["--parallelism.pipeline_parallel_schedule=PipelineScheduleMulti"],
             r"unknown schedule 'PipelineScheduleMulti' without a pipeline_parallel_schedule_csv",
         ),
+        (
+            ["--model.parametrization=mup", "--model.mup_base_flavor=debug"],
+            r"model\.mup_base_flavor: unknown flavor 'debug' \(did you mean debugmodel\?\); known: .*8B",
+        ),
+        (
+            ["--model.parametrization=mup", "--optimizer.name=Adam"],
+            r"model\.parametrization = mup has learning rates for AdamW, .*Muon8bit only; change .* = Adam",
+        ),
+        (
+            ["--model.parametrization=mup", "--float8.weight_scale=bound"],
+            r"float8\.weight_scale = bound assumes one learning rate .*, but model\.parametrization = mup has several",
+        ),
         (["--model.converters=float9"], r"model\.converters: unknown converter 'float9'.*; known: .*float8"),
         (["--optimizer.name=SGDM"], r"optimizer\.name: unknown optimizer 'SGDM'.*; known: .*AdamW"),
         (

@@ -128,6 +128,7 @@ def check_identity(path: Path, theirs: dict[str, Any], this_run: dict[str, Any])
     Raises:
         CheckpointError: the checkpoint is of another model.
     """
+    theirs = {"parametrization": "standard", **theirs}  # checkpoints of earlier versions do not say
     different = [key for key in this_run if theirs.get(key) != this_run[key]]
     if different:
         key = different[0]

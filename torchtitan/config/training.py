@@ -33,6 +33,16 @@ class Model:
         ),
     ] = "llama3"
     flavor: Annotated[str, Doc("Size within the family, such as debugmodel, 1B, 8B or 70B.")] = "debugmodel"
+    parametrization: Annotated[
+        Literal["standard", "mup"],
+        Doc(
+            "mup: initial values and learning rates follow from mup_base_flavor, so that one optimizer.lr suits every "
+            "width and depth."
+        ),
+    ] = "standard"
+    mup_base_flavor: Annotated[
+        str, Doc("The flavor for which mup changes nothing; the same for all sizes that share a learning rate.")
+    ] = "debugmodel"
     tokenizer_path: Annotated[
         NotEmpty | None,
         Doc(

@@ -60,6 +60,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
         _check_batch(config, dims, problems)
         _check_parallel(config, dims, device_type, problems)
         _check_one_backward_pass(config, dims, problems)
+    _check_parametrization(config, problems)
     _check_optimizer(config, problems)
     _check_checkpoint(config, world_size, device_type, problems)
     _check_plan(config, problems)
@@ -159,6 +160,24 @@ def _check_async_tensor_parallel(degree: int, compiled: bool, device_type: str, 
         problems.append(f"{key} needs the compiler: set training.compile = true, or unset it.")
     if device_type != "cuda":
         problems.append(f"{key} needs symmetric memory of CUDA devices, but this run is on {device_type}; unset it.")
+
+
+def _check_parametrization(config: JobConfig, problems: list[str]) -> None:
+    model, optimizer = config.model, config.optimizer
+    if model.parametrization == "standard":
+        return
+    _collect(problems, lambda: MODELS.get(model.name).flavor(model.mup_base_flavor, "model.mup_base_flavor"))
+    known = ("AdamW", *QUANTIZED_OPTIMIZERS, *MUON_OPTIMIZERS)
+    if optimizer.name not in known:
+        problems.append(
+            f"model.parametrization = mup has learning rates for {', '.join(known)} only; change optimizer.name = "
+            f"{optimizer.name}, or unset it."
+        )
+    if config.float8.weight_scale == "bound":
+        problems.append(
+            "float8.weight_scale = bound assumes one learning rate for all weights, but model.parametrization = mup "
+            "has several: use measured, or unset one of them."
+        )
 
 
 def _check_optimizer(config: JobConfig, problems: list[str]) -> None:

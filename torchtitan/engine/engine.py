@@ -17,10 +17,12 @@ from torchtitan.engine.conversion import build_converted_model
 from torchtitan.engine.expert_balance import add_balance_loss
 from torchtitan.engine.explain import conversion_target
 from torchtitan.engine.memory_check import check_memory
+from torchtitan.engine.model_args import find_base_args
 from torchtitan.engine.precision_phases import PrecisionPhases, build_precision_phases
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
 from torchtitan.models.moe import mixtures, reset_buffers
+from torchtitan.models.parametrization import Scaling, mup
 from torchtitan.optim.in_backward import StepInBackward
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.parameters import check_groups
@@ -89,6 +91,8 @@ class Engine:
         parameters: parameter count of the full model.
         flops_per_token: of the full model, forward and backward.
         calls: by path, how often a linear layer runs per forward pass, if not once.
+        scalings: factors on the initial values and learning rate of each parameter of the full model, by name; None
+            unless `model.parametrization` is mup.
         expert_statistics: of the last step, as `expert_balance.balance_experts` returns them.
         converted_model: the full model as text, for model.print_after_conversion; "" without it.
     """
@@ -111,7 +115,12 @@ class Engine:
     flops_per_token: float
     calls: dict[str, int]
     converted_model: str
+    scalings: dict[str, Scaling] | None = None
     expert_statistics: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def init_factor(self, name: str) -> float:
+        """The factor on the initial values of a parameter."""
+        return 1.0 if self.scalings is None else self.scalings[name].init
 
 
 def allocate(model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
@@ -163,6 +172,10 @@ def build_engine(
     else:
         model, converters = convert(config)
     check_groups(model, config.optimizer)
+    scalings = None
+    if config.model.parametrization == "mup":
+        with torch.device("meta"):
+            scalings = mup(model, spec.build(find_base_args(config.model, args)))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     unused = sum(mixture.unused_parameters for mixture in mixtures(model).values())
@@ -212,7 +225,7 @@ def build_engine(
     # Muon orthogonalizes in the dtype of the model's GEMMs.
     compute_dtype = getattr(torch, training.mixed_precision_param)
     optimizer = build_optimizer(
-        model, config.optimizer, training.seed, lambda section: getattr(config, section), compute_dtype
+        model, config.optimizer, training.seed, lambda section: getattr(config, section), compute_dtype, scalings
     )
     early = config.optimizer.early_step_in_backward
 
@@ -237,6 +250,7 @@ def build_engine(
         ),
         calls=calls,
         converted_model=converted_model,
+        scalings=scalings,
     )
 
 

@@ -1,5 +1,7 @@
 """Sizes of the configured model."""
 
+from dataclasses import replace
+
 from torchtitan.config.training import Model
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import ConfigError
@@ -30,3 +32,21 @@ def find_model_args(model: Model, vocab_size: int | None = None) -> ModelArgs:
             f"vocabulary of {args.vocab_size}; use the tokenizer of this model."
         )
     return args
+
+
+def describe_parametrization(model: Model) -> str:
+    """In the identity of a checkpoint."""
+    return model.parametrization if model.parametrization == "standard" else f"mup with base {model.mup_base_flavor}"
+
+
+def find_base_args(model: Model, args: ModelArgs) -> ModelArgs:
+    """Sizes of muP's base model, with the vocabulary and tying of the model itself.
+
+    Args:
+        args: sizes of the model.
+
+    Raises:
+        ConfigError: there is no such flavor.
+    """
+    base = MODELS.get(model.name).flavor(model.mup_base_flavor, "model.mup_base_flavor")
+    return replace(base, vocab_size=args.vocab_size, tied_embeddings=args.tied_embeddings)

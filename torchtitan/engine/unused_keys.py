@@ -54,6 +54,7 @@ def _groups(config: JobConfig) -> list[Group]:
             for section, name in sections.items()
             if section
         ),
+        Group(config.model.parametrization != "mup", "model", ("mup_base_flavor",), "model.parametrization = mup"),
         Group(not config.validation.enabled, "validation", ("freq", "steps", "sample_prompts"), "validation.enabled"),
         Group(
             not config.validation.enabled and not config.evaluation.tasks,

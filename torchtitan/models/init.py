@@ -11,7 +11,12 @@ from torchtitan.parallel.sharded_tensors import shard_box
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, std_of: Callable[[str], float | None], seed: int) -> None:
+def init_weights(
+    model: nn.Module,
+    std_of: Callable[[str], float | None],
+    seed: int,
+    factor_of: Callable[[str], float] = lambda name: 1.0,
+) -> None:
     """Draws every parameter from a normal distribution truncated at three standard deviations.
 
     Each parameter has its own generator, seeded by `seed` and the parameter's name, and is drawn in full before a rank
@@ -23,16 +28,17 @@ def init_weights(model: nn.Module, std_of: Callable[[str], float | None], seed: 
         model: materialized; its parameters are plain tensors or DTensors.
         std_of: maps a parameter name to its standard deviation; None fills with 1.
         seed: of the run.
+        factor_of: maps a parameter name to the factor on its initial values, those filled with 1 included.
     """
     for name, parameter in model.named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
         std = std_of(name)
         if std is None:
-            parameter.fill_(1.0)
+            parameter.fill_(factor_of(name))
             continue
         generator = torch.Generator(device=parameter.device).manual_seed(_seed(seed, name))
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-        nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
+        nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator).mul_(factor_of(name))
         if isinstance(parameter, DTensor):
             parameter.to_local().copy_(local_shard(full, parameter))
         else:

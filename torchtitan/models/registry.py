@@ -43,13 +43,11 @@ class ModelSpec:
     parallelize: Callable[..., None] = parallelize
     hf: HuggingFaceNaming | None = None
 
-    def flavor(self, name: str) -> ModelArgs:
-        """The sizes called `name`, or a ConfigError that lists the known names."""
+    def flavor(self, name: str, key: str = "model.flavor") -> ModelArgs:
+        """The sizes called `name`, or a ConfigError that names the key and lists the known names."""
         if name not in self.flavors:
             known = list(self.flavors)
-            raise ConfigError(
-                f"model.flavor: unknown flavor {name!r}{nearest(name, known)}; known: {', '.join(known)}."
-            )
+            raise ConfigError(f"{key}: unknown flavor {name!r}{nearest(name, known)}; known: {', '.join(known)}.")
         return self.flavors[name]
 
 

@@ -1,7 +1,7 @@
 """Optimizers by name."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from torchtitan.compat.optimizers import fused_step
 from torchtitan.config.training import Optimizer
+from torchtitan.models.parametrization import Scaling
 from torchtitan.optim.combined import CombinedOptimizer, parts_of
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.low_bit import LowBitOptimizer
@@ -76,9 +77,8 @@ def _build_low_bit(
 
 def _build_muon(kind: type[Muon], parameters: Sequence[NamedParameter], config: Optimizer) -> torch.optim.Optimizer:
     """Muon for matrices in blocks, AdamW for the rest, or as `[[optimizer.group]]` says."""
-    usual = {one: "Muon" if one.role == "matrix" else "AdamW" for one in parameters}
-    matrices = [one for one in parameters if (one.algorithm or usual[one]) == "Muon"]
-    others = [one for one in parameters if (one.algorithm or usual[one]) == "AdamW"]
+    matrices = [one for one in parameters if _updated_by_muon(one, config)]
+    others = [one for one in parameters if not _updated_by_muon(one, config)]
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         muon = kind(
@@ -116,12 +116,24 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
 )
 
 
+def _updated_by_muon(one: NamedParameter, config: Optimizer) -> bool:
+    usual = "Muon" if config.name in MUON_OPTIMIZERS and one.role == "matrix" else "AdamW"
+    return (one.algorithm or usual) == "Muon"
+
+
+def _scaled(one: NamedParameter, config: Optimizer, scaling: Scaling) -> NamedParameter:
+    """The settings of a parameter under muP. lr x weight_decay, the fraction that a step takes off a weight, stays."""
+    factor = scaling.muon if _updated_by_muon(one, config) else scaling.adamw
+    return replace(one, lr=one.lr * factor, weight_decay=one.weight_decay / factor, eps=one.eps * scaling.eps)
+
+
 def build_optimizer(
     model: nn.Module,
     config: Optimizer,
     seed: int = 0,
     section_of: Callable[[str], Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    scalings: Mapping[str, Scaling] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer for this rank's parameters of the model. Muon's is collective.
 
@@ -129,10 +141,14 @@ def build_optimizer(
         seed: for stochastic rounding.
         section_of: from a section's name to its content; default: `config` for every name.
         dtype: in which Muon orthogonalizes.
+        scalings: factors of each parameter, by name (`models.parametrization.mup`); None: no factors.
     """
     entry = OPTIMIZERS.get(config.name)
     section = section_of(entry.section) if section_of else config
-    optimizer = entry.build(named_parameters(model, config), section)
+    parameters = named_parameters(model, config)
+    if scalings is not None:
+        parameters = [_scaled(one, config, scalings[one.name]) for one in parameters]
+    optimizer = entry.build(parameters, section)
     if config.ema_decay is not None:
         average = WeightAverage(model.parameters(), config.ema_decay, config.lr)
         optimizer = CombinedOptimizer([*parts_of(optimizer), average])

@@ -25,6 +25,7 @@ class NamedParameter:
     Attributes:
         name: in the full model, such as "layers.0.attention.wq.weight".
         lr: peak learning rate.
+        eps: of AdamW.
         algorithm: "Muon" or "AdamW" if `[[optimizer.group]]` says so, for optimizers that have several.
     """
 
@@ -34,6 +35,7 @@ class NamedParameter:
     lr: float
     weight_decay: float
     betas: tuple[float, float]
+    eps: float
     algorithm: str | None = None
 
 
@@ -64,7 +66,7 @@ def groups_of(name: str, config: Optimizer) -> list[OptimizerGroup]:
 
 def _settings(
     name: str, role: Role, config: Optimizer
-) -> tuple[float, float, tuple[float, float], Literal["Muon", "AdamW"] | None]:
+) -> tuple[float, float, tuple[float, float], float, Literal["Muon", "AdamW"] | None]:
     without_decay = role in [WITHOUT_DECAY[kind] for kind in config.no_weight_decay]
     settings: dict[str, Any] = {
         "lr": config.lr,
@@ -75,7 +77,8 @@ def _settings(
     }
     for group in groups_of(name, config):
         settings |= {key: value for key in settings if (value := getattr(group, key)) is not None}
-    return settings["lr"], settings["weight_decay"], (settings["beta1"], settings["beta2"]), settings["algorithm"]
+    betas = (settings["beta1"], settings["beta2"])
+    return settings["lr"], settings["weight_decay"], betas, config.eps, settings["algorithm"]
 
 
 def check_groups(model: nn.Module, config: Optimizer) -> None:
@@ -112,9 +115,9 @@ def parameter_groups(parameters: Iterable[NamedParameter], *settings: str) -> li
     """Parameter groups for an optimizer of torch: parameters with equal settings together.
 
     Args:
-        settings: those that the optimizer knows, of "lr", "weight_decay" and "betas"; default: all.
+        settings: those that the optimizer knows, of "lr", "weight_decay", "betas" and "eps"; default: all.
     """
-    keys = settings or tuple(field.name for field in fields(NamedParameter)[3:6])
+    keys = settings or tuple(field.name for field in fields(NamedParameter)[3:7])
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in parameters:
         values = tuple(getattr(one, key) for key in keys)

@@ -1,0 +1,170 @@
+"""muP: initial values and learning rates that follow from those of a base model, so that one learning rate suits every
+width and depth (docs/mup.md).
+
+In papers, constants also multiply the output and the branches of the residual stream. To multiply what a layer returns
+is to multiply its initial weight and, since Adam and Muon ignore the scale of gradients, its learning rate (arXiv
+2203.03466, lemma J.1). Here all constants are there, so the model itself is like any other.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import nn
+
+from torchtitan.errors import ConfigError
+from torchtitan.protocols import Decoder
+
+LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Factors of one parameter.
+
+    Attributes:
+        init: on its initial values.
+        adamw, muon: on its learning rate under that algorithm.
+        eps: on AdamW's eps.
+    """
+
+    init: float = 1.0
+    adamw: float = 1.0
+    muon: float = 1.0
+    eps: float = 1.0
+
+
+class Powers(NamedTuple):
+    """Exponents of a factor.
+
+    Attributes:
+        width: of this model's width divided by the base model's.
+        depth: of this model's layers divided by the base model's.
+    """
+
+    width: float = 0
+    depth: float = 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one kind of parameter scales. The width of `init` and `lr` is the parameter's fan-in, that of `eps` the width
+    of the residual stream.
+
+    Attributes:
+        init: standard deviation.
+        lr: AdamW's learning rate; of Muon's, only the depth.
+        eps: AdamW's, which is as small as the gradient.
+    """
+
+    init: Powers
+    lr: Powers
+    eps: Powers
+
+
+RULES = {
+    "embedding": Rule(init=Powers(0), lr=Powers(0), eps=Powers(-1)),
+    "matrix": Rule(init=Powers(-1 / 2), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
+    "matrix at the end of a branch": Rule(init=Powers(-1 / 2, -1 / 2), lr=Powers(-1, -1), eps=Powers(-1)),
+    "router": Rule(init=Powers(-1), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
+    "vector in a block": Rule(init=Powers(0), lr=Powers(0, -1 / 2), eps=Powers(-1, -1 / 2)),
+    "other vector": Rule(init=Powers(0), lr=Powers(0), eps=Powers(-1)),
+    "norm before a tied output": Rule(init=Powers(-1), lr=Powers(-1), eps=Powers(0)),
+    "output": Rule(init=Powers(-1), lr=Powers(-1), eps=Powers(0)),
+}
+"""Width: arXiv 2203.03466, table 3. Depth: 2309.16620, where 1 / sqrt(depth) multiplies each branch of the residual
+stream. Learning rates and eps of AdamW for both: 2505.01618, table 1 with alpha = 1/2."""
+
+
+def mup(model: Decoder, base: Decoder) -> dict[str, Scaling]:
+    """The factors on initial values and learning rates of each parameter of `model`, by name. They are 1 if it has the
+    sizes of `base`.
+
+    A layer compares with the base model's layer at the same relative depth, whose initial values it gets, since initial
+    values depend on the layer's number.
+
+    Args:
+        model, base: complete, of the same family; the parameters may be on the meta device.
+
+    Raises:
+        ConfigError: the base model has no parameter of this name, or head_dim differs and nothing can carry the factor.
+    """
+    parameters, theirs = dict(model.named_parameters()), dict(base.named_parameters())
+    layers, base_layers = model.args.n_layers, base.args.n_layers
+    depth = layers / base_layers
+    width = model.args.dim / base.args.dim
+    # Attention logits are divided by head_dim, not by its root.
+    queries = (base.args.head_dim / model.args.head_dim) ** 0.5
+    carriers = _scale_of_queries(parameters)
+    if queries != 1 and not carriers:
+        raise ConfigError(
+            "model.parametrization = mup changes the scale of queries, but this model family has no weights called wq "
+            "or q_norm; choose a model.mup_base_flavor with the same head_dim."
+        )
+    found = {}
+    for name, parameter in parameters.items():
+        like = _counterpart(name, theirs, base_layers, layers)
+        rule = RULES[_kind(name, parameter, model.args.tied_embeddings)]
+        ours, std = parameter.shape, model.init_std(name)
+        fan_in = ours[-1] / theirs[like].shape[-1]
+        init = fan_in**rule.init.width * depth**rule.init.depth
+        if std is not None:
+            init *= (base.init_std(like) or std) / std
+        adamw = fan_in**rule.lr.width * depth**rule.lr.depth
+        muon = depth**rule.lr.depth
+        if len(ours) > 1 and not name.startswith("tok_embeddings."):
+            muon *= _size_of_muon(ours) / _size_of_muon(theirs[like].shape)
+        scaling = Scaling(init, adamw, muon, eps=width**rule.eps.width * depth**rule.eps.depth)
+        if name in carriers:
+            scaling = replace(
+                scaling, init=init * queries, adamw=adamw * queries, muon=muon * queries, eps=scaling.eps / queries
+            )
+        found[name] = scaling
+    return found
+
+
+def _kind(name: str, parameter: nn.Parameter, tied: bool) -> str:
+    """The rule of a parameter."""
+    match name.split("."):
+        case ["tok_embeddings", *_]:
+            return "embedding"
+        case ["norm", *_] if tied:
+            return "norm before a tied output"
+        case ["layers", *_] if parameter.ndim < 2:
+            return "vector in a block"
+        case ["layers", *_, "wo" | "w2", "weight"]:
+            return "matrix at the end of a branch"
+        case ["layers", *_, "router", "gate", "weight"]:
+            return "router"
+        case ["layers", *_]:
+            return "matrix"
+    return "other vector" if parameter.ndim < 2 else "output"
+
+
+def _size_of_muon(shape: tuple[int, ...]) -> float:
+    """A learning rate at which Muon's update, an orthogonal matrix times 0.2 sqrt(max(rows, columns)), has the spectral
+    norm sqrt(rows / columns) times a constant, and so changes activations equally at any width (arXiv 2310.17813)."""
+    rows, columns = shape[-2:]
+    return float((rows / columns / max(rows, columns)) ** 0.5)
+
+
+def _scale_of_queries(parameters: Mapping[str, object]) -> set[str]:
+    """The parameters that the scale of queries is proportional to."""
+    norms = {name for name in parameters if name.endswith(".q_norm.weight")}
+    return norms or {name for name in parameters if name.endswith(".wq.weight")}
+
+
+def _counterpart(name: str, theirs: Mapping[str, object], base_layers: int, layers: int) -> str:
+    """The base model's name of a parameter: in the layer at the same relative depth, or in the nearest that has it."""
+    found = LAYER.fullmatch(name)
+    if found is None:
+        candidates = [name]
+    else:
+        place = int(found[1]) * base_layers // layers
+        numbers = sorted(range(base_layers), key=lambda number: abs(number - place))
+        candidates = [f"layers.{number}.{found[2]}" for number in numbers]
+    like = next((candidate for candidate in candidates if candidate in theirs), None)
+    if like is None:
+        raise ConfigError(f"model.mup_base_flavor: this flavor has no {name}; choose one with the same parts.")
+    return like
