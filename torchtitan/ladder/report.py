@@ -15,6 +15,7 @@ from torchtitan.ladder.runs import Rung, expected_seconds
 from torchtitan.ladder.shapes import short
 from torchtitan.metrics.flops import find_peak
 
+MUCH_SCATTER = 0.01
 USUAL_MFU = 0.2  # for the expected time, while no run is finished
 
 
@@ -79,15 +80,10 @@ def report(ladder: Ladder, folder: Path) -> None:
 def sentences(law: Fit, target: Rung, predicted: Interval, measured: float | None) -> list[str]:
     """The law and the prediction in words."""
     constants = (f"{name} {one.value:.3g} ({one.low:.3g} to {one.high:.3g})" for name, one in law.constants.items())
-    lines = [
-        f"L = {law.formula}: {', '.join(constants)}; scatter of the runs {law.error:.2%}.",
-        f"{short(target.shape.parameters)} parameters, {short(target.tokens)} tokens: predicted {predicted.value:.4f} "
-        f"bits per byte ({CONFIDENCE:.0%} interval: {predicted.low:.4f} to {predicted.high:.4f})"
-        + (
-            f"; measured {measured:.4f}: the prediction is off by {predicted.value / measured - 1:+.2%}"
-            if measured
-            else ""
-        )
-        + ".",
+    much = " The law does not describe them well: see the picture." if law.error > MUCH_SCATTER else ""
+    off = f"; measured {measured:.4f}, from which it is {predicted.value / measured - 1:+.2%} off" if measured else ""
+    return [
+        f"L = {law.formula}: {', '.join(constants)}. The runs scatter by {law.error:.2%}.{much}",
+        f"{short(target.shape.parameters)} parameters, {short(target.tokens)} tokens: prediction {predicted.value:.4f} "
+        f"bits per byte ({CONFIDENCE:.0%} interval {predicted.low:.4f} to {predicted.high:.4f}){off}.",
     ]
-    return lines
