@@ -171,7 +171,8 @@ def run(rung: Rung) -> None:
         sys.exit(128 + stopped[0])
     if status or rung.loss() is None:
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-        raise UserError("\n".join([f"the run {rung.folder.name} did not finish; {log} ends with:", *tail]))
+        failed = f"the run {rung.folder.name} failed, or its loss is not finite; {log} ends with:"
+        raise UserError("\n".join([failed, *tail]))
 
 
 def expected_seconds(
