@@ -33,6 +33,11 @@ class Model:
         ),
     ] = "llama3"
     flavor: Annotated[str, Doc("Size within the family, such as debugmodel, 1B, 8B or 70B.")] = "debugmodel"
+    dim: Annotated[
+        PositiveInt | None,
+        Doc("Width; heads and feed-forward grow with it, from those of the flavor. none: the flavor's."),
+    ] = None
+    n_layers: Annotated[PositiveInt | None, Doc("Number of layers; none: the flavor's.")] = None
     parametrization: Annotated[
         Literal["standard", "mup"],
         Doc(

@@ -12,7 +12,7 @@ from torchtitan.config.manager import read_toml
 from torchtitan.config.system import Parallelism
 from torchtitan.converters import CONVERTERS
 from torchtitan.data.datasets import DATASETS
-from torchtitan.engine.model_args import find_model_args
+from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.engine.precision_phases import parse_phases
 from torchtitan.engine.unused_keys import unused_keys
 from torchtitan.errors import ConfigError, UserError, nearest
@@ -37,7 +37,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
         ConfigError: with one sentence per mistake.
     """
     problems: list[str] = []
-    _collect(problems, lambda: MODELS.get(config.model.name).flavor(config.model.flavor))
+    _collect(problems, lambda: sizes_of(config.model))
     _collect(problems, lambda: OPTIMIZERS.get(config.optimizer.name))
     for name in config.model.converters:
         _collect(problems, lambda name=name: CONVERTERS.get(name))  # type: ignore[misc]
@@ -90,7 +90,7 @@ def _collect(problems: list[str], attempt: Callable[[], object]) -> None:
 def _check_export(config: JobConfig) -> None:
     """Whether the model of the last step can be published; better now than after the run."""
     spec = MODELS.get(config.model.name)
-    args = spec.flavor(config.model.flavor)
+    args = sizes_of(config.model)
     key = "checkpoint.last_save_in_hf"
     try:
         if spec.hf is not None:
@@ -407,6 +407,12 @@ def _check_dump_folder(config: JobConfig, problems: list[str]) -> None:
     except ConfigError:
         return  # truncated by a crash; the run rewrites it
     mine = config.model
+    sizes = ("none" if size is None else size for size in (mine.dim, mine.n_layers))
+    if [theirs.get(key, "none") for key in ("dim", "n_layers")] != [*sizes]:
+        problems.append(
+            f"job.dump_folder: {folder} belongs to a run with another model.dim or model.n_layers; choose another "
+            "--job.dump_folder."
+        )
     if (theirs.get("name"), theirs.get("flavor")) != (mine.name, mine.flavor):
         problems.append(
             f"job.dump_folder: {folder} belongs to a run of {theirs.get('name')} {theirs.get('flavor')}, but this run "

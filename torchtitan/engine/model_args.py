@@ -1,5 +1,6 @@
 """Sizes of the configured model."""
 
+import math
 from dataclasses import replace
 
 from torchtitan.config.training import Model
@@ -8,9 +9,44 @@ from torchtitan.errors import ConfigError
 from torchtitan.models import MODELS
 from torchtitan.protocols import ModelArgs
 
+GROW_WITH_WIDTH = ("n_heads", "n_kv_heads", "ffn_dim")
+
+
+def sizes_of(model: Model) -> ModelArgs:
+    """Sizes of the flavor, with `model.dim` and `model.n_layers` in place of its own.
+
+    Raises:
+        ConfigError: there is no such model or flavor, or it does not come in this width.
+    """
+    args = MODELS.get(model.name).flavor(model.flavor)
+    if model.dim is not None and model.dim != args.dim:
+        args = with_width(args, model.dim)
+    return args if model.n_layers is None else replace(args, n_layers=model.n_layers)
+
+
+def width_unit(args: ModelArgs) -> int:
+    """The widths that `with_width` takes are the multiples of this."""
+    return args.dim // math.gcd(args.dim, *(getattr(args, name) for name in GROW_WITH_WIDTH))
+
+
+def with_width(args: ModelArgs, dim: int) -> ModelArgs:
+    """The sizes at another width: as many channels in a head, and heads and feed-forward in the same ratio to it.
+
+    Raises:
+        ConfigError: heads or feed-forward would not be whole numbers, or the model has experts.
+    """
+    if hasattr(args, "moe") or not all(hasattr(args, name) for name in GROW_WITH_WIDTH):
+        raise ConfigError("model.dim: only dense models can have another width than their flavor; unset it.")
+    if dim % width_unit(args):
+        raise ConfigError(
+            f"model.dim = {dim}: heads and feed-forward of this flavor are whole at multiples of {width_unit(args)}; "
+            "use one of them."
+        )
+    return replace(args, dim=dim, **{name: getattr(args, name) * dim // args.dim for name in GROW_WITH_WIDTH})
+
 
 def find_model_args(model: Model, vocab_size: int | None = None) -> ModelArgs:
-    """Sizes of the flavor; the vocabulary size is the tokenizer's if the flavor does not set it.
+    """Sizes of the model; the vocabulary size is the tokenizer's if the flavor does not set it.
 
     Args:
         vocab_size: the tokenizer's. If None, the tokenizer is read if the flavor needs it.
@@ -19,7 +55,7 @@ def find_model_args(model: Model, vocab_size: int | None = None) -> ModelArgs:
         ConfigError: there is no such model or flavor, or the tokenizer has too many tokens for it.
         DataError: the tokenizer is needed and cannot be used.
     """
-    args = MODELS.get(model.name).flavor(model.flavor)
+    args = sizes_of(model)
     if vocab_size is None:
         if args.vocab_size is not None:
             return args

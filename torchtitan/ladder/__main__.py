@@ -1,0 +1,68 @@
+"""Trains small models and predicts the loss of a large one.
+
+python -m torchtitan.ladder FILE.toml --sizes 0.3M,0.6M,1.2M,3M --tokens-per-parameter 5,10,20 --predict 10M \\
+    [--section.key=value ...]
+
+Each run has a TOML file in the folder, resumes from its checkpoints, and is not repeated once it is finished. Results:
+ladder.txt, ladder.json, ladder.png. Sizes do not count the embedding and the output layer. Further flags are the runs';
+NGPU is the number of processes, as for run_train.sh.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.extension import import_user_module
+from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
+from torchtitan.launcher.imports import quick_imports
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", metavar="FILE.toml")
+    parser.add_argument("--sizes", required=True, help="parameters to train, such as 0.3M,0.6M,1.2M,3M")
+    tokens = parser.add_mutually_exclusive_group()
+    tokens.add_argument("--tokens-per-parameter", default="20", help="one or several (default: %(default)s)")
+    tokens.add_argument("--tokens", help="instead: the same tokens for each size, one or several")
+    parser.add_argument("--predict", required=True, help="parameters to predict, at the most tokens (per parameter)")
+    parser.add_argument("--folder", type=Path, help="default: job.dump_folder")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan only")
+    parser.add_argument("--verify", action="store_true", help="finally train the predicted size too")
+    arguments, flags = parser.parse_known_args()
+    try:
+        climb(arguments, ConfigManager().parse_args([f"--job.config_file={arguments.file}", *flags]))
+    except UserError as error:
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        print("\n".join(f"Error: {problem}" for problem in problems), file=sys.stderr)
+        sys.exit(EXIT_STATUS)
+
+
+def climb(arguments: argparse.Namespace, config: JobConfig) -> None:
+    """Plans, trains, fits and predicts."""
+    with quick_imports():
+        from torchtitan.ladder.plan import plan
+        from torchtitan.ladder.report import report, table, time_left
+        from torchtitan.ladder.runs import run, write_files
+
+    if config.experimental.custom_import:
+        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    ladder = plan(arguments, config)
+    runs = [*ladder.by_cost, *([ladder.target] if arguments.verify else [])]
+    print(table(runs))
+    print(time_left(ladder, runs), flush=True)
+    if arguments.dry_run:
+        return
+    write_files(runs)
+    for rung in runs:
+        if rung.loss() is None:
+            print(f"{rung.folder.name}: training; see {rung.file.with_suffix('.log')}", flush=True)
+            run(rung)
+            print(f"{rung.folder.name}: {rung.loss():.4f} bits per byte. {time_left(ladder, runs)}", flush=True)
+    report(ladder, arguments.folder or Path(config.job.dump_folder))
+
+
+if __name__ == "__main__":
+    main()

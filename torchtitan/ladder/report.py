@@ -1,0 +1,89 @@
+"""What a ladder prints and writes."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchtitan.device import find_device
+from torchtitan.ladder.fit import CONFIDENCE, Fit, Interval, Row, fit
+from torchtitan.ladder.picture import draw
+from torchtitan.ladder.plan import Ladder
+from torchtitan.ladder.runs import Rung, expected_seconds
+from torchtitan.ladder.shapes import short
+from torchtitan.metrics.flops import find_peak
+
+MUCH_SCATTER = 0.01
+USUAL_MFU = 0.2  # for the expected time, while no run is finished
+
+
+def table(runs: Sequence[Rung]) -> str:
+    """A line for each run."""
+    rows = [["run", "parameters", "layers", "width", "tokens", "steps", "lr", "FLOPs", "bits per byte"]]
+    for one in runs:
+        shape, loss = one.shape, one.loss()
+        sizes = [short(shape.parameters), str(shape.n_layers), str(shape.dim), short(one.tokens)]
+        training = [f"{one.config.training.steps:,}", f"{one.config.optimizer.lr:.2e}", f"{one.flops:.2e}"]
+        rows.append([one.folder.name, *sizes, *training, "" if loss is None else f"{loss:.4f}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+
+
+def time_left(ladder: Ladder, runs: Sequence[Rung]) -> str:
+    """One sentence on how long the remaining runs take."""
+    finished = [one for one in runs if one.loss() is not None]
+    left = [one for one in runs if one not in finished]
+    if not left:
+        return "All runs are finished."
+    rate = None
+    if not finished:
+        device = find_device(0)
+        peak = find_peak(device.type, device.name, torch.bfloat16)
+        rate = peak.flops * ladder.processes * USUAL_MFU if peak else None
+    seconds = expected_seconds(left, finished, ladder.processes, rate)
+    source = "at the speed of the finished runs" if finished else f"at an MFU of {USUAL_MFU:.0%}, until a run shows it"
+    time = "unknown" if seconds is None else f"{seconds / 60:,.0f} min, {source}"
+    return f"{len(left)} runs left, {sum(one.flops for one in left):.2e} FLOPs; expected time: {time}."
+
+
+def report(ladder: Ladder, folder: Path) -> None:
+    """Fits, predicts, and writes ladder.txt, ladder.json and ladder.png."""
+    series = {name: [one.row() for one in rungs] for name, rungs in ladder.rungs.items()}
+    law = fit([row for rows in series.values() for row in rows])
+    target = ladder.target
+    predicted = law.predict(target.shape.parameters, target.tokens)
+    measured = target.loss()
+    text = "\n".join([table([*ladder.by_cost, target]), "", *sentences(law, target, predicted, measured)])
+    print(f"\n{text}")
+    (folder / "ladder.txt").write_text(f"{text}\n", encoding="utf-8")
+    content = {
+        "runs": [{"name": one.folder.name, **dataclasses.asdict(one.row())} for one in ladder.by_cost],
+        "law": law.formula,
+        "constants": {name: dataclasses.asdict(constant) for name, constant in law.constants.items()},
+        "confidence": CONFIDENCE,
+        "error": law.error,
+        "prediction": {
+            "parameters": target.shape.parameters,
+            "tokens": target.tokens,
+            **dataclasses.asdict(predicted),
+            "measured": measured,
+        },
+    }
+    (folder / "ladder.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    place = Row(target.shape.parameters, target.tokens, predicted.value)
+    draw(series, law, place, predicted, measured, folder / "ladder.png")
+    print(f"wrote {folder / 'ladder.txt'}, ladder.json, ladder.png")
+
+
+def sentences(law: Fit, target: Rung, predicted: Interval, measured: float | None) -> list[str]:
+    """The law and the prediction in words."""
+    constants = (f"{name} {one.value:.3g} ({one.low:.3g} to {one.high:.3g})" for name, one in law.constants.items())
+    much = " The law does not describe them well: see the picture." if law.error > MUCH_SCATTER else ""
+    off = f"; measured {measured:.4f}, from which it is {predicted.value / measured - 1:+.2%} off" if measured else ""
+    return [
+        f"L = {law.formula}: {', '.join(constants)}. The runs scatter by {law.error:.2%}.{much}",
+        f"{short(target.shape.parameters)} parameters, {short(target.tokens)} tokens: prediction {predicted.value:.4f} "
+        f"bits per byte ({CONFIDENCE:.0%} interval {predicted.low:.4f} to {predicted.high:.4f}){off}.",
+    ]

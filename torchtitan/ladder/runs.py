@@ -1,0 +1,193 @@
+"""The runs of a ladder: a TOML file each, started as a user starts them."""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from torchtitan.config import ConfigManager, JobConfig, to_toml
+from torchtitan.engine.model_args import sizes_of
+from torchtitan.errors import ConfigError, UserError
+from torchtitan.evaluation.find_tasks import HELD_OUT
+from torchtitan.ladder.fit import Row
+from torchtitan.ladder.shapes import Shape, short
+
+SCRIPT = Path(__file__).resolve().parents[2] / "run_train.sh"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One run of the ladder.
+
+    Attributes:
+        size: as asked for, such as "0.3M".
+        tokens: D, a whole number of steps.
+        config: what is trained; its TOML file lies beside its dump folder.
+    """
+
+    size: str
+    shape: Shape
+    tokens: int
+    config: JobConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.job.dump_folder)
+
+    @property
+    def flops(self) -> float:
+        return self.shape.flops_per_token * self.tokens
+
+    @property
+    def file(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.toml")
+
+    def entries(self) -> list[dict[str, object]]:
+        """The lines of metrics.jsonl so far."""
+        path = self.folder / "metrics.jsonl"
+        found = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue  # the line that a killed run was writing
+        return found
+
+    def loss(self) -> float | None:
+        """Held-out bits per byte after the last step, the mean over the sources of a mixture; None if not there."""
+        last = [entry for entry in self.entries() if entry.get("step") == self.config.training.steps]
+        found = {
+            key: value
+            for entry in last
+            for key, value in entry.items()
+            if key.startswith(HELD_OUT) and key.endswith("/bits_per_byte") and isinstance(value, float)
+        }
+        return statistics.fmean(found.values()) if found else None
+
+    def flops_per_second(self, processes: int) -> float | None:
+        """The median over its reports; None if it has not trained."""
+        rates = [rate for entry in self.entries() if isinstance(rate := entry.get("tokens_per_second"), float | int)]
+        return statistics.median(rates) * processes * self.shape.flops_per_token if rates else None
+
+    def row(self) -> Row:
+        """For the fit; the run must be finished."""
+        loss = self.loss()
+        assert loss is not None
+        return Row(self.shape.parameters, self.tokens, loss)
+
+
+def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, batch: int, folder: Path) -> Rung:
+    """The run of this shape over about `tokens` tokens. From `config` it differs in:
+
+    - the learning rate (and those of optimizer.group), inversely proportional to the width: muP's rule for Adam and
+      matrices (arXiv 2203.03466, table 3); with model.parametrization = mup it stays, and the model does the rest;
+    - the warm-up, which takes the same share of the steps; the decay is a share anyway;
+    - the batch, stated as a number of sequences, so that it does not depend on the number of processes;
+    - checkpoints, and an evaluation of held-out text after the last step.
+
+    Args:
+        batch: sequences of an optimizer step.
+    """
+    training, scheduler, optimizer = config.training, config.lr_scheduler, config.optimizer
+    steps = max(1, round(tokens / (batch * training.seq_len)))
+    narrower = 1.0 if config.model.parametrization == "mup" else sizes_of(config.model).dim / shape.dim
+    groups = [group if group.lr is None else replace(group, lr=group.lr * narrower) for group in optimizer.group]
+    name = f"{size}-{short(tokens)}"
+    changed = replace(
+        config,
+        job=replace(
+            config.job,
+            config_file=str(folder / f"{name}.toml"),
+            dump_folder=str(folder / name),
+            description=f"{size} parameters, {short(tokens)} tokens",
+        ),
+        model=replace(config.model, dim=shape.dim, n_layers=shape.n_layers),
+        optimizer=replace(optimizer, lr=optimizer.lr * narrower, group=groups),
+        lr_scheduler=replace(
+            scheduler, warmup_steps=min(steps, round(scheduler.warmup_steps * steps / training.steps))
+        ),
+        training=replace(training, steps=steps, global_batch_size=batch),
+        validation=replace(config.validation, enabled=True, freq=steps),
+        evaluation=replace(config.evaluation, tasks=[HELD_OUT], freq=steps),
+        checkpoint=replace(config.checkpoint, enable_checkpoint=True),
+    )
+    return Rung(size, shape, steps * batch * training.seq_len, changed)
+
+
+def write_files(rungs: Iterable[Rung]) -> None:
+    """Writes the TOML files.
+
+    Raises:
+        ConfigError: the folder has runs of another configuration.
+    """
+    for rung in rungs:
+        if rung.file.exists():
+            if ConfigManager().parse_args([f"--job.config_file={rung.file}"]) != rung.config:
+                raise ConfigError(
+                    f"{rung.file} is of a ladder with another configuration; choose another --folder, or remove it."
+                )
+            continue
+        rung.file.parent.mkdir(parents=True, exist_ok=True)
+        rung.file.write_text(to_toml(rung.config), encoding="utf-8")
+
+
+def run(rung: Rung) -> None:
+    """Trains, from the newest checkpoint if there is one. What the run says goes to a .log file beside its folder.
+
+    A signal to stop is passed on; the run saves a checkpoint, and this process exits.
+
+    Raises:
+        UserError: the run failed.
+    """
+    log = rung.file.with_suffix(".log")
+    stopped: list[int] = []
+    with log.open("a", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [str(SCRIPT)],
+            env={**os.environ, "PYTHON": sys.executable, "CONFIG_FILE": str(rung.file)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the run through this process alone, as SIGTERM does
+        )
+
+        def stop(number: int, _: FrameType | None) -> None:
+            stopped.append(number)
+            process.send_signal(signal.SIGTERM)
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            status = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if stopped:
+        print(f"Stopped during {rung.folder.name}. The same command goes on from there.", file=sys.stderr)
+        sys.exit(128 + stopped[0])
+    if status or rung.loss() is None:
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
+        failed = f"the run {rung.folder.name} failed, or its loss is not finite; {log} ends with:"
+        raise UserError("\n".join([failed, *tail]))
+
+
+def expected_seconds(
+    rungs: Sequence[Rung], finished: Sequence[Rung], processes: int, rate: float | None
+) -> float | None:
+    """How long these runs take, each at the FLOP/s of the finished run of the most similar size.
+
+    Args:
+        rate: FLOP/s to assume if no run is finished; None if unknown.
+    """
+    total = 0.0
+    for rung in rungs:
+        nearest = min(finished, key=lambda other: abs(other.shape.parameters - rung.shape.parameters), default=None)
+        speed = nearest.flops_per_second(processes) if nearest else rate
+        if not speed:
+            return None
+        total += rung.flops / speed
+    return total
