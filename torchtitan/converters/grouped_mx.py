@@ -29,7 +29,6 @@ class GroupedMX(NamedTuple):
     emulate: bool
 
 
-@torch.compiler.allow_in_graph  # otherwise the compiler would trace into a tensor subclass
 class GroupedMXMatmul(torch.autograd.Function):
     """x @ weight[expert].T in emulated mxfp8. x: (M, K), weight: (E, N, K), out: (M, N)."""
 
@@ -81,13 +80,25 @@ def with_kernels(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, sett
 
 def _rounded(x: torch.Tensor, settings: GroupedMX) -> torch.Tensor:
     """x rounded to blocks along its last dimension."""
-    from torchtitan.compat.torchao_mx import MXTensor
+    rounded: torch.Tensor = _round_to_blocks(x.contiguous(), settings.scales.name)
+    return rounded
 
-    if not torch.compiler.is_compiling() and x.numel() == 0:  # which torchao refuses; compiled, any number will do
-        return x
-    rounded = MXTensor.to_mx(x.contiguous(), torch.float8_e4m3fn, BLOCK, settings.scales)
+
+# A custom operator, because torchao's code depends on the number of rows, which the compiler does not know.
+@torch.library.custom_op("torchtitan::round_to_mx_blocks", mutates_args=())
+def _round_to_blocks(x: torch.Tensor, scales: str) -> torch.Tensor:
+    from torchtitan.compat.torchao_mx import MXTensor, ScaleCalculationMode
+
+    if x.numel() == 0:
+        return x.clone()
+    rounded = MXTensor.to_mx(x, torch.float8_e4m3fn, BLOCK, ScaleCalculationMode[scales])
     high: torch.Tensor = rounded.dequantize(x.dtype)
     return high
+
+
+@_round_to_blocks.register_fake
+def _(x: torch.Tensor, scales: str) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 class GroupedMXLinear(GroupedLinear):
