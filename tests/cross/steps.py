@@ -35,7 +35,7 @@ from torchtitan.engine.config_checks import check
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.train_step import train_step
 from torchtitan.kernels import grouped_int8_triton, grouped_rounding_triton, int8_triton, quantize_triton
-from torchtitan.kernels.grouped_8bit import ALIGNMENT
+from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.quantize import SMALLEST_SCALE, WIDEST
 from torchtitan.models import MODELS
 from torchtitan.optim import state_formats

@@ -59,9 +59,8 @@ for rows, columns in [(64, 48), (70, 33), (9, 1000)]:
 
 GROUPED = """
 import torch
-from torchtitan.kernels.grouped_8bit import (
-    ALIGNMENT, grouped_8bit_mm, pad_groups, round_columns_of_rows, round_rows
-)
+from torchtitan.kernels.grouped_8bit import grouped_8bit_mm, pad_groups, round_columns_of_rows, round_rows
+from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.grouped_int8_triton import (
     grouped_int8_gemm, grouped_int8_gemm_over_rows, grouped_kernel, over_rows_kernel
 )
@@ -90,7 +89,8 @@ for counts, n, k in [((32, 64, 32), 64, 96), ((5, 0, 70, 33, 0), 33, 48), ((0, 1
 
 GROUPED_ROUNDING = """
 import torch
-from torchtitan.kernels.grouped_8bit import ALIGNMENT, pad_groups, round_columns_of_rows, round_rows
+from torchtitan.kernels.grouped_8bit import pad_groups, round_columns_of_rows, round_rows
+from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.grouped_rounding_triton import amax_both, round_both
 from torchtitan.kernels.quantize import scale_inverse_of
 

@@ -13,12 +13,10 @@ import torch
 
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
-from torchtitan.kernels.grouped_gemm import rows_of
+from torchtitan.kernels.grouped_gemm import ALIGNMENT, rows_of
 from torchtitan.kernels.matmul_8bit import float8_matmul, int8_matmul
 from torchtitan.kernels.quantize import scale_inverse_of
 from torchtitan.kernels.quantized import Quantized
-
-ALIGNMENT = 16  # rows of an expert for which a GPU sums over rows: 16 bytes, the alignment of its operands
 
 
 def round_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:

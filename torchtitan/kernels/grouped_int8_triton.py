@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchtitan.kernels.grouped_8bit import ALIGNMENT
+from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.grouped_rounding_triton import rows_of_tile
 from torchtitan.kernels.int8_triton import CONFIGS
 
