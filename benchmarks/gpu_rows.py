@@ -97,4 +97,5 @@ def rows_by_worth(models: Sequence[str], names: Sequence[str], smoke: bool) -> l
         if model in models
         and (not names or recipe.name.replace(",", "") in names)
         and (model, recipe) not in everything[:number]
+        and (model, recipe) != (SPARSE, FILTERED)  # which finds no layer large enough
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_rows import BASE, FILTERED, INT8, MODELS, ROWWISE, TENSORWISE, Recipe
+from benchmarks.gpu_rows import BASE, FILTERED, INT8, MODELS, ROWWISE, SPARSE, TENSORWISE, Recipe
 from benchmarks.runs import ROOT
 from benchmarks.tables import markdown
 
@@ -38,7 +38,7 @@ def main() -> None:
     rows = []
     for model in arguments.models.split(","):
         for recipe in RECIPES:
-            if recipe.name.replace(",", "") in arguments.recipes.split(","):
+            if recipe.name.replace(",", "") in arguments.recipes.split(",") and (model, recipe) != (SPARSE, FILTERED):
                 rows.append(row(model, recipe, arguments.gpu))
                 print(f"{rows[-1][:2]} done", file=sys.stderr, flush=True)
     columns = ["model", "recipe", *COLUMNS, "step, ms", "tokens/s", "MFU full", "causal"]

@@ -1,7 +1,8 @@
 """torchao's MX formats, prototypes in 0.18; 0.17 has no `mxfp8_linear`.
 
 - `prototype.moe_training.mxfp8_linear.MXFP8Linear`: the layer
-- `prototype.moe_training.mxfp8_grouped_mm`: the GEMMs of experts, and whether this build has their kernels
+- `prototype.moe_training.mxfp8_grouped_mm`: the GEMMs of experts, `_to_mxfp8_then_scaled_grouped_mm`, and whether this
+  build has their kernels, `_SM100_KERNELS_AVAILABLE`
 - `prototype.mx_formats`: `MXTensor`, `ScaleCalculationMode`: round one tensor, for reports
 - `quantization.quantize_.common.kernel_preference.KernelPreference`: emulation
 """
