@@ -20,7 +20,7 @@ JOBS = {
     "Llama 3 8B on 8 (FSDP 8)": ("llama3_8b", ["--job.simulate_world_size=8"]),
     "Llama 3 70B on 256 (FSDP 32 x TP 8)": ("llama3_70b", ["--job.simulate_world_size=256"]),
     "Llama 3 405B on 512 (FSDP 8 x TP 8 x PP 8)": ("llama3_405b", ["--job.simulate_world_size=512"]),
-    "Qwen3 30B-A3B on 64 (FSDP 64 x EP 8)": ("qwen3_30b_a3b", ["--job.simulate_world_size=64"]),
+    "Qwen3 30B-A3B on 64 (FSDP 64 x EP 8)": ("qwen3_30b_a3b", ["--job.simulate_world_size=64", "--training.compile"]),
     "Qwen3 235B-A22B on 512 (FSDP 64 x PP 8 x EP 8)": ("qwen3_235b_a22b", ["--job.simulate_world_size=512"]),
 }
 PICTURES = ("qwen3_30b_a3b", "qwen3_235b_a22b")
@@ -64,10 +64,10 @@ is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no
   rate). It adds the blocking collectives of tensor, context and expert parallelism, or takes FSDP's collectives if
   these take longer. A 1F1B or GPipe pipeline also fills and drains. Each link carries a byte no more often than
   necessary, in machines of 8. A real step is slower.
-- For a compiled run without a pipeline and without expert parallelism on an H100 or H200, the plan also says what a
-  step is expected to take, by part. The work is counted in the code that the compiler generates for that GPU
-  ([architecture.md](architecture.md)): FLOPs of GEMMs and attention, bytes that generated kernels, uncompiled
-  operations and the update read and write. It is divided by the rates in `torchtitan/plan/step_model.py`, which names
+- For a compiled run without a pipeline on an H100 or H200, the plan also says what a step is expected to take, by part.
+  The work is counted in the code that the compiler generates for that GPU ([architecture.md](architecture.md)): FLOPs of
+  GEMMs and attention, bytes that generated kernels, uncompiled operations and the update read and write. It is divided
+  by the rates in `torchtitan/plan/step_model.py`, which names
   their sources. The host is assumed to keep ahead. This takes a minute or two, and needs the `triton` package (on a
   GPU, torch brings it) and a C++ compiler; where it is not possible, a note says why.
 
