@@ -52,6 +52,8 @@ is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no
   differences. The plan says how many were simulated. `tests/unit/test_plan_extrapolation.py` compares this with full
   simulations. Where extrapolation does not apply (layers that differ, schedules with several stages per rank)
   everything is simulated, which may take minutes.
+- How [Muon](muon.md)'s matrices divide among ranks depends on their number, so its exchanges and FLOPs are computed for
+  all layers, with the optimizer's own code. Only the memory during its update is extrapolated approximately.
 - Bytes are those of the full tensor: the output of an all-gather, the input of a reduce-scatter, a message, the larger
   of what a rank sends and receives in an all-to-all. Two columns say how many of them at least a rank's links carry in
   one direction, within its machine of 8 and between machines.
@@ -65,11 +67,11 @@ is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no
   these take longer. A 1F1B or GPipe pipeline also fills and drains. Each link carries a byte no more often than
   necessary, in machines of 8. A real step is slower.
 - For a compiled run without a pipeline on an H100 or H200, the plan also says what a step is expected to take, by part.
-  The work is counted in the code that the compiler generates for that GPU ([architecture.md](architecture.md)): FLOPs of
-  GEMMs and attention, bytes that generated kernels, uncompiled operations and the update read and write. It is divided
-  by the rates in `torchtitan/plan/step_model.py`, which names
-  their sources. The host is assumed to keep ahead. This takes a minute or two, and needs the `triton` package (on a
-  GPU, torch brings it) and a C++ compiler; where it is not possible, a note says why.
+  The work is counted in the code that the compiler generates for that GPU ([architecture.md](architecture.md)): FLOPs
+  of GEMMs and attention, bytes that generated kernels, uncompiled operations and the update read and write. It is
+  divided by the rates in `torchtitan/plan/step_model.py`, which names their sources. The host is assumed to keep
+  ahead. This takes a minute or two, with torch for CPUs or for CUDA, and touches no GPU. It needs the `triton` package,
+  which comes with torch for CUDA on Linux, and a C++ compiler; where it is not possible, a note says why.
 
 ## Mixtures of experts
 
@@ -78,9 +80,9 @@ is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no
   most over the mean of all, from 1 (even, the default) to the expert-parallel degree. Memory, all-to-alls and FLOPs
   follow. The others wait for that rank, so the step is its step.
 - Dimension `ep` has the all-to-alls of a layer: the numbers of rows; the rows to their experts (dispatch) and the
-  results back (combine); in the backward pass the gradients of both. The last four move the same number of bytes. With
-  activation checkpointing, the forward pass's are repeated (`full`, and every layer that an integer selects) or their
-  results are kept (`op`).
+  results back (combine); in the backward pass the gradients of both. The last four move the same number of bytes: with
+  `moe.all_to_all_dtype` half of bf16's. With activation checkpointing, the forward pass's are repeated (`full`, and
+  every layer that an integer selects) or their results are kept (`op`).
 - Dimension `expert_fsdp` has the ranks that shard the same experts: they gather these with their block, and
   reduce-scatter the gradients. Without expert and tensor parallelism the experts belong to `fsdp`. Other dimensions of
   the same ranks share a name.

@@ -50,6 +50,7 @@ FEATURES = {
 }
 
 
+SPARSE = {"cpu": "--model.name=sparse", "cuda": "--model.name=qwen3_moe"}
 SMALL_MODEL = {"cpu": ["--custom-import=tiny"], "cuda": []}
 
 
@@ -62,8 +63,8 @@ def assert_follows(found: list[float], place: Place, bound: float) -> None:
 
 def assert_counted(output: str) -> None:
     """The run has counted its low-precision GEMMs in a step."""
-    ((ran, expected),) = re.findall(r"(\d+) low-precision GEMMs ran in this step, (\d+) expected", output)
-    assert ran == expected != "0"
+    counts = re.findall(r"(\d+) low-precision GEMMs ran in this step, (\d+) expected", output)  # experts: on their own
+    assert counts and all(ran == expected != "0" for ran, expected in counts)
 
 
 def test_float32_gives_the_losses_of_the_cpu(place: Place) -> None:
@@ -99,6 +100,21 @@ def test_mx_runs_or_is_refused(place: Place) -> None:
     status, output = place.failure_on_device(*mx, f"--job.dump_folder={place.folder / 'mx'}")
     reason = "a CPU has no mx GEMMs" if place.device == "cpu" else "needs a GPU of compute capability 10.0 or above"
     assert status == 2 and reason in output and "Traceback" not in output
+
+
+def test_experts_follow_those_in_bfloat16(place: Place) -> None:
+    """A GPU computes their grouped GEMMs with other kernels than a CPU, and rounds for them with our own."""
+    found: dict[str, list[float]] = {}
+    for recipe in (None, "float8 rowwise", "int8 rowwise"):
+        folder = place.folder / f"experts_{recipe}".replace(" ", "_")
+        flags = [] if recipe is None else RECIPES[recipe]
+        output = place.on_device(f"--job.dump_folder={folder}", SPARSE[place.device], BFLOAT16, *flags, *place.compile)
+        found[str(recipe)] = list(losses(folder).values())
+        assert len(found[str(recipe)]) == STEPS
+        if recipe is not None:
+            assert_counted(output)
+            assert found[recipe] == pytest.approx(found["None"], rel=LOW_PRECISION)
+    assert found["None"][-1] < found["None"][0]
 
 
 @pytest.mark.parametrize("feature", FEATURES)
