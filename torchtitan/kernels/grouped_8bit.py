@@ -151,19 +151,15 @@ def grouped_8bit_mm(
     dtype: torch.dtype,
     emulate: bool,
 ) -> torch.Tensor:
-    """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K)."""
-    return _loop(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, emulate)
+    """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K).
 
+    In int8 on a GPU one kernel, otherwise a loop over the experts.
+    """
+    if not (emulate or rounding.has_own_kernel(a)):
+        from torchtitan.kernels.grouped_int8_triton import grouped_int8_gemm, grouped_int8_gemm_over_rows
 
-def _loop(
-    a: torch.Tensor,
-    a_scale_inverse: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inverse: torch.Tensor,
-    ends: torch.Tensor,
-    dtype: torch.dtype,
-    emulate: bool,
-) -> torch.Tensor:
+        gemm = grouped_int8_gemm if b.dim() == 3 else grouped_int8_gemm_over_rows
+        return gemm(a, a_scale_inverse, b, b_scale_inverse, ends, dtype)
     matmul = int8_matmul if a.dtype == torch.int8 else float8_matmul
     out: torch.Tensor = _result(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, emulate)
     for expert, rows in enumerate(rows_of(ends)):
@@ -176,24 +172,6 @@ def _loop(
             left = Quantized(a[rows], a_scale_inverse[rows])
             out[rows] = matmul(left, Quantized(b[expert], b_scale_inverse[expert]), dtype, emulate)
     return out
-
-
-@grouped_8bit_mm.register_kernel("cuda")
-def _grouped_8bit_mm_cuda(
-    a: torch.Tensor,
-    a_scale_inverse: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inverse: torch.Tensor,
-    ends: torch.Tensor,
-    dtype: torch.dtype,
-    emulate: bool,
-) -> torch.Tensor:
-    if emulate:
-        return _loop(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, emulate)
-    from torchtitan.kernels.grouped_int8_triton import grouped_int8_gemm, grouped_int8_gemm_over_rows
-
-    gemm = grouped_int8_gemm if b.dim() == 3 else grouped_int8_gemm_over_rows
-    return gemm(a, a_scale_inverse, b, b_scale_inverse, ends, dtype)
 
 
 @grouped_8bit_mm.register_fake

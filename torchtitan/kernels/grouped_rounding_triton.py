@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from torchtitan.kernels.rounding import INT8_LARGEST
+
 TILE = {"ROWS": 64, "COLUMNS": 64}
 
 
@@ -145,7 +147,7 @@ def round_both(
     by_row = torch.empty(x.shape, dtype=dtype, device=x.device)
     by_column = torch.empty(columns, padded_rows, dtype=dtype, device=x.device)
     is_float8 = dtype.is_floating_point
-    largest = torch.finfo(dtype).max if is_float8 else 127.0
+    largest = torch.finfo(dtype).max if is_float8 else INT8_LARGEST
     round_kernel[_grid(x, experts)](
         x,
         by_row,
