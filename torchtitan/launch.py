@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
 from torchtitan.launcher.imports import check_versions, quick_imports
+from torchtitan.launcher.processes import find_processes
 from torchtitan.launcher.signals import STOP_SIGNALS, exit_before_start, set_signal_handlers
 from torchtitan.logging import outlive_readers
 
@@ -42,7 +43,6 @@ def launch(arguments: list[str]) -> int:
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
     with quick_imports():
-        import torch
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -55,15 +55,9 @@ def launch(arguments: list[str]) -> int:
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the processes should not inherit it
     try:
-        processes = int(os.environ.get("NGPU") or max(1, torch.cuda.device_count()))
-        if processes < 1:
-            raise ValueError
-    except ValueError:
-        print(f"Error: NGPU must be a number of processes above 0, not {os.environ['NGPU']!r}.", file=sys.stderr)
-        return EXIT_STATUS
-    gpus = torch.cuda.device_count()
-    if 0 < gpus < processes:
-        print(f"Error: NGPU = {processes}, but this machine has only {gpus} GPUs; lower NGPU.", file=sys.stderr)
+        processes = find_processes()
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
         return EXIT_STATUS
     _set_threads(processes)
     for name in list(logging.root.manager.loggerDict):  # each logger has its own level

@@ -1,11 +1,8 @@
 """From the command line to the runs of a ladder."""
 
 import argparse
-import os
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.engine.config_checks import global_batch_size
@@ -13,6 +10,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.ladder.fit import varies_tokens
 from torchtitan.ladder.runs import Rung, make_rung
 from torchtitan.ladder.shapes import find_shape, parse_number, short
+from torchtitan.launcher.processes import find_processes
 from torchtitan.parallel.dims import find_dims
 
 
@@ -40,10 +38,7 @@ def plan(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
     Raises:
         ConfigError: with one sentence; nothing has been trained yet.
     """
-    given = os.environ.get("NGPU") or str(max(1, torch.cuda.device_count()))
-    if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(f"NGPU must be a number of processes above 0, not {given!r}.")
-    processes = int(given)
+    processes = find_processes()
     problems: list[str] = []
     dims = find_dims(config.parallelism, processes, problems)
     if dims is None or problems:
