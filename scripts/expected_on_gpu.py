@@ -35,14 +35,20 @@ def main() -> None:
     names = [recipe.name.replace(",", "") for recipe in RECIPES]
     parser.add_argument("--recipes", default=",".join(names), help="comma-separated, a comma in a name left out")
     arguments = parser.parse_args()
-    rows = []
+    rows: list[list[str]] = []
+    try:
+        add_rows(rows, arguments)
+    finally:  # also those before a plan that fails
+        columns = ["model", "recipe", *COLUMNS, "step, ms", "tokens/s", "MFU full", "causal"]
+        print(markdown(columns, rows))
+
+
+def add_rows(rows: list[list[str]], arguments: argparse.Namespace) -> None:
     for model in arguments.models.split(","):
         for recipe in RECIPES:
             if recipe.name.replace(",", "") in arguments.recipes.split(",") and (model, recipe) != (SPARSE, FILTERED):
                 rows.append(row(model, recipe, arguments.gpu))
                 print(f"{rows[-1][:2]} done", file=sys.stderr, flush=True)
-    columns = ["model", "recipe", *COLUMNS, "step, ms", "tokens/s", "MFU full", "causal"]
-    print(markdown(columns, rows))
 
 
 def row(model: str, recipe: Recipe, gpu: str) -> list[str]:
