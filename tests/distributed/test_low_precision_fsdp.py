@@ -18,7 +18,9 @@ from torchtitan.config.training import Optimizer
 from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.int8_fsdp import GatheredWeight
 from torchtitan.errors import TrainingError
-from torchtitan.kernels.quantize import quantize
+from torchtitan.kernels import rounding
+from torchtitan.kernels.quantize import quantize, weights_unchanged
+from torchtitan.models.loss import chunked_cross_entropy
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.fsdp import apply_fsdp
@@ -234,3 +236,50 @@ def test_state_holds_plain_weights(ranks: list[dict[str, Any]]) -> None:
     for case in CASES:
         weight = ranks[0][case]["start"]["1.down.weight"]
         assert type(weight) is torch.Tensor and weight.dtype == torch.float32
+
+
+class Head(nn.Module):
+    """An output layer with its loss, and what a model has beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM, bias=False)
+        self.output = nn.Linear(DIM, 4 * DIM, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return chunked_cross_entropy(self.output, self.output.weight, self.layer(x), labels)
+
+
+def roundings_of_output() -> list[int]:
+    """How often the output layer's weight is rounded, after each micro-batch of two steps."""
+    with torch.device("meta"):
+        model = Head()
+    apply_converters(model, ["float8"], lambda _: Float8(filter_fqns=["layer"]), TARGET)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    apply_fsdp(model, [model.layer], mesh, torch.bfloat16, torch.float32, reshard_after_forward=True)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    counts, count, original = [], 0, rounding.round_to
+
+    def counted(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        nonlocal count
+        count += x.shape == (4 * DIM, DIM)
+        return original(x, *arguments)
+
+    rounding.round_to = counted
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    for _ in range(2):
+        with weights_unchanged():
+            for _ in range(3):
+                x = torch.randn(1, TOKENS, DIM).bfloat16()
+                model(x, torch.zeros(1, TOKENS, dtype=torch.long)).backward()
+                counts.append(count)
+        optimizer.step()
+    return counts
+
+
+def test_a_step_rounds_the_output_layers_weight_once() -> None:
+    """Also where FSDP frees the gathered weight between micro-batches."""
+    assert in_processes(roundings_of_output, 2) == [[1, 1, 1, 2, 2, 2]] * 2

@@ -120,6 +120,8 @@ def _weight(weight: Any, scales: str, by_columns: bool = False) -> Quantized:
 
     if hasattr(weight, "_scale"):  # gathered in float8
         return make(weight)
+    if by_columns and scales == "tensor":  # the data of the output GEMM in another layout
+        return quantize_weight(weight, (scales, by_columns), lambda weight: as_right(_weight(weight, scales)))
     return quantize_weight(weight, (scales, by_columns), make)
 
 

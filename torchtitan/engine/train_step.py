@@ -12,6 +12,7 @@ from torchtitan.data import Batch
 from torchtitan.engine.converter_hooks import after_optimizer_step, saturated_nonfinite
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.expert_balance import balance_experts
+from torchtitan.kernels.quantize import weights_unchanged
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import optimizer_step, set_learning_rate
 from torchtitan.parallel.fsdp import reshard, set_last_microbatch
@@ -43,9 +44,10 @@ def train_step(
     """
     set_learning_rate(engine.optimizer, learning_rate)
     loss = torch.zeros((), device=engine.device.torch_device)
-    for number, batch in enumerate(microbatches):
-        set_last_microbatch(engine.stages.values(), last=number == len(microbatches) - 1)
-        loss += forward_backward(engine, batch)
+    with weights_unchanged():
+        for number, batch in enumerate(microbatches):
+            set_last_microbatch(engine.stages.values(), last=number == len(microbatches) - 1)
+            loss += forward_backward(engine, batch)
 
     with record_function("optimizer"):
         if engine.step_in_backward is None:

@@ -65,17 +65,30 @@ def quantize_once(x: torch.Tensor, key: object, make: Callable[[torch.Tensor], R
 
 
 _weights: dict[Any, Any] | None = None
+_weights_of_step: dict[Any, Any] | None = None
 
 
 @contextlib.contextmanager
 def weights_quantized_once() -> Iterator[None]:
     """Within this context, which no weight changes in, `quantize_weight` quantizes each weight once per key."""
     global _weights
-    before, _weights = _weights, {}
+    before, _weights = _weights, {} if _weights_of_step is None else _weights_of_step
     try:
         yield
     finally:
         _weights = before
+
+
+@contextlib.contextmanager
+def weights_unchanged() -> Iterator[None]:
+    """Within this context, all uses of `weights_quantized_once` share their results: the output layer's weight is
+    quantized once for all micro-batches of a step. No weight may change in it."""
+    global _weights_of_step
+    _weights_of_step = {}
+    try:
+        yield
+    finally:
+        _weights_of_step = None
 
 
 def quantize_weight(weight: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) -> R:
