@@ -71,6 +71,11 @@ def build_trainer(
     stop.connect()
     if lock is not None:
         raise_on_all_ranks(lock.take if dist.get_rank() == 0 else lambda: None)
+        checkpoint_folder = dump_folder / config.checkpoint.folder
+        # Locked as well: it may be absolute, and so that of a run with another dump folder.
+        if config.checkpoint.enable_checkpoint and checkpoint_folder.resolve() != dump_folder.resolve():
+            second = closing.enter_context(FolderLock(checkpoint_folder, "checkpoint.folder"))
+            raise_on_all_ranks(second.take if dist.get_rank() == 0 else lambda: None)
     config = decide_compute_dtype(config, device.type)
     meshes = build_meshes(dims, device.type, args)
     set_timeout(config.comm.init_timeout_seconds)

@@ -72,7 +72,7 @@ class Checkpoint:
     """Saving and loading checkpoints. Running the same command again resumes from the newest."""
 
     enable_checkpoint: Annotated[bool, Doc("Save checkpoints, and resume from the newest.")] = False
-    folder: Annotated[NotEmpty, Doc("Folder for checkpoints, inside dump_folder.")] = "checkpoint"
+    folder: Annotated[NotEmpty, Doc("Folder for checkpoints, inside dump_folder unless absolute.")] = "checkpoint"
     initial_load_path: Annotated[
         NotEmpty | None,
         Doc("Checkpoint to start from if `folder` has none: a step-N folder, or one in Hugging Face or Meta format."),
