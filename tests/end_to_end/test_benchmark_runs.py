@@ -130,3 +130,18 @@ def test_generation_beside_transformers() -> None:
     output = bench("generation", "--rounds=1", "--new=2", "--prompt=3", "--batches=1,2", "--dtype=float32")
     rows = [line.split("|") for line in output.splitlines() if line.startswith(("| 1 ", "| 2 "))]
     assert len(rows) == 2 and all(float(row[3]) > 0 for row in rows)
+
+
+def test_peak_memory() -> None:
+    found = json.loads(bench("peak_memory", *TINY).splitlines()[-1])
+    assert found["peak"] > found["states"] > found["gradients"] > 0
+
+
+@pytest.mark.full
+def test_kept_activations() -> None:
+    rows = {
+        line.split(" | ")[0][2:]: line
+        for line in bench("kept_activations", "--only=memory").splitlines()
+        if "|" in line
+    }
+    assert rows["bf16"].count("1.00") == 4 and "1.00" not in rows["int8, SwiGLU int8"]

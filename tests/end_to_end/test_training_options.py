@@ -73,3 +73,28 @@ def test_what_is_decayed_may_change_at_a_resume(tmp_path: Path) -> None:
     train_here(*flags, into(tmp_path / "parts"), "--training.steps=4")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert_equal_bit_for_bit(tensors_of(tmp_path / "parts", 4), tensors_of(tmp_path / "whole", 4))
+
+
+LAYOUTS = {
+    "one process": (None, ()),
+    "TP, compiled": (2, ("--parallelism.tensor_parallel_degree=2", "--training.compile")),
+}
+
+
+@pytest.mark.parametrize("layout", ["one process", pytest.param("TP, compiled", marks=pytest.mark.full)])
+def test_activations_in_8_bits_train_a_little_off(layout: str, bfloat16: Path, tmp_path: Path) -> None:
+    processes, keys = LAYOUTS[layout]
+    keys = (*keys, "--activation_checkpoint.swiglu_dtype=int8")
+    train(*SMALL, STEPS, BFLOAT16, *keys, into(tmp_path), processes=processes)
+    assert losses(tmp_path)[3] == pytest.approx(losses(bfloat16)[3], abs=3e-2)
+    assert losses(tmp_path)[3] != losses(bfloat16)[3]
+
+
+@pytest.mark.full
+def test_experts_keep_activations_in_8_bits(tmp_path: Path) -> None:
+    """With rows whose number the compiler does not know."""
+    flags = (*TINY, "--model.name=sparse", STEPS, BFLOAT16, "--training.compile")
+    keys = ("--parallelism.expert_parallel_degree=2", "--activation_checkpoint.swiglu_dtype=float8")
+    train(*flags, into(tmp_path / "bfloat16"))
+    train(*flags, *keys, into(tmp_path / "float8"), processes=2)
+    assert losses(tmp_path / "float8")[3] == pytest.approx(losses(tmp_path / "bfloat16")[3], abs=3e-2)

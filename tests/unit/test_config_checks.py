@@ -71,6 +71,10 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
         (["--checkpoint.create_seed_checkpoint"], r"create_seed_checkpoint needs checkpoint\.enable_checkpoint"),
         (["--training.enable_cpu_offload"], r"training\.enable_cpu_offload needs a GPU"),
         (["--profiling.enable_memory_snapshot"], r"profiling\.enable_memory_snapshot needs a GPU"),
+        (
+            ["--activation_checkpoint.mode=full", "--activation_checkpoint.swiglu_dtype=int8"],
+            r"swiglu_dtype = int8 is for layers that keep their activations, but mode = full recomputes .*mode = none",
+        ),
         (["--activation_checkpoint.selective_ac_option=0"], r"selective_ac_option must be 'op' or a number"),
         (["--checkpoint.folder=../../x"], r"checkpoint\.folder = \.\./\.\./x points outside job\.dump_folder"),
         (["--metrics.save_tb_folder=a/../../x"], r"metrics\.save_tb_folder = a/\.\./\.\./x points outside job"),

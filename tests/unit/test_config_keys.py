@@ -91,6 +91,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "checkpoint.enable_first_step_checkpoint": (False, True),
     "activation_checkpoint.mode": ("selective", "full", "none"),
     "activation_checkpoint.selective_ac_option": ("2", "op"),
+    "activation_checkpoint.swiglu_dtype": (None, "int8", "float8"),
     "float8.recipe_name": (None, "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"),
     "float8.cast_input": (None, "dynamic", "delayed"),
     "float8.cast_weight": (None, "dynamic", "delayed"),

@@ -57,6 +57,13 @@ class ActivationCheckpoint:
             "For mode selective: checkpoint every n-th layer, or 'op' to save only the results of expensive operations."
         ),
     ] = "2"
+    swiglu_dtype: Annotated[
+        Literal["int8", "float8"] | None,
+        Doc(
+            "Keep the inputs of the SwiGLU activation for the backward pass in 8 bits, one scale per token; none: as "
+            "they are."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

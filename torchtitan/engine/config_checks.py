@@ -378,6 +378,13 @@ def _check_activation_checkpoint(config: JobConfig, problems: list[str]) -> None
         problems.append(
             f"activation_checkpoint.selective_ac_option must be 'op' or a number of layers above 0, not {option!r}."
         )
+    mode, dtype = config.activation_checkpoint.mode, config.activation_checkpoint.swiglu_dtype
+    if dtype is not None and (mode == "full" or (mode == "selective" and option == "op")):
+        problems.append(
+            f"activation_checkpoint.swiglu_dtype = {dtype} is for layers that keep their activations, but mode = {mode}"
+            f"{' with selective_ac_option = op' if mode == 'selective' else ''} recomputes those of all layers: unset "
+            "it, or set activation_checkpoint.mode = none."
+        )
 
 
 def _check_dump_folder(config: JobConfig, problems: list[str]) -> None:

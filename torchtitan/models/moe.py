@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import Self
 
 from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear
+from torchtitan.kernels.swiglu import Activation, swiglu
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock
 
@@ -104,7 +105,7 @@ def compute_here(
 
 
 class Experts(nn.Module):
-    """SwiGLU (arXiv 2002.05202) in each expert: w2(silu(w1 x) * w3 x)."""
+    """SwiGLU (arXiv 2002.05202) in each expert: w2(silu(w1 x) * w3 x), with `activation` as in `FeedForward`."""
 
     def __init__(self, dim: int, args: MoEArgs) -> None:
         super().__init__()
@@ -112,10 +113,11 @@ class Experts(nn.Module):
         self.w1 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
         self.w2 = GroupedLinear(args.n_experts, args.ffn_dim, dim)
         self.w3 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
+        self.activation: Activation = swiglu
 
     def compute(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Not `forward`, which FSDP may replace with that of the block (`parallel.expert.gather_with_block`)."""
-        return self.w2(F.silu(self.w1(x, offsets)) * self.w3(x, offsets), offsets)
+        return self.w2(self.activation(self.w1(x, offsets), self.w3(x, offsets)), offsets)
 
 
 class Router(nn.Module):

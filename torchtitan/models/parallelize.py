@@ -1,6 +1,7 @@
 """Parallelizes a decoder: tensor and context parallelism, then activation checkpointing, compile and FSDP, in this
 order."""
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
+from torchtitan.errors import ConfigError
+from torchtitan.kernels.swiglu import SavedDtype, swiglu_saved_in_8_bits
 from torchtitan.models.attention import Attention
-from torchtitan.models.moe import MoE
-from torchtitan.models.transformer import Transformer
+from torchtitan.models.moe import Experts, MoE
+from torchtitan.models.transformer import FeedForward, Transformer
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import context_parallel_attention
@@ -83,6 +86,8 @@ def parallelize(
                 module.attend = context_parallel_attention(module.attend, context_mesh, method)
     experts = [] if expert_mesh is None else _spread_experts(blocks, expert_mesh, tensor_mesh.size())
     apply_activation_checkpoint(blocks, activation_checkpoint)
+    if activation_checkpoint.swiglu_dtype is not None:
+        _save_in_8_bits(blocks, activation_checkpoint.swiglu_dtype)
     if training.compile:
         apply_compile(blocks, mesh.device_type)
     for block, module in experts:
@@ -120,6 +125,18 @@ def _spread_experts(
             if mesh.size() > 1:
                 apply_expert_parallel(mixture.experts, mesh)
     return found
+
+
+def _save_in_8_bits(blocks: Sequence[nn.Module], dtype: SavedDtype) -> None:
+    """Makes the feed-forward layers keep the inputs of their activations in 8 bits."""
+    layers = [module for block in blocks for module in block.modules() if isinstance(module, FeedForward | Experts)]
+    if not layers:
+        raise ConfigError(
+            "activation_checkpoint.swiglu_dtype: the model has no FeedForward and no Experts of torchtitan.models; "
+            "unset it."
+        )
+    for layer in layers:
+        layer.activation = functools.partial(swiglu_saved_in_8_bits, dtype=dtype)
 
 
 def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan.kernels.swiglu import Activation, swiglu
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.loss import chunked_cross_entropy, chunks, cross_entropy
 from torchtitan.models.norm import RMSNorm
@@ -20,7 +21,11 @@ OUTPUT_STD = 0.02
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
+    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x).
+
+    Attributes:
+        activation: from w1 x and w3 x to silu(w1 x) * w3 x.
+    """
 
     __call__: Callable[..., torch.Tensor]
 
@@ -29,9 +34,10 @@ class FeedForward(nn.Module):
         self.w1 = nn.Linear(dim, inner, bias=False)
         self.w2 = nn.Linear(inner, dim, bias=False)
         self.w3 = nn.Linear(dim, inner, bias=False)
+        self.activation: Activation = swiglu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: torch.Tensor = self.w2(self.activation(self.w1(x), self.w3(x)))
         return out
 
 

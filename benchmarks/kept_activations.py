@@ -1,0 +1,98 @@
+"""What a training step keeps for its backward pass, and what that costs in loss: activations in 8 bits.
+
+python -m benchmarks kept_activations [--only memory,loss] [--steps 300] [--seeds 3]
+
+memory: by the plan (which tests compare with real steps): peak bytes of a step on one --device, and those of
+    activations and buffers per token.
+loss: of the debug model, the mean over seeds of the last 20 steps; runs that exist already (in --folder) are not
+    repeated.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.loss_runs import LAST, losses, run
+from benchmarks.machine import ask
+from benchmarks.runs import ROOT, finish
+from benchmarks.tables import markdown
+
+SEQ_LEN, BATCH = 512, 16
+MODELS: dict[str, list[str]] = {
+    "debug": [],
+    "100M": ["--experimental.custom_import=benchmarks.sizes", "--model.name=sizes", "--model.flavor=100M"],
+}
+INT8, FLOAT8 = ["--model.converters=int8"], ["--model.converters=float8"]
+KEPT = "--activation_checkpoint.swiglu_dtype="
+VARIANTS: dict[str, list[str]] = {
+    "bf16": [],
+    "bf16, SwiGLU int8": [KEPT + "int8"],
+    "bf16, SwiGLU float8": [KEPT + "float8"],
+    "float8": FLOAT8,
+    "float8, SwiGLU float8": [*FLOAT8, KEPT + "float8"],
+    "int8": INT8,
+    "int8, SwiGLU int8": [*INT8, KEPT + "int8"],
+}
+
+
+def memory(device: str) -> str:
+    rows: list[list[str]] = []
+    base: list[float] = []
+    for name, flags in VARIANTS.items():
+        cells = []
+        for model in MODELS.values():
+            with tempfile.TemporaryDirectory() as folder:
+                size = [f"--training.seq_len={SEQ_LEN}", f"--training.local_batch_size={BATCH}"]
+                keys = ["--activation_checkpoint.mode=none", "--job.plan", f"--job.dump_folder={folder}"]
+                keys.append(f"--job.simulate_device={device}")
+                finish([sys.executable, str(ROOT / "train.py"), *model, *size, *keys, *flags])
+                (rank,) = json.loads((Path(folder) / "plan.json").read_text())["ranks"]
+            peak = rank["peaks"]["none"]
+            kept = peak - rank["parameters"] - rank["gradients"] - rank["optimizer"]
+            cells += [peak / 2**20, kept / BATCH / SEQ_LEN / 2**10]
+        base = base or cells
+        numbers = [(f"{cell:,.1f}", f"{cell / first:.2f}") for cell, first in zip(cells, base, strict=True)]
+        rows.append([name, *(text for number in numbers for text in number)])
+    head = ["step"]
+    for name in MODELS:
+        head += [f"{name}: peak, MiB", "against bf16", "activations, KiB per token", "against bf16"]
+    return markdown(head, rows)
+
+
+def loss(steps: int, seeds: int, folder: Path) -> str:
+    rows: list[list[str]] = []
+    base = 0.0
+    for name, flags in VARIANTS.items():
+        ends = []
+        for seed in range(seeds):
+            dump = run(f"{name} seed {seed}", [*flags, f"--training.seed={seed}"], steps, folder)
+            ends.append(statistics.mean(losses(dump)[-LAST:]))
+        mean = statistics.mean(ends)
+        base = base or mean
+        rows.append([name, f"{mean:.4f}", f"{mean / base - 1:+.2%}", f"{min(ends):.4f} to {max(ends):.4f}"])
+    return markdown(["step", f"loss, {seeds} seeds", "against bf16", "range"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="memory,loss")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="as job.simulate_device")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/kept_activations"))
+    arguments = parser.parse_args()
+    print(ask())
+    wanted = arguments.only.split(",")
+    if "memory" in wanted:
+        print(f"\n{BATCH} x {SEQ_LEN} tokens on one {arguments.device}\n\n{memory(arguments.device)}", flush=True)
+    if "loss" in wanted:
+        print(f"\n{loss(arguments.steps, arguments.seeds, arguments.folder)}")
+
+
+if __name__ == "__main__":
+    main()
