@@ -1,7 +1,7 @@
 """Mixtures of experts on CPU: a sparse layer beside the dense one with its active FLOPs, the share of dispatch and
 combine in a step, and the loss of the debug models after the same tokens.
 
-python -m benchmarks experts [--tokens 4096] [--steps 300] [--only layer,dispatch,loss] [--runs FOLDER]
+python -m benchmarks experts [--tokens 4096] [--steps 300] [--seeds 3] [--only layer,dispatch,loss] [--runs FOLDER]
 """
 
 import argparse
@@ -92,26 +92,22 @@ def share(path: Path) -> float:
     return length(spans(event for event in events if event["name"].startswith("torchtitan::exchange_"))) / steps
 
 
-def loss(steps: int, folder: Path) -> str:
-    """Of the dense and the sparse debug model, and the load of its experts."""
+def loss(steps: int, seeds: int, folder: Path) -> str:
+    """Of the dense and the sparse debug model."""
     rows = []
     for name, flags in (("dense", ["--model.name=qwen3"]), ("sparse", [*MODEL])):
-        dump = run(name, flags, steps, folder)
-        loads = [
-            [max(map(max, entry["expert_load"].values())), min(map(min, entry["expert_load"].values()))]
-            for entry in map(json.loads, (dump / "metrics.jsonl").read_text().splitlines())
-            if "expert_load" in entry
-        ]
-        after = [f"{largest:.2f}" for largest, _ in (loads[99], loads[-1])] if len(loads) >= 100 else ["", ""]
-        rows.append([name, f"{statistics.mean(losses(dump)[-LAST:]):.4f}", *after])
+        dumps = [run(f"{name} {seed}", [*flags, f"--training.seed={seed}"], steps, folder) for seed in range(seeds)]
+        ends = [statistics.mean(losses(dump)[-LAST:]) for dump in dumps]
+        rows.append([name, f"{statistics.mean(ends):.4f}", *(f"{end:.4f}" for end in ends)])
     head = ["model", f"loss, mean of the last {LAST} of {steps} steps"]
-    return markdown([*head, "largest load of an expert, step 100", f"step {steps}"], rows)
+    return markdown([*head, *(f"seed {seed}" for seed in range(seeds))], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--runs", type=Path, help="folder of the runs, to continue an interrupted call")
     arguments = parser.parse_args()
@@ -124,7 +120,7 @@ def main() -> None:
         print(f"\n{dispatch()}", flush=True)
     if "loss" in wanted:
         with tempfile.TemporaryDirectory() as folder:
-            print(f"\n{loss(arguments.steps, arguments.runs or Path(folder))}")
+            print(f"\n{loss(arguments.steps, arguments.seeds, arguments.runs or Path(folder))}")
 
 
 if __name__ == "__main__":

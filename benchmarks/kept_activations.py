@@ -1,6 +1,6 @@
 """What a training step keeps for its backward pass, and what that costs in loss: activations in 8 bits.
 
-python -m benchmarks kept_activations [--only memory,loss] [--steps 300] [--seeds 3]
+python -m benchmarks kept_activations [--only memory,loss] [--models debug,100M] [--steps 300] [--seeds 3]
 
 memory: by the plan (which tests compare with real steps): peak bytes of a step on one --device, and those of
     activations and buffers per token.
@@ -40,17 +40,17 @@ VARIANTS: dict[str, list[str]] = {
 }
 
 
-def memory(device: str) -> str:
+def memory(device: str, models: list[str]) -> str:
     rows: list[list[str]] = []
     base: list[float] = []
     for name, flags in VARIANTS.items():
         cells = []
-        for model in MODELS.values():
+        for model in models:
             with tempfile.TemporaryDirectory() as folder:
                 size = [f"--training.seq_len={SEQ_LEN}", f"--training.local_batch_size={BATCH}"]
                 keys = ["--activation_checkpoint.mode=none", "--job.plan", f"--job.dump_folder={folder}"]
                 keys.append(f"--job.simulate_device={device}")
-                finish([sys.executable, str(ROOT / "train.py"), *model, *size, *keys, *flags])
+                finish([sys.executable, str(ROOT / "train.py"), *MODELS[model], *size, *keys, *flags])
                 (rank,) = json.loads((Path(folder) / "plan.json").read_text())["ranks"]
             peak = rank["peaks"]["none"]
             kept = peak - rank["parameters"] - rank["gradients"] - rank["optimizer"]
@@ -59,7 +59,7 @@ def memory(device: str) -> str:
         numbers = [(f"{cell:,.1f}", f"{cell / first:.2f}") for cell, first in zip(cells, base, strict=True)]
         rows.append([name, *(text for number in numbers for text in number)])
     head = ["step"]
-    for name in MODELS:
+    for name in models:
         head += [f"{name}: peak, MiB", "against bf16", "activations, KiB per token", "against bf16"]
     return markdown(head, rows)
 
@@ -83,13 +83,15 @@ def main() -> None:
     parser.add_argument("--only", default="memory,loss")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--device", default="cpu", help="as job.simulate_device")
     parser.add_argument("--folder", type=Path, default=Path("outputs/kept_activations"))
     arguments = parser.parse_args()
     print(ask())
     wanted = arguments.only.split(",")
     if "memory" in wanted:
-        print(f"\n{BATCH} x {SEQ_LEN} tokens on one {arguments.device}\n\n{memory(arguments.device)}", flush=True)
+        print(f"\n{BATCH} x {SEQ_LEN} tokens on one {arguments.device}\n", flush=True)
+        print(memory(arguments.device, arguments.models.split(",")), flush=True)
     if "loss" in wanted:
         print(f"\n{loss(arguments.steps, arguments.seeds, arguments.folder)}")
 

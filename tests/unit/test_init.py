@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from torchtitan.models import MODELS
 from torchtitan.models.init import init_weights
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.moe import reset_buffers
 
 ARGS = LlamaArgs(dim=128, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=256, vocab_size=500)
 
@@ -87,3 +89,24 @@ def test_first_loss_is_that_of_a_uniform_guess() -> None:
     tokens = torch.randint(500, (2, 64), generator=torch.Generator().manual_seed(0))
     loss = model(tokens, tokens.roll(-1, 1)) / tokens.numel()
     assert loss.item() == pytest.approx(torch.tensor(500.0).log().item(), abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "more experts, scaled"])
+def test_a_layer_of_experts_starts_with_the_output_of_a_dense_layer(name: str) -> None:
+    """In size: the weighted sum over a token's experts is as large as the sum of a dense layer."""
+    dense, sparse = (MODELS.get(family).flavor("debugmodel") for family in ("qwen3", "qwen3_moe"))
+    if name != "qwen3_moe":
+        moe = replace(sparse.moe, top_k=4, ffn_dim=192, score="sigmoid", scale=2.5)  # type: ignore[attr-defined]
+        sparse = replace(sparse, moe=moe)  # type: ignore[type-var]
+    sizes = []
+    x = torch.randn(2, 64, dense.dim, generator=torch.Generator().manual_seed(0))
+    for family, args in (("qwen3", dense), ("qwen3_moe", sparse)):
+        with torch.device("meta"):
+            model = MODELS.get(family).build(replace(args, vocab_size=500))  # type: ignore[type-var]
+        model.to_empty(device="cpu")
+        init_weights(model, model.init_std, 0)
+        reset_buffers(model)
+        block = model.layers["2"]
+        with torch.no_grad():
+            sizes.append(float((block.feed_forward if family == "qwen3" else block.moe)(x).std()))
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.15)
