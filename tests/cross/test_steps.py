@@ -130,6 +130,7 @@ LONG_CASES = {
     "experts over 4 ranks, float8 rowwise": experts(
         EXPERTS, "--model.converters=float8", "--float8.recipe_name=rowwise", world_size=4
     ),
+    "SwiGLU in int8": int8("rowwise", "--activation_checkpoint.swiglu_dtype=int8"),
     "AdamW8bit": Case(("--optimizer.name=AdamW8bit",)),
     "AdamW4bit": Case(("--optimizer.name=AdamW4bit",)),
     "AdamWFp8": Case(("--optimizer.name=AdamWFp8",)),
