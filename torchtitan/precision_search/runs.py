@@ -1,0 +1,49 @@
+"""Short runs in this process: their losses, and the operands of their GEMMs."""
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from torchtitan.build_trainer import build_trainer
+from torchtitan.config import JobConfig
+from torchtitan.converters.numerics import capture_operands
+from torchtitan.device import find_device
+from torchtitan.engine.config_checks import check, global_batch_size
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortRun:
+    """
+    Attributes:
+        losses: of each step.
+        operands: of each unconverted linear layer in the first micro-batch of the last step, by path
+            (`converters.numerics.Operands`); empty unless captured.
+    """
+
+    losses: list[float]
+    operands: dict[str, list[torch.Tensor]]
+
+
+def short_run(config: JobConfig, capture: bool = False) -> ShortRun:
+    """Trains in this process, uncompiled, without activation checkpointing, in a temporary folder."""
+    operands: dict[str, list[torch.Tensor]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        config = dataclasses.replace(
+            config,
+            job=dataclasses.replace(config.job, dump_folder=folder),
+            activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode="none"),
+            metrics=dataclasses.replace(config.metrics, log_freq=1),
+            training=dataclasses.replace(config.training, compile=False),
+        )
+        device = find_device(0)
+        dims = check(config, 1, device.type)
+        with build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
+            if capture:
+                capture_operands(trainer.engine.model, operands, lambda: trainer.step == config.training.steps)
+            trainer.train()
+        entries = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+        # Entries of a model with experts may hold only their load.
+        return ShortRun([entry["loss"] for entry in entries if "loss" in entry], operands)
