@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtitan.compat.dispatch import unset_fake_temporarily
 from torchtitan.converters.filter import AUTO_FILTER_NUMERICS
 from torchtitan.converters.numerics import LayerErrors, Recipe, capture_operands, layer_errors
 from torchtitan.device import Device
@@ -37,7 +38,8 @@ def inaccurate_layers(converter: Recipe, model: nn.Module, layers: Sequence[str]
     found: list[dict[str, str] | ConfigError] = [{}]
     if not distributed or dist.get_rank() == 0:
         try:
-            found[0] = _measure(converter, model, layers)
+            with unset_fake_temporarily():  # in a plan
+                found[0] = _measure(converter, model, layers)
         except ConfigError as error:
             found[0] = error
     if distributed:
@@ -90,9 +92,14 @@ def _with_weights(converter: Recipe, model: nn.Module) -> Any:
             "model with fewer layers."
         )
     copied: Any = copy.deepcopy(model)
-    copied = copied.to(torch.bfloat16)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        copied.to_empty(device=device.torch_device)
-        init_weights(copied, copied.init_std, seed=0)
-        reset_buffers(copied)
-    return copied.to(device.torch_device)
+    if all(parameter.device.type != "meta" for parameter in model.parameters()):
+        return copied.to(device.torch_device, torch.bfloat16)
+    for module in copied.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device.torch_device)
+            setattr(module, name, nn.Parameter(empty))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device.torch_device))
+    init_weights(copied, copied.init_std, seed=0)
+    reset_buffers(copied)
+    return copied
