@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.figures import bare, label_ends, pyplot, saved
+from benchmarks.figures import bare, label_ends, percent_above, pyplot, saved
 from benchmarks.loss_runs import LAST, run
 from benchmarks.runs import DEBUG_MODEL
 from benchmarks.tables import markdown
@@ -88,9 +88,8 @@ def plot(results: dict[tuple[str, str, int], Result], recipes: list[str], proces
         base = results["", "bf16", processes[0]]
         for number, (name, share) in enumerate(SHARES.items()):
             found = results[recipe, name, processes[0]]
-            above = [low - high for low, high in zip(found.losses, base.losses, strict=True)]
-            ends = range(LAST, len(above) + 1)
-            left.plot(ends, [statistics.mean(above[end - LAST : end]) for end in ends], f"C{number}", label=name)
+            above = percent_above(found.losses, base.losses, LAST)
+            left.plot(range(1, len(above) + 1), above, f"C{number}", label=name)
             if share < 1:
                 left.axvline(round(share * len(above)), color=f"C{number}", linestyle=":")
             for place, count in enumerate(processes):
@@ -99,7 +98,7 @@ def plot(results: dict[tuple[str, str, int], Result], recipes: list[str], proces
                 right.bar_label(bar, [f"{ratio:.2f}"], fontsize=8)
                 right.text(number + 0.4 * place, 0.05, f"{count} p", ha="center", fontsize=8)
         left.axhline(0, color="black", linewidth=0.8)
-        left.set(xlabel="step", ylabel=f"loss above bf16's\n(mean of {LAST} steps)")
+        left.set(xlabel="step", ylabel=f"loss against bf16\n(%, mean of {LAST} steps)")
         left.set_title(recipe, loc="left", fontsize=10)
         right.axhline(1, color="black", linewidth=0.8)
         right.set(xticks=[])

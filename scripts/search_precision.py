@@ -162,16 +162,14 @@ def judge(config: JobConfig, operands: dict[str, Any], rates: Any) -> Any:
     from torchtitan.device import find_device
     from torchtitan.engine.explain import conversion_target
     from torchtitan.models import MODELS
-    from torchtitan.precision_search.candidates import find_candidates, layer_seconds, measure
+    from torchtitan.precision_search.candidates import find_candidates
     from torchtitan.precision_search.search import Table
 
     target = conversion_target(config, MODELS.get(config.model.name), find_device(0))
     candidates = find_candidates(config, target)
     if not candidates:
         raise ConfigError("none of the recipes runs on this device; the log says why.")
-    cells = measure(candidates, operands, rates)
-    decisions = candidates[0].decisions
-    return Table(candidates, cells, {fqn: layer_seconds(decisions[fqn], "", None, rates) for fqn in cells})
+    return Table.of(candidates, operands, rates)
 
 
 def print_report(report: dict[str, Any], gains: bool, converted: int, tables: dict[str, dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,7 @@ def build(factory: Any, section: Any, keys: dict[str, Any], target: Target) -> A
 
 
 def measure(
-    candidates: list[Candidate], operands: Mapping[str, Operands], rates: Rates
+    candidates: Sequence[Candidate], operands: Mapping[str, Operands], rates: Rates
 ) -> dict[str, list[Cell | None]]:
     """For each layer one cell per candidate, in their order; None if the recipe does not convert the layer."""
     cells: dict[str, list[Cell | None]] = {}

@@ -2,12 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.converters.numerics import Operands
+from torchtitan.plan.step_model import Rates
 from torchtitan.precision_search.assignment import Option, choose
-from torchtitan.precision_search.candidates import Candidate, Cell
+from torchtitan.precision_search.candidates import Candidate, Cell, layer_seconds, measure
 
 Assignment = dict[str, int | None]
 """For each layer the index of its candidate; None: bf16."""
@@ -26,6 +28,13 @@ class Table:
     candidates: Sequence[Candidate]
     cells: dict[str, list[Cell | None]]
     bf16_seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate], operands: Mapping[str, Operands], rates: Rates) -> "Table":
+        """From operands of each layer in training."""
+        cells = measure(candidates, operands, rates)
+        decisions = candidates[0].decisions
+        return cls(candidates, cells, {fqn: layer_seconds(decisions[fqn], "", None, rates) for fqn in cells})
 
     def noise(self, assignment: Assignment) -> float:
         found = (self.cells[fqn][index] for fqn, index in assignment.items() if index is not None)
