@@ -60,6 +60,7 @@ def differences(
             far = ", off the scale" if abs(gap[-1]) > limit else ""
             clipped = [max(-limit, min(limit, value)) for value in gap]
             axes.plot(steps, clipped, color=f"C{number}", linewidth=1.4, label=f"{name}  {gap[-1]:+.2f}%{far}")
+        axes.set_xlim(0, len(steps))
         axes.set_ylim(-1.05 * limit, 1.05 * limit)
         axes.set_title(title, loc="left", fontsize=9)
         bare(axes)

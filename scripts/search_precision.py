@@ -75,9 +75,10 @@ def search(arguments: argparse.Namespace, flags: list[str]) -> None:
     from torchtitan.precision_search import fragment
     from torchtitan.precision_search.picture import draw
     from torchtitan.precision_search.runs import short_run
-    from torchtitan.precision_search.search import LossModel
+    from torchtitan.precision_search.search import LossModel, Table
 
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    candidates = candidates_of(config)
     bf16 = in_bf16(config)
     first = short_run(bf16, capture=True)
     base = final_loss(first.losses)
@@ -89,7 +90,7 @@ def search(arguments: argparse.Namespace, flags: list[str]) -> None:
     rates = RATES[arguments.device]
     if arguments.gemms_only:
         rates = dataclasses.replace(rates, bandwidth=math.inf)
-    table = judge(config, first.operands, rates)
+    table = Table.of(candidates, first.operands, rates)
     first.operands.clear()
 
     def measure(assignment: dict[str, int | None]) -> float:
@@ -157,19 +158,17 @@ def with_tables(config: JobConfig, tables: dict[str, dict[str, Any]]) -> JobConf
     return dataclasses.replace(config, **sections)
 
 
-def judge(config: JobConfig, operands: dict[str, Any], rates: Any) -> Any:
-    """The `Table` of this configuration."""
+def candidates_of(config: JobConfig) -> list[Any]:
+    """Recipes that run on this device. Raises ConfigError if there are none, or if a filter does not fit the model."""
     from torchtitan.device import find_device
     from torchtitan.engine.explain import conversion_target
     from torchtitan.models import MODELS
     from torchtitan.precision_search.candidates import find_candidates
-    from torchtitan.precision_search.search import Table
 
-    target = conversion_target(config, MODELS.get(config.model.name), find_device(0))
-    candidates = find_candidates(config, target)
-    if not candidates:
+    found = find_candidates(config, conversion_target(config, MODELS.get(config.model.name), find_device(0)))
+    if not found:
         raise ConfigError("none of the recipes runs on this device; the log says why.")
-    return Table.of(candidates, operands, rates)
+    return found
 
 
 def print_report(report: dict[str, Any], gains: bool, converted: int, tables: dict[str, dict[str, Any]]) -> None:
