@@ -19,8 +19,7 @@ def tables_of(candidates: Sequence[Candidate], assignment: Assignment) -> Tables
         candidate = candidates[index]
         # What the user's own filter excludes stays in it.
         own = [] if "filter_fqns" in candidate.keys else list(candidate.converter.filter_fqns)
-        convertible = {fqn for fqn, decision in candidate.decisions.items() if decision.converted}
-        others = [fqn for fqn, chosen in assignment.items() if chosen != index and fqn in convertible]
+        others = [fqn for fqn, one in candidate.decisions.items() if one.converted and assignment.get(fqn) != index]
         entries = own + shortened(others, list(candidate.decisions))
         tables[candidate.converter.name] = {**candidate.keys, "filter_fqns": entries}
     return tables
