@@ -3,8 +3,8 @@
 python scripts/search_precision.py CONFIG.toml --budget 0.5% [--steps 100] [--seeds 3] [--device H100]
     [--output precision_search] [--section.key=value ...]
 
-1. One short run in bf16, and others with other seeds, whose losses differ by their spread. At the last step of the
-   first, it computes each linear layer's three GEMMs in each recipe that runs on this device.
+1. One short run in bf16, and others with other initial weights, whose losses differ by their spread. At the last step of
+   the first, it computes each linear layer's three GEMMs in each recipe that runs on this device.
 2. For each converter that pays off, a short run with its fastest recipe in all layers, and the same seed and data. The
    loss that it costs is the scale of the model of losses (docs/low_precision.md).
 3. The assignment of recipes to layers whose modelled time on --device is least within the budget, which is a percentage
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("config", help="TOML file of the run")
     parser.add_argument("--budget", required=True, help="loss that low precision may cost, such as 0.5%%")
     parser.add_argument("--steps", type=int, default=100, help="of each short run (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="bf16 runs that show the spread (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="of bf16 runs, for the spread (default: %(default)s)")
     parser.add_argument("--device", choices=RATES, default="H100", help="to model the time of (default: %(default)s)")
     parser.add_argument(
         "--gemms-only",
@@ -82,9 +82,11 @@ def search(arguments: argparse.Namespace, flags: list[str]) -> None:
     bf16 = in_bf16(config)
     first = short_run(bf16, capture=True)
     base = final_loss(first.losses)
-    others = [
-        final_loss(short_run(with_seed(bf16, config.training.seed + n)).losses) for n in range(1, arguments.seeds)
-    ]
+    seeds = range(config.training.seed + 1, config.training.seed + arguments.seeds)
+    if config.checkpoint.initial_load_path:  # which gives the weights, so the data differ
+        others = [final_loss(short_run(with_seed(bf16, seed)).losses) for seed in seeds]
+    else:
+        others = [final_loss(short_run(bf16, weights_seed=seed).losses) for seed in seeds]
     spread = 100 * statistics.stdev([base, *others]) / base
 
     rates = RATES[arguments.device]
@@ -175,7 +177,7 @@ def print_report(report: dict[str, Any], gains: bool, converted: int, tables: di
     from torchtitan.precision_search import fragment
 
     total = len(report["assignment"])
-    print(f"bf16: loss {report['bf16_loss']:.4f} after {report['steps']} steps; seeds spread by "
+    print(f"bf16: loss {report['bf16_loss']:.4f} after {report['steps']} steps; it spreads by "
           f"{report['spread_percent']:.2f}% (standard deviation)")  # fmt: skip
     for name, percent in report["calibration_percent"].items():
         print(f"{name} in all layers: loss {percent:+.2f}%")

@@ -12,6 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.converters.numerics import capture_operands
 from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.models.init import init_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +28,12 @@ class ShortRun:
     operands: dict[str, list[torch.Tensor]]
 
 
-def short_run(config: JobConfig, capture: bool = False) -> ShortRun:
-    """Trains in this process, uncompiled, without activation checkpointing, in a temporary folder."""
+def short_run(config: JobConfig, capture: bool = False, weights_seed: int | None = None) -> ShortRun:
+    """Trains in this process, uncompiled, without activation checkpointing, in a temporary folder.
+
+    Args:
+        weights_seed: draws other initial weights than the configuration's, for the same data.
+    """
     operands: dict[str, list[torch.Tensor]] = {}
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(
@@ -43,6 +48,9 @@ def short_run(config: JobConfig, capture: bool = False) -> ShortRun:
         with build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
             if capture:
                 capture_operands(trainer.engine.model, operands, lambda: trainer.step == config.training.steps)
+            if weights_seed is not None:
+                engine = trainer.engine
+                init_weights(engine.model, engine.model.init_std, weights_seed, engine.init_factor)
             trainer.train()
         entries = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
         # Entries of a model with experts may hold only their load.

@@ -135,7 +135,7 @@ class LossModel:
     """Predicts the loss above bf16's, in percent, from noise: `percent_per_noise` times the noise.
 
     Attributes:
-        spread: of bf16's loss over seeds, in percent (standard deviation): what one run can resolve.
+        spread: of bf16's loss over initial weights, in percent (standard deviation): what one run can resolve.
     """
 
     percent_per_noise: float
