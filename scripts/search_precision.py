@@ -3,8 +3,8 @@
 python scripts/search_precision.py CONFIG.toml --budget 0.5% [--steps 100] [--seeds 3] [--device H100]
     [--output precision_search] [--section.key=value ...]
 
-1. One short run in bf16, and others with other initial weights, whose losses differ by their spread. At the last step of
-   the first, it computes each linear layer's three GEMMs in each recipe that runs on this device.
+1. One short run in bf16, and others with other initial weights, whose losses differ by their spread. At the last step
+   of the first, it computes each linear layer's three GEMMs in each recipe that runs on this device.
 2. For each converter that pays off, a short run with its fastest recipe in all layers, and the same seed and data. The
    loss that it costs is the scale of the model of losses (docs/low_precision.md).
 3. The assignment of recipes to layers whose modelled time on --device is least within the budget, which is a percentage
