@@ -95,24 +95,31 @@ def search(arguments: argparse.Namespace, flags: list[str]) -> None:
     table = Table.of(candidates, first.operands, rates)
     first.operands.clear()
 
-    def measure(assignment: dict[str, int | None]) -> float:
+    print(f"bf16: loss {base:.4f} after {arguments.steps} steps, standard deviation {spread:.2f}%", flush=True)
+
+    def measure(what: str, assignment: dict[str, int | None]) -> float:
         """The loss above bf16's, in percent."""
         tables = fragment.tables_of(table.candidates, assignment)
-        loss = final_loss(short_run(with_tables(bf16, tables)).losses)
-        return 100 * (loss / base - 1)
+        percent = 100 * (final_loss(short_run(with_tables(bf16, tables)).losses) / base - 1)
+        print(f"{what}: loss {percent:+.2f}%", flush=True)
+        return percent
 
-    calibration = {index: measure(table.throughout(index)) for index in (table.calibrating() if budget else [])}
+    names = [candidate.name for candidate in candidates]
+    calibration = {
+        index: measure(f"{names[index]} in all layers", table.throughout(index))
+        for index in (table.calibrating() if budget else [])
+    }
     noises = [table.noise(table.throughout(index)) for index in calibration]
     model = LossModel.fit(noises, list(calibration.values()), spread)
     assignment = table.fastest(model.noise(budget))
     converted = [fqn for fqn, index in assignment.items() if index is not None]
     predicted = model.percent(table.noise(assignment))
-    measured = measure(assignment) if converted else 0.0
+    measured = measure("the assignment found", assignment) if converted else 0.0
 
     tables = fragment.tables_of(table.candidates, assignment)
     unconverted = table.seconds(dict.fromkeys(assignment))
-    names = [candidate.name for candidate in table.candidates]
     report: dict[str, Any] = {
+        "config": arguments.config,
         "budget_percent": budget,
         "steps": arguments.steps,
         "bf16_loss": base,
@@ -177,10 +184,6 @@ def print_report(report: dict[str, Any], gains: bool, converted: int, tables: di
     from torchtitan.precision_search import fragment
 
     total = len(report["assignment"])
-    print(f"bf16: loss {report['bf16_loss']:.4f} after {report['steps']} steps; it spreads by "
-          f"{report['spread_percent']:.2f}% (standard deviation)")  # fmt: skip
-    for name, percent in report["calibration_percent"].items():
-        print(f"{name} in all layers: loss {percent:+.2f}%")
     if not converted:
         why = (
             "the budget allows none."
@@ -196,7 +199,9 @@ def print_report(report: dict[str, Any], gains: bool, converted: int, tables: di
     )
     if report["measured_percent"] > max(report["budget_percent"], report["spread_percent"]):
         print("the measured loss exceeds the budget: lower --budget, or raise --steps to measure better")
-    print(f"\n{fragment.to_toml(tables)}\n./run_train.sh {shlex.join(fragment.to_flags(tables))}")
+    print(
+        f"\n{fragment.to_toml(tables)}\nCONFIG_FILE={shlex.quote(report['config'])} ./run_train.sh {shlex.join(fragment.to_flags(tables))}"
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.converters.numerics import capture_operands
 from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.errors import ConfigError
 from torchtitan.models.init import init_weights
 
 
@@ -33,6 +34,9 @@ def short_run(config: JobConfig, capture: bool = False, weights_seed: int | None
 
     Args:
         weights_seed: draws other initial weights than the configuration's, for the same data.
+
+    Raises:
+        ConfigError: a loss is not finite; and what a run raises.
     """
     operands: dict[str, list[torch.Tensor]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -54,4 +58,8 @@ def short_run(config: JobConfig, capture: bool = False, weights_seed: int | None
             trainer.train()
         entries = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
         # Entries of a model with experts may hold only their load.
-        return ShortRun([entry["loss"] for entry in entries if "loss" in entry], operands)
+        losses = [entry["loss"] for entry in entries if "loss" in entry]
+    if None in losses:
+        what = ", ".join(config.model.converters) or "bf16"
+        raise ConfigError(f"a short run in {what} has a loss that is not finite; lower optimizer.lr, or fix its data.")
+    return ShortRun(losses, operands)
