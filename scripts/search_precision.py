@@ -199,9 +199,8 @@ def print_report(report: dict[str, Any], gains: bool, converted: int, tables: di
     )
     if report["measured_percent"] > max(report["budget_percent"], report["spread_percent"]):
         print("the measured loss exceeds the budget: lower --budget, or raise --steps to measure better")
-    print(
-        f"\n{fragment.to_toml(tables)}\nCONFIG_FILE={shlex.quote(report['config'])} ./run_train.sh {shlex.join(fragment.to_flags(tables))}"
-    )
+    flags = shlex.join(fragment.to_flags(tables))
+    print(f"\n{fragment.to_toml(tables)}\nCONFIG_FILE={shlex.quote(report['config'])} ./run_train.sh {flags}")
 
 
 if __name__ == "__main__":
