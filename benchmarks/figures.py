@@ -1,11 +1,10 @@
 """Plots for the benchmarks: differences from a baseline, with curves labelled directly instead of in a legend."""
 
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLUMNS = 3
 GREY = "0.8"
 
 
@@ -21,38 +20,53 @@ def percent_above(values: Sequence[float], base: Sequence[float], width: int) ->
     return [100 * (mean / base_mean - 1) for mean, base_mean in zip(means, base_means, strict=True)]
 
 
-def small_multiples(losses: Mapping[str, Sequence[float]], output: Path, width: int) -> Any:
-    """A panel for each run except the first: its loss relative to the first's, in front of the curves of all others.
+def spread_over_seeds(runs: Sequence[Sequence[float]], width: int) -> list[float]:
+    """The standard deviation over runs that differ in their seed, of the moving mean of their losses, in percent of it,
+    at each step."""
+    means = [moving_mean(values, width) for values in runs]
+    return [100 * statistics.stdev(at_step) / statistics.mean(at_step) for at_step in zip(*means, strict=True)]
 
-    An outlier would compress the other curves, so it is clipped and the panel's title states its value.
+
+def differences(
+    panels: Mapping[str, Mapping[str, Sequence[float]]], bases: Sequence[Sequence[float]], output: Path, width: int
+) -> Any:
+    """How far losses are above a baseline's, in percent: a panel for each family, a color and a label for each run, and
+    in grey what the baseline's seed alone changes (one standard deviation).
+
+    An outlier would compress the other curves, so it is clipped; each label states the last value.
 
     Args:
-        losses: of each step, by name; the first is the baseline.
+        panels: by title, losses of each step by name.
+        bases: the baseline's losses; first those with the seed of the other runs, then those with other seeds.
         width: steps in the moving mean.
     """
-    plt = pyplot()
-    (base_name, base), *others = losses.items()
-    gaps = {name: percent_above(values, base, width) for name, values in others}
-    steps = range(1, len(base) + 1)
-    largest = sorted(max(map(abs, gap[width:] or gap)) for gap in gaps.values())
-    limit = 1.3 * largest[3 * len(largest) // 4] or 1  # of the third quartile
-    rows = math.ceil(len(gaps) / COLUMNS)
-    figure, grid = plt.subplots(
-        rows, COLUMNS, figsize=(10, 0.6 + 1.5 * rows), sharex=True, sharey=True, squeeze=False, layout="constrained"
+    gaps = {
+        title: {name: percent_above(values, bases[0], width) for name, values in runs.items()}
+        for title, runs in panels.items()
+    }
+    steps = range(1, len(bases[0]) + 1)
+    band = spread_over_seeds(bases, width) if len(bases) > 1 else []
+    largest = sorted(max(map(abs, gap[width:] or gap)) for runs in gaps.values() for gap in runs.values())
+    limit = 1.3 * max(largest[3 * (len(largest) - 1) // 4], *band[-width:], 1e-3)  # of the third quartile
+    figure, grid = pyplot().subplots(
+        len(gaps), 1, figsize=(9, 0.7 + 2.4 * len(gaps)), sharex=True, sharey=True, squeeze=False
     )
-    for axes, (name, gap) in zip(grid.flat, gaps.items(), strict=False):
-        for other in gaps.values():
-            axes.plot(steps, other, color=GREY, linewidth=0.6)
-        axes.plot(steps, gap, color="C0", linewidth=1.5)
+    figure.subplots_adjust(left=0.09, right=0.62, top=0.95, bottom=0.2 / len(gaps), hspace=0.25)
+    for axes, (title, runs) in zip(grid[:, 0], gaps.items(), strict=True):
+        if band:
+            axes.fill_between(steps, [-one for one in band], band, color=GREY, linewidth=0)
         axes.axhline(0, color="black", linewidth=0.6)
-        axes.set_ylim(-limit, limit)
-        far = " (off the scale)" if abs(gap[-1]) > limit else ""
-        axes.set_title(f"{name}  {gap[-1]:+.2f}%{far}", loc="left", fontsize=9)
+        for number, (name, gap) in enumerate(runs.items()):
+            far = ", off the scale" if abs(gap[-1]) > limit else ""
+            clipped = [max(-limit, min(limit, value)) for value in gap]
+            axes.plot(steps, clipped, color=f"C{number}", linewidth=1.4, label=f"{name}  {gap[-1]:+.2f}%{far}")
+        axes.set_xlim(0, len(steps))
+        axes.set_ylim(-1.05 * limit, 1.05 * limit)
+        axes.set_title(title, loc="left", fontsize=9)
         bare(axes)
-    for axes in grid.flat[len(gaps) :]:
-        axes.set_visible(False)
-    figure.supylabel(f"loss against {base_name} (%, mean of {width} steps)", fontsize=9)
-    figure.supxlabel("step", fontsize=9)
+        label_ends(axes, 8)
+    figure.supylabel(f"loss against the baseline's (%, mean of {width} steps)", fontsize=9)
+    grid[-1, 0].set_xlabel("step; grey: standard deviation over seeds" if band else "step", fontsize=9)
     return saved(figure, output)
 
 

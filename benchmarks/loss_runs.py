@@ -3,6 +3,7 @@
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.runs import DEBUG_MODEL, ROOT, finish
@@ -40,9 +41,20 @@ def losses(dump: Path) -> list[float]:
     return [entry["loss"] for entry in entries if "loss" in entry]
 
 
+def final_loss(dump: Path) -> float:
+    """The loss of a finished run: the mean of its last steps."""
+    return statistics.mean(losses(dump)[-LAST:])
+
+
+def spread_of_losses(dumps: Sequence[Path]) -> float:
+    """The standard deviation of the losses of runs that differ in their seed, in percent of their mean."""
+    found = [final_loss(dump) for dump in dumps]
+    return 100 * statistics.stdev(found) / statistics.mean(found)
+
+
 def losses_table(what: str, runs: dict[str, Path]) -> str:
     """Compares each run with the first."""
-    means = {name: statistics.mean(losses(dump)[-LAST:]) for name, dump in runs.items()}
+    means = {name: final_loss(dump) for name, dump in runs.items()}
     base = next(iter(means))
     rows = [[name, f"{loss:.4f}", f"{loss / means[base] - 1:+.2%}"] for name, loss in means.items()]
     return markdown([what, "loss", f"against {base}"], rows)

@@ -14,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.figures import small_multiples
-from benchmarks.loss_runs import LAST, losses, losses_table, run
+from benchmarks.figures import differences
+from benchmarks.loss_runs import LAST, losses, losses_table, run, spread_of_losses
 from benchmarks.tables import markdown
 
 FLOAT8: tuple[Any, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -44,6 +44,18 @@ RECIPES: dict[str, list[str]] = {
     "int8 rowwise, int8 all-gather": [*INT8, "--int8.enable_fsdp_int8_all_gather"],
     "mx mxfp8 (emulated)": ["--model.converters=mx", "--mx.emulate"],
 }
+
+OTHER_SEEDS = (1, 2)  # of bf16, for the spread of its losses
+
+
+def by_family(results: dict[str, Path]) -> dict[str, dict[str, list[float]]]:
+    """The losses of all runs but bf16's: in a panel each for float8, delayed float8, and the other converters."""
+    panels: dict[str, dict[str, list[float]]] = {}
+    for name, dump in results.items():
+        if name != "bf16":
+            float8 = "float8, delayed scales" if "delayed" in name else "float8, output layer too"
+            panels.setdefault(float8 if "float8" in name else "int8 and mx", {})[name] = losses(dump)
+    return panels
 
 
 def gemms_table() -> str:
@@ -78,10 +90,15 @@ def main() -> None:
     import torch
 
     results = {name: run(name, flags, arguments.steps, arguments.folder) for name, flags in RECIPES.items()}
+    others = [
+        run(f"bf16 seed {seed}", [f"--training.seed={seed}"], arguments.steps, arguments.folder) for seed in OTHER_SEEDS
+    ]
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
     print(losses_table("recipe", results))
+    spread = spread_of_losses([results["bf16"], *others])
+    print(f"\nbf16 with {1 + len(OTHER_SEEDS)} seeds: losses spread by {spread:.2f}% (standard deviation)")
     print(f"\n{gemms_table()}")
-    small_multiples({name: losses(dump) for name, dump in results.items()}, arguments.output, LAST)
+    differences(by_family(results), [losses(results["bf16"]), *map(losses, others)], arguments.output, LAST)
 
 
 if __name__ == "__main__":

@@ -273,17 +273,20 @@ def test_labels_stay_where_there_is_room() -> None:
     assert figures.spread([0, 1, 2], 2) == [-1, 1, 3]
 
 
-def test_recipes_are_drawn_as_differences_each_under_its_name(tmp_path: Path) -> None:
+def test_recipes_are_drawn_as_differences_in_front_of_the_spread_over_seeds(tmp_path: Path) -> None:
     base = [8 - 0.04 * step for step in range(100)]
-    runs = {"bf16": base} | {
-        f"recipe {share}": [loss * (1 + share) for loss in base] for share in (0.01, 0.02, 0.03, -0.01)
-    }
-    runs["far"] = [2 * loss for loss in base]
-    figure = figures.small_multiples(runs, tmp_path / "x.png", width=10)
-    titles = [axes.get_title(loc="left") for axes in figure.axes if axes.get_visible()]
-    assert titles[0] == "recipe 0.01  +1.00%" and titles[3] == "recipe -0.01  -1.00%"
-    assert titles[4:] == ["far  +100.00% (off the scale)"]
-    low, high = figure.axes[0].get_ylim()
+    scaled = {share: [loss * (1 + share) for loss in base] for share in (0.01, 0.02, 0.03, -0.01, 0.04, -0.04)}
+    panels = {"near": {f"recipe {share}": scaled[share] for share in (0.01, 0.02, 0.03, -0.01)}}
+    panels["far away"] = {"far": [2 * loss for loss in base]}
+    figure = figures.differences(panels, [base, scaled[0.04], scaled[-0.04]], tmp_path / "x.png", width=10)
+    near, far = figure.axes
+    labels = [text.get_text() for text in near.texts]
+    assert sorted(labels) == sorted(f"recipe {share}  {100 * share:+.2f}%" for share in (0.01, 0.02, 0.03, -0.01))
+    assert len({text.get_color() for text in near.texts}) == 4
+    assert [text.get_text() for text in far.texts] == ["far  +100.00%, off the scale"]
+    low, high = near.get_ylim()
     assert 2 < high == -low < 100
+    (band,) = near.collections
+    assert band.get_paths()[0].get_extents().ymax == pytest.approx(4.0)
     assert not figure.legends and not any(axes.get_legend() for axes in figure.axes)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,8 @@
 
 - `utils._pytree`: maps over the arguments of an operation
 - `utils._python_dispatch.TorchDispatchMode`: lets a plan see every operation
-- `_subclasses.fake_tensor`, its `FakeTensor` and `FakeTensorMode`: tensors without memory, for plans
+- `_subclasses.fake_tensor`, its `FakeTensor` and `FakeTensorMode`: tensors without memory, for plans;
+  `unset_fake_temporarily`: real ones in the middle of a plan
 - `distributed.tensor._sharding_prop.ShardingPropagator`: DTensor infers shapes with full-size fake tensors, which a
   plan must not count; its method is `PROPAGATE`
 - `distributed.tensor.debug._clear_sharding_prop_cache`: the cache refers to meshes of destroyed process groups
@@ -12,7 +13,7 @@
 
 import torch.utils._pytree as pytree
 from torch import _C
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import Store
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +28,7 @@ __all__ = [
     "fake_store",
     "in_backward_pass",
     "pytree",
+    "unset_fake_temporarily",
 ]
 
 PROPAGATE = "_propagate_tensor_meta_non_cached"

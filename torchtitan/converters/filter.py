@@ -5,7 +5,7 @@ An entry of `filter_fqns` matches complete components of a module's path: `layer
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Protocol
 
@@ -17,7 +17,8 @@ from torchtitan.models.moe import GroupedLinear, MoE, MoEArgs, Router
 
 AUTO_FILTER_SMALL_KN = "auto_filter_small_kn"
 AUTO_FILTER_MEASURED = "auto_filter_measured"
-FLAGS = (AUTO_FILTER_SMALL_KN, AUTO_FILTER_MEASURED)
+AUTO_FILTER_NUMERICS = "auto_filter_numerics"
+FLAGS = (AUTO_FILTER_SMALL_KN, AUTO_FILTER_MEASURED, AUTO_FILTER_NUMERICS)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ SizeRule = Callable[[int, int, int], str | None]
 """From (M, K, N) to the reason not to convert a layer of this size, or None."""
 MeasuredRule = Callable[[int, int, int, int], str | None]
 """The same, from (M, K, N, experts)."""
+NumericsRule = Callable[[Sequence[str]], dict[str, str]]
+"""From the layers that pass all other rules to the reasons against some of them."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def decide(
     rules: FilterRules,
     target: Target,
     explicit: bool = True,
+    numerics: NumericsRule | None = None,
 ) -> list[Decision]:
     """One decision per linear layer of the model, in the model's order. Experts' layers are one for all experts.
 
@@ -94,6 +98,7 @@ def decide(
         entries: `filter_fqns`; not modified.
         converter: name of the converter and of its section.
         explicit: whether the entries are the user's; a default need not match anything.
+        numerics: the measurement of `auto_filter_numerics`.
 
     Raises:
         ConfigError: an entry matches no module, or asks for thresholds that the recipe does not have.
@@ -152,6 +157,14 @@ def decide(
         reason = reason_against(fqn, module, m, k, n, experts)
         outcome = reason is None, reason or "passes the filter"
         decisions.append(Decision(fqn, m, k, n, converter, recipe, *outcome, experts))
+    if AUTO_FILTER_NUMERICS in entries and numerics is not None:
+        against = numerics([one.fqn for one in decisions if one.converted])
+        decisions = [
+            replace(one, converted=False, reason=f"{AUTO_FILTER_NUMERICS}: {against[one.fqn]}")
+            if one.fqn in against
+            else one
+            for one in decisions
+        ]
     return decisions
 
 

@@ -1,6 +1,7 @@
 """Base of the converters of linear layers, ordinary ones and experts': filter, module swap, and the check that a
 swapped layer quantizes."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.converters.filter import Decision, FilterRules, decide
+from torchtitan.converters.numerics_filter import inaccurate_layers
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
@@ -135,7 +137,16 @@ class LinearConverter:
 
     def decide(self, model: nn.Module) -> list[Decision]:
         """What `convert` would do with each linear layer of the model, without changing it."""
-        return decide(model, self.filter_fqns, self.name, self.recipe, self.rules, self.target, self.explicit)
+        return decide(
+            model,
+            self.filter_fqns,
+            self.name,
+            self.recipe,
+            self.rules,
+            self.target,
+            self.explicit,
+            functools.partial(inaccurate_layers, self, model),
+        )
 
     def convert(self, model: nn.Module) -> None:
         self.decisions = self.decide(model)

@@ -1,0 +1,70 @@
+"""scripts/search_precision.py, as a user starts it: what it writes, that a run accepts it, and wrong input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import PATHS, ROOT, TINY
+
+# A configuration without the tables that the search writes, so that its fragment can be pasted at the end.
+CONFIG = "[training]\nseed = 1\n"
+FLAGS = (*TINY, "--training.mixed_precision_param=bfloat16")
+
+
+def python(*arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True)
+
+
+def search(folder: Path, *flags: str, budget: str = "100%") -> subprocess.CompletedProcess[str]:
+    (folder / "run.toml").write_text(CONFIG)
+    short = ("--steps", "2", "--seeds", "2", "--output", folder / "found")
+    script = ROOT / "scripts" / "search_precision.py"
+    return python(script, folder / "run.toml", "--budget", budget, *short, *FLAGS, *flags)
+
+
+def test_a_run_accepts_what_the_search_writes(tmp_path: Path) -> None:
+    done = search(tmp_path, "--gemms-only")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert set(found["assignment"].values()) != {"bf16"} and "measured" in done.stdout
+    assert found["time_of_linear_layers"] < 1 and found["predicted_percent"] > 0
+    assert found["layers"]["output"]["int8 rowwise"]["errors"]["grad_input"]["flushed"] > 0.5
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "low.toml").write_text(CONFIG + (tmp_path / "found.toml").read_text())
+    run = python(
+        ROOT / "train.py",
+        f"--job.config_file={tmp_path / 'low.toml'}",
+        f"--job.dump_folder={tmp_path}",
+        "--training.steps=2",
+        *FLAGS,
+    )
+    assert run.returncode == 0, run.stderr
+    report = json.loads((tmp_path / "conversion.json").read_text())
+    converted = {one["fqn"]: f"{one['converter']} {one['recipe']}" if one["converted"] else "bf16" for one in report}
+    assert converted == found["assignment"]
+
+
+def test_a_budget_of_zero_leaves_all_layers_in_bf16(tmp_path: Path) -> None:
+    done = search(tmp_path, "--gemms-only", budget="0")
+    assert done.returncode == 0, done.stderr
+    assert "no layer is converted: the budget allows none" in done.stdout
+    assert set(json.loads((tmp_path / "found.json").read_text())["assignment"].values()) == {"bf16"}
+    assert (tmp_path / "found.toml").read_text().split() == ["[model]", "converters", "=", "[]"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "budget", "problem"),
+    [
+        ("--training.sed=3", "1%", "training.sed"),
+        ("--int8.filter_fqns=atention.wq", "1%", "'atention.wq' matches no module of this model"),
+        ("--training.seed=3", "little", "--budget: 'little' is not a percentage of the loss, such as 0.5%."),
+    ],
+)
+def test_wrong_input_ends_it_with_one_sentence(tmp_path: Path, flag: str, budget: str, problem: str) -> None:
+    done = search(tmp_path, flag, budget=budget)
+    assert done.returncode == 2
+    assert problem in done.stderr and "Traceback" not in done.stderr
