@@ -106,7 +106,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "float8.force_recompute_fp8_weight_in_bwd": (False, True),
     "float8.filter_fqns": (["output"], ["attention.wk", "output", "auto_filter_small_kn"]),
     "float8.emulate": (False, True),
-    "mx.recipe_name": ("mxfp8",),
+    "mx.recipe_name": ("mxfp8", "mxint8", "nvfp4"),
     "mx.filter_fqns": (["output"], ["output", "wk"], []),
     "mx.use_fp8_dim1_cast_triton_kernel": (True, False),
     "comm.init_timeout_seconds": (300, 10),

@@ -188,6 +188,7 @@ SECTIONS: dict[str, Any] = {
     "rowwise": Float8(recipe_name="rowwise"),
     "int8": Int8(filter_fqns=[]),
     "mx": MX(emulate=True, filter_fqns=[]),
+    "nvfp4": MX(emulate=True, filter_fqns=[], recipe_name="nvfp4"),
     "bf16": None,
     "first in int8": Int8(filter_fqns=["1"]),
 }

@@ -99,6 +99,13 @@ FORMATS = {
     "float8 128x128": KnownFormat(BlockFormat("e4m3", 128, 128, "float32"), 0.026),
 }
 
+
+def known_error(form: BlockFormat) -> float:
+    """The error of the format in `FORMATS` that this is a variant of: the other choices change it by less than half."""
+    usual = form._replace(scale_mode="rceil", hadamard=False, symmetric=True)
+    return next(known.error for known in FORMATS.values() if known.format == usual)
+
+
 HADAMARD = 16  # points of the transform
 # Fixed, and the same for all layers, as in the paper: so there is nothing to save, and all ranks agree.
 SIGNS = (1, 1, -1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
@@ -122,6 +129,10 @@ class Blocks:
     scale: torch.Tensor
     tensor_scale: torch.Tensor | None
     factor: torch.Tensor
+
+    def factors(self) -> torch.Tensor:
+        """`factor` of each number: (..., rows, columns)."""
+        return _spread(self.factor, self.format, self.data.shape)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """(..., rows, columns); still transformed if the format has a transform.
@@ -168,7 +179,7 @@ def _round(
     symmetric: bool,
 ) -> torch.Tensor:
     form = BlockFormat(element, rows, columns, scale, scale_mode, tensor_scale, stochastic, hadamard, symmetric)  # type: ignore[arg-type]
-    return quantize(x, form).dequantize(x.dtype).contiguous() if x.numel() else x.clone()
+    return quantize(x, form).dequantize(x.dtype).contiguous() if x.numel() else _empty(x, hadamard)
 
 
 @_round.register_fake
@@ -184,8 +195,12 @@ def _(
     hadamard: bool,
     symmetric: bool,
 ) -> torch.Tensor:
-    width = -(-x.shape[-1] // HADAMARD) * HADAMARD if hadamard else x.shape[-1]
-    return x.new_empty(*x.shape[:-1], width)
+    return _empty(x, hadamard)
+
+
+def _empty(x: torch.Tensor, hadamard: bool) -> torch.Tensor:
+    columns = x.shape[-1]
+    return x.new_empty(*x.shape[:-1], -(-columns // HADAMARD) * HADAMARD if hadamard else columns)
 
 
 def multiply(left: Blocks, right: Blocks) -> torch.Tensor:
@@ -215,8 +230,8 @@ def _largest_of_blocks(magnitudes: torch.Tensor, form: BlockFormat) -> torch.Ten
     """(..., blocks of rows, blocks of columns)"""
     rows, columns = magnitudes.shape[-2:]
     magnitudes = F.pad(magnitudes, (0, -columns % form.columns, 0, -rows % form.rows))
-    by_columns = magnitudes.unflatten(-1, (-1, form.columns)).amax(-1)
-    return by_columns if form.rows == 1 else by_columns.unflatten(-2, (-1, form.rows)).amax(-2)
+    amax: torch.Tensor = magnitudes.unflatten(-1, (-1, form.columns)).amax(-1)
+    return amax if form.rows == 1 else amax.unflatten(-2, (-1, form.rows)).amax(-2)
 
 
 def _spread(of_blocks: torch.Tensor, form: BlockFormat, shape: torch.Size) -> torch.Tensor:
@@ -297,7 +312,7 @@ def _hash(x: torch.Tensor) -> torch.Tensor:
     """int32 to int32: the finalizer of MurmurHash3."""
     x = (x ^ (x >> 16 & 0xFFFF)) * _signed(0x85EBCA6B)  # the masks keep what a logical shift would
     x = (x ^ (x >> 13 & 0x7FFFF)) * _signed(0xC2B2AE35)
-    return x.bitwise_xor(x >> 16 & 0xFFFF)
+    return x ^ (x >> 16 & 0xFFFF)
 
 
 def _signed(bits: int) -> int:
