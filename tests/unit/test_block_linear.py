@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from torchtitan.compat.torchao_mx import KernelPreference, MXFP8Linear, ScaleCalculationMode
-from torchtitan.config.low_precision import MX
+from torchtitan.config.low_precision import MX, Float8
 from torchtitan.converters import Target, conversion_report
 from torchtitan.converters.block_linear import BlockLinear
 from torchtitan.converters.conversion_report import to_table
-from torchtitan.converters.linear import relative_errors
+from torchtitan.converters.float8 import Float8Converter
+from torchtitan.converters.linear import LinearConverter, relative_errors
 from torchtitan.converters.mx import MXConverter
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.block_formats import hadamard, quantize
@@ -37,6 +38,10 @@ RECIPES = {
 
 def converter(target: Target = CPU, **keys: Any) -> MXConverter:
     return MXConverter(MX(**{"emulate": True, **keys}), target)
+
+
+def blockwise(target: Target = CPU, **keys: Any) -> Float8Converter:
+    return Float8Converter(Float8(recipe_name="blockwise", **keys), target)
 
 
 def gemms_of(layer: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
@@ -68,9 +73,9 @@ def test_emulated_mxfp8_is_that_of_torchao_bit_for_bit(mode: Any, high: bool, dt
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"])
 def test_errors_are_the_known_ones(recipe: str) -> None:
-    found = converter(**RECIPES[recipe])
+    found: LinearConverter = blockwise() if recipe == "blockwise" else converter(**RECIPES[recipe])
     for gemm, error in relative_errors(found, "cpu").items():
         known = getattr(found.gemms, gemm)
         assert error == (0 if known is None else pytest.approx(known, rel=0.3)), gemm
@@ -172,3 +177,28 @@ def test_high_precision_forward_alone_is_only_emulated() -> None:
     linear = nn.Linear(64, 32, bias=False).bfloat16()
     x = torch.randn(32, 64).bfloat16()
     assert torch.equal(converter(forward_with_hp=True).swap(linear)(x), linear(x))
+
+
+def test_blockwise_float8_has_one_scale_per_128_numbers_and_per_128_by_128_weights() -> None:
+    """Unlike in rowwise, an outlier costs no precision in other blocks of its row."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(128, 256), torch.randn(128, 256)
+    x[0, 0] = weight[0, 0] = 1e4
+    for role, lost in (("input", 1), ("weight", 128)):
+        found = blockwise().scaled(x if role == "input" else weight, role)  # type: ignore[arg-type]
+        small = (found.exact.abs() < 10).float().mean(1)  # of 448
+        assert (small[:lost] > 0.49).all() and (small[lost:] < 0.1).all()
+
+
+def test_blockwise_float8_on_a_gpu_is_only_emulated() -> None:
+    target = Target("cuda", compute_capability=(9, 0))
+    with pytest.raises(ConfigError, match=r"blockwise has no kernel on a GPU so far; set float8\.emulate"):
+        blockwise(target)
+    blockwise(target, emulate=True)
+
+
+def test_blockwise_float8_has_no_low_precision_all_gather_and_no_thresholds() -> None:
+    with pytest.raises(ConfigError, match=r"needs float8\.recipe_name = tensorwise, not blockwise"):
+        blockwise(enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ConfigError, match="auto_filter_small_kn has no thresholds for float8 blockwise"):
+        blockwise(filter_fqns=["auto_filter_small_kn"]).convert(llama(2))

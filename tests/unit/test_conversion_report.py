@@ -34,6 +34,7 @@ SECTIONS = {
     "int8": Int8(),
     "mx": MX(emulate=True),
     "mx nvfp4": MX(emulate=True, recipe_name="nvfp4"),
+    "float8 blockwise": Float8(recipe_name="blockwise"),
 }
 
 

@@ -186,6 +186,7 @@ def blocks() -> nn.Module:
 SECTIONS: dict[str, Any] = {
     "float8": Float8(),
     "rowwise": Float8(recipe_name="rowwise"),
+    "blockwise": Float8(recipe_name="blockwise"),
     "int8": Int8(filter_fqns=[]),
     "mx": MX(emulate=True, filter_fqns=[]),
     "nvfp4": MX(emulate=True, filter_fqns=[], recipe_name="nvfp4"),

@@ -14,8 +14,11 @@ class Float8:
     """GEMMs in float8 (converter float8)."""
 
     recipe_name: Annotated[
-        Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"] | None,
-        Doc("Scaling granularity; delayed: one scale per tensor, from previous steps; none: tensorwise."),
+        Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "delayed"] | None,
+        Doc(
+            "Scaling granularity; blockwise: one scale per 1 x 128 activations or gradients and 128 x 128 weights; "
+            "delayed: one per tensor, from previous steps; none: tensorwise."
+        ),
     ] = None
     cast_input: Annotated[
         Cast | None, Doc("Scaling of inputs: from their current values (dynamic) or from previous steps (delayed).")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from torchtitan.converters.linear import EMULATED_BLOCKS, LayerGemms, Scaled
+from torchtitan.converters.linear import EMULATED_BLOCKS, LayerGemms, Role, Scaled
 from torchtitan.kernels.block_formats import ELEMENTS, BlockFormat, known_error, quantize, round_to_blocks
 
 
@@ -34,6 +34,10 @@ class BlockGemms(NamedTuple):
     def over_tokens(self, form: BlockFormat) -> BlockFormat:
         """The format of x or out_grad, transposed, in the weight gradient."""
         return form._replace(hadamard=self.hadamard)
+
+    def form_of(self, role: Role) -> BlockFormat:
+        """The format of a tensor, as in the GEMM that it is rounded for first."""
+        return {"input": self.x, "weight": self.weight, "out_grad": self.out_grad}[role]
 
     def known(self) -> LayerGemms:
         """How the profiler shows them, and their errors: those of both operands, which are independent."""

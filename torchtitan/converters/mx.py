@@ -133,8 +133,7 @@ class MXConverter(LinearConverter):
         ]
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
-        gemms = self.block_gemms
-        return scaled(tensor, {"input": gemms.x, "weight": gemms.weight, "out_grad": gemms.out_grad}[role])
+        return scaled(tensor, self.block_gemms.form_of(role))
 
     def _scale_mode(self) -> "ScaleCalculationMode":
         from torchtitan.compat.torchao_mx import ScaleCalculationMode
