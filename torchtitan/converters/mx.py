@@ -124,7 +124,7 @@ class MXConverter(LinearConverter):
         """As the filter decides, except that nvfp4 keeps the last blocks, which lose the most (arXiv 2509.25149)."""
         fraction = self.config.keep_last_blocks_fraction if self.recipe == "nvfp4" else 0
         kept = last_blocks(model, fraction)
-        reason = f"mx.keep_last_blocks_fraction = {fraction} keeps the last {len(kept)} blocks"
+        reason = f"one of the last blocks ({len(kept)}) that mx.keep_last_blocks_fraction = {fraction} keeps"
         return [
             dataclasses.replace(one, converted=False, reason=reason)
             if one.converted and any(matches(block, one.fqn) for block in kept)
