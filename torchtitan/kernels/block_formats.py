@@ -59,7 +59,7 @@ class BlockFormat(NamedTuple):
         scale: type of a block's scale.
         scale_mode: how an E8M0 scale is chosen.
         tensor_scale: the scales of blocks are multiples of a float32 scale of the matrix.
-        stochastic: rounds to one of the two neighbors, with the number as the expectation (unless it saturates); else to
+        stochastic: rounds to one of the two neighbors, with the number as the expectation unless it saturates; else to
             the nearest.
         hadamard: blocks of 16 columns are first multiplied by a random Hadamard matrix, which spreads outliers. It is
             orthogonal, so the product of two operands that both are transformed is that of the operands.
