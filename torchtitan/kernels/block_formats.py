@@ -207,8 +207,8 @@ def _empty(x: torch.Tensor, hadamard: bool) -> torch.Tensor:
 def multiply(left: Blocks, right: Blocks) -> torch.Tensor:
     """left @ right.T in float32: the float64 product of the dequantized operands, rounded once.
 
-    Products of two elements and the scales of their blocks are exact in float64, and so is their sum, unless the scales
-    of one row differ by more than about 2^30: then it is rounded like any float64 sum.
+    float64's own rounding errors, 2^-53 of the largest term, are far below the last bit of the result, unless the terms
+    cancel to less than 2^-29 of it.
     """
     return (left.dequantize(torch.float64) @ right.dequantize(torch.float64).transpose(-1, -2)).float()
 
