@@ -109,7 +109,7 @@ def known_error(form: BlockFormat) -> float:
 
 HADAMARD = 16  # points of the transform
 # Fixed, and the same for all layers, as in the paper: so there is nothing to save, and all ranks agree.
-SIGNS = (1, 1, -1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
+SIGNS = 0b1101100010110100  # a bit for each; 1: negative
 SMALLEST_TENSOR_SCALE = 2.0**-100  # so that its inverse, divided by the smallest E4M3 scale, is finite
 E4M3_SMALLEST, E4M3_LARGEST = 2.0**-9, 448.0
 
@@ -138,8 +138,8 @@ class Blocks:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """(..., rows, columns); still transformed if the format has a transform.
 
-        float64 holds the result exactly. float32 holds it without a tensor scale and with one of few digits, and
-        bfloat16 if scales are E8M0; otherwise the result is rounded once more.
+        Exact in float64; in float32 if scales are E8M0 or E4M3 without a scale of the matrix; in bfloat16 if they are
+        E8M0. Otherwise the result is rounded.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         scale = self.scale.to(wide)
@@ -217,7 +217,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Multiplies each 16 consecutive columns of a float32 tensor, the last ones filled up with zeros, by the same
     orthogonal matrix: diag(`SIGNS`) H / 4, with H of only 1 and -1."""
     x = F.pad(x, (0, -x.shape[-1] % HADAMARD))
-    signs = x.new_tensor(SIGNS) / math.sqrt(HADAMARD)
+    negative = SIGNS >> torch.arange(HADAMARD, device=x.device) & 1  # not a tensor copied from the host, which waits
+    signs = (1 - 2 * negative) / math.sqrt(HADAMARD)
     x = x.unflatten(-1, (-1, HADAMARD)) * signs
     step = 1
     while step < HADAMARD:
