@@ -41,6 +41,7 @@ RECIPES = {
     "mx, weight gradient in bf16": ("mx", MX(emulate=True, wgrad_with_hp=True)),
     "mx mxint8": ("mx", MX(recipe_name="mxint8", emulate=True)),
     "mx nvfp4": ("mx", MX(recipe_name="nvfp4", emulate=True)),
+    "mx nvfp4, to nearest": ("mx", MX(recipe_name="nvfp4", emulate=True, stochastic_rounding=False)),
     "mx nvfp4, output in bf16": ("mx", MX(recipe_name="nvfp4", emulate=True, forward_with_hp=True)),
 }
 
@@ -127,7 +128,7 @@ def test_no_tokens_at_all(recipe: str) -> None:
     assert not weight_grad.any()
 
 
-@pytest.mark.parametrize("recipe", ["float8 rowwise", "int8", "mx"])
+@pytest.mark.parametrize("recipe", ["float8 rowwise", "int8", "mx", "mx nvfp4, to nearest"])
 def test_compiles_into_one_graph_for_any_number_of_tokens(recipe: str) -> None:
     low = converter_of(recipe).swap_grouped(experts_layer(3))
     compiled = torch.compile(low, fullgraph=True, dynamic=True)
