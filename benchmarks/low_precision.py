@@ -23,6 +23,9 @@ FLOAT8: tuple[Any, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 FLOAT8_EVERYWHERE = ["--model.converters=float8", "--float8.filter_fqns="]
 DELAYED = [*FLOAT8_EVERYWHERE, "--float8.recipe_name=delayed"]
 INT8 = ["--model.converters=int8"]
+MX_FLAGS = ["--model.converters=mx", "--mx.emulate"]
+FLOOR = "--mx.scale_calculation_mode=floor"
+NVFP4 = [*MX_FLAGS, "--mx.recipe_name=nvfp4"]
 RECIPES: dict[str, list[str]] = {
     "bf16": [],
     "float8 tensorwise": FLOAT8_EVERYWHERE,
@@ -42,7 +45,18 @@ RECIPES: dict[str, list[str]] = {
     "int8 tensorwise": [*INT8, "--int8.recipe_name=tensorwise"],
     "int8 rowwise, output too": [*INT8, "--int8.filter_fqns="],
     "int8 rowwise, int8 all-gather": [*INT8, "--int8.enable_fsdp_int8_all_gather"],
-    "mx mxfp8 (emulated)": ["--model.converters=mx", "--mx.emulate"],
+    "float8 blockwise (emulated)": [*FLOAT8_EVERYWHERE, "--float8.recipe_name=blockwise"],
+    "mx mxfp8 (emulated)": MX_FLAGS,
+    "mx mxint8 (emulated)": [*MX_FLAGS, "--mx.recipe_name=mxint8"],
+    "mx mxint8, floor": [*MX_FLAGS, "--mx.recipe_name=mxint8", FLOOR],
+    "mx mxint8, floor, to -128": [*MX_FLAGS, "--mx.recipe_name=mxint8", FLOOR, "--mx.symmetric_clipping=false"],
+    "mx nvfp4 (emulated)": NVFP4,
+    "mx nvfp4, all blocks": [*NVFP4, "--mx.keep_last_blocks_fraction=0"],
+    "mx nvfp4, no transform": [*NVFP4, "--mx.random_hadamard=false"],
+    "mx nvfp4, round to nearest": [*NVFP4, "--mx.stochastic_rounding=false"],
+    "mx nvfp4, 1D weight scales": [*NVFP4, "--mx.weight_scales_2d=false"],
+    "mx nvfp4, output in bf16": [*NVFP4, "--mx.forward_with_hp"],
+    "mx nvfp4, weight gradient in bf16": [*NVFP4, "--mx.wgrad_with_hp"],
 }
 
 OTHER_SEEDS = (1, 2)  # of bf16, for the spread of its losses
@@ -71,6 +85,8 @@ def gemms_table() -> str:
             f"mx, scales by {mode}": ("mx", MX(emulate=True, scale_calculation_mode=mode))
             for mode in ("rceil", "even", "floor")
         },
+        "float8 blockwise": ("float8", Float8(recipe_name="blockwise")),
+        **{f"mx {recipe}": ("mx", MX(emulate=True, recipe_name=recipe)) for recipe in ("mxint8", "nvfp4")},
     }
     rows = []
     for name, (converter_name, section) in sections.items():

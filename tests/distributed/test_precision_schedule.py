@@ -23,6 +23,7 @@ PRECISIONS = {
     "float8 tensorwise": ("float8", {}),
     "int8 rowwise": ("int8", {"filter_fqns": ["attention.wk", "output"]}),
     "mx mxfp8": ("mx", {"emulate": True}),
+    "mx nvfp4": ("mx", {"emulate": True, "recipe_name": "nvfp4"}),
     "bf16": ("", {}),
 }
 
@@ -99,7 +100,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ALL_LOW = ("float8 rowwise", "mx mxfp8", "float8 tensorwise")
+ALL_LOW = ("float8 rowwise", "mx nvfp4", "float8 tensorwise")
 MORE = ("--activation_checkpoint.mode=full", "--training.local_batch_size=4")
 
 
@@ -124,7 +125,7 @@ def test_the_phase_is_in_the_metrics_the_report_and_the_checkpoint(whole: Path) 
         (2, ALL_LOW[1], 4),
         (3, ALL_LOW[2], None),
     ]
-    assert {layer["recipe"] for layer in report[1]["layers"]} == {"mxfp8", "bf16"}  # bf16: the output layer
+    assert {layer["recipe"] for layer in report[1]["layers"]} == {"nvfp4", "bf16"}  # the last block, the output layer
     state = json.loads((whole / "checkpoint" / "step-4" / "train_state.json").read_text())
     assert state["precision_schedule"] == [[2, ALL_LOW[0]], [4, ALL_LOW[1]], [None, ALL_LOW[2]]]
 

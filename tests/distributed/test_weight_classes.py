@@ -33,7 +33,9 @@ RECIPES = {
     "float8 gather": (*FLOAT8, "--float8.enable_fsdp_float8_all_gather"),
     "int8": INT8[:1],
     "delayed": (*FLOAT8, "--float8.recipe_name=delayed"),
+    "blockwise": (FLOAT8[0], "--float8.recipe_name=blockwise"),
     "mx": ("--model.converters=mx", "--mx.emulate"),
+    "mx nvfp4": ("--model.converters=mx", "--mx.emulate", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0"),
 }
 PLAIN = [{"Parameter", "Tensor"}, {"Tensor"}]  # in the forward pass, and as this rank's shard
 CLASSES = {
@@ -41,7 +43,8 @@ CLASSES = {
     "float8 gather": ({"Float8Linear"}, {"Float8TrainingTensor"}, {"WeightWithDynamicFloat8CastTensor"}),
     "int8": ({"Int8Linear"}, *PLAIN),
     "delayed": ({"DelayedLinear"}, *PLAIN),
-    "mx": ({"MXFP8Linear"}, *PLAIN),
+    "blockwise": ({"BlockLinear"}, *PLAIN),
+    "mx": ({"BlockLinear"}, *PLAIN),
 }
 
 

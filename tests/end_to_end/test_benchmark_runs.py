@@ -115,6 +115,14 @@ def test_kernels(tmp_path: Path) -> None:
     assert "failed" not in output and output.count("| mx mxfp8 |") == 3
 
 
+def test_errors_of_block_formats_against_float64() -> None:
+    normal, outliers = bench("block_formats").split("With outliers")
+    for recipe, most in (("mx mxint8, rceil", 0.03), ("float8 blockwise", 0.05), ("mx nvfp4", 0.2)):
+        for table in (normal, outliers):
+            (row,) = (line for line in table.splitlines() if line.startswith(f"| {recipe} |"))
+            assert all(most / 10 < float(error) < most for error in row.split("|")[2:5])
+
+
 def test_gpu_on_tiny_shapes(tmp_path: Path) -> None:
     rows = "--rows=bf16 compiled,float8 rowwise auto_filter_small_kn,bf16 eager"
     bench("gpu", "--smoke", "--models=1B", "--steps=2", rows, f"--output={tmp_path}")

@@ -186,8 +186,10 @@ def blocks() -> nn.Module:
 SECTIONS: dict[str, Any] = {
     "float8": Float8(),
     "rowwise": Float8(recipe_name="rowwise"),
+    "blockwise": Float8(recipe_name="blockwise"),
     "int8": Int8(filter_fqns=[]),
     "mx": MX(emulate=True, filter_fqns=[]),
+    "nvfp4": MX(emulate=True, filter_fqns=[], recipe_name="nvfp4"),
     "bf16": None,
     "first in int8": Int8(filter_fqns=["1"]),
 }

@@ -14,8 +14,11 @@ class Float8:
     """GEMMs in float8 (converter float8)."""
 
     recipe_name: Annotated[
-        Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"] | None,
-        Doc("Scaling granularity; delayed: one scale per tensor, from previous steps; none: tensorwise."),
+        Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "delayed"] | None,
+        Doc(
+            "Scaling granularity; blockwise: one scale per 1 x 128 activations or gradients and 128 x 128 weights; "
+            "delayed: one per tensor, from previous steps; none: tensorwise."
+        ),
     ] = None
     cast_input: Annotated[
         Cast | None, Doc("Scaling of inputs: from their current values (dynamic) or from previous steps (delayed).")
@@ -76,14 +79,29 @@ class Int8:
 
 @dataclass(frozen=True)
 class MX:
-    """GEMMs in microscaling formats (converter mx)."""
+    """GEMMs in formats with a scale per block of 16 or 32 numbers (converter mx)."""
 
-    recipe_name: Annotated[Literal["mxfp8", "nvfp4"], Doc("Element format; nvfp4 is refused, with the reason.")] = (
-        "mxfp8"
-    )
+    recipe_name: Annotated[
+        Literal["mxfp8", "mxint8", "nvfp4"], Doc("Element format; mxint8 and nvfp4 are only emulated so far.")
+    ] = "mxfp8"
     scale_calculation_mode: Annotated[
-        Literal["rceil", "floor", "even", "ceil"], Doc("How a block's scale is rounded to a power of two.")
+        Literal["rceil", "floor", "even", "ceil"],
+        Doc("How a block's scale is rounded to a power of two (mxfp8, mxint8)."),
     ] = "rceil"
+    symmetric_clipping: Annotated[
+        bool, Doc("mxint8: codes from -127 to 127; false: from -128, which some blocks reach with floor scales.")
+    ] = True
+    keep_last_blocks_fraction: Annotated[
+        Fraction, Doc("nvfp4: leave this fraction of the transformer blocks, the last ones, in high precision.")
+    ] = 0.15
+    weight_scales_2d: Annotated[
+        bool, Doc("nvfp4: a weight scale per 16 x 16 numbers, the same forward and backward; false: per 1 x 16.")
+    ] = True
+    random_hadamard: Annotated[
+        bool, Doc("nvfp4: spread outliers with a random Hadamard transform before the weight-gradient GEMM.")
+    ] = True
+    stochastic_rounding: Annotated[bool, Doc("nvfp4: round output gradients stochastically.")] = True
+    forward_with_hp: Annotated[bool, Doc("Compute the forward GEMM in high precision (only emulated).")] = False
     wgrad_with_hp: Annotated[bool, Doc("Compute the weight-gradient GEMM in high precision.")] = False
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
     emulate: Annotated[

@@ -1,4 +1,5 @@
-"""Float8 GEMMs with dynamic scales (`float8_linear.py`) or delayed ones (`float8_delayed.py`)."""
+"""Float8 GEMMs with dynamic scales (`float8_linear.py`), those of blocks (`block_linear.py`), or delayed ones
+(`float8_delayed.py`)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.low_precision import Float8
 from torchtitan.converters.amax import stage_group
+from torchtitan.converters.block_linear import BlockGemms, BlockLinear, scaled
 from torchtitan.converters.filter import FilterRules, names_own_layers, too_small_for_rowwise, too_small_for_tensorwise
 from torchtitan.converters.float8_keys import casts, find_problems
 from torchtitan.converters.float8_linear import RECIPES, Float8Linear, Float8Recipe
 from torchtitan.converters.grouped_8bit import Grouped8BitLinear, GroupedGemms, grouped_op
+from torchtitan.converters.grouped_blocks import GroupedBlockLinear
 from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.converters.weight_bounds import WeightBounds, float8_all_gather_weights, measure_amaxes, set_scales
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.block_formats import FORMATS
 from torchtitan.kernels.quantize import float8_scale, powers_of_two
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
@@ -41,14 +45,17 @@ KNOWN_ERRORS = {
     "rowwise_with_gw_hp": (0.036, 0.036, None),
     "delayed": (0.037, 0.059, 0.059),
 }
+# DeepSeek-V3 (arXiv 2412.19437), section 3.3: activations and gradients in 1 x 128 blocks, weights in 128 x 128.
+ROWS, SQUARES = FORMATS["float8 1x128"].format, FORMATS["float8 128x128"].format
+BLOCKWISE = BlockGemms(ROWS, SQUARES, ROWS)
 E4M3_ERRORS = (0.037, 0.037, 0.037)  # one scale per tensor, gradients in e4m3 too
 
 
 class Float8Converter(LinearConverter):
-    """Replaces linear layers with `Float8Linear` or `DelayedLinear`, whose weights stay in high precision.
+    """Replaces linear layers with `Float8Linear`, `BlockLinear` or `DelayedLinear`. Weights stay in high precision.
 
     Forward, input gradient and weight gradient are one float8 GEMM each (`kernels/matmul_8bit.py`);
-    rowwise_with_gw_hp leaves the weight gradient in high precision.
+    rowwise_with_gw_hp leaves the weight gradient in high precision, and blockwise is emulated.
 
     Attributes:
         scaling_state: computes the scales of the next step, for recipes whose scales have a history.
@@ -84,8 +91,17 @@ class Float8Converter(LinearConverter):
                 f"model.converters: float8 needs a GPU of compute capability 8.9 or above, but this one has "
                 f"{capability[0]}.{capability[1]}; remove float8, or set float8.emulate (same numerics, no speedup)."
             )
+        if self.recipe == "blockwise" and target.device_type == "cuda" and not config.emulate:
+            raise ConfigError(
+                "float8.recipe_name = blockwise has no kernel on a GPU so far; set float8.emulate (same numerics, no "
+                "speedup), or use rowwise."
+            )
         self.one_scale = self.recipe in ("tensorwise", "delayed")
         self.e5m2_gradients = self.one_scale and not (self.recipe == "delayed" and config.delayed_format == "e4m3")
+        if self.recipe == "blockwise":
+            self.gemms = self.grouped_gemms = BLOCKWISE.known()
+            self.rules = FilterRules(MULTIPLE_OF, None, lambda *sizes: measured_reason(self, *sizes), "")
+            return
         errors = E4M3_ERRORS if self.one_scale and not self.e5m2_gradients else KNOWN_ERRORS[self.recipe]
         real = ProfilerOp("torchtitan::float8_mm" if target.on_cpu else "aten::_scaled_mm")
         self.gemms = LayerGemms(EMULATED_FLOAT8 if config.emulate else real, *errors)
@@ -118,6 +134,8 @@ class Float8Converter(LinearConverter):
     def swap(self, linear: nn.Linear, all_gather: bool = False) -> nn.Linear:
         if self.recipe == "delayed":
             return self._swap_delayed(linear)
+        if self.recipe == "blockwise":
+            return BlockLinear.of(linear, BLOCKWISE)
         new = Float8Linear.of(linear, Float8Recipe(*RECIPES[self.recipe], self.emulate))
         if all_gather:
             from torchtitan.compat.torchao_float8 import LinearMMConfig, WeightWithDynamicFloat8CastTensor
@@ -127,6 +145,8 @@ class Float8Converter(LinearConverter):
         return new
 
     def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
+        if self.recipe == "blockwise":
+            return GroupedBlockLinear.of(layer, BLOCKWISE)
         grad_weight = self.recipe != "rowwise_with_gw_hp"
         return Grouped8BitLinear.of(layer, GroupedGemms(torch.float8_e4m3fn, True, True, grad_weight, self.emulate))
 
@@ -143,6 +163,8 @@ class Float8Converter(LinearConverter):
         return new
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
+        if self.recipe == "blockwise":
+            return scaled(tensor, BLOCKWISE.form_of(role))
         # Gradients are e5m2 if a tensor has one scale, unless delayed_format = e4m3; everything else is e4m3.
         e5m2 = role == "out_grad" and self.e5m2_gradients
         dtype = torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn

@@ -36,6 +36,7 @@ class ProfilerOp:
 
 # An emulated GEMM casts both operands to float8 and back, then multiplies in high precision.
 EMULATED_FLOAT8 = ProfilerOp("aten::_to_copy", ("c10::Float8_e4m3fn", "c10::Float8_e5m2"), 2)
+EMULATED_BLOCKS = ProfilerOp("torchtitan::round_to_blocks", per_gemm=2)  # likewise
 
 
 @dataclass(frozen=True)

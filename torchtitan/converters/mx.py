@@ -1,22 +1,27 @@
-"""GEMMs in microscaling formats: blocks of 32 numbers share a power-of-two scale (OCP MX specification 1.0).
+"""GEMMs in formats with a scale per block of 16 or 32 numbers: mxfp8, mxint8 (OCP MX specification 1.0) and nvfp4.
 
-The layer is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it drops the bias and silently stops
-quantizing under tensor parallelism.)
+On Blackwell, mxfp8 is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it drops the bias and silently
+stops quantizing under tensor parallelism.) Everything else is emulated (`block_linear.py`).
 """
 
 import dataclasses
+import math
+import re
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from torchtitan.config.low_precision import MX
-from torchtitan.converters.filter import FilterRules, names_own_layers
-from torchtitan.converters.grouped_mx import BLOCK, GroupedMX, GroupedMXLinear
-from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
+from torchtitan.converters.block_linear import BlockGemms, BlockLinear, scaled
+from torchtitan.converters.filter import Decision, FilterRules, matches, names_own_layers
+from torchtitan.converters.grouped_blocks import GroupedBlockLinear
+from torchtitan.converters.grouped_mx import GroupedMX, GroupedMXLinear
+from torchtitan.converters.linear import LinearConverter, ProfilerOp, Role, Scaled
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.block_formats import FORMATS, HADAMARD
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
 
@@ -24,34 +29,58 @@ if TYPE_CHECKING:
     from torchtitan.compat.torchao_mx import ScaleCalculationMode
 
 FIRST_CAPABILITY = (10, 0)  # Blackwell: NVIDIA's CUDA programming guide, table of capabilities
-
-# Relative errors of output, input gradient and weight gradient against float32 on normally distributed data, by
-# rounding mode of the scales: tests/unit/test_conversion_report.py.
-KNOWN_ERRORS = {
-    "rceil": (0.036, 0.036, 0.038),
-    "ceil": (0.036, 0.036, 0.038),
-    "even": (0.040, 0.040, 0.039),
-    "floor": (0.056, 0.056, 0.042),
+# M, K and N: whole blocks.
+MULTIPLE_OF = {"mxfp8": 32, "mxint8": 32, "nvfp4": HADAMARD}
+NVFP4_KEYS = ("keep_last_blocks_fraction", "weight_scales_2d", "random_hadamard", "stochastic_rounding")
+# Keys that only some recipes have.
+KEYS = {
+    "scale_calculation_mode": ("mxfp8", "mxint8"),
+    "symmetric_clipping": ("mxint8",),
+    **dict.fromkeys(NVFP4_KEYS, ("nvfp4",)),
 }
 
 
+def block_gemms(config: MX) -> BlockGemms:
+    """The formats of the recipe."""
+    if config.recipe_name == "nvfp4":
+        x = FORMATS["nvfp4"].format
+        weight = FORMATS["nvfp4 weights"].format if config.weight_scales_2d else x
+        out_grad = FORMATS["nvfp4 gradients"].format if config.stochastic_rounding else x
+    else:
+        known = FORMATS[config.recipe_name].format
+        x = known._replace(scale_mode=config.scale_calculation_mode, symmetric=config.symmetric_clipping)
+        weight = out_grad = x
+    hadamard = config.recipe_name == "nvfp4" and config.random_hadamard
+    return BlockGemms(x, weight, out_grad, hadamard, not config.forward_with_hp, not config.wgrad_with_hp)
+
+
+def last_blocks(model: nn.Module, fraction: float) -> list[str]:
+    """Paths of this fraction of the transformer blocks, rounded up."""
+    blocks = [fqn for fqn, _ in model.named_modules() if re.fullmatch(r"layers\.\d+", fqn)]
+    kept = math.ceil(round(fraction * len(blocks), 6))
+    return blocks[len(blocks) - kept :]
+
+
 class MXConverter(LinearConverter):
-    """Replaces linear layers with torchao's `MXFP8Linear`.
+    """Replaces linear layers with torchao's `MXFP8Linear`, or with `BlockLinear` if emulated.
 
     Raises:
-        ConfigError: the device has no MX GEMMs and `emulate` is not set.
+        ConfigError: the device has no GEMMs of the recipe and `emulate` is not set, or a key does not apply.
     """
 
     name = "mx"
 
     def __init__(self, config: MX, target: Target) -> None:
         super().__init__(config.filter_fqns, target, explicit=names_own_layers(config))
-        if config.recipe_name == "nvfp4":
-            raise ConfigError(
-                "mx.recipe_name = nvfp4 is not supported: torchao's layer for it needs Triton on a Blackwell GPU, has "
-                "no emulation with which it could be tested elsewhere, and stores random signs in the model's state, "
-                "so checkpoints would not load in another precision. Use mxfp8."
-            )
+        self.config = config
+        self.recipe = config.recipe_name
+        problems = [
+            f"mx.{key} has no effect with mx.recipe_name = {self.recipe}, only with {' and '.join(recipes)}; unset it."
+            for key, recipes in KEYS.items()
+            if self.recipe not in recipes and getattr(config, key) != getattr(MX(), key)
+        ]
+        if problems:
+            raise ConfigError(*problems)
         if not config.use_fp8_dim1_cast_triton_kernel:
             logger.warning(
                 "mx.use_fp8_dim1_cast_triton_kernel has no effect: torchao chooses the kernel; remove the key"
@@ -59,23 +88,26 @@ class MXConverter(LinearConverter):
         capability = target.compute_capability
         if not config.emulate and target.device_type == "cpu":
             raise ConfigError("model.converters: a CPU has no mx GEMMs; remove mx, or set mx.emulate (same numerics).")
+        if not config.emulate and self.recipe != "mxfp8":
+            raise ConfigError(
+                f"mx.recipe_name = {self.recipe} is only emulated so far; set mx.emulate (on any device, without "
+                "speedup), or use mxfp8."
+            )
         if not config.emulate and capability is not None and capability < FIRST_CAPABILITY:
             raise ConfigError(
                 f"model.converters: mx needs a GPU of compute capability 10.0 or above, but this one has "
                 f"{capability[0]}.{capability[1]}; remove mx, or set mx.emulate (same numerics, no speedup)."
             )
-        self.config = config
-        self.recipe = config.recipe_name
-        output, grad_input, grad_weight = KNOWN_ERRORS[config.scale_calculation_mode]
-        self.gemms = LayerGemms(
-            EMULATED_FLOAT8 if config.emulate else ProfilerOp("aten::_scaled_mm"),
-            output,
-            grad_input,
-            None if config.wgrad_with_hp else grad_weight,
-        )
-        self.rules = FilterRules(BLOCK, None, lambda *sizes: measured_reason(self, *sizes), "")
-        self.grouped_gemms = self.gemms
+        if not config.emulate and config.forward_with_hp:
+            raise ConfigError(
+                "mx.forward_with_hp is only emulated: torchao's layer lacks it; set mx.emulate, or unset it."
+            )
+        self.block_gemms = block_gemms(config)
+        self.gemms = self.grouped_gemms = self.block_gemms.known()
+        multiple_of = MULTIPLE_OF[self.recipe]
+        self.rules = FilterRules(multiple_of, None, lambda *sizes: measured_reason(self, *sizes), "")
         if not config.emulate:
+            self.gemms = dataclasses.replace(self.gemms, op=ProfilerOp("aten::_scaled_mm"))
             self.grouped_gemms = dataclasses.replace(self.gemms, op=ProfilerOp("aten::_scaled_grouped_mm"))
             if not _has_grouped_kernels():
                 self.cannot_group = (
@@ -86,15 +118,22 @@ class MXConverter(LinearConverter):
 
     @property
     def description(self) -> str:
-        return f"mx {self.config.recipe_name} {self.config.scale_calculation_mode} {self.config.wgrad_with_hp}"
+        return f"mx {self.recipe}{' emulated' if self.config.emulate else ''} {self.block_gemms}"
+
+    def decide(self, model: nn.Module) -> list[Decision]:
+        """As the filter decides, except that nvfp4 keeps the last blocks, which lose the most (arXiv 2509.25149)."""
+        fraction = self.config.keep_last_blocks_fraction if self.recipe == "nvfp4" else 0
+        kept = last_blocks(model, fraction)
+        reason = f"one of the last blocks ({len(kept)}) that mx.keep_last_blocks_fraction = {fraction} keeps"
+        return [
+            dataclasses.replace(one, converted=False, reason=reason)
+            if one.converted and any(matches(block, one.fqn) for block in kept)
+            else one
+            for one in super().decide(model)
+        ]
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
-        from torchtitan.compat.torchao_mx import MXTensor
-
-        mx = MXTensor.to_mx(tensor.contiguous(), torch.float8_e4m3fn, BLOCK, self._scale_mode())
-        scale = torch.exp2(mx.scale.view(torch.uint8).float() - 127)  # e8m0: a biased exponent
-        exact = tensor / scale.repeat_interleave(BLOCK, 1)
-        return Scaled(exact, mx.qdata.float(), torch.finfo(torch.float8_e4m3fn).max)
+        return scaled(tensor, self.block_gemms.form_of(role))
 
     def _scale_mode(self) -> "ScaleCalculationMode":
         from torchtitan.compat.torchao_mx import ScaleCalculationMode
@@ -102,6 +141,8 @@ class MXConverter(LinearConverter):
         return ScaleCalculationMode[self.config.scale_calculation_mode.upper()]
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
+        if self.config.emulate:
+            return BlockLinear.of(linear, self.block_gemms)
         from torchtitan.compat.torchao_mx import KernelPreference, MXFP8Linear
 
         new: nn.Linear = MXFP8Linear(
@@ -109,7 +150,7 @@ class MXConverter(LinearConverter):
             linear.out_features,
             linear.bias is not None,
             device="meta",
-            kernel_preference=KernelPreference.EMULATED if self.config.emulate else KernelPreference.AUTO,
+            kernel_preference=KernelPreference.AUTO,
             scale_calculation_mode=self._scale_mode(),
             wgrad_with_hp=self.config.wgrad_with_hp,
         )
@@ -117,7 +158,9 @@ class MXConverter(LinearConverter):
         return new
 
     def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
-        return GroupedMXLinear.of(layer, GroupedMX(self._scale_mode(), self.config.wgrad_with_hp, self.config.emulate))
+        if self.config.emulate:
+            return GroupedBlockLinear.of(layer, self.block_gemms)
+        return GroupedMXLinear.of(layer, GroupedMX(self._scale_mode(), self.config.wgrad_with_hp))
 
 
 def _has_grouped_kernels() -> bool:

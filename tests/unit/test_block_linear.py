@@ -1,0 +1,204 @@
+"""Layers with emulated block-scaled GEMMs, and the recipes of mx that use them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.compat.torchao_mx import KernelPreference, MXFP8Linear, ScaleCalculationMode
+from torchtitan.config.low_precision import MX, Float8
+from torchtitan.converters import Target, conversion_report
+from torchtitan.converters.block_linear import BlockLinear
+from torchtitan.converters.conversion_report import to_table
+from torchtitan.converters.float8 import Float8Converter
+from torchtitan.converters.linear import LinearConverter, relative_errors
+from torchtitan.converters.mx import MXConverter
+from torchtitan.errors import ConfigError
+from torchtitan.kernels.block_formats import hadamard, quantize
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Llama
+
+CPU = Target("cpu", tokens=64)
+RECIPES = {
+    "mxfp8": {},
+    "mxint8": {"recipe_name": "mxint8"},
+    "mxint8 to -128": {"recipe_name": "mxint8", "symmetric_clipping": False, "scale_calculation_mode": "floor"},
+    "nvfp4": {"recipe_name": "nvfp4"},
+    "nvfp4, weight gradient in bf16": {"recipe_name": "nvfp4", "wgrad_with_hp": True},
+    "nvfp4, output in bf16": {"recipe_name": "nvfp4", "forward_with_hp": True},
+    "nvfp4 without its ingredients": {
+        "recipe_name": "nvfp4",
+        "weight_scales_2d": False,
+        "random_hadamard": False,
+        "stochastic_rounding": False,
+    },
+}
+
+
+def converter(target: Target = CPU, **keys: Any) -> MXConverter:
+    return MXConverter(MX(**{"emulate": True, **keys}), target)
+
+
+def blockwise(target: Target = CPU, **keys: Any) -> Float8Converter:
+    return Float8Converter(Float8(recipe_name="blockwise", **keys), target)
+
+
+def gemms_of(layer: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
+    """[output, input gradient, gradients of the parameters]"""
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], out_grad)]
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor", "even", "ceil"])
+@pytest.mark.parametrize("high", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_emulated_mxfp8_is_that_of_torchao_bit_for_bit(mode: Any, high: bool, dtype: torch.dtype) -> None:
+    """Which is the layer on GPUs that have its GEMMs."""
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 64, dtype=dtype)
+    theirs = MXFP8Linear(
+        96,
+        64,
+        device="meta",
+        kernel_preference=KernelPreference.EMULATED,
+        scale_calculation_mode=ScaleCalculationMode[mode.upper()],
+        wgrad_with_hp=high,
+    )
+    theirs.weight, theirs.bias = linear.weight, linear.bias
+    ours = converter(scale_calculation_mode=mode, wgrad_with_hp=high).swap(linear)
+    x, out_grad = torch.randn(2, 64, 96, dtype=dtype), torch.randn(2, 64, 64, dtype=dtype)
+    for one, other in zip(gemms_of(ours, x, out_grad), gemms_of(theirs, x, out_grad), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"])
+def test_errors_are_the_known_ones(recipe: str) -> None:
+    found: LinearConverter = blockwise() if recipe == "blockwise" else converter(**RECIPES[recipe])
+    for gemm, error in relative_errors(found, "cpu").items():
+        known = getattr(found.gemms, gemm)
+        assert error == (0 if known is None else pytest.approx(known, rel=0.3)), gemm
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_layers_compute_the_same(recipe: str) -> None:
+    torch.manual_seed(0)
+    layer = converter(**RECIPES[recipe]).swap(nn.Linear(64, 32, bias=False).bfloat16())
+    compiled = torch.compile(layer, fullgraph=True)
+    x, out_grad = torch.randn(2, 32, 64).bfloat16(), torch.randn(2, 32, 32).bfloat16()
+    for one, other in zip(gemms_of(layer, x, out_grad), gemms_of(compiled, x, out_grad), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_nvfp4_computes_each_gemm_as_the_paper_says() -> None:
+    """arXiv 2509.25149: 2D scales of weights; the transform for the weight gradient; noise for gradients."""
+    torch.manual_seed(0)
+    gemms = converter(recipe_name="nvfp4").block_gemms
+    assert not gemms.x.stochastic and not gemms.weight.stochastic and gemms.out_grad.stochastic
+    assert gemms.hadamard and not any(form.hadamard for form in gemms[:3])
+    weight = torch.randn(48, 32)
+    forward, backward = quantize(weight, gemms.weight).dequantize(), quantize(weight.t(), gemms.weight).dequantize()
+    assert torch.equal(forward, backward.t())
+    layer = BlockLinear.of(nn.Linear(32, 48, bias=False), gemms)
+    x, out_grad = torch.randn(64, 32), torch.randn(64, 48)
+    _, _, weight_grad = gemms_of(layer, x, out_grad)
+    left, right = (
+        quantize(operand.t(), form._replace(hadamard=True)).dequantize(torch.float64)
+        for operand, form in ((out_grad, gemms.out_grad), (x, gemms.x))
+    )
+    torch.testing.assert_close(weight_grad.double(), left @ right.t(), rtol=1e-4, atol=1e-4)
+    assert (hadamard(x.t().contiguous()) - right).norm() < 0.12 * x.norm()  # it was rounded after the transform
+
+
+def test_the_noise_repeats_with_the_same_gradients_and_differs_with_others() -> None:
+    """Ranks of tensor parallelism have the same ones, data-parallel ranks, layers and micro-batches others."""
+    torch.manual_seed(0)
+    layer = converter(recipe_name="nvfp4").swap(nn.Linear(64, 32, bias=False))
+    x, out_grad = torch.randn(64, 64), torch.randn(64, 32)
+    first, again = gemms_of(layer, x, out_grad), gemms_of(layer, x, out_grad)
+    assert all(map(torch.equal, first, again))
+    nearly = out_grad.clone()
+    nearly[0, 0] += 1e-3
+    other = gemms_of(layer, x, nearly)
+    assert torch.equal(other[0], first[0])
+    assert (other[1] - first[1]).norm() > 0.1 * first[1].norm()
+
+
+def llama(layers: int) -> Llama:
+    with torch.device("meta"):
+        return Llama(LlamaArgs(dim=64, n_layers=layers, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256))
+
+
+@pytest.mark.parametrize(
+    ("layers", "fraction", "kept"), [(2, 0.15, 1), (20, 0.15, 3), (21, 0.15, 4), (4, 0.0, 0), (10, 0.3, 3)]
+)
+def test_nvfp4_leaves_the_last_blocks_in_high_precision(layers: int, fraction: float, kept: int) -> None:
+    found = converter(recipe_name="nvfp4", keep_last_blocks_fraction=fraction)
+    found.convert(llama(layers))
+    converted = {int(one.fqn.split(".")[1]) for one in found.decisions if one.converted}
+    assert converted == set(range(layers - kept))
+    if kept:
+        expected = f"one of the last blocks ({kept}) that mx.keep_last_blocks_fraction = {fraction} keeps"
+        assert expected in to_table(conversion_report([found.decisions]))
+
+
+def test_other_recipes_convert_all_blocks() -> None:
+    found = converter(recipe_name="mxint8")
+    found.convert(llama(3))
+    assert all(one.converted for one in found.decisions if one.fqn != "output")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"stochastic_rounding": False}, "mx.stochastic_rounding has no effect with mx.recipe_name = mxfp8, only with"),
+        ({"recipe_name": "nvfp4", "scale_calculation_mode": "floor"}, "only with mxfp8 and mxint8; unset it"),
+        ({"recipe_name": "mxint8", "keep_last_blocks_fraction": 0.5}, "only with nvfp4"),
+        ({"recipe_name": "nvfp4", "symmetric_clipping": False}, "only with mxint8"),
+    ],
+)
+def test_keys_of_other_recipes_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        converter(**keys)
+
+
+@pytest.mark.parametrize("recipe", ["mxint8", "nvfp4"])
+def test_recipes_without_kernels_say_so(recipe: str) -> None:
+    target = Target("cuda", compute_capability=(10, 0))
+    with pytest.raises(ConfigError, match=rf"mx\.recipe_name = {recipe} is only emulated so far; set mx\.emulate"):
+        converter(target, recipe_name=recipe, emulate=False)
+    converter(target, recipe_name=recipe)
+
+
+def test_high_precision_forward_alone_is_only_emulated() -> None:
+    with pytest.raises(ConfigError, match=r"mx\.forward_with_hp is only emulated"):
+        converter(Target("cuda", compute_capability=(10, 0)), forward_with_hp=True, emulate=False)
+    linear = nn.Linear(64, 32, bias=False).bfloat16()
+    x = torch.randn(32, 64).bfloat16()
+    assert torch.equal(converter(forward_with_hp=True).swap(linear)(x), linear(x))
+
+
+def test_blockwise_float8_has_one_scale_per_128_numbers_and_per_128_by_128_weights() -> None:
+    """Unlike in rowwise, an outlier costs no precision in other blocks of its row."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(128, 256), torch.randn(128, 256)
+    x[0, 0] = weight[0, 0] = 1e4
+    for role, lost in (("input", 1), ("weight", 128)):
+        found = blockwise().scaled(x if role == "input" else weight, role)  # type: ignore[arg-type]
+        small = (found.exact.abs() < 10).float().mean(1)  # of 448
+        assert (small[:lost] > 0.49).all() and (small[lost:] < 0.1).all()
+
+
+def test_blockwise_float8_on_a_gpu_is_only_emulated() -> None:
+    target = Target("cuda", compute_capability=(9, 0))
+    with pytest.raises(ConfigError, match=r"blockwise has no kernel on a GPU so far; set float8\.emulate"):
+        blockwise(target)
+    blockwise(target, emulate=True)
+
+
+def test_blockwise_float8_has_no_low_precision_all_gather_and_no_thresholds() -> None:
+    with pytest.raises(ConfigError, match=r"needs float8\.recipe_name = tensorwise, not blockwise"):
+        blockwise(enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ConfigError, match="auto_filter_small_kn has no thresholds for float8 blockwise"):
+        blockwise(filter_fqns=["auto_filter_small_kn"]).convert(llama(2))
