@@ -96,7 +96,7 @@ def test_a_layer_of_experts_starts_with_the_output_of_a_dense_layer(name: str) -
     """In size: the weighted sum over a token's experts is as large as the sum of a dense layer."""
     dense, sparse = (MODELS.get(family).flavor("debugmodel") for family in ("qwen3", "qwen3_moe"))
     if name != "qwen3_moe":
-        moe = replace(sparse.moe, top_k=4, ffn_dim=192, score="sigmoid", scale=2.5)  # type: ignore[attr-defined]
+        moe = replace(sparse.moe, top_k=4, ffn_dim=192, score="sigmoid", scale=1.5)  # type: ignore[attr-defined]
         sparse = replace(sparse, moe=moe)  # type: ignore[type-var]
     sizes = []
     x = torch.randn(2, 64, dense.dim, generator=torch.Generator().manual_seed(0))

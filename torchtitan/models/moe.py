@@ -325,11 +325,11 @@ class SparseTransformer(Transformer):
 
     def init_std(self, name: str) -> float | None:
         """As for a dense model; an expert's width is that of its own layers. Normalized weights of k experts are about
-        scale / k each, which would make the sum smaller than the output of a dense layer: `w2` of experts makes up for
-        it."""
+        scale / k each; if that makes the sum smaller than the output of a dense layer, `w2` of experts makes up for it.
+        """
         moe: MoEArgs = self.args.moe  # type: ignore[attr-defined]
         match name.split("."):
             case ["layers", layer, "moe", part, "w2", "weight"]:
-                gain = moe.top_k**0.5 / moe.scale if part == "experts" and moe.normalize else 1.0
+                gain = max(1.0, moe.top_k**0.5 / moe.scale) if part == "experts" and moe.normalize else 1.0
                 return gain * float((2 * (int(layer) + 1) * moe.ffn_dim) ** -0.5)
         return super().init_std(name)
