@@ -21,7 +21,7 @@ from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import scorer_of_run
 from torchtitan.interchange import Exchange, published
-from torchtitan.launcher.folder_lock import FolderLock
+from torchtitan.launcher.folder_lock import RunLock
 from torchtitan.launcher.signals import Stop
 from torchtitan.models import MODELS
 from torchtitan.optim.skip_step import UpdateGuard
@@ -37,7 +37,7 @@ def build_trainer(
     global_batch_size: int,
     device: Device,
     stop: Stop | None = None,
-    lock: FolderLock | None = None,
+    lock: RunLock | None = None,
 ) -> Trainer:
     """Builds the trainer, top to bottom. Collective.
 
@@ -47,7 +47,7 @@ def build_trainer(
         global_batch_size: sequences per optimizer step.
         device: this process's device.
         stop: says when the run is to save and exit.
-        lock: the dump folder's lock, taken here; None where no other run can use the folder.
+        lock: of the run's folders, taken here; None where no other run can use them.
 
     Raises:
         UserError: data, tokenizer, model or checkpoint cannot be used as configured.
@@ -71,11 +71,6 @@ def build_trainer(
     stop.connect()
     if lock is not None:
         raise_on_all_ranks(lock.take if dist.get_rank() == 0 else lambda: None)
-        checkpoint_folder = dump_folder / config.checkpoint.folder
-        # Locked as well: it may be absolute, and so that of a run with another dump folder.
-        if config.checkpoint.enable_checkpoint and checkpoint_folder.resolve() != dump_folder.resolve():
-            second = closing.enter_context(FolderLock(checkpoint_folder, "checkpoint.folder"))
-            raise_on_all_ranks(second.take if dist.get_rank() == 0 else lambda: None)
     config = decide_compute_dtype(config, device.type)
     meshes = build_meshes(dims, device.type, args)
     set_timeout(config.comm.init_timeout_seconds)

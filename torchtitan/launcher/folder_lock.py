@@ -1,4 +1,4 @@
-"""One run at a time per dump folder: a second one would rename and truncate the files of the first.
+"""One run at a time per dump folder and checkpoint folder: a second one would rename and truncate the files of the first.
 
 Rank 0 locks the file `.lock` there. Within a machine the kernel decides: it releases the lock when the process ends,
 for whatever reason. Across machines, some file systems have no such locks, and others hold those of a dead machine.
@@ -17,7 +17,9 @@ import time
 import uuid
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from torchtitan.config.output import Checkpoint, Job
 from torchtitan.errors import EXIT_STATUS, ConfigError
 from torchtitan.launcher.signals import exit_now
 from torchtitan.logging import logger
@@ -29,6 +31,30 @@ HELD = (errno.EACCES, errno.EAGAIN)
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 LOCAL = (None, "localhost", "127.0.0.1", "::1")  # the same on every machine, so they identify no launcher
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class RunLock:
+    """The locks of the folders that a run writes to; use it like a `FolderLock`. The checkpoint folder has its own,
+    because it may be absolute, and so shared by runs with different dump folders."""
+
+    def __init__(self, job: Job, checkpoint: Checkpoint) -> None:
+        dump_folder = Path(job.dump_folder)
+        self._locks = [FolderLock(dump_folder, "job.dump_folder")]
+        checkpoint_folder = dump_folder / checkpoint.folder
+        if checkpoint.enable_checkpoint and checkpoint_folder.resolve() != dump_folder.resolve():
+            self._locks.append(FolderLock(checkpoint_folder, "checkpoint.folder"))
+
+    def take(self) -> None:
+        """`FolderLock.take` for each."""
+        for lock in self._locks:
+            lock.take()
+
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for lock in self._locks:
+            lock.__exit__(*error)
 
 
 class FolderLock:
