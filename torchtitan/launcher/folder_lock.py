@@ -1,4 +1,4 @@
-"""One run at a time per dump folder and checkpoint folder: a second one would rename and truncate the files of the first.
+"""One run at a time per dump folder and checkpoint folder: a second one would rename and truncate the first's files.
 
 Rank 0 locks the file `.lock` there. Within a machine the kernel decides: it releases the lock when the process ends,
 for whatever reason. Across machines, some file systems have no such locks, and others hold those of a dead machine.
