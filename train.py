@@ -40,7 +40,7 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
         from torchtitan.device import find_device
         from torchtitan.engine.config_checks import check, global_batch_size, is_plan
         from torchtitan.engine.watchdog import watch_progress
-        from torchtitan.launcher.folder_lock import RunLock
+        from torchtitan.launcher.folder_lock import FolderLock
         from torchtitan.logging import init_logging, logger
         from torchtitan.parallel.process_group import named_failures
 
@@ -61,7 +61,7 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
     with (
         watch_progress(stop.progress, RANK),
         named_failures(config.comm, Path(config.job.dump_folder)),
-        RunLock(config.job, config.checkpoint) as lock,
+        FolderLock(Path(config.job.dump_folder)) as lock,
         build_trainer(config, dims, global_batch_size(config, dims), device, stop, lock) as trainer,
     ):
         trainer.train()

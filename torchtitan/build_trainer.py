@@ -21,7 +21,7 @@ from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import scorer_of_run
 from torchtitan.interchange import Exchange, published
-from torchtitan.launcher.folder_lock import RunLock
+from torchtitan.launcher.folder_lock import FolderLock
 from torchtitan.launcher.signals import Stop
 from torchtitan.models import MODELS
 from torchtitan.optim.skip_step import UpdateGuard
@@ -37,7 +37,7 @@ def build_trainer(
     global_batch_size: int,
     device: Device,
     stop: Stop | None = None,
-    lock: RunLock | None = None,
+    lock: FolderLock | None = None,
 ) -> Trainer:
     """Builds the trainer, top to bottom. Collective.
 
@@ -47,7 +47,7 @@ def build_trainer(
         global_batch_size: sequences per optimizer step.
         device: this process's device.
         stop: says when the run is to save and exit.
-        lock: of the run's folders, taken here; None where no other run can use them.
+        lock: the dump folder's lock, taken here; None where no other run can use the folder.
 
     Raises:
         UserError: data, tokenizer, model or checkpoint cannot be used as configured.

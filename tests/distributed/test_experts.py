@@ -88,7 +88,7 @@ def largest_load(folder: Path) -> float:
 
 @pytest.mark.parametrize("balance", ["bias", "loss"])
 def test_experts_get_an_even_load(balance: str, tmp_path: Path) -> None:
-    run = (*SPARSE, "--model.flavor=narrow", "--training.steps=40", "--optimizer.lr=3e-3", "--training.seq_len=128")
+    run = (*SPARSE, "--model.flavor=narrow", "--training.steps=60", "--optimizer.lr=3e-3", "--training.seq_len=128")
     more = ("--moe.bias_update_speed=3e-2",) if balance == "bias" else ("--moe.loss_coefficient=0.1",)
     train_here(*run, into(tmp_path / "none"), "--moe.balance=none")
     train(*run, into(tmp_path / "even"), f"--moe.balance={balance}", *more, EP, processes=2)

@@ -1,4 +1,4 @@
-"""One run at a time per dump folder and checkpoint folder: a second one would rename and truncate the first's files.
+"""One run at a time per dump folder: a second one would rename and truncate the files of the first.
 
 Rank 0 locks the file `.lock` there. Within a machine the kernel decides: it releases the lock when the process ends,
 for whatever reason. Across machines, some file systems have no such locks, and others hold those of a dead machine.
@@ -17,9 +17,7 @@ import time
 import uuid
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from torchtitan.config.output import Checkpoint, Job
 from torchtitan.errors import EXIT_STATUS, ConfigError
 from torchtitan.launcher.signals import exit_now
 from torchtitan.logging import logger
@@ -33,41 +31,15 @@ LOCAL = (None, "localhost", "127.0.0.1", "::1")  # the same on every machine, so
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class RunLock:
-    """The locks of the folders that a run writes to; use it like a `FolderLock`. The checkpoint folder has its own,
-    because it may be absolute, and so shared by runs with different dump folders."""
-
-    def __init__(self, job: Job, checkpoint: Checkpoint) -> None:
-        dump_folder = Path(job.dump_folder)
-        self._locks = [FolderLock(dump_folder, "job.dump_folder")]
-        checkpoint_folder = dump_folder / checkpoint.folder
-        if checkpoint.enable_checkpoint and checkpoint_folder.resolve() != dump_folder.resolve():
-            self._locks.append(FolderLock(checkpoint_folder, "checkpoint.folder"))
-
-    def take(self) -> None:
-        """`FolderLock.take` for each."""
-        for lock in self._locks:
-            lock.take()
-
-    def __enter__(self) -> "RunLock":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for lock in self._locks:
-            lock.__exit__(*error)
-
-
 class FolderLock:
     """Use as a context around a run; inside it, rank 0 calls `take`. Held until the context or the process ends.
 
     Args:
-        folder: that the run writes to.
-        key: of the configuration that names it.
+        folder: dump folder of the run; must exist.
     """
 
-    def __init__(self, folder: Path, key: str = "job.dump_folder") -> None:
+    def __init__(self, folder: Path) -> None:
         self.path = folder / ".lock"
-        self.key = key
         # For a multi-node run: the same across restarts, whichever machine has rank 0.
         launcher = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
         self._me = {
@@ -87,13 +59,12 @@ class FolderLock:
             ConfigError: another run holds it, or the file cannot be written.
         """
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
             self._wait()
             self._write()
         except OSError as error:
             raise ConfigError(
-                f"{self.key}: {self.path} cannot be written ({error.strerror}); choose another folder."
+                f"job.dump_folder: {self.path} cannot be written ({error.strerror}); choose another folder."
             ) from None
         self._thread.start()
 
@@ -142,8 +113,8 @@ class FolderLock:
 
     def _sentence(self, holder: dict[str, str]) -> str:
         return (
-            f"{self.key}: another run ({holder.get('name', 'just started')}) is writing to {self.path.parent}; "
-            "wait until it ends, stop it, or choose another --{self.key}."
+            f"job.dump_folder: another run ({holder.get('name', 'just started')}) is writing to {self.path.parent}; "
+            "wait until it ends, stop it, or choose another --job.dump_folder."
         )
 
     def _keep(self) -> None:
