@@ -11,7 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from torchtitan.converters.linear import EMULATED_BLOCKS, LayerGemms, Role, Scaled
+from torchtitan.converters.linear import EMULATED_BLOCKS, LayerGemms, Scaled, with_parameters_of
+from torchtitan.converters.numerics import Role
 from torchtitan.kernels.block_formats import ELEMENTS, BlockFormat, known_error, quantize, round_to_blocks
 
 
@@ -92,8 +93,7 @@ class BlockLinear(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Linear, gemms: BlockGemms) -> "BlockLinear":
         """A layer with the parameters of `linear`."""
-        new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        new.weight, new.bias = linear.weight, linear.bias
+        new = with_parameters_of(linear, cls)
         new.gemms = gemms
         return new
 

@@ -17,8 +17,9 @@ from torchtitan.converters.float8_keys import casts, find_problems
 from torchtitan.converters.float8_linear import RECIPES, Float8Linear, Float8Recipe
 from torchtitan.converters.grouped_8bit import Grouped8BitLinear, GroupedGemms, grouped_op
 from torchtitan.converters.grouped_blocks import GroupedBlockLinear
-from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
+from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Scaled
 from torchtitan.converters.measured_filter import measured_reason
+from torchtitan.converters.numerics import Role
 from torchtitan.converters.target import Target
 from torchtitan.converters.weight_bounds import WeightBounds, float8_all_gather_weights, measure_amaxes, set_scales
 from torchtitan.errors import ConfigError

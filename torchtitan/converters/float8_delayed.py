@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from torchtitan.converters.linear import with_parameters_of
 from torchtitan.kernels import rounding
 from torchtitan.kernels.matmul_8bit import float8_matmul
 from torchtitan.kernels.quantize import float8_scale, round_to_float8
@@ -125,8 +126,7 @@ class DelayedLinear(nn.Linear):
         Args:
             device: where it will run.
         """
-        new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        new.weight, new.bias = linear.weight, linear.bias
+        new = with_parameters_of(linear, cls)
         new.casts = casts
         new.scales = torch.ones(3, device=device)
         new.has_scales = False

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from torchtitan.converters.linear import with_parameters_of
 from torchtitan.kernels import rounding
 from torchtitan.kernels.matmul_8bit import as_right, float8_matmul
 from torchtitan.kernels.quantize import float8_scale, powers_of_two, quantize_once, quantize_weight, round_to_float8
@@ -164,8 +165,7 @@ class Float8Linear(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Linear, recipe: Float8Recipe) -> "Float8Linear":
         """A layer with the parameters of `linear`."""
-        new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        new.weight, new.bias = linear.weight, linear.bias
+        new = with_parameters_of(linear, cls)
         new.recipe = recipe
         return new
 

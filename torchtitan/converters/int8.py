@@ -18,8 +18,9 @@ from torchtitan.config.low_precision import Int8
 from torchtitan.converters.filter import FilterRules, names_own_layers
 from torchtitan.converters.grouped_8bit import Grouped8BitLinear, GroupedGemms, grouped_op
 from torchtitan.converters.int8_fsdp import GatheredWeight, ShardedWeight, set_tensorwise_scales
-from torchtitan.converters.linear import LayerGemms, LinearConverter, ProfilerOp, Role, Scaled
+from torchtitan.converters.linear import LayerGemms, LinearConverter, ProfilerOp, Scaled, with_parameters_of
 from torchtitan.converters.measured_filter import measured_reason
+from torchtitan.converters.numerics import Role
 from torchtitan.converters.target import Target
 from torchtitan.device import HAS_TRITON
 from torchtitan.errors import ConfigError
@@ -204,9 +205,8 @@ class Int8Converter(LinearConverter):
             )
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
-        new = Int8Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        new = with_parameters_of(linear, Int8Linear)
         new.gemms = self.settings
-        new.weight, new.bias = linear.weight, linear.bias
         return new
 
     def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:

@@ -2,15 +2,16 @@
 swapped layer quantizes."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.converters.filter import Decision, FilterRules, decide
+from torchtitan.converters.numerics import Role
 from torchtitan.converters.numerics_filter import inaccurate_layers
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
@@ -64,11 +65,6 @@ class LayerGemms:
         return int(self.grad_input is not None) + int(self.grad_weight is not None)
 
 
-Role = Literal["input", "weight", "out_grad"]
-"""An operand of the three GEMMs: output multiplies input and weight, grad_input out_grad and weight, grad_weight
-out_grad and input."""
-
-
 class Scaled(NamedTuple):
     """An operand before and after rounding; both float32, in units of the recipe's format.
 
@@ -81,6 +77,16 @@ class Scaled(NamedTuple):
     exact: torch.Tensor
     rounded: torch.Tensor
     largest: float
+
+
+L = TypeVar("L", bound=nn.Linear)
+
+
+def with_parameters_of(linear: nn.Linear, make: Callable[..., L], **settings: Any) -> L:
+    """A layer of another class, made with these settings, that takes over the parameters of `linear`."""
+    new = make(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **settings)
+    new.weight, new.bias = linear.weight, linear.bias
+    return new
 
 
 class LinearConverter:

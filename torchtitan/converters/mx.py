@@ -17,8 +17,9 @@ from torchtitan.converters.block_linear import BlockGemms, BlockLinear, scaled
 from torchtitan.converters.filter import Decision, FilterRules, matches, names_own_layers
 from torchtitan.converters.grouped_blocks import GroupedBlockLinear
 from torchtitan.converters.grouped_mx import GroupedMX, GroupedMXLinear
-from torchtitan.converters.linear import LinearConverter, ProfilerOp, Role, Scaled
+from torchtitan.converters.linear import LinearConverter, ProfilerOp, Scaled, with_parameters_of
 from torchtitan.converters.measured_filter import measured_reason
+from torchtitan.converters.numerics import Role
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.block_formats import FORMATS, HADAMARD
@@ -145,16 +146,13 @@ class MXConverter(LinearConverter):
             return BlockLinear.of(linear, self.block_gemms)
         from torchtitan.compat.torchao_mx import KernelPreference, MXFP8Linear
 
-        new: nn.Linear = MXFP8Linear(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            device="meta",
+        new: nn.Linear = with_parameters_of(
+            linear,
+            MXFP8Linear,
             kernel_preference=KernelPreference.AUTO,
             scale_calculation_mode=self._scale_mode(),
             wgrad_with_hp=self.config.wgrad_with_hp,
         )
-        new.weight, new.bias = linear.weight, linear.bias
         return new
 
     def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:

@@ -14,7 +14,7 @@ infinity or a NaN, all its numbers become NaN; with a scale of the matrix, all o
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -184,19 +184,8 @@ def _round(
 
 
 @_round.register_fake
-def _(
-    x: torch.Tensor,
-    element: str,
-    rows: int,
-    columns: int,
-    scale: str,
-    scale_mode: str,
-    tensor_scale: bool,
-    stochastic: bool,
-    hadamard: bool,
-    symmetric: bool,
-) -> torch.Tensor:
-    return _empty(x, hadamard)
+def _(x: torch.Tensor, *form: Any) -> torch.Tensor:
+    return _empty(x, BlockFormat(*form).hadamard)
 
 
 def _empty(x: torch.Tensor, hadamard: bool) -> torch.Tensor:

@@ -10,18 +10,16 @@ def draw(table: Table, assignment: Assignment, model: LossModel | None, path: Pa
     """A heat map: one row per layer, one column per recipe, colored by the predicted loss that converting this layer
     adds (without a model: by its noise). Cells that cannot be converted are empty; chosen ones have a frame.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    import matplotlib.pyplot as plt
     from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure  # needs no display and no global pyplot state
     from matplotlib.patches import Rectangle
 
     layers, names = list(table.cells), ["bf16", *(candidate.name for candidate in table.candidates)]
     values = [
         [math.nan, *(_value(cell.noise, model) if cell else math.nan for cell in row)] for row in table.cells.values()
     ]
-    figure, axes = plt.subplots(figsize=(2.5 + 0.75 * len(names), 2 + 0.2 * len(layers)), layout="constrained")
+    figure = Figure(figsize=(2.5 + 0.75 * len(names), 2 + 0.2 * len(layers)), layout="constrained")
+    axes = figure.subplots()
     axes.set_facecolor("0.93")
     found = [value for row in values for value in row if value > 0]
     image = axes.imshow(
@@ -38,7 +36,6 @@ def draw(table: Table, assignment: Assignment, model: LossModel | None, path: Pa
     what = "noise" if model is None else "predicted loss above bf16's (%)"
     figure.colorbar(image, label=what)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def _value(noise: float, model: LossModel | None) -> float:
