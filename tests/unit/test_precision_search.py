@@ -182,3 +182,10 @@ def test_a_model_that_does_not_fit_on_one_device_is_refused() -> None:
     converter: Any = CONVERTERS.get("int8").build(Int8(filter_fqns=[AUTO_FILTER_NUMERICS]), TARGET)
     with pytest.raises(ConfigError, match=r"int8\.filter_fqns: auto_filter_numerics .*search_precision"):
         converter.decide(model)
+
+
+def test_a_model_that_takes_no_tokens_is_refused() -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(64, 64, bias=False)})
+    converter: Any = CONVERTERS.get("int8").build(Int8(filter_fqns=[AUTO_FILTER_NUMERICS]), TARGET)
+    with pytest.raises(ConfigError, match=r"int8\.filter_fqns: auto_filter_numerics .*ModuleDict has no embedding"):
+        converter.decide(model)

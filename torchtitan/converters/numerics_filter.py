@@ -50,6 +50,11 @@ def inaccurate_layers(converter: Recipe, model: nn.Module, layers: Sequence[str]
 
 
 def _measure(converter: Recipe, model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
+    if not hasattr(model, "tok_embeddings"):
+        raise ConfigError(
+            f"{converter.name}.filter_fqns: {AUTO_FILTER_NUMERICS} runs the model on tokens, but "
+            f"{type(model).__name__} has no embedding named tok_embeddings; list the layers instead."
+        )
     copied = _with_weights(converter, model)
     operands: dict[str, list[torch.Tensor]] = {}
     capture_operands(copied, operands)
