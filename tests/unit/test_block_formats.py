@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.compat.torchao_mx import MXTensor, ScaleCalculationMode
+from torchtitan.kernels import block_rounding
 from torchtitan.kernels.block_formats import (
     ELEMENTS,
     FORMATS,
@@ -303,3 +304,29 @@ def test_the_operator_is_one_for_the_compiler(name: str, transformed: bool) -> N
     form = ALL[name]._replace(hadamard=transformed)
     for x in (torch.randn(3, 5, 33), torch.randn(4, 32).bfloat16().t(), torch.randn(0, 32)):
         torch.library.opcheck(torch.ops.torchtitan.round_to_blocks.default, (x, *form))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transform", [False, True], ids=["", "transformed"])
+@every_format
+def test_kernels_for_cpus_find_the_numbers_of_the_definition(
+    name: str, transform: bool, dtype: torch.dtype, two_threads: None
+) -> None:
+    assert block_rounding.library() is not None  # else both would be the definition
+    form = ALL[name]._replace(hadamard=transform)
+    torch.manual_seed(0)
+    for shape in ((33, 70), (128, 256), (3, 20, 48), (1, 1)):
+        x = torch.randn(shape) * torch.exp(3 * torch.randn(shape))
+        x[x.abs() < 0.01] = 0
+        extreme = x * torch.tensor([1e-41, 1e-38, 1, 1e38])[torch.randint(4, shape)]
+        spoilt = x.clone()
+        spoilt.view(-1)[::2000] = torch.tensor([math.inf])
+        spoilt.view(-1)[1000::3000] = math.nan
+        for numbers in (x, -x.abs(), extreme, spoilt, torch.zeros(shape), (8 * x).round() / 8):
+            numbers = numbers.to(dtype)
+            for one in (numbers, numbers.transpose(-1, -2)):
+                found, expected = round_to_blocks(one, form), quantize(one, form).dequantize(dtype)
+                assert found.dtype == dtype and found.is_contiguous()
+                assert torch.equal(found.isnan(), expected.isnan())
+                assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+                assert torch.equal(found.signbit()[~found.isnan()], expected.signbit()[~found.isnan()])

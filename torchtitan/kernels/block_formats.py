@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from torchtitan.kernels import block_rounding
 from torchtitan.kernels.quantize import float8_scale, powers_of_two
 
 
@@ -131,10 +132,6 @@ class Blocks:
     tensor_scale: torch.Tensor | None
     factor: torch.Tensor
 
-    def factors(self) -> torch.Tensor:
-        """`factor` of each number: (..., rows, columns)."""
-        return _spread(self.factor, self.format, self.data.shape)
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """(..., rows, columns); still transformed if the format has a transform.
 
@@ -145,18 +142,18 @@ class Blocks:
         scale = self.scale.to(wide)
         if self.tensor_scale is not None:
             scale = self.tensor_scale.to(wide) * scale
-        return (self.data.to(wide) * _spread(scale, self.format, self.data.shape)).to(dtype)
+        return times(self.data.to(wide), scale, self.format).to(dtype)
 
 
 def quantize(x: torch.Tensor, form: BlockFormat) -> Blocks:
     """Rounds (..., rows, columns), float32 or bfloat16."""
-    x = x.float()
+    x = x.to(torch.float32, memory_format=torch.contiguous_format)  # many passes follow
     if form.hadamard:
         x = hadamard(x)
-    amax = _largest_of_blocks(x.abs(), form)
-    factor, scale, tensor_scale = _scales(amax, form)
-    exact = x * _spread(factor, form, x.shape)
-    return Blocks(form, _round_elements(exact, form, x), scale, tensor_scale, factor)
+    factor, scale, tensor_scale = scales(largest_of_blocks(x.abs(), form), form)
+    exact = times(x, factor, form)
+    noise = noise_from(x) if form.stochastic else None
+    return Blocks(form, round_elements(exact, form, noise), scale, tensor_scale, factor)
 
 
 def round_to_blocks(x: torch.Tensor, form: BlockFormat) -> torch.Tensor:
@@ -180,7 +177,21 @@ def _round(
     symmetric: bool,
 ) -> torch.Tensor:
     form = BlockFormat(element, rows, columns, scale, scale_mode, tensor_scale, stochastic, hadamard, symmetric)  # type: ignore[arg-type]
-    return quantize(x, form).dequantize(x.dtype).contiguous() if x.numel() else _empty(x, hadamard)
+    if not x.numel():
+        return _empty(x, hadamard)
+    if not block_rounding.has_kernels(x):
+        return quantize(x, form).dequantize(x.dtype).contiguous()
+    numbers = x.contiguous()
+    if hadamard:
+        numbers = block_rounding.hadamard(numbers, SIGNS)
+    amax, bits = block_rounding.survey(numbers, (rows, columns))
+    factor, of_blocks, of_matrix = scales(amax, form)
+    if of_matrix is not None:
+        of_blocks = of_matrix * of_blocks
+    kind = ELEMENTS[element]
+    limits = form.smallest, kind.largest, 2.0**kind.smallest_exponent, 2.0**-kind.mantissa_bits
+    seed = bits if stochastic else None
+    return block_rounding.round_blocks(numbers, (rows, columns), limits, factor, of_blocks, seed, x.dtype)
 
 
 @_round.register_fake
@@ -217,23 +228,25 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(-2)
 
 
-def _largest_of_blocks(magnitudes: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+def largest_of_blocks(magnitudes: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     """(..., blocks of rows, blocks of columns)"""
     rows, columns = magnitudes.shape[-2:]
-    magnitudes = F.pad(magnitudes, (0, -columns % form.columns, 0, -rows % form.rows))
+    missing = (0, -columns % form.columns, 0, -rows % form.rows)
+    if any(missing):  # else it would copy
+        magnitudes = F.pad(magnitudes, missing)
     amax: torch.Tensor = magnitudes.unflatten(-1, (-1, form.columns)).amax(-1)
     return amax if form.rows == 1 else amax.unflatten(-2, (-1, form.rows)).amax(-2)
 
 
-def _spread(of_blocks: torch.Tensor, form: BlockFormat, shape: torch.Size) -> torch.Tensor:
-    """One number per block to (..., rows, columns)."""
-    rows, columns = shape[-2:]
+def times(x: torch.Tensor, of_blocks: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """The numbers of x, (..., rows, columns), times the one of their block."""
+    rows, columns = x.shape[-2:]
     if form.rows > 1:
         of_blocks = of_blocks.repeat_interleave(form.rows, -2)[..., :rows, :]
-    return of_blocks.repeat_interleave(form.columns, -1)[..., :columns]
+    return x * of_blocks.repeat_interleave(form.columns, -1)[..., :columns]
 
 
-def _scales(amax: torch.Tensor, form: BlockFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def scales(amax: torch.Tensor, form: BlockFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Factors of blocks, the scales that undo them, and the scale of the matrix, from the amax of blocks."""
     largest = ELEMENTS[form.element].largest
     tensor_scale: torch.Tensor | None = None
@@ -269,22 +282,20 @@ def _power_of_two(amax: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     return scale.masked_fill(~amax.isfinite(), torch.nan)
 
 
-def _round_elements(exact: torch.Tensor, form: BlockFormat, x: torch.Tensor) -> torch.Tensor:
+def round_elements(exact: torch.Tensor, form: BlockFormat, noise: torch.Tensor | None) -> torch.Tensor:
     """The numbers of the element type next to `exact`; ties go to even ones.
 
     Args:
-        x: seeds the noise of stochastic rounding.
+        noise: for stochastic rounding, of the shape of `exact`.
     """
     element = ELEMENTS[form.element]
     exact = exact.clamp(form.smallest, element.largest)
-    if form.element in CASTS and not form.stochastic:
-        return exact.to(CASTS[form.element]).float()
     steps = powers_of_two(exact).clamp_min(2.0**element.smallest_exponent) * 2.0**-element.mantissa_bits
     in_steps = exact / steps
-    if not form.stochastic:
+    if noise is None:
         return in_steps.round() * steps
     low = in_steps.floor()
-    return (low + (in_steps - low > noise_from(x))) * steps
+    return (low + (in_steps - low > noise)) * steps
 
 
 def noise_from(x: torch.Tensor) -> torch.Tensor:

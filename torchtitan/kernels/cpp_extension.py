@@ -21,6 +21,15 @@ COMPILERS = ("g++", "clang++", "c++")
 PATIENCE = 300  # seconds before a hanging compiler is given up
 
 
+def isa_flags() -> list[str]:
+    """Compiler flags for the instruction set of torch's own kernels, so one cache serves similar CPUs."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return []
+    import torch  # not with the module: a simulated GPU must be there before torch is
+
+    return ["-march=x86-64-v4" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "-march=x86-64-v3"]
+
+
 def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
     """Loads `source` as a shared library, compiling it unless it is cached. None, with a warning, if that fails.
 
@@ -36,7 +45,8 @@ def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
             logger.warning(f"compiling {what} for this run only; no safe cache folder: {error}")
             with tempfile.TemporaryDirectory() as once:
                 return ctypes.CDLL(str(_compile(command, Path(once), source.stem)))
-        key = repr((source.read_text(), command, version("torch"), platform.machine()))
+        texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))]
+        key = repr((texts, command, version("torch"), platform.machine()))
         name = f"{source.stem}-{_digest(key.encode())}"
         for library in folder.glob(f"{name}-*.so"):
             if loaded := _open(library):

@@ -4,11 +4,11 @@
 // at least one stride is 0.
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
-#include <cstdint>
 #include <type_traits>
 #include <vector>
+
+#include "numbers.h"
 
 #ifdef __AVX512BW__
 #include <immintrin.h>
@@ -16,28 +16,9 @@
 
 namespace {
 
-using Bits = uint32_t;
-
 struct Scale {
   const float* data;
   int64_t row_stride, column_stride;
-};
-
-struct BFloat16 {
-  using Storage = uint16_t;
-  static float load(Storage x) { return std::bit_cast<float>(Bits(x) << 16); }
-  static Storage store(float x) {  // rounds to nearest, ties to even
-    const Bits bits = std::bit_cast<Bits>(x);
-    return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-  }
-  static constexpr Storage MAGNITUDE = 0x7fff;
-  static float from_magnitude(Storage bits) { return load(bits); }
-};
-
-struct Float32 {
-  using Storage = float;
-  static float load(Storage x) { return x; }
-  static Storage store(float x) { return x; }
 };
 
 // MANTISSA explicit mantissa bits and exponent bias BIAS. Values beyond LARGEST saturate; NaN stays NaN.

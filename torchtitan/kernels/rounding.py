@@ -6,12 +6,11 @@ is no compiler. Matrices are (rows, columns); a scale is (rows, 1), (1, columns)
 
 import ctypes
 import functools
-import platform
 from pathlib import Path
 
 import torch
 
-from torchtitan.kernels.cpp_extension import load
+from torchtitan.kernels.cpp_extension import isa_flags, load
 
 FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 INT8_LARGEST = 127.0  # -128 is unused, which keeps the range symmetric
@@ -23,11 +22,8 @@ class _Scale(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """`rounding.cpp`, compiled for the instruction set of torch's own kernels, so one cache serves similar CPUs."""
-    flags = []
-    if platform.machine() in ("x86_64", "AMD64"):
-        flags = ["-march=x86-64-v4" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "-march=x86-64-v3"]
-    return load(Path(__file__).with_name("rounding.cpp"), "rounding to 8 bits", *flags)
+    """`rounding.cpp`; None if it cannot be compiled."""
+    return load(Path(__file__).with_name("rounding.cpp"), "rounding to 8 bits", *isa_flags())
 
 
 def has_own_kernel(x: torch.Tensor) -> bool:

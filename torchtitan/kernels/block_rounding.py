@@ -1,0 +1,114 @@
+"""Rounds to block-scaled formats on CPU, in few passes over memory (`block_rounding.cpp`).
+
+The definition in `block_formats.py` takes about twenty, which is longer than the GEMM they prepare. It is the fallback
+where there is no compiler. Tensors are (..., rows, columns), bfloat16 or float32.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchtitan.kernels.cpp_extension import isa_flags, load
+from torchtitan.kernels.rounding import pointer
+
+SIZES = ("matrices", "rows", "columns", "block_rows", "block_columns")
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in SIZES]
+
+
+class _Element(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_float) for name in ("lowest", "highest", "smallest", "step")]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """`block_rounding.cpp`; None if it cannot be compiled."""
+    source = Path(__file__).with_name("block_rounding.cpp")
+    kernels = load(source, "rounding to blocks", "-ffp-contract=off", *isa_flags())  # an FMA would round differently
+    if kernels is not None:
+        kernels.survey.restype = ctypes.c_uint32
+    return kernels
+
+
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether this tensor can use the functions below."""
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and library() is not None
+
+
+def survey(x: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, int]:
+    """The largest magnitude of each block, (..., blocks of rows, blocks of columns) float32, NaN if it contains a NaN;
+    and the sum of the bits of all numbers in float32, modulo 2^32.
+
+    Args:
+        x: contiguous.
+        block: its rows and columns.
+    """
+    (rows, columns), (block_rows, block_columns) = x.shape[-2:], block
+    largest = torch.zeros(*x.shape[:-2], -(-rows // block_rows), -(-columns // block_columns))
+    bits = _kernels().survey(*_numbers(x), _shape(x, block), pointer(largest), torch.get_num_threads())
+    return largest, bits
+
+
+def round_blocks(
+    x: torch.Tensor,
+    block: Sequence[int],
+    element: Sequence[float],
+    factor: torch.Tensor,
+    scale: torch.Tensor,
+    seed: int | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The products of x and `factor`, rounded to numbers of the element type and multiplied by `scale`.
+
+    Args:
+        x: contiguous.
+        element: lowest and highest number, smallest normal number, and the distance of numbers relative to the power of
+            two below them.
+        factor, scale: (..., blocks of rows, blocks of columns) float32, contiguous.
+        seed: of the noise of stochastic rounding, the sum of `survey`; None rounds to nearest.
+        dtype: of the result.
+    """
+    out = torch.empty(x.shape, dtype=dtype)
+    _kernels().round_blocks(
+        *_numbers(x),
+        _shape(x, block),
+        _Element(*element),
+        pointer(factor),
+        pointer(scale),
+        seed is not None,
+        ctypes.c_uint32(seed or 0),
+        pointer(out),
+        dtype == torch.float32,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
+    """`block_formats.hadamard` of a contiguous x."""
+    columns = x.shape[-1]
+    out = torch.empty(*x.shape[:-1], -(-columns // 16) * 16)
+    sizes = ctypes.c_int64(x.numel() // columns), ctypes.c_int64(columns)
+    _kernels().transform(*_numbers(x), *sizes, ctypes.c_uint32(signs), pointer(out), torch.get_num_threads())
+    return out
+
+
+def _kernels() -> ctypes.CDLL:
+    kernels = library()
+    assert kernels is not None
+    return kernels
+
+
+def _numbers(x: torch.Tensor) -> tuple[ctypes.c_void_p, bool]:
+    assert x.is_contiguous()
+    return pointer(x), x.dtype == torch.float32
+
+
+def _shape(x: torch.Tensor, block: Sequence[int]) -> _Shape:
+    rows, columns = x.shape[-2:]
+    return _Shape(x.numel() // (rows * columns), rows, columns, *block)
