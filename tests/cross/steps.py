@@ -34,7 +34,14 @@ from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.train_step import train_step
-from torchtitan.kernels import grouped_int8_triton, grouped_rounding_triton, int8_triton, quantize_triton
+from torchtitan.kernels import (
+    grouped_int8_triton,
+    grouped_rounding_triton,
+    int8_triton,
+    nvfp4_triton,
+    quantize_triton,
+)
+from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.quantize import SMALLEST_SCALE, WIDEST
 from torchtitan.models import MODELS
@@ -252,6 +259,23 @@ def int8_spills(capability: int) -> list[str]:
     return found
 
 
+def nvfp4_spills() -> list[str]:
+    """The same for our nvfp4 kernels, of matrices and of transposed ones."""
+    kinds = [(False, False, False), (True, False, False), (False, True, False), (False, True, True)]
+    found = []
+    for dtype, stride in itertools.product(("*bf16", "*fp32"), ("row_stride", "column_stride")):
+        pointers = {"x": dtype, "found": "*i32", "data": "*i64", "scale": "*fp8e4nv", "tensor_scale": "*fp32"}
+        for squares, stochastic, hadamard in kinds:
+            shared = {"HADAMARD": hadamard, "SIGNS": SIGNS, stride: 1, **nvfp4_triton.TILE}
+            pack = {"SQUARES": squares, "STOCHASTIC": stochastic, "SMALLEST": SMALLEST_TENSOR_SCALE, **shared}
+            for kernel, constants, warps in (
+                (nvfp4_triton.survey_kernel, {"SEED": stochastic, "BOTH": True, **shared}, nvfp4_triton.SURVEY_WARPS),
+                (nvfp4_triton.pack_kernel, pack, nvfp4_triton.PACK_WARPS),
+            ):
+                found += _spills_of_kernel(kernel, pointers, constants, {"num_warps": warps}, 100)
+    return found
+
+
 def _spills_of_kernel(
     kernel: Any, pointers: dict[str, str], constants: dict[str, Any], options: dict[str, int], capability: int
 ) -> list[str]:
@@ -267,7 +291,11 @@ def _spills_of_kernel(
     return [] if fits else [f"{kernel.__name__} {constants} {options}: {usage} {binary.metadata.shared}"]
 
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes of a block of threads: CUDA C++ programming guide
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+}  # bytes of a block of threads: CUDA C++ programming guide
 
 
 @triton.jit

@@ -30,6 +30,7 @@ ROUNDING = 1.005
 #   requires K and N to be multiples of 8 (aten/src/ATen/native/cuda/Blas.cpp, _int_mm_out_cuda).
 # - _scaled_mm: the same documentation, "to use FP8 kernels": the TN format before compute capability 10.0, dimensions
 #   multiples of 16. torch requires the same of all capabilities for scales of rows (ScaledBlas.cpp).
+# - torchtitan.block_mm (kernels/packed_blocks.py): see `check_blocks`.
 # - torchtitan.int8_mm: our own kernel (kernels/int8_triton.py), which reads both operands along K.
 # By operator: places of the operands, and what their sizes are multiples of. The left one is row-major, the right one
 # column-major.
@@ -78,6 +79,9 @@ CASES = {
     "float8 rowwise_with_gw_hp": float8("rowwise_with_gw_hp"),
     "int8 rowwise": int8("rowwise"),
     "mx, sm_100": Case(("--model.converters=mx",), gpu="sm_100"),
+    "nvfp4, sm_100": Case(
+        ("--model.converters=mx", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0"), gpu="sm_100"
+    ),
     "documents": Case((DOCUMENTS,)),
     "context parallel": Case((CONTEXT,), world_size=4),
     "async tensor parallel": tensor_parallel(ASYNC),
@@ -94,6 +98,10 @@ CASES = {
 LONG_CASES = {
     "bf16, sm_100": Case(gpu="sm_100"),
     "float8 rowwise": float8("rowwise"),
+    "float8 blockwise": float8("blockwise"),
+    "nvfp4, tensor parallel, sm_100": tensor_parallel(
+        "--model.converters=mx", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0", gpu="sm_100"
+    ),
     "float8 delayed": float8("delayed", batches=((1, 8192),) * 3),
     "float8 tensorwise, sm_100": float8("tensorwise", gpu="sm_100"),
     "float8 rowwise, sm_100": float8("rowwise", gpu="sm_100"),
@@ -108,6 +116,8 @@ LONG_CASES = {
         ASYNC, "--model.converters=float8", "--float8.recipe_name=tensorwise"
     ),
     "int8 tensorwise": int8("tensorwise"),
+    "int8 tensorwise, gathered": int8("tensorwise", "--int8.enable_fsdp_int8_all_gather"),
+    "int8 rowwise, gathered": int8("rowwise", "--int8.enable_fsdp_int8_all_gather"),
     "int8 rowwise, sm_100": int8("rowwise", gpu="sm_100"),
     "int8 rowwise, dynamic shapes": int8("rowwise", batches=((1, 8192), (2, 4096), (2, 4096))),
     "int8 all-gather": int8("rowwise", "--int8.enable_fsdp_int8_all_gather", world_size=8),
@@ -167,12 +177,32 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
 def check_layouts(calls: Sequence[Call]) -> None:
     """Fails if an operand of an 8-bit GEMM has a layout that cuBLASLt refuses."""
     for call in calls:
+        if call.operator.startswith("torchtitan.block_mm"):
+            check_blocks(call)
         for operator, (left_place, right_place, multiple) in LAYOUTS.items():
             if call.operator.startswith(operator):
                 left, right = call.operands[left_place], call.operands[right_place]
                 assert left.strides[1] == 1 and right.strides[0] == 1, call
                 sizes = [size for size in (*left.shape[1:], *right.shape) if isinstance(size, int)]
                 assert not any(size % multiple for size in sizes), call
+
+
+def check_blocks(call: Call) -> None:
+    """Fails if operands of a block-scaled GEMM are not as cuBLASLt takes them, by the checks in torch's ScaledBlas.cpp
+    (`_scaled_nvfp4_nvfp4`, `_scaled_block1x128_block128x128`, `_scaled_block1x128_block1x128`)."""
+    half = len(call.operands) // 2
+    (left, left_scale, *_), (right, right_scale, *_) = call.operands[:half], call.operands[half:]
+    (m, k), (_, n) = left.shape, right.shape
+    assert left.strides == (k, 1) and right.strides == (1, k), call
+    if left.dtype == "int64":  # 16 numbers of nvfp4
+        assert k % 2 == 0 and n % 16 == 0, call
+        for rows, scale in ((m, left_scale), (n, right_scale)):
+            assert scale.dtype == "float8_e4m3fn" and scale.shape == (-(-rows // 128) * 128 * -(-k // 4) * 4,), call
+            assert call.operands[half - 1].shape == (), call
+        return
+    assert left_scale.shape == (m, k // 128) and left_scale.strides == (1, m) and k % 128 == 0, call
+    rows = right_scale.shape[0]
+    assert right_scale.shape in ((n, k // 128), (-(-k // 512) * 4, n // 128)) and right_scale.strides == (1, rows), call
 
 
 def compare(name: str, figures: dict[str, float], renew: bool) -> None:
@@ -224,16 +254,23 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
         assert len(waits) == 1 and ("between host and device" in waits[0]) == (fault == "unpinned batch")
 
 
+@pytest.mark.full
+def test_nvfp4_kernels_compile_without_spilling_registers() -> None:
+    """Our own, with what a layer's three tensors need."""
+    assert on_gpu("sm_100", "steps.nvfp4_spills") == []
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 def test_int8_kernels_compile_without_spilling_registers(capability: int) -> None:
     """Our own, for Ampere and Hopper, in all their configurations."""
     assert on_gpu("sm_90", "steps.int8_spills", capability) == []
 
 
-def test_int8_moves_hardly_more_bytes_than_bf16() -> None:
+@pytest.mark.parametrize("name", ["int8 rowwise", "int8 rowwise, gathered", "int8 tensorwise, gathered"])
+def test_int8_moves_hardly_more_bytes_than_bf16(name: str) -> None:
     """By the recorded figures, which `test_a_step` compares with new ones."""
     recorded = json.loads(FIGURES.read_text())["cases"]
-    assert recorded["int8 rowwise"]["GB of a block"] <= 1.15 * recorded["bf16"]["GB of a block"]
+    assert recorded[name]["GB of a block"] <= 1.15 * recorded["bf16"]["GB of a block"]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "float8 tensorwise", "float8 rowwise"])

@@ -35,6 +35,7 @@ RECIPES = {
     "float8 rowwise_with_gw_hp": [FLOAT8, "--float8.recipe_name=rowwise_with_gw_hp"],
     "float8 delayed": [FLOAT8, "--float8.recipe_name=delayed"],
     "int8 tensorwise": [INT8, "--int8.recipe_name=tensorwise"],
+    "int8 rowwise, gathered": [INT8, "--int8.enable_fsdp_int8_all_gather"],
     "int8 output only": [INT8, "--int8.no_grad_input", "--int8.no_grad_weight"],
 }
 FEATURES = {

@@ -180,28 +180,28 @@ def test_scales_changed_between_forward_and_backward_change_no_gradient(when: st
     assert_same(gradients(trained.model, trained.x, change), expected)
 
 
-class Alone(DeviceMesh):
+class Shards(DeviceMesh):
     """A mesh of this process without a process group."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, shards: int) -> None:
+        self.shards = shards
 
     def size(self, mesh_dim: int | None = None) -> int:
-        return 1
+        return self.shards
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_int8_scales_changed_between_gather_and_use_change_nothing(recipe: Any) -> None:
+@pytest.mark.parametrize(("recipe", "shards"), [("rowwise", 1), ("tensorwise", 1), ("tensorwise", 2)])
+def test_int8_scales_changed_between_gather_and_use_change_nothing(recipe: Any, shards: int) -> None:
     weight = ShardedWeight(torch.randn(32, 64), recipe)
 
     def gather(tensor: torch.Tensor, out: Any = None) -> Any:
         weight.tensor = tensor
-        weight.scale_inverse = (tensor.abs().amax() / 127).view(1, 1) if recipe == "tensorwise" else None
-        sent, metadata = weight.fsdp_pre_all_gather(Alone(), None, None, None, None)
+        weight.scale_inverse = (tensor.abs().amax() / 127).view(1, 1) if shards > 1 else None
+        sent, metadata = weight.fsdp_pre_all_gather(Shards(shards), None, None, None, None)
         if weight.scale_inverse is not None:
             weight.scale_inverse.mul_(7)  # the next step's scale
         if out is not None:  # FSDP2 reuses its memory
-            out.data_int8.copy_(sent[0])
+            out.row_data.copy_(sent[0])
         made = weight.fsdp_post_all_gather(sent, metadata, torch.bfloat16, out=out)
         return out if made is None else made[0]
 
@@ -212,6 +212,7 @@ def test_int8_scales_changed_between_gather_and_use_change_nothing(recipe: Any) 
     gather(second, out=gathered)
     for whole in (gathered, kept):
         assert (whole.dequantize_all() - second).abs().max() < 0.15
+        assert (whole.by_columns().dequantize() - second).abs().max() < 0.15
 
 
 def test_compiled_it_is_one_graph_and_compiles_again_only_when_scales_are_known() -> None:

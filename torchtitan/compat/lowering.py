@@ -161,9 +161,9 @@ def _fold_constants_on_cpu() -> None:
     UniformValueConstantFolder._deduce_value = deduce_on_cpu  # type: ignore[method-assign]
 
 
-def on_lowered(take: Callable[[Any, str], Callable[[], None] | None]) -> None:
+def on_lowered(take: Callable[[Any, str], Callable[[list[Any]], None] | None]) -> None:
     """From now on, `take` gets each graph that the compiler lowers, and its code. Compiled functions then return fake
-    tensors. What `take` returns, if not None, is called whenever the graph runs.
+    tensors. What `take` returns, if not None, is called with the graph's inputs whenever it runs.
 
     Raises:
         RuntimeError: the compiler's caches are on, and would give other processes graphs without code.
@@ -193,7 +193,7 @@ def in_compiled_code() -> bool:
 class _Fake:
     """Calls a graph on fake tensors in place of its code."""
 
-    def __init__(self, graph_module: Any, on_run: Callable[[], None] | None) -> None:
+    def __init__(self, graph_module: Any, on_run: Callable[[list[Any]], None] | None) -> None:
         self.graph_module = graph_module
         self.on_run = on_run
 
@@ -201,10 +201,10 @@ class _Fake:
         global _running
         import torch
 
-        if self.on_run is not None:
-            self.on_run()
         arguments = list(inputs)
         inputs.clear()
+        if self.on_run is not None:
+            self.on_run(arguments)
         _running += 1
         try:
             with torch.no_grad():

@@ -66,9 +66,13 @@ class Int8:
     output: Annotated[bool, Doc("Compute the forward GEMM in int8.")] = True
     grad_input: Annotated[bool, Doc("Compute the input-gradient GEMM in int8.")] = True
     grad_weight: Annotated[bool, Doc("Compute the weight-gradient GEMM in int8.")] = True
-    enable_fsdp_int8_all_gather: Annotated[bool, Doc("All-gather sharded weights in int8: half the bytes of bf16.")] = (
-        False
-    )
+    enable_fsdp_int8_all_gather: Annotated[
+        bool,
+        Doc(
+            "All-gather sharded weights in int8: half the bytes of bf16. Weights that are not sharded, as on one GPU, "
+            "are quantized once a step."
+        ),
+    ] = False
     # The gradient of the logits spans many orders of magnitude within a row: in int8 nearly all of it would be 0
     # (docs/low_precision.md).
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
@@ -82,7 +86,7 @@ class MX:
     """GEMMs in formats with a scale per block of 16 or 32 numbers (converter mx)."""
 
     recipe_name: Annotated[
-        Literal["mxfp8", "mxint8", "nvfp4"], Doc("Element format; mxint8 and nvfp4 are only emulated so far.")
+        Literal["mxfp8", "mxint8", "nvfp4"], Doc("Element format; mxint8 is only emulated so far.")
     ] = "mxfp8"
     scale_calculation_mode: Annotated[
         Literal["rceil", "floor", "even", "ceil"],
@@ -91,6 +95,9 @@ class MX:
     symmetric_clipping: Annotated[
         bool, Doc("mxint8: codes from -127 to 127; false: from -128, which some blocks reach with floor scales.")
     ] = True
+    keep_first_blocks_fraction: Annotated[
+        Fraction, Doc("nvfp4: leave this fraction of the transformer blocks, the first ones, in high precision.")
+    ] = 0.0
     keep_last_blocks_fraction: Annotated[
         Fraction, Doc("nvfp4: leave this fraction of the transformer blocks, the last ones, in high precision.")
     ] = 0.15
@@ -101,7 +108,7 @@ class MX:
         bool, Doc("nvfp4: spread outliers with a random Hadamard transform before the weight-gradient GEMM.")
     ] = True
     stochastic_rounding: Annotated[bool, Doc("nvfp4: round output gradients stochastically.")] = True
-    forward_with_hp: Annotated[bool, Doc("Compute the forward GEMM in high precision (only emulated).")] = False
+    forward_with_hp: Annotated[bool, Doc("Compute the forward GEMM in high precision (mxfp8: only emulated).")] = False
     wgrad_with_hp: Annotated[bool, Doc("Compute the weight-gradient GEMM in high precision.")] = False
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
     emulate: Annotated[

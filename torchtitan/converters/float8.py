@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.torch_version import TorchVersion
 
 from torchtitan.config.low_precision import Float8
 from torchtitan.converters.amax import stage_group
@@ -23,6 +24,7 @@ from torchtitan.converters.numerics import Role
 from torchtitan.converters.target import Target
 from torchtitan.converters.weight_bounds import WeightBounds, float8_all_gather_weights, measure_amaxes, set_scales
 from torchtitan.errors import ConfigError
+from torchtitan.kernels import packed_blocks
 from torchtitan.kernels.block_formats import FORMATS
 from torchtitan.kernels.quantize import float8_scale, powers_of_two
 from torchtitan.logging import logger
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 # float8 tensor cores exist from Ada (8.9) on: NVIDIA's CUDA programming guide, table of capabilities.
 FIRST_CAPABILITY = (8, 9)
 GROUPED_CAPABILITIES = (9, 10)  # of torch._scaled_grouped_mm
+# Scales of 1 x 128 and 128 x 128: only there, and with cuBLASLt 12.9 (torch's ScaledBlas.cpp).
+BLOCKS_CAPABILITY, BLOCKS_CUDA = 9, "12.9"
 # One scale for the tokens of all experts would be that of the expert with the largest numbers, and torch's grouped
 # float8 GEMM takes one scale per row only.
 NO_EXPERTS = "{recipe} has no grouped GEMMs; float8.recipe_name = rowwise converts experts"
@@ -56,7 +60,7 @@ class Float8Converter(LinearConverter):
     """Replaces linear layers with `Float8Linear`, `BlockLinear` or `DelayedLinear`. Weights stay in high precision.
 
     Forward, input gradient and weight gradient are one float8 GEMM each (`kernels/matmul_8bit.py`);
-    rowwise_with_gw_hp leaves the weight gradient in high precision, and blockwise is emulated.
+    rowwise_with_gw_hp leaves the weight gradient in high precision, and blockwise is emulated on CPU.
 
     Attributes:
         scaling_state: computes the scales of the next step, for recipes whose scales have a history.
@@ -92,16 +96,10 @@ class Float8Converter(LinearConverter):
                 f"model.converters: float8 needs a GPU of compute capability 8.9 or above, but this one has "
                 f"{capability[0]}.{capability[1]}; remove float8, or set float8.emulate (same numerics, no speedup)."
             )
-        if self.recipe == "blockwise" and target.device_type == "cuda" and not config.emulate:
-            raise ConfigError(
-                "float8.recipe_name = blockwise has no kernel on a GPU so far; set float8.emulate (same numerics, no "
-                "speedup), or use rowwise."
-            )
         self.one_scale = self.recipe in ("tensorwise", "delayed")
         self.e5m2_gradients = self.one_scale and not (self.recipe == "delayed" and config.delayed_format == "e4m3")
         if self.recipe == "blockwise":
-            self.gemms = self.grouped_gemms = BLOCKWISE.known()
-            self.rules = FilterRules(MULTIPLE_OF, None, lambda *sizes: measured_reason(self, *sizes), "")
+            self._set_up_blocks()
             return
         errors = E4M3_ERRORS if self.one_scale and not self.e5m2_gradients else KNOWN_ERRORS[self.recipe]
         real = ProfilerOp("torchtitan::float8_mm" if target.on_cpu else "aten::_scaled_mm")
@@ -120,6 +118,32 @@ class Float8Converter(LinearConverter):
                     "float8.emulate (same numerics, no speedup)."
                 )
 
+    def _set_up_blocks(self) -> None:
+        """Raises ConfigError if this GPU, or this build of torch for it, has no GEMMs with scales of blocks."""
+        capability = self.target.compute_capability
+        real = capability is not None and not self.emulate
+        remedy = "set float8.emulate (same numerics, no speedup), or use rowwise."
+        if capability is not None and real and capability[0] != BLOCKS_CAPABILITY:
+            raise ConfigError(
+                f"float8.recipe_name = blockwise needs a GPU of compute capability {BLOCKS_CAPABILITY}.0, but this one "
+                f"has {capability[0]}.{capability[1]}; {remedy}"
+            )
+        cuda = torch.version.cuda or "none"
+        if real and self.target.device_type == "cuda" and (cuda == "none" or TorchVersion(cuda) < BLOCKS_CUDA):
+            raise ConfigError(
+                f"float8.recipe_name = blockwise needs torch for CUDA {BLOCKS_CUDA} or later, but this one is for "
+                f"{cuda}; install another, {remedy}"
+            )
+        self.block_gemms = BLOCKWISE._replace(emulate=not real)
+        self.gemms = self.grouped_gemms = self.block_gemms.known()
+        multiple_of = packed_blocks.MULTIPLE_OF["e4m3"] if real else MULTIPLE_OF
+        self.rules = FilterRules(multiple_of, None, lambda *sizes: measured_reason(self, *sizes), "")
+        if real:
+            self.cannot_group = (
+                "float8 blockwise computes experts only emulated; add moe.experts to float8.filter_fqns, or set "
+                "float8.emulate (same numerics, no speedup)."
+            )
+
     def _build_scaling_state(self) -> "Histories | WeightBounds | None":
         if self.recipe == "delayed":
             from torchtitan.converters.amax_history import Histories  # slow import
@@ -136,7 +160,7 @@ class Float8Converter(LinearConverter):
         if self.recipe == "delayed":
             return self._swap_delayed(linear)
         if self.recipe == "blockwise":
-            return BlockLinear.of(linear, BLOCKWISE)
+            return BlockLinear.of(linear, self.block_gemms)
         new = Float8Linear.of(linear, Float8Recipe(*RECIPES[self.recipe], self.emulate))
         if all_gather:
             from torchtitan.compat.torchao_float8 import LinearMMConfig, WeightWithDynamicFloat8CastTensor

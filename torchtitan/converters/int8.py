@@ -78,8 +78,9 @@ def round_input(x: torch.Tensor, gemms: Int8Gemms, trains: bool) -> QuantizedInp
 class Int8Matmul(torch.autograd.Function):
     """x @ weight.T with the chosen GEMMs in int8. x: (M, K), weight: (N, K), out: (M, N).
 
-    Saves x as the weight-gradient GEMM needs it. The weight is quantized again in the backward pass, with scales from
-    the forward pass: a saved int8 copy would take memory even after FSDP has freed the gathered weight.
+    Saves x as the weight-gradient GEMM needs it. Unless the weight comes quantized for both GEMMs, it is quantized
+    again in the backward pass, with scales from the forward pass: a saved int8 copy would take memory even after FSDP
+    has freed the gathered weight.
 
     Args:
         low: x quantized by `round_input`.
@@ -95,7 +96,7 @@ class Int8Matmul(torch.autograd.Function):
             out = x @ _high_precision(weight).T
         else:
             if isinstance(weight, GatheredWeight):
-                rows = weight.quantized()
+                rows = weight.by_rows()
             elif gemms.grad_input and ctx.needs_input_grad[0]:
                 rows, column_scale_inverse = quantize_rows(weight, gemms.recipe)
             else:
@@ -109,7 +110,6 @@ class Int8Matmul(torch.autograd.Function):
         weight, column_scale_inverse, x, x_scale_inverse = ctx.saved_tensors
         recipe, _, grad_input, grad_weight, emulate = ctx.gemms
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        weight = _high_precision(weight)
         rows = columns = x_grad = weight_grad = None
         if grad_input and needs_x and grad_weight and needs_weight:
             rows, columns = quantize_both(out_grad, recipe)
@@ -118,18 +118,24 @@ class Int8Matmul(torch.autograd.Function):
         elif grad_weight and needs_weight:
             columns = quantize_columns(out_grad, recipe)
         if rows is not None:  # sums over N: one scale per column of the weight
-            if column_scale_inverse is None:
-                by_column = quantize_columns(weight, recipe)
-            else:
-                by_column = Quantized(quantize_with(weight, column_scale_inverse), column_scale_inverse)
-            x_grad = int8_matmul(rows, by_column, ctx.dtype, emulate)
+            x_grad = int8_matmul(rows, _by_columns(weight, column_scale_inverse, recipe), ctx.dtype, emulate)
         elif needs_x:
-            x_grad = out_grad @ weight
+            x_grad = out_grad @ _high_precision(weight)
         if columns is not None:  # sums over tokens: one scale per column of both
             weight_grad = int8_matmul(columns.transpose(), Quantized(x, x_scale_inverse), weight.dtype, emulate)
         elif needs_weight:
             weight_grad = out_grad.T @ x
         return x_grad, weight_grad, None, None
+
+
+def _by_columns(weight: torch.Tensor, scale_inverse: torch.Tensor | None, recipe: ScaleRecipe) -> Quantized:
+    """The weight as the right operand of the input-gradient GEMM."""
+    known = weight.by_columns() if isinstance(weight, GatheredWeight) else None
+    if known is not None:
+        return known
+    if scale_inverse is not None:
+        return Quantized(quantize_with(weight, scale_inverse), scale_inverse)
+    return quantize_columns(_high_precision(weight), recipe)
 
 
 def _high_precision(weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""INT8 all-gather for FSDP2: shards are sent as int8 data with float32 scales, half the bytes of bf16.
+"""INT8 all-gather for FSDP2: shards are sent as int8 data with float32 scales, half the bytes of bf16. A weight that is
+not sharded is quantized for both GEMMs that use it, once a step.
 
 For sharded weights that define them, FSDP2 calls `fsdp_pre_all_gather` for the tensors to send, and
 `fsdp_post_all_gather` to build the full weight. A shard consists of full rows, so row scales need no communication. A
@@ -17,12 +18,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from torchtitan.compat.dispatch import pytree
+from torchtitan.kernels.matmul_8bit import as_right
 from torchtitan.kernels.quantize import (
     LARGEST,
     SMALLEST_SCALE,
     ScaleRecipe,
     dequantize,
+    fused,
     quantize,
+    quantize_rows,
     quantize_with,
 )
 from torchtitan.kernels.quantized import Quantized
@@ -112,60 +116,97 @@ class ShardedWeight(torch.Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """((int8 data, scale inverses), metadata) of this shard; a tensorwise scale is sent as metadata."""
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """((int8 data, scale inverses), metadata) of this shard. What needs no gathering is metadata: a tensorwise
+        scale; on one rank all but the data, of which FSDP2 copies only the first tensor."""
+        if mesh.size() == 1:
+            rows, columns = quantize_layouts(self.tensor, self.recipe)
+            return (rows.data,), (rows.scale_inverse, *(columns if columns.data is not rows.data else ()))
         if self.recipe == "rowwise":
-            data, scale_inverse = quantize(self.tensor, "rowwise")
-            # On one rank, FSDP2 copies only the first tensor, and the scales need no gathering.
-            return ((data,), scale_inverse) if mesh.size() == 1 else ((data, scale_inverse), None)
+            return tuple(quantize(self.tensor, "rowwise")), ()
         if self.scale_inverse is None:  # before the first optimizer step
             self.scale_inverse = tensorwise_scale(self.tensor.abs().amax().float(), mesh).view(1, 1)
         scale_inverse = self.scale_inverse.clone()  # belongs to this data, even if the weight's scale changes later
-        return (quantize_with(self.tensor, scale_inverse),), scale_inverse
+        return (quantize_with(self.tensor, scale_inverse),), (scale_inverse,)
 
     def fsdp_post_all_gather(
         self,
         outputs: tuple[torch.Tensor, ...],
-        scale_inverse: torch.Tensor | None,
+        metadata: tuple[torch.Tensor, ...],
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
     ) -> "tuple[GatheredWeight, tuple[torch.Tensor, ...]] | None":
         """The full weight, and the tensors whose memory FSDP2 frees after use."""
         if out is None:
-            scale_inverse = outputs[1] if scale_inverse is None else scale_inverse
-            return GatheredWeight(Quantized(outputs[0], scale_inverse), param_dtype), outputs
-        # FSDP2 refilled the same memory. Tensors saved for the backward pass refer to it, so refill the scale as well.
-        weight: GatheredWeight = out._local_tensor if isinstance(out, DTensor) else out  # type: ignore[assignment]
-        if scale_inverse is not None:
-            weight.scale_inverse.data.copy_(scale_inverse)  # .data hides the write from autograd, as FSDP2 does
+            weight = GatheredWeight.of([*outputs, *metadata], self.recipe, param_dtype)
+            return weight, tuple(tensor for tensor in weight.tensors() if tensor.dtype == torch.int8)
+        # FSDP2 refilled the same memory. Tensors saved for the backward pass refer to it, so refill the rest as well.
+        weight = out._local_tensor if isinstance(out, DTensor) else out  # type: ignore[assignment]
+        for tensor, new in zip(weight.tensors()[len(outputs) :], metadata, strict=True):
+            tensor.data.copy_(new)  # .data hides the write from autograd, as FSDP2 does
         return None
+
+
+@fused
+def quantize_layouts(weight: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, Quantized]:
+    """The weight as the output GEMM needs it, and as the right operand of the input-gradient GEMM."""
+    rows, scale_inverse = quantize_rows(weight, recipe)
+    columns = rows if recipe == "tensorwise" else Quantized(quantize_with(weight, scale_inverse), scale_inverse)
+    return rows, as_right(columns)
 
 
 class GatheredWeight(torch.Tensor):
     """A full weight in int8, (rows, columns), with its scale inverse, (rows, 1) or (1, 1).
 
     To autograd it has the high-precision `dtype`; only `Int8Matmul` multiplies by its int8 data.
+
+    Args:
+        rows: for the output GEMM.
+        columns: for the input-gradient GEMM; None if the weight came in shards, which have no scales of columns.
     """
 
-    data_int8: torch.Tensor
-    scale_inverse: torch.Tensor
+    row_data: torch.Tensor
+    row_scale_inverse: torch.Tensor
+    column_data: torch.Tensor
+    column_scale_inverse: torch.Tensor
 
     @staticmethod
-    def __new__(cls, quantized: Quantized, dtype: torch.dtype) -> "GatheredWeight":
-        data = quantized.data
+    def __new__(
+        cls, rows: Quantized, columns: Quantized | None, recipe: ScaleRecipe, dtype: torch.dtype
+    ) -> "GatheredWeight":
+        data = rows.data
         return torch.Tensor._make_wrapper_subclass(
             cls, data.size(), strides=data.stride(), dtype=dtype, device=data.device
         )
 
-    def __init__(self, quantized: Quantized, dtype: torch.dtype) -> None:
-        self.data_int8, self.scale_inverse = quantized
+    def __init__(self, rows: Quantized, columns: Quantized | None, recipe: ScaleRecipe, dtype: torch.dtype) -> None:
+        self.recipe: ScaleRecipe = recipe
+        self.row_data, self.row_scale_inverse = rows
+        self.names = ["row_data", "row_scale_inverse"]
+        if columns is not None:
+            self.column_data, self.column_scale_inverse = columns
+            self.names += ["column_data", "column_scale_inverse"]
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"GatheredWeight({self.quantized()})"
+        return f"GatheredWeight({self.by_rows()}, {self.by_columns()})"
 
-    def quantized(self) -> Quantized:
-        return Quantized(self.data_int8, self.scale_inverse)
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype) -> "GatheredWeight":
+        """From `tensors()`."""
+        return cls(Quantized(*tensors[:2]), Quantized(*tensors[2:]) if len(tensors) > 2 else None, recipe, dtype)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [getattr(self, name) for name in self.names]
+
+    def by_rows(self) -> Quantized:
+        return Quantized(self.row_data, self.row_scale_inverse)
+
+    def by_columns(self) -> Quantized | None:
+        """With one scale per column, or the only one; None if these scales are not known."""
+        if len(self.names) > 2:
+            return Quantized(self.column_data, self.column_scale_inverse)
+        return self.by_rows() if self.recipe == "tensorwise" else None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -178,43 +219,46 @@ class GatheredWeight(torch.Tensor):
         # FSDP2 calls as_strided with the weight's own shape and strides, DTensor.to_local() view with its own shape.
         same = func is aten.view.default and list(args[1]) == list(args[0].shape)
         if same or func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
-            return cls(args[0].quantized(), args[0].dtype)
+            return cls.of(args[0].tensors(), args[0].recipe, args[0].dtype)
         # Any other operation gets the weight in high precision.
         args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.dequantize_all(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def dequantize_all(self) -> torch.Tensor:
-        return dequantize(self.data_int8, self.scale_inverse, self.dtype)
+        return dequantize(self.row_data, self.row_scale_inverse, self.dtype)
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["data_int8", "scale_inverse"], self.dtype
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[ScaleRecipe, torch.dtype]]:
+        return self.names, (self.recipe, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], dtype: torch.dtype, outer_size: torch.Size, outer_stride: tuple[int, ...]
+        inner: dict[str, torch.Tensor],
+        metadata: tuple[ScaleRecipe, torch.dtype],
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
     ) -> "GatheredWeight":
-        return GatheredWeight(Quantized(inner["data_int8"], inner["scale_inverse"]), dtype)
+        return GatheredWeight.of(list(inner.values()), *metadata)
 
 
 def tensorwise_scale(amax: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Tensorwise scale inverses from the largest magnitudes of the shards."""
-    if mesh.size() > 1:
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return (amax / LARGEST).clamp_min(SMALLEST_SCALE)
 
 
 @torch.no_grad()
 def set_tensorwise_scales(models: Sequence[nn.Module]) -> None:
-    """Computes the scales of all weights that are gathered tensorwise, in one reduction."""
+    """Computes the scales of all weights that are gathered from shards tensorwise, in one reduction."""
     sharded = [
         (parameter.device_mesh, parameter._local_tensor)
         for model in models
         for parameter in model.parameters()
         if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, ShardedWeight)
     ]
-    if not sharded:
+    # Not over tensor-parallel ranks: each has its own matrix with its own scale.
+    mesh = sharded[0][0]["fsdp"] if sharded else None
+    if mesh is None or mesh.size() == 1:
         return
-    mesh = sharded[0][0]["fsdp"]  # not over tensor-parallel ranks: each has its own matrix with its own scale
     amax = torch.stack([weight.tensor.abs().amax().float() for _, weight in sharded])
     for (_, weight), scale in zip(sharded, tensorwise_scale(amax, mesh), strict=True):
         weight.scale_inverse = scale.view(1, 1)

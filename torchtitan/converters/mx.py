@@ -1,7 +1,7 @@
 """GEMMs in formats with a scale per block of 16 or 32 numbers: mxfp8, mxint8 (OCP MX specification 1.0) and nvfp4.
 
 On Blackwell, mxfp8 is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it drops the bias and silently
-stops quantizing under tensor parallelism.) Everything else is emulated (`block_linear.py`).
+stops quantizing under tensor parallelism.) nvfp4 is `BlockLinear` (`block_linear.py`), which emulates everything else.
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.numerics import Role
 from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
-from torchtitan.kernels.block_formats import FORMATS, HADAMARD
+from torchtitan.kernels import packed_blocks
+from torchtitan.kernels.block_formats import FORMATS
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
 
@@ -30,9 +31,15 @@ if TYPE_CHECKING:
     from torchtitan.compat.torchao_mx import ScaleCalculationMode
 
 FIRST_CAPABILITY = (10, 0)  # Blackwell: NVIDIA's CUDA programming guide, table of capabilities
-# M, K and N: whole blocks.
-MULTIPLE_OF = {"mxfp8": 32, "mxint8": 32, "nvfp4": HADAMARD}
-NVFP4_KEYS = ("keep_last_blocks_fraction", "weight_scales_2d", "random_hadamard", "stochastic_rounding")
+# M, K and N: whole blocks; of nvfp4, what a GPU takes.
+MULTIPLE_OF = {"mxfp8": 32, "mxint8": 32, "nvfp4": packed_blocks.MULTIPLE_OF["e2m1"]}
+NVFP4_KEYS = (
+    "keep_first_blocks_fraction",
+    "keep_last_blocks_fraction",
+    "weight_scales_2d",
+    "random_hadamard",
+    "stochastic_rounding",
+)
 # Keys that only some recipes have.
 KEYS = {
     "scale_calculation_mode": ("mxfp8", "mxint8"),
@@ -52,18 +59,25 @@ def block_gemms(config: MX) -> BlockGemms:
         x = known._replace(scale_mode=config.scale_calculation_mode, symmetric=config.symmetric_clipping)
         weight = out_grad = x
     hadamard = config.recipe_name == "nvfp4" and config.random_hadamard
-    return BlockGemms(x, weight, out_grad, hadamard, not config.forward_with_hp, not config.wgrad_with_hp)
+    output, grad_weight = not config.forward_with_hp, not config.wgrad_with_hp
+    return BlockGemms(x, weight, out_grad, hadamard, output, grad_weight, config.emulate)
 
 
-def last_blocks(model: nn.Module, fraction: float) -> list[str]:
-    """Paths of this fraction of the transformer blocks, rounded up."""
+def kept_blocks(model: nn.Module, config: MX) -> dict[str, str]:
+    """Paths of the transformer blocks that stay in high precision, with the reason. Fractions are rounded up."""
     blocks = [fqn for fqn, _ in model.named_modules() if re.fullmatch(r"layers\.\d+", fqn)]
-    kept = math.ceil(round(fraction * len(blocks), 6))
-    return blocks[len(blocks) - kept :]
+    kept = {}
+    for which in ("first", "last"):
+        key = f"keep_{which}_blocks_fraction"
+        fraction = getattr(config, key)
+        number = math.ceil(round(fraction * len(blocks), 6))
+        reason = f"one of the {which} blocks ({number}) that mx.{key} = {fraction} keeps"
+        kept.update(dict.fromkeys(blocks[:number] if which == "first" else blocks[len(blocks) - number :], reason))
+    return kept
 
 
 class MXConverter(LinearConverter):
-    """Replaces linear layers with torchao's `MXFP8Linear`, or with `BlockLinear` if emulated.
+    """Replaces linear layers with torchao's `MXFP8Linear` or with `BlockLinear`.
 
     Raises:
         ConfigError: the device has no GEMMs of the recipe and `emulate` is not set, or a key does not apply.
@@ -89,25 +103,30 @@ class MXConverter(LinearConverter):
         capability = target.compute_capability
         if not config.emulate and target.device_type == "cpu":
             raise ConfigError("model.converters: a CPU has no mx GEMMs; remove mx, or set mx.emulate (same numerics).")
-        if not config.emulate and self.recipe != "mxfp8":
+        if not config.emulate and self.recipe == "mxint8":
             raise ConfigError(
-                f"mx.recipe_name = {self.recipe} is only emulated so far; set mx.emulate (on any device, without "
-                "speedup), or use mxfp8."
+                "mx.recipe_name = mxint8 is only emulated so far; set mx.emulate (on any device, without speedup), or "
+                "use mxfp8."
             )
         if not config.emulate and capability is not None and capability < FIRST_CAPABILITY:
             raise ConfigError(
                 f"model.converters: mx needs a GPU of compute capability 10.0 or above, but this one has "
                 f"{capability[0]}.{capability[1]}; remove mx, or set mx.emulate (same numerics, no speedup)."
             )
-        if not config.emulate and config.forward_with_hp:
+        if not config.emulate and config.forward_with_hp and self.recipe == "mxfp8":
             raise ConfigError(
-                "mx.forward_with_hp is only emulated: torchao's layer lacks it; set mx.emulate, or unset it."
+                "mx.forward_with_hp is only emulated with mxfp8: torchao's layer lacks it; set mx.emulate, or unset it."
             )
         self.block_gemms = block_gemms(config)
         self.gemms = self.grouped_gemms = self.block_gemms.known()
         multiple_of = MULTIPLE_OF[self.recipe]
         self.rules = FilterRules(multiple_of, None, lambda *sizes: measured_reason(self, *sizes), "")
-        if not config.emulate:
+        if not config.emulate and self.recipe == "nvfp4":
+            self.cannot_group = (
+                "mx.recipe_name = nvfp4 computes experts only emulated; add moe.experts to mx.filter_fqns, or set "
+                "mx.emulate (same numerics, no speedup)."
+            )
+        elif not config.emulate:
             self.gemms = dataclasses.replace(self.gemms, op=ProfilerOp("aten::_scaled_mm"))
             self.grouped_gemms = dataclasses.replace(self.gemms, op=ProfilerOp("aten::_scaled_grouped_mm"))
             if not _has_grouped_kernels():
@@ -122,16 +141,15 @@ class MXConverter(LinearConverter):
         return f"mx {self.recipe}{' emulated' if self.config.emulate else ''} {self.block_gemms}"
 
     def decide(self, model: nn.Module) -> list[Decision]:
-        """As the filter decides, except that nvfp4 keeps the last blocks, which lose the most (arXiv 2509.25149)."""
-        fraction = self.config.keep_last_blocks_fraction if self.recipe == "nvfp4" else 0
-        kept = last_blocks(model, fraction)
-        reason = f"one of the last blocks ({len(kept)}) that mx.keep_last_blocks_fraction = {fraction} keeps"
-        return [
-            dataclasses.replace(one, converted=False, reason=reason)
-            if one.converted and any(matches(block, one.fqn) for block in kept)
-            else one
-            for one in super().decide(model)
-        ]
+        """As the filter decides, except that nvfp4 keeps the first and the last blocks, which lose the most
+        (arXiv 2509.25149, section 3.2)."""
+        kept = kept_blocks(model, self.config) if self.recipe == "nvfp4" else {}
+        decisions = []
+        for one in super().decide(model):
+            reason = next((reason for block, reason in kept.items() if matches(block, one.fqn)), "")
+            keeps = one.converted and reason
+            decisions.append(dataclasses.replace(one, converted=False, reason=reason) if keeps else one)
+        return decisions
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
         return scaled(tensor, self.block_gemms.form_of(role))
@@ -142,7 +160,7 @@ class MXConverter(LinearConverter):
         return ScaleCalculationMode[self.config.scale_calculation_mode.upper()]
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
-        if self.config.emulate:
+        if self.config.emulate or self.recipe == "nvfp4":
             return BlockLinear.of(linear, self.block_gemms)
         from torchtitan.compat.torchao_mx import KernelPreference, MXFP8Linear
 

@@ -107,6 +107,40 @@ def layer_errors(converter: Recipe, operands: Operands) -> dict[str, dict[str, f
     return errors
 
 
+def noise_of(fqn: str, errors: LayerErrors, sizes: Mapping[str, int], momentum: float) -> float:
+    """What a layer adds to the loss, up to a factor that short runs measure (`precision_search.search.LossModel`).
+
+    The errors of GEMMs are small and nearly independent, so the loss rises by a sum of their squares. AdamW moves every
+    weight by about the learning rate. So an error of its update, relative to the update, costs alike in all weights:
+    hence `update_error`, times the number of weights. An error of the output or of the input gradient reaches other
+    gradients with about its own relative size. In a block, the residual connection carries most of them past the layer,
+    so as many weights count as the layer has; but all gradients come through the output layer.
+
+    Momentum b averages the random part of an update's error over steps, whose mean square becomes (1 - b) / (1 + b) of
+    a step's, and leaves its systematic part, such as that of gradients rounded to 0. The output layer's input gradient
+    counts as systematic too: training runs say so (docs/low_precision.md).
+
+    Args:
+        sizes: number of weights of each linear layer, by path.
+        momentum: decay rate of the optimizer's first moment.
+    """
+    output, grad_input = (errors[gemm]["relative_error"] ** 2 for gemm in ("output", "grad_input"))
+    update, bias = (errors["grad_weight"][key] ** 2 for key in ("update_error", "update_bias"))
+    systematic = (1 + momentum) / (1 - momentum)
+    if not _in_block(fqn):
+        grad_input *= systematic
+    return reached(fqn, sizes) * grad_input + sizes[fqn] * (output + max(update - bias, 0.0) + systematic * bias)
+
+
+def reached(fqn: str, sizes: Mapping[str, int]) -> int:
+    """Number of weights whose gradients a layer's input gradient reaches, in the sense of `noise_of`."""
+    return sizes[fqn] if _in_block(fqn) else sum(sizes.values())
+
+
+def _in_block(fqn: str) -> bool:
+    return any(part.isdecimal() for part in fqn.split("."))
+
+
 def usual_squares(grad: torch.Tensor) -> torch.Tensor:
     """An estimate of Adam's second moment from one gradient, (..., N, K): the product of the mean squares of its row
     and of its column over the mean of all (Adafactor, arXiv 1804.04235, section 3)."""

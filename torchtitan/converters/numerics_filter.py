@@ -1,7 +1,7 @@
-"""`auto_filter_numerics`: which layers a recipe computes much less accurately than it should."""
+"""`auto_filter_numerics`: which layers a recipe computes too inaccurately for a loss budget."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,22 +10,25 @@ from torch import nn
 
 from torchtitan.compat.dispatch import unset_fake_temporarily
 from torchtitan.converters.filter import AUTO_FILTER_NUMERICS
-from torchtitan.converters.numerics import LayerErrors, Recipe, capture_operands, layer_errors
+from torchtitan.converters.numerics import LayerErrors, Recipe, capture_operands, layer_errors, noise_of, reached
 from torchtitan.device import Device
 from torchtitan.errors import ConfigError
 from torchtitan.models.init import init_weights
 from torchtitan.models.moe import GroupedLinear, reset_buffers
 
-LIMIT = 5.0  # factor on the known error
+BUDGET = 0.5  # percent of the loss
+PERCENT_PER_NOISE = 3.0  # of the loss, for noise per weight: fits runs of the debug model (docs/low_precision.md)
+MOMENTUM = 0.9
 MOST_FLUSHED = 0.9  # fraction
 TOKENS = 256
 BYTES = 8  # per parameter: weights and gradients in bfloat16, and room for the largest layer in float32
 
 
 def inaccurate_layers(converter: Recipe, model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
-    """The layers that the recipe does not suit, and why: some GEMM errs more than `LIMIT` times as much as on normally
-    distributed data, or more than `MOST_FLUSHED` of an operand becomes 0. (At the start of training the latter errors
-    are still harmless: large gradients of few logits hide the small ones of all others.)
+    """The layers that the recipe does not suit, and why: with errors like theirs in all layers, the loss would rise by
+    more than `BUDGET` (by the precision search's model, `noise_of`); or more than `MOST_FLUSHED` of an operand becomes
+    0. (At the start of training the latter errors are still harmless: large gradients of few logits hide the small ones
+    of all others.)
 
     The operands are those of one forward and backward pass on random tokens. A model on the meta device gets initial
     weights from a fixed seed. So the choice depends on the sizes and the recipe alone, and a resumed run makes the
@@ -63,24 +66,23 @@ def _measure(converter: Recipe, model: nn.Module, layers: Sequence[str]) -> dict
     tokens = tokens.to(embedding.device)
     with torch.enable_grad():
         copied(tokens[:, :-1], tokens[:, 1:]).backward()
+    sizes = {fqn: captured[1].numel() for fqn, captured in operands.items()}
     against = {}
     for fqn in layers:
         experts = isinstance(model.get_submodule(fqn), GroupedLinear)
         known = converter.grouped_gemms if experts else converter.gemms
-        reason = _unsuited(known, layer_errors(converter, operands[fqn]))
+        reason = _unsuited(fqn, known, layer_errors(converter, operands[fqn]), sizes)
         if reason:
             against[fqn] = reason
     return against
 
 
-def _unsuited(known: Any, layer: LayerErrors) -> str | None:
+def _unsuited(fqn: str, known: Any, layer: LayerErrors, sizes: Mapping[str, int]) -> str | None:
+    percent = PERCENT_PER_NOISE * noise_of(fqn, layer, sizes, MOMENTUM) / reached(fqn, sizes)
+    if not percent <= BUDGET:
+        return f"errors like its own in all layers would cost {percent:.2g}% of the loss"
     for gemm, errors in layer.items():
-        usual, error = getattr(known, gemm), errors.get("update_error", errors["relative_error"])
-        if usual is None:
-            continue
-        if error > LIMIT * usual:
-            return f"{gemm} errs by {error:.3f}, {usual:.3f} is normal"
-        if errors["flushed"] > MOST_FLUSHED:
+        if getattr(known, gemm) is not None and errors["flushed"] > MOST_FLUSHED:
             return f"{errors['flushed']:.1%} of an operand of {gemm} would be 0"
     return None
 

@@ -7,7 +7,7 @@ from time import perf_counter
 import torch
 
 SIZE = 256  # a float32 GEMM of this size takes 0.1 to 1 ms
-REPETITIONS = 5
+REPETITIONS = 15  # the fastest counts: on a busy machine most are interrupted
 HOPELESS = 4  # times slower than float32: give up without further measurements
 
 

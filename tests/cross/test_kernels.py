@@ -1,4 +1,4 @@
-"""The numbers of the int8 kernels for GPUs, in Triton's interpreter, on CPU."""
+"""The numbers of our kernels for GPUs, in Triton's interpreter, on CPU."""
 
 import os
 import subprocess
@@ -118,9 +118,35 @@ for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:
 """
 
 
+NVFP4 = """
+import itertools
+import torch
+from torchtitan.kernels.nvfp4_triton import pack, survey
+from torchtitan.kernels.packed_blocks import _pack_nvfp4, _survey
+
+torch.manual_seed(0)
+for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 192)], (torch.float32, torch.bfloat16)):
+    x = (torch.randn(shape) * torch.randn(shape[0], 1).mul(2).exp()).to(dtype)
+    x[3] = x[:32, :32] = 0
+    for operand in (x, x.t()):
+        for squares, stochastic, hadamard in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]:
+            how = bool(stochastic), bool(hadamard)
+            found = survey(operand, *how, False)
+            assert torch.equal(found, _survey(operand, *how))
+            assert torch.equal(survey(operand, *how, True), _survey(operand, *how, True))
+            packed, expected = (p(operand, found, bool(squares), *how) for p in (pack, _pack_nvfp4))
+            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(packed[:2], expected[:2]))
+            assert torch.equal(packed[2], expected[2])
+x[1, 1] = torch.nan
+assert pack(x, survey(x, False, False, False), False, False, False)[2].isnan()
+"""
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "program", [GEMM, ROUNDING, GROUPED, GROUPED_ROUNDING], ids=["GEMM", "rounding", "grouped GEMM", "grouped rounding"]
+    "program",
+    [GEMM, ROUNDING, GROUPED, GROUPED_ROUNDING, NVFP4],
+    ids=["GEMM", "rounding", "grouped GEMM", "grouped rounding", "nvfp4"],
 )
 def test_a_kernel_computes_what_the_reference_does(program: str) -> None:
     """Sizes that fill tiles and that do not; of rounding, every bit."""

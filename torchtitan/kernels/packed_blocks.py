@@ -1,0 +1,208 @@
+"""GEMMs of operands in block-scaled formats (`block_formats.py`), on the GPUs that multiply them: nvfp4 from compute
+capability 10.0 on, float8 with scales of 128 numbers on 9.0.
+
+- `pack`: an operand as `torch.nn.functional.scaled_mm` takes it.
+- `block_mm`: that product. A custom operator, because the compiler of torch 2.13 knows neither its second level of
+  scales nor their layout, and passes scales of 128 x 128 in another shape than `scaled_mm` takes; that of 2.11 does not
+  know it at all.
+
+Layouts of scales: NVIDIA's cuBLAS documentation, "1D block scaling factors layout" (nvfp4) and "128-element 1D and
+128x128 2D block scaling"; torch's checks are in aten/src/ATen/native/cuda/ScaledBlas.cpp.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType, SwizzleType
+
+from torchtitan.kernels.block_formats import (
+    NVFP4,
+    BlockFormat,
+    hadamard,
+    largest_of_blocks,
+    quantize,
+    scales,
+)
+from torchtitan.kernels.quantize import fused
+
+NVFP4_BLOCK, FLOAT8_BLOCK = 16, 128
+MULTIPLE_OF = {"e2m1": 32, "e4m3": FLOAT8_BLOCK}  # sizes of operands that cuBLASLt takes; float8: whole blocks
+
+
+class Packed(NamedTuple):
+    """An operand of a GEMM that sums over its columns, row-major.
+
+    data: (rows, columns) float8_e4m3fn; or nvfp4, (rows, blocks) int64, whose 16 numbers of 4 bits are a block, the
+        first one in the lowest bits.
+    scale: float32 and column-major, for blocks of 1 x 128 (rows, blocks), for 128 x 128 (blocks of columns, filled up
+        to a multiple of 4, blocks of rows); or nvfp4, float8_e4m3fn of blocks of 1 x 16, in the order of `swizzle`.
+    tensor_scale: float32 scalar; None for float8.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    tensor_scale: torch.Tensor | None
+
+
+def pack(x: torch.Tensor, form: BlockFormat) -> Packed:
+    """Rounds (rows, columns), float32 or bfloat16, to the numbers that `block_formats.quantize` finds.
+
+    Columns are filled up with zeros to a multiple of `MULTIPLE_OF`. Rows must be one, except those of a left operand.
+    """
+    missing = -x.shape[1] % MULTIPLE_OF[form.element]
+    if missing:
+        x = F.pad(x, (0, missing))
+    if form.element != "e2m1":
+        return _pack_float8(x, form)
+    how = form.stochastic, form.hadamard
+    return Packed(*_pack_nvfp4(x, _survey(x, *how), form.rows > 1, *how))
+
+
+def pack_both(x: torch.Tensor, form: BlockFormat, transposed: BlockFormat) -> tuple[Packed, Packed]:
+    """`pack` of x and of its transpose, which reads x once less; `form` has no transform."""
+    if form.element != "e2m1" or any(size % MULTIPLE_OF[form.element] for size in x.shape):
+        return pack(x, form), pack(x.t(), transposed)
+    found = _survey(x, form.stochastic, transposed.hadamard, True)
+    by_row = _pack_nvfp4(x, found[0], form.rows > 1, form.stochastic, False)
+    by_column = _pack_nvfp4(x.t(), found[1], transposed.rows > 1, form.stochastic, transposed.hadamard)
+    return Packed(*by_row), Packed(*by_column)
+
+
+@fused
+def _pack_float8(x: torch.Tensor, form: BlockFormat) -> Packed:
+    x = x.float()
+    factor, scale, _ = scales(largest_of_blocks(x.abs(), form), form)
+    by_row = factor.repeat_interleave(form.rows, 0) if form.rows > 1 else factor
+    blocks = x.unflatten(1, (-1, FLOAT8_BLOCK)) * by_row.unsqueeze(2)
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    data = blocks.clamp(-largest, largest).to(torch.float8_e4m3fn).flatten(1).contiguous()
+    if form.rows > 1:
+        return Packed(data, F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t(), None)
+    return Packed(data, scale.t().contiguous().t(), None)
+
+
+@torch.library.custom_op("torchtitan::survey_nvfp4", mutates_args=())
+def _survey(x: torch.Tensor, stochastic: bool, transform: bool, both: bool = False) -> torch.Tensor:
+    """What rounding a number needs to know of the whole matrix, (2,) int32: the bits of its largest magnitude, and the
+    sum of its bits if `stochastic`. `both`: (2, 2), of x as it is, and of its transpose, transformed if `transform`."""
+    if x.device.type == "cuda":
+        from torchtitan.kernels.nvfp4_triton import survey
+
+        of_matrix: torch.Tensor = survey(x, stochastic, transform, both)
+        return of_matrix
+    if both:
+        return torch.stack((_survey(x, stochastic, False), _survey(x.t(), stochastic, transform)))
+    x = hadamard(x.float()) if transform else x.float()
+    bits = x.contiguous().view(torch.int32)
+    return torch.stack((x.abs().amax().view(torch.int32), bits.sum(dtype=torch.int32) * stochastic))
+
+
+@_survey.register_fake
+def _(x: torch.Tensor, stochastic: bool, transform: bool, both: bool = False) -> torch.Tensor:
+    return x.new_empty((2, 2) if both else (2,), dtype=torch.int32)
+
+
+@torch.library.custom_op("torchtitan::pack_nvfp4", mutates_args=())
+def _pack_nvfp4(
+    x: torch.Tensor, found: torch.Tensor, squares: bool, stochastic: bool, transform: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if x.device.type == "cuda":
+        from torchtitan.kernels.nvfp4_triton import pack
+
+        return pack(x, found, squares, stochastic, transform)
+    rows = NVFP4_BLOCK if squares else 1
+    blocks = quantize(x, NVFP4._replace(rows=rows, stochastic=stochastic, hadamard=transform))
+    size = blocks.data.abs()  # its place among 0, 0.5, 1, 1.5, 2, 3, 4, 6, and then a bit for the sign
+    code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4)).long()
+    code = code & 7 | blocks.data.signbit().long() << 3
+    packed = (code.unflatten(1, (-1, NVFP4_BLOCK)) << 4 * torch.arange(NVFP4_BLOCK)).sum(2)
+    assert blocks.tensor_scale is not None
+    return packed, swizzle(blocks.scale.repeat_interleave(rows, 0)), blocks.tensor_scale.reshape(())
+
+
+@_pack_nvfp4.register_fake
+def _(x: torch.Tensor, *more: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns = x.shape
+    return (
+        x.new_empty(rows, columns // NVFP4_BLOCK, dtype=torch.int64),
+        x.new_empty(-(-rows // 128) * -(-columns // 64) * 512, dtype=torch.float8_e4m3fn),
+        x.new_empty((), dtype=torch.float32),
+    )
+
+
+def swizzle(scale: torch.Tensor) -> torch.Tensor:
+    """Scales of blocks, (rows, blocks of columns) float32, to float8_e4m3fn as cuBLASLt reads them: tiles of 128 rows
+    and 4 blocks, in which rows 32 apart are neighbors. Incomplete tiles are filled up with zeros."""
+    rows, columns = scale.shape
+    tiles = F.pad(scale, (0, -columns % 4, 0, -rows % 128)).unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
+    swizzled: torch.Tensor = tiles.permute(0, 3, 2, 1, 4).to(torch.float8_e4m3fn).contiguous().flatten()
+    return swizzled
+
+
+def unswizzle(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The inverse of `swizzle`, to (rows, columns) float32."""
+    tiles = scale.view(-(-rows // 128), -(-columns // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-(-rows // 128) * 128, -1)[:rows, :columns].float()
+
+
+def block_mm(left: Packed, right: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """left @ right.T: (M, K) and (N, K) to (M, N)."""
+    out: torch.Tensor = _block_mm(*left, right.data.t(), *right[1:], dtype)
+    return out
+
+
+@torch.library.custom_op("torchtitan::block_mm", mutates_args=())
+def _block_mm(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    left_tensor_scale: torch.Tensor | None,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    right_tensor_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if left.device.type == "cpu":  # the definition, for tests: the float64 product, rounded
+        exact_left = unpack(Packed(left, left_scale, left_tensor_scale))
+        exact_right = unpack(Packed(right.t(), right_scale, right_tensor_scale))
+        return (exact_left @ exact_right.t()).float().to(dtype)
+    if left_tensor_scale is None or right_tensor_scale is None:
+        of_rows = right_scale.shape == (right.shape[1], right.shape[0] // FLOAT8_BLOCK)
+        recipe = ScalingType.BlockWise1x128 if of_rows else ScalingType.BlockWise128x128
+        return F.scaled_mm(left, right, left_scale, ScalingType.BlockWise1x128, right_scale, recipe, output_dtype=dtype)
+    recipes = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    layouts = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    return F.scaled_mm(
+        _as_nvfp4(left),
+        _as_nvfp4(right.t()).t(),
+        [left_scale, left_tensor_scale],
+        recipes,
+        [right_scale, right_tensor_scale],
+        recipes,
+        layouts,
+        layouts,
+        output_dtype=dtype,
+    )
+
+
+def _as_nvfp4(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.uint8).view(torch.float4_e2m1fn_x2)
+
+
+@_block_mm.register_fake
+def _(left: torch.Tensor, left_scale: Any, left_tensor_scale: Any, right: torch.Tensor, *more: Any) -> torch.Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=more[-1])
+
+
+def unpack(operand: Packed) -> torch.Tensor:
+    """(rows, columns), in float64, exactly."""
+    data, scale, tensor_scale = operand
+    if tensor_scale is None:
+        if scale.shape != (data.shape[0], data.shape[1] // FLOAT8_BLOCK):  # of squares
+            scale = scale.t()[:, : data.shape[1] // FLOAT8_BLOCK].repeat_interleave(FLOAT8_BLOCK, 0)
+        return data.double() * scale.double().repeat_interleave(FLOAT8_BLOCK, 1)
+    codes = data.unsqueeze(2) >> 4 * torch.arange(NVFP4_BLOCK) & 15
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    numbers = torch.cat((numbers, -numbers))[codes]
+    of_blocks = unswizzle(scale, *data.shape).double() * tensor_scale.double()
+    return (numbers * of_blocks.unsqueeze(2)).flatten(1)
