@@ -15,11 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_rows import BASE, FILTERED, INT8, MODELS, ROWWISE, SPARSE, TENSORWISE, Recipe
+from benchmarks.gpu_rows import BASE, FILTERED, INT8, INT8_ONCE, MODELS, ROWWISE, SPARSE, TENSORWISE, Recipe
 from benchmarks.runs import ROOT
 from benchmarks.tables import markdown
 
-RECIPES = (BASE, TENSORWISE, ROWWISE, FILTERED, INT8)
+RECIPES = (BASE, TENSORWISE, ROWWISE, FILTERED, INT8, INT8_ONCE)
 GPUS_OF = {"8B": 8}
 COLUMNS = {  # of the table, and the parts of a step in them
     "bf16 GEMMs": ("bf16 GEMMs",),

@@ -9,14 +9,29 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
+
+R = TypeVar("R")
 
 PATIENCE = 240  # seconds; allows for busy machines
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torchtitan.build_trainer", "torchtitan.plan.planner", "torchao.prototype.mx_formats"])
+
+
+def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[], R]) -> R:
+    """`make()`, called by one of pytest's workers for all of them, which share the cases of a module."""
+    folder = tmp_path_factory.getbasetemp()
+    file = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / f"{name}.pt"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            torch.save(make(), file)
+        found: R = torch.load(file, weights_only=False)
+    return found
 
 
 def in_processes(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:

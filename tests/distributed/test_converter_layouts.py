@@ -75,6 +75,29 @@ def test_converter_with_feature(converter: str, feature: str, alone: dict[str, l
     assert counted != (converter.startswith("mx") and "compile" in feature)  # (`checked_gemms`)
 
 
+GPU = (*BASE, "--experimental.custom_import=gemms_of_gpus", "--model.flavor=blocks")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--model.converters=mx_of_a_gpu", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0"),
+        ("--model.converters=float8_of_a_gpu", "--float8.recipe_name=blockwise"),
+    ],
+    ids=["nvfp4", "blockwise"],
+)
+def test_block_scaled_gemms_of_gpus(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """By their definition, the same training in one process, emulated, and on four."""
+    train(*GPU, *flags, into(tmp_path / "one"), "--training.local_batch_size=4")
+    emulated = (flag.replace("_of_a_gpu", "") for flag in (*flags, "--mx.emulate"))
+    train(*GPU, *emulated, into(tmp_path / "emulated"), "--training.local_batch_size=4")
+    output = train(*GPU, *flags, into(tmp_path / "four"), *FEATURES["FSDP and tensor parallel"], processes=4)
+    assert "low-precision GEMMs ran in this step" in output
+    expected = pytest.approx(list(losses(tmp_path / "one").values()), abs=5e-3)
+    assert list(losses(tmp_path / "emulated").values()) == expected
+    assert list(losses(tmp_path / "four").values()) == expected
+
+
 @pytest.mark.parametrize("converter", [pytest.param("float8", marks=pytest.mark.full), "int8"])
 def test_converter_with_another_family(converter: str, tmp_path: Path) -> None:
     """Whose heads are wider than dim / heads: the shapes of wq and wo differ."""

@@ -23,7 +23,7 @@ from torchtitan.kernels.quantize import quantize, weights_unchanged
 from torchtitan.models.loss import chunked_cross_entropy
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import build_optimizer
-from torchtitan.parallel.fsdp import apply_fsdp
+from torchtitan.parallel.fsdp import apply_fsdp, set_last_microbatch
 
 DIM, TOKENS, STEPS = 64, 32, 3
 INT8 = Int8(enable_fsdp_int8_all_gather=True)
@@ -121,7 +121,7 @@ def train(name: str, section: Any, hugest: float = 0.0, told: float = OPTIMIZER.
     gathered_bytes = gather.bytes
     model[0].unshard()
     weight = model[0].up.weight
-    gathered = tuple(t.clone() for t in weight.quantized()) if isinstance(weight, GatheredWeight) else None
+    gathered = tuple(t.clone() for t in weight.by_rows()) if isinstance(weight, GatheredWeight) else None
     result = {
         "losses": losses,
         "bytes": gathered_bytes,
@@ -283,3 +283,23 @@ def roundings_of_output() -> list[int]:
 def test_a_step_rounds_the_output_layers_weight_once() -> None:
     """Also where FSDP frees the gathered weight between micro-batches."""
     assert in_processes(roundings_of_output, 2) == [[1, 1, 1, 2, 2, 2]] * 2
+
+
+def all_gathers(reshard_after_forward: bool) -> list[int]:
+    """Of two steps with three micro-batches each, by micro-batch."""
+    model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(2)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    apply_fsdp(model, list(model), mesh, torch.bfloat16, torch.float32, reshard_after_forward)
+    counts = []
+    for number in range(6):
+        set_last_microbatch([model], last=number % 3 == 2)
+        with CommDebugMode() as collectives:
+            model(torch.randn(TOKENS, DIM).bfloat16()).sum().backward()
+        counts.append(collectives.get_comm_counts()[torch.ops.c10d._allgather_base_])
+    return counts
+
+
+def test_weights_that_stay_gathered_are_gathered_once_a_step() -> None:
+    # At the end of a step FSDP2 prefetches for the micro-batch before, in vain.
+    assert in_processes(all_gathers, 2, False) == [[2, 0, 1] * 2] * 2
+    assert all(count >= 3 for rank in in_processes(all_gathers, 2, True) for count in rank)

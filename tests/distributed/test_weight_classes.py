@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from runs import TINY
 from torch import nn
-from workers import in_processes
+from workers import in_processes, once
 
 from torchtitan.config import ConfigManager
 from torchtitan.data import Batch
@@ -105,7 +105,7 @@ def train(*flags: str) -> dict[str, Any]:
             amax = shard.tensor.abs().amax()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=meshes.mesh.get_group("fsdp"))
             scales[fqn] = (shard.scale_inverse.item(), amax.item() / 127)
-    return {"losses": losses, "classes": classes, "scales": scales}
+    return {"losses": losses, "classes": classes, "scales": scales, "shards": meshes.mesh["fsdp"].size()}
 
 
 def train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -115,14 +115,14 @@ def train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, A
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, str], dict[str, Any]]:
-    (found,) = in_processes(train_all, 1, [(layout, recipe) for layout in ALONE for recipe in RECIPES])
-    return found
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    cases = [(layout, recipe) for layout in ALONE for recipe in RECIPES]
+    return once(tmp_path_factory, "classes_alone", lambda: in_processes(train_all, 1, cases))[0]
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[tuple[str, str], dict[str, Any]]]:
-    return in_processes(train_all, 4, CASES)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], dict[str, Any]]]:
+    return once(tmp_path_factory, "classes_of_ranks", lambda: in_processes(train_all, 4, CASES))
 
 
 @pytest.mark.parametrize(("layout", "recipe"), CASES)
@@ -134,7 +134,8 @@ def test_layers_see_the_weights_of_their_recipe(layout: str, recipe: str, ranks:
         assert result["classes"]
         for found in result["classes"].values():
             assert all(name in names for classes in found for name, names in zip(classes, expected, strict=True))
-        near = 2e-4 if recipe == "int8 gather rowwise" else 2e-3
+        # Half of wk and wv is too narrow for nvfp4: under tensor parallelism they stay in high precision.
+        near = {"int8 gather rowwise": 2e-4, "mx nvfp4": 5e-3}.get(recipe, 2e-3)
         assert result["losses"] == pytest.approx(reference["losses"], abs=near)
         assert all(scale == pytest.approx(right) for scale, right in result["scales"].values())
-        assert bool(result["scales"]) == (recipe == "int8 gather tensorwise")
+        assert bool(result["scales"]) == (recipe == "int8 gather tensorwise" and result["shards"] > 1)

@@ -18,7 +18,14 @@ def test_a_plan_without_training(tmp_path: Path) -> None:
     flags = ("--parallelism.tensor_parallel_degree=2", "--model.converters=float8", "--activation_checkpoint.mode=full")
     command = [str(ROOT / "run_train.sh"), PLAN, *TINY, *flags, into(tmp_path)]
     output = train(command=command, NGPU="16", CONFIG_FILE=str(ROOT / "train_configs" / "debug_model.toml"))
-    for part in ("16 x NVIDIA H100", "FSDP 8 x TP 2", "It fits", "linear layers converted (float8", "peak with none"):
+    for part in (
+        "16 x NVIDIA H100",
+        "FSDP 8 x TP 2",
+        "It fits",
+        "linear layers converted (float8",
+        "peak with none",
+        "Activations and buffers per token of a rank's batch",
+    ):
         assert part in output
     plan = json.loads((tmp_path / "plan.json").read_text())
     (rank,) = plan["ranks"]

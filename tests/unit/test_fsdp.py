@@ -1,6 +1,8 @@
 """FSDP of a single shard: what one process runs."""
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.config.low_precision import Int8
+from torchtitan.converters import apply_converters
+from torchtitan.converters.int8_fsdp import GatheredWeight
+from torchtitan.converters.target import Target
 from torchtitan.parallel import fsdp
 
 WIDTH = 48
+PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @pytest.fixture
@@ -53,3 +60,47 @@ def test_gradients_of_a_single_shard_are_not_copied(group: None, monkeypatch: py
     assert copies == 0 and copies_of_torch == 2 * 3  # a copy a layer and micro-batch
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert all(one.abs().sum() > 0 for one in found)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations that read a complete weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(args[0], torch.Tensor) and args[0].shape == (WIDTH, WIDTH) and type(args[0]) in PLAIN:
+            self.counts[str(func)] += 1
+        return out
+
+
+def step(gather: bool, recipe: Any) -> tuple[list[torch.Tensor], list[Counter[str]]]:
+    """The gradients of a step with three micro-batches, and the operations on weights in each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    section = Int8(recipe_name=recipe, enable_fsdp_int8_all_gather=gather, filter_fqns=[])
+    apply_converters(model, ["int8"], lambda _: section, Target("cpu"))
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    fsdp.apply_fsdp(model, list(model), mesh, torch.float32, torch.float32, reshard_after_forward=False)
+    counts = []
+    for number, batch in enumerate(torch.randn(3, 8, WIDTH, requires_grad=True)):
+        fsdp.set_last_microbatch([model], last=number == 2)
+        with Calls() as calls:
+            model(batch).square().sum().backward()
+        counts.append(calls.counts)
+        assert isinstance(model[0].weight, nn.Parameter) and isinstance(model[0].weight.data, GatheredWeight) == (
+            gather and number < 2
+        )
+    return [parameter.grad.to_local() for parameter in model.parameters()], counts  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_a_single_shard_is_quantized_once_a_step(group: None, recipe: str) -> None:
+    """For both GEMMs that use it, to the same numbers as in each micro-batch anew."""
+    found, counts = step(True, recipe)
+    expected, others = step(False, recipe)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    amax = "torchtitan.amax_both.default" if recipe == "rowwise" else "torchtitan.amax.default"
+    assert [count[amax] for count in counts] == [3, 0, 0] and [other[amax] for other in others] == [3, 3, 3]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan.config.system import ActivationCheckpoint
-from torchtitan.kernels import cpu_gemm, grouped_8bit, grouped_gemm  # noqa: F401  register their operators
+from torchtitan.kernels import cpu_gemm, grouped_8bit, grouped_gemm, packed_blocks  # noqa: F401  register their operators
 from torchtitan.parallel import expert  # noqa: F401
 
 
@@ -27,6 +27,7 @@ def _expensive_operations() -> set[object]:
         torch.ops.torchtitan.causal_attention.default,  # of kernels/attention_cpu.py
         torch.ops.torchtitan.float8_mm.default,  # of kernels/cpu_gemm.py
         torch.ops.torchtitan.int8_mm.default,
+        torch.ops.torchtitan.block_mm.default,  # of kernels/packed_blocks.py
         aten._grouped_mm.default,
         aten._scaled_grouped_mm.default,
         torch.ops.torchtitan.grouped_mm.default,  # of kernels/grouped_gemm.py

@@ -60,6 +60,7 @@ def apply_fsdp(
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
+    model.stay_gathered = [model, *(() if reshard_after_forward else (*blocks, *experts))]  # type: ignore[assignment]
     single = [*blocks, model] if mesh.size(-1) == 1 else []
     if expert_mesh is not None and expert_mesh.size(-1) == 1:
         single += experts
@@ -85,11 +86,17 @@ class _NoReduceScatter(DefaultReduceScatter):
 
 def set_last_microbatch(models: Iterable[nn.Module], last: bool) -> None:
     """Makes replicas all-reduce gradients after the last micro-batch only. (Shards reduce-scatter after each one, so no
-    rank holds more than a gradient shard.)"""
+    rank holds more than a gradient shard.)
+
+    Weights that stay gathered from a forward to its backward pass stay so until the last micro-batch: in between fewer
+    activations exist, so the peak of memory is no higher.
+    """
     for model in models:
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(last)
             model.set_is_last_backward(last)
+            for module in getattr(model, "stay_gathered", ()):
+                module.set_reshard_after_backward(last, recurse=False)
 
 
 def reshard(models: Iterable[nn.Module]) -> None:

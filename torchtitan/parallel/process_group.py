@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchtitan.compat.distributed import default_store, flight_recorder_trace, process_groups, set_group_timeout
 from torchtitan.config.system import Comm
 from torchtitan.device import Device
-from torchtitan.errors import LostRankError
+from torchtitan.errors import ConfigError, LostRankError
 from torchtitan.launcher.signals import Stop
 from torchtitan.parallel.heartbeat import LOST, Heartbeat
 
@@ -43,6 +43,7 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
 
     Raises:
         LostRankError: a rank did not join within `comm.init_timeout_seconds`.
+        ConfigError: another program uses the port of `MASTER_PORT`.
     """
     # torch's flight recorder of recent collectives. NCCL's watchdog dumps it; for gloo, `named_failures` does.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
@@ -57,7 +58,11 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         start = _rendezvous(store, rank, world_size, comm.init_timeout_seconds)
-    except dist.DistError:
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):  # only where no launcher holds the store
+            raise ConfigError(
+                f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this machine: set another one."
+            ) from None
         raise LostRankError(
             f"rank 0, or torchrun's store on its machine, did not respond within "
             f"comm.init_timeout_seconds = {comm.init_timeout_seconds}."

@@ -108,8 +108,9 @@ class Job:
 
     @property
     def simulated_accumulation_steps(self) -> int:
-        """Two are enough: all but the first find existing gradients, all but the last keep separate copies."""
-        return self.grad_accumulation_steps if self.full else min(self.grad_accumulation_steps, 2)
+        """Three are enough: all but the first find gradients, and weights that stay gathered; all but the last keep
+        separate copies."""
+        return self.grad_accumulation_steps if self.full else min(self.grad_accumulation_steps, 3)
 
     @property
     def _schedule(self) -> str:

@@ -26,10 +26,11 @@ LAYERS = (1, 2)
 # By operator: places of the left and the right operand.
 GEMMS = {
     "mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "_int_mm": (0, 1), "_scaled_mm": (0, 1),
-    "int8_mm": (0, 2), "float8_mm": (0, 2),
+    "int8_mm": (0, 2), "float8_mm": (0, 2), "block_mm": (0, 0),
     "_grouped_mm": (0, 1), "_scaled_grouped_mm": (0, 1), "grouped_8bit_mm": (0, 2),
 }  # fmt: skip
 KINDS = {"bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "float32": "float32"}
+KINDS["int64"] = "nvfp4"  # 16 numbers in each
 UPDATES = ("_fused_adam", "_foreach_")
 
 
@@ -72,8 +73,9 @@ def count(work: Work, operator: str, shapes: list[tuple[int, ...]], dtypes: list
     name = operator.split(".")[1] if "." in operator else operator
     if name in GEMMS:
         left, right = GEMMS[name]
+        right = right or len(shapes) // 2  # block_mm: data and scales of the left operand, and as many of the right one
         kind = KINDS[dtypes[left]]
-        flops = 2.0 * math.prod(shapes[left]) * shapes[right][-1]
+        flops = 2.0 * math.prod(shapes[left]) * shapes[right][-1] * (16 if kind == "nvfp4" else 1)
         work.gemms[kind] = work.gemms.get(kind, 0.0) + flops
     elif "attention" in name:
         backward = name.endswith("backward")
@@ -103,15 +105,20 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     from torchtitan.plan.expert_load import assume_load
     from torchtitan.plan.extrapolation import dense_layers
     from torchtitan.plan.simulation import fake_process_group
-    from torchtitan.plan.watch import Watch, work_of_graph
+    from torchtitan.plan.watch import Watch, tensors_in, work_of_graph
 
     watch = Watch(count, UPDATES)
 
-    def take(graph: Any, code: str) -> Callable[[], None]:
+    def take(graph: Any, code: str) -> Callable[[list[Any]], None]:
         work = work_of_graph(graph, code, count)
+        first: list[int] = []
 
-        def add() -> None:
-            watch.work = watch.work.plus(work)
+        def add(inputs: list[Any]) -> None:
+            # Graphs for several sizes round and copy: their work is proportional to their inputs.
+            size = sum(tensor.nbytes for tensor in tensors_in(inputs))
+            first.append(size)
+            scaled = Work().plus(work, size / max(first[0], 1))
+            watch.work = watch.work.plus(dataclasses.replace(scaled, kernels=work.kernels))
 
         return add
 

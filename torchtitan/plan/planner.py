@@ -193,15 +193,20 @@ def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
             within, between = link_bytes(kind, size, ranks, stride)
             seconds = min_seconds(within, between, job.device)
             traffic.append(Traffic(dimension, kind, ranks, round(count), size, round(within), round(between), seconds))
+    parameters, gradients, optimizer = (round(measures[what,]) for what in ("parameters", "gradients", "optimizer"))
+    peaks = {mode: round(found["peak",]) for mode, found in by_mode.items()}
+    training = job.config.training
+    tokens = training.local_batch_size * training.seq_len / job.dims.cp
     return RankPlan(
         rank,
         [job.layers[stage] for stage in job.own_stages(rank)],
-        parameters=round(measures["parameters",]),
-        gradients=round(measures["gradients",]),
-        optimizer=round(measures["optimizer",]),
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
         largest_weight=round(measures["largest weight",]),
         largest_shard=round(measures["largest shard",]),
-        peaks={mode: round(found["peak",]) for mode, found in by_mode.items()},
+        peaks=peaks,
+        kept_per_token={mode: (peak - parameters - gradients - optimizer) / tokens for mode, peak in peaks.items()},
         flops=measures["flops",],
         flops_8bit=measures["flops_8bit",],
         traffic=sorted(traffic, key=lambda line: (line.dimension, line.kind)),

@@ -4,6 +4,7 @@ Works on real and fake tensors.
 """
 
 import functools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from torchtitan.compat.dispatch import (
     TorchDispatchMode,
     pytree,
 )
-from torchtitan.kernels import grouped_8bit, grouped_gemm  # noqa: F401  register their operators
+from torchtitan.kernels import grouped_8bit, grouped_gemm, packed_blocks  # noqa: F401  register their operators
 from torchtitan.parallel import expert  # noqa: F401
 
 aten = torch.ops.aten
@@ -78,7 +79,7 @@ class Recorder(TorchDispatchMode):
         count: collectives so far.
         bytes: of their full tensors: the output of an all-gather, the input of a reduce-scatter.
         flops: of GEMMs and attention so far; a multiply-add counts as two; causal attention counts half.
-        flops_8bit: of 8-bit GEMMs, which only count here.
+        flops_8bit: of 8-bit GEMMs, which only count here; and half of nvfp4's.
         current: live bytes.
         peaks: maximum live bytes so far, by the labels given to `enter`.
     """
@@ -162,6 +163,9 @@ class Recorder(TorchDispatchMode):
             self.flops_8bit += grouped_flops(args[0].shape, args[2].shape)
         elif func is aten._int_mm.default:
             self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        elif func is torch.ops.torchtitan.block_mm.default:
+            # nvfp4, 16 numbers in an int64, at twice the rate of 8 bits
+            self.flops_8bit += math.prod(args[0].shape) * args[3].shape[1] * (16 if args[0].dtype == torch.int64 else 2)
         elif func in (torch.ops.torchtitan.float8_mm.default, torch.ops.torchtitan.int8_mm.default):  # on CPU
             self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[2].shape[1]
         elif func._overloadpacket in flop_registry:

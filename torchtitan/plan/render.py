@@ -67,6 +67,7 @@ def to_text(plan: Plan) -> str:
         f"{plan.batch}; {plan.flops_per_token:.4g} FLOPs per token, forward and backward",
         f"\nMemory per rank in {unit}, of {sized(device.memory_bytes)}; activation checkpointing: {plan.mode}\n"
         + _table(rows),
+        _kept_per_token(plan),
         verdict,
         _before_the_first_step(plan, sized, unit),
         "\nCollectives per rank and step\n" + _table(traffic),
@@ -78,6 +79,13 @@ def to_text(plan: Plan) -> str:
         f"planned in {plan.seconds_taken:.1f} s",
     ]
     return "\n".join(parts)
+
+
+def _kept_per_token(plan: Plan) -> str:
+    by_mode = {mode: max(rank.kept_per_token[mode] for rank in plan.ranks) for mode in plan.ranks[0].kept_per_token}
+    sizes = [f"{kept / 2**10:,.1f} KiB with {mode}" for mode, kept in by_mode.items()]
+    of_ranks = " on the pipeline rank with the most" if len(plan.ranks) > 1 else ""
+    return f"Activations and buffers per token of a rank's batch{of_ranks}: {', '.join(sizes)}."
 
 
 def _before_the_first_step(plan: Plan, sized: Callable[[float], str], unit: str) -> str:

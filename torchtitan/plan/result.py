@@ -40,6 +40,7 @@ class RankPlan:
         parameters, gradients, optimizer: bytes.
         largest_weight, largest_shard: bytes of the largest full parameter and of this rank's largest shard, in float32.
         peaks: total bytes, by mode of activation checkpointing.
+        kept_per_token: of these, activations and buffers, in bytes per token of the rank's batch.
         flops: of GEMMs and attention, including recomputation; causal attention counts half.
         flops_8bit: of 8-bit GEMMs, counted separately.
     """
@@ -52,6 +53,7 @@ class RankPlan:
     largest_weight: int
     largest_shard: int
     peaks: dict[str, int]
+    kept_per_token: dict[str, float]
     flops: float
     flops_8bit: float
     traffic: list[Traffic]

@@ -8,7 +8,7 @@ class Rates:
     """Of one GPU, for large sizes.
 
     Attributes:
-        gemm: FLOP/s by the kind of numbers: "bf16", "float8", "int8", "float32".
+        gemm: FLOP/s by the kind of numbers: "bf16", "float8", "int8", "float32", "mxfp8", "nvfp4".
         attention: FLOP/s of the forward and of the backward pass; causal attention counts half.
         bandwidth: bytes/s read and written.
     """
@@ -26,6 +26,12 @@ _HOPPER_ATTENTION = (0.35 * 989e12, 0.28 * 989e12)
 RATES = {  # by the names of `devices.GPUS`
     "H100": Rates({"bf16": 798e12, "float8": 1596e12, "int8": 1596e12, "float32": 67e12}, _HOPPER_ATTENTION, 3.0e12),
     "H200": Rates({"bf16": 788e12, "float8": 1576e12, "int8": 1576e12, "float32": 67e12}, _HOPPER_ATTENTION, 4.3e12),
+}
+# Not measured: 0.8 of the dense peaks of an HGX B200 (NVIDIA Blackwell architecture technical brief: 2,250 TFLOP/s in
+# bf16, 4,500 in FP8 and INT8, 9,000 in FP4, 80 in FP32) and 0.9 of its 8 TB/s, as an H100 reaches of its own.
+_B200 = {"bf16": 2250e12, "float8": 4500e12, "int8": 4500e12, "mxfp8": 4500e12, "nvfp4": 9000e12, "float32": 80e12}
+DATA_SHEET_RATES = {
+    "B200": Rates({kind: 0.8 * peak for kind, peak in _B200.items()}, (0.35 * 2250e12, 0.28 * 2250e12), 0.9 * 8e12)
 }
 
 

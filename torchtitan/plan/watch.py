@@ -75,13 +75,16 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def work_of_graph(graph: Any, code: str, count: Count) -> Work:
-    """Of a graph that the compiler has lowered to this code, each time it runs."""
+    """Of a graph that the compiler has lowered to this code, for the inputs that it was lowered for."""
     work = Work(kernels=len(re.findall(r"^\s+\w+\.run\(", code, re.M)))
     for node in graph.scheduler.nodes:
         size = node.get_read_write_buffers_sizes()
         operator = compat.operator_of(node)
         operands = [] if operator is None else [i for i in node.node.inputs if hasattr(i, "get_size")]
-        shapes = [tuple(map(int, operand.get_size())) for operand in operands if operand.maybe_get_layout() is not None]
+        hint = graph.sizevars.optimization_hint  # of a size that varies: the first one
+        shapes = [
+            tuple(map(hint, operand.get_size())) for operand in operands if operand.maybe_get_layout() is not None
+        ]
         dtypes = [
             str(operand.get_dtype()).removeprefix("torch.")
             for operand in operands
