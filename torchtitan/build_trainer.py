@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
+from torchtitan.config.output import Checkpoint
 from torchtitan.data import build_loader, build_validation_loader, load_tokenizer
 from torchtitan.device import Device
 from torchtitan.engine.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
@@ -70,7 +72,8 @@ def build_trainer(
     closing.callback(dist.destroy_process_group)
     stop.connect()
     if lock is not None:
-        raise_on_all_ranks(lock.take if dist.get_rank() == 0 else lambda: None)
+        take = functools.partial(take_locks, lock, dump_folder, config.checkpoint, closing)
+        raise_on_all_ranks(take if dist.get_rank() == 0 else lambda: None)
     config = decide_compute_dtype(config, device.type)
     meshes = build_meshes(dims, device.type, args)
     set_timeout(config.comm.init_timeout_seconds)
@@ -143,3 +146,11 @@ def build_trainer(
     trainer.load_checkpoint()
     folder.write_config()
     return trainer
+
+
+def take_locks(lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint, closing: contextlib.ExitStack) -> None:
+    """Takes the dump folder's lock, and that of a checkpoint folder elsewhere, which another run may also use."""
+    lock.take()
+    folder = dump_folder / checkpoint.folder
+    if checkpoint.enable_checkpoint and not folder.resolve().is_relative_to(dump_folder.resolve()):
+        closing.enter_context(FolderLock(folder, "checkpoint.folder")).take()

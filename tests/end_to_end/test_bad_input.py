@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,13 @@ def test_the_dump_folder_cannot_be_written(tmp_path: Path) -> None:
 def test_a_number_of_processes_that_is_none(number: str) -> None:
     status, output = failure(processes=1, NGPU=number)
     assert_message(status, output, "NGPU", repr(number))
+
+
+def test_another_program_uses_the_port_of_the_run(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert_message(*failure(*TINY, into(tmp_path), processes=None, **world), f"MASTER_PORT={port} is in use")
 
 
 def test_a_users_module_that_is_not_there(tmp_path: Path) -> None:

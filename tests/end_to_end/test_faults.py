@@ -184,6 +184,10 @@ def test_training_outlives_a_disk_that_turns_read_only(disk: Path, tmp_path: Pat
             time.sleep(0.01)
         raise AssertionError("always busy")
 
+    for lock in (disk / ".lock", tmp_path / "lock"):
+        lock.touch()
+    # The lock is open for writing, so it would keep its file system writable: it gets another one.
+    subprocess.run(["mount", "--bind", tmp_path / "lock", disk / ".lock"], check=True)
     with started(*flags, "--training.steps=60", processes=2) as run:
         run.wait_until(lambda: (disk / "step-2").exists())
         remount("ro")

@@ -15,7 +15,9 @@ def assert_interrupted(run: Run) -> None:
     status, output = run.finish(patience=60)
     assert status == 130, output
     assert "Traceback" not in output
-    besides_the_log = [line for line in output.splitlines() if line and not line.startswith("20")]
+    # A busy machine may take so long to start that the run says so.
+    lines = [line for line in output.splitlines() if line and "no step has finished for" not in line]
+    besides_the_log = [line for line in lines if not line.startswith("20")]
     assert len(besides_the_log) <= 1, output
     assert run.pids() == []
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from runs import TINY, into, train_here
 
 from torchtitan.errors import ConfigError
 from torchtitan.launcher import folder_lock
@@ -143,5 +144,22 @@ def test_a_run_whose_folder_was_taken_over_ends(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"job\.dump_folder: .*\.lock cannot be written \(No such file"):
-        take(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"job\.dump_folder: .*\.lock cannot be written \(Not a directory"):
+        take(tmp_path / "file" / "folder")
+
+
+def test_runs_with_other_dump_folders_do_not_share_a_checkpoint_folder(tmp_path: Path) -> None:
+    shared, steps = tmp_path / "shared", ("--training.steps=2", "--checkpoint.enable_checkpoint")
+    flags = (*TINY, into(tmp_path / "mine"), f"--checkpoint.folder={shared}", *steps)
+    shared.mkdir()
+    with (
+        another_process(shared),
+        pytest.raises(ConfigError, match=r"checkpoint\.folder: another run .*--checkpoint\.f"),
+    ):
+        train_here(*flags)
+    assert [path.name for path in shared.iterdir()] == [".lock"]
+    train_here(*flags)
+    assert (shared / "step-2").is_dir()
+    train_here(*flags, "--training.steps=3")  # the lock is released, and in the way of nothing
+    assert (shared / "step-3").is_dir()

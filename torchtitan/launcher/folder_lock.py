@@ -1,4 +1,4 @@
-"""One run at a time per dump folder: a second one would rename and truncate the files of the first.
+"""One run at a time per dump or checkpoint folder: a second one would rename and truncate the files of the first.
 
 Rank 0 locks the file `.lock` there. Within a machine the kernel decides: it releases the lock when the process ends,
 for whatever reason. Across machines, some file systems have no such locks, and others hold those of a dead machine.
@@ -35,11 +35,13 @@ class FolderLock:
     """Use as a context around a run; inside it, rank 0 calls `take`. Held until the context or the process ends.
 
     Args:
-        folder: dump folder of the run; must exist.
+        folder: created if it does not exist.
+        key: that names the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: str = "job.dump_folder") -> None:
         self.path = folder / ".lock"
+        self.key = key
         # For a multi-node run: the same across restarts, whichever machine has rank 0.
         launcher = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
         self._me = {
@@ -59,12 +61,13 @@ class FolderLock:
             ConfigError: another run holds it, or the file cannot be written.
         """
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
             self._wait()
             self._write()
         except OSError as error:
             raise ConfigError(
-                f"job.dump_folder: {self.path} cannot be written ({error.strerror}); choose another folder."
+                f"{self.key}: {self.path} cannot be written ({error.strerror}); choose another folder."
             ) from None
         self._thread.start()
 
@@ -113,8 +116,8 @@ class FolderLock:
 
     def _sentence(self, holder: dict[str, str]) -> str:
         return (
-            f"job.dump_folder: another run ({holder.get('name', 'just started')}) is writing to {self.path.parent}; "
-            "wait until it ends, stop it, or choose another --job.dump_folder."
+            f"{self.key}: another run ({holder.get('name', 'just started')}) is writing to {self.path.parent}; "
+            f"wait until it ends, stop it, or choose another --{self.key}."
         )
 
     def _keep(self) -> None:
