@@ -20,41 +20,51 @@ def percent_above(values: Sequence[float], base: Sequence[float], width: int) ->
     return [100 * (mean / base_mean - 1) for mean, base_mean in zip(means, base_means, strict=True)]
 
 
-def spread_over_seeds(runs: Sequence[Sequence[float]], width: int) -> list[float]:
-    """The standard deviation over runs that differ in their seed, of the moving mean of their losses, in percent of it,
-    at each step."""
+def mean_percent_above(runs: Sequence[Sequence[float]], bases: Sequence[Sequence[float]], width: int) -> list[float]:
+    """`percent_above` of runs, each against the baseline with its seed; the mean at each step."""
+    gaps = [percent_above(values, base, width) for values, base in zip(runs, bases, strict=False)]
+    return [statistics.mean(at_step) for at_step in zip(*gaps, strict=True)]
+
+
+def spread_of_runs(runs: Sequence[Sequence[float]], width: int) -> list[float]:
+    """The standard deviation over runs of the moving mean of their losses, in percent of it, at each step."""
     means = [moving_mean(values, width) for values in runs]
     return [100 * statistics.stdev(at_step) / statistics.mean(at_step) for at_step in zip(*means, strict=True)]
 
 
 def differences(
-    panels: Mapping[str, Mapping[str, Sequence[float]]], bases: Sequence[Sequence[float]], output: Path, width: int
+    panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]],
+    bases: Sequence[Sequence[float]],
+    output: Path,
+    width: int,
+    chance: Sequence[Sequence[float]] = (),
 ) -> Any:
-    """How far losses are above a baseline's, in percent: a panel for each family, a color and a label for each run, and
-    in grey what the baseline's seed alone changes (one standard deviation).
+    """How far losses are above a baseline's, in percent, mean over seeds: a panel for each family, a color and a label
+    for each recipe, and in grey what chance changes (one standard deviation).
 
     An outlier would compress the other curves, so it is clipped; each label states the last value.
 
     Args:
-        panels: by title, losses of each step by name.
-        bases: the baseline's losses; first those with the seed of the other runs, then those with other seeds.
+        panels: by title, then by name, losses of each step: one run per seed.
+        bases: the baseline's, with the same seeds.
         width: steps in the moving mean.
+        chance: losses of runs of the baseline with other initial weights and the same data.
     """
     gaps = {
-        title: {name: percent_above(values, bases[0], width) for name, values in runs.items()}
+        title: {name: mean_percent_above(seeds, bases, width) for name, seeds in runs.items()}
         for title, runs in panels.items()
     }
     steps = range(1, len(bases[0]) + 1)
-    band = spread_over_seeds(bases, width) if len(bases) > 1 else []
+    grey = spread_of_runs(chance, width) if len(chance) > 1 else []
     largest = sorted(max(map(abs, gap[width:] or gap)) for runs in gaps.values() for gap in runs.values())
-    limit = 1.3 * max(largest[3 * (len(largest) - 1) // 4], *band[-width:], 1e-3)  # of the third quartile
+    limit = 1.3 * max(largest[3 * (len(largest) - 1) // 4], *grey[-width:], 1e-3)  # of the third quartile
     figure, grid = pyplot().subplots(
         len(gaps), 1, figsize=(9, 0.7 + 2.4 * len(gaps)), sharex=True, sharey=True, squeeze=False
     )
     figure.subplots_adjust(left=0.09, right=0.62, top=0.95, bottom=0.2 / len(gaps), hspace=0.25)
     for axes, (title, runs) in zip(grid[:, 0], gaps.items(), strict=True):
-        if band:
-            axes.fill_between(steps, [-one for one in band], band, color=GREY, linewidth=0)
+        if grey:
+            axes.fill_between(steps, [-one for one in grey], grey, color=GREY, linewidth=0)
         axes.axhline(0, color="black", linewidth=0.6)
         for number, (name, gap) in enumerate(runs.items()):
             far = ", off the scale" if abs(gap[-1]) > limit else ""
@@ -66,7 +76,7 @@ def differences(
         bare(axes)
         label_ends(axes, 8)
     figure.supylabel(f"loss against the baseline's (%, mean of {width} steps)", fontsize=9)
-    grid[-1, 0].set_xlabel("step; grey: standard deviation over seeds" if band else "step", fontsize=9)
+    grid[-1, 0].set_xlabel("step; grey: standard deviation over initial weights" if grey else "step", fontsize=9)
     return saved(figure, output)
 
 

@@ -10,14 +10,13 @@ loss: of the debug model, the mean over seeds of the last 20 steps; runs that ex
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.loss_runs import LAST, losses, run
+from benchmarks.loss_runs import run_other_weights, run_seeds, seeds_table, spread_of_losses
 from benchmarks.machine import ask
 from benchmarks.runs import ROOT, finish
 from benchmarks.tables import markdown
@@ -52,9 +51,7 @@ def memory(device: str, models: list[str]) -> str:
                 keys.append(f"--job.simulate_device={device}")
                 finish([sys.executable, str(ROOT / "train.py"), *MODELS[model], *size, *keys, *flags])
                 (rank,) = json.loads((Path(folder) / "plan.json").read_text())["ranks"]
-            peak = rank["peaks"]["none"]
-            kept = peak - rank["parameters"] - rank["gradients"] - rank["optimizer"]
-            cells += [peak / 2**20, kept / BATCH / SEQ_LEN / 2**10]
+            cells += [rank["peaks"]["none"] / 2**20, rank["kept_per_token"]["none"] / 2**10]
         base = base or cells
         numbers = [(f"{cell:,.1f}", f"{cell / first:.2f}") for cell, first in zip(cells, base, strict=True)]
         rows.append([name, *(text for number in numbers for text in number)])
@@ -65,17 +62,12 @@ def memory(device: str, models: list[str]) -> str:
 
 
 def loss(steps: int, seeds: int, folder: Path) -> str:
-    rows: list[list[str]] = []
-    base = 0.0
-    for name, flags in VARIANTS.items():
-        ends = []
-        for seed in range(seeds):
-            dump = run(f"{name} seed {seed}", [*flags, f"--training.seed={seed}"], steps, folder)
-            ends.append(statistics.mean(losses(dump)[-LAST:]))
-        mean = statistics.mean(ends)
-        base = base or mean
-        rows.append([name, f"{mean:.4f}", f"{mean / base - 1:+.2%}", f"{min(ends):.4f} to {max(ends):.4f}"])
-    return markdown(["step", f"loss, {seeds} seeds", "against bf16", "range"], rows)
+    runs = {name: run_seeds(name, flags, steps, folder, seeds) for name, flags in VARIANTS.items()}
+    table = seeds_table("step", runs)
+    if seeds == 1:
+        return table
+    spread = spread_of_losses([runs["bf16"][0], *run_other_weights("bf16", [], steps, folder, seeds)])
+    return f"{table}\n\nbf16's losses spread by {spread:.2f}% over initial weights with the same data."
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""Loss of each recipe relative to bf16, for the debug model with the same data, and the errors of its GEMMs: two tables
-and a plot.
+"""Loss of each recipe relative to bf16 with the same seed and data, and the errors of its GEMMs: tables and a plot.
 
-python -m benchmarks low_precision --output docs/figures/low_precision.png [--steps 300]
+python -m benchmarks low_precision --output docs/figures/low_precision.png [--steps 300] [--seeds 3] [--no-variants]
+python -m benchmarks low_precision --model 100M --steps 40 --no-variants
 
-A recipe's loss is the mean over the last 20 steps. Runs that exist already (in --folder) are not repeated.
+A run's loss is the mean over the last 20 steps. Variants of recipes are run with one seed. Runs that exist already (in
+--folder) are not repeated.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import differences
-from benchmarks.loss_runs import LAST, losses, losses_table, run, spread_of_losses
+from benchmarks.loss_runs import LAST, MODEL_FLAGS, losses, run_other_weights, run_seeds, seeds_table, spread_of_losses
 from benchmarks.tables import markdown
 
 FLOAT8: tuple[Any, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -32,6 +33,14 @@ RECIPES: dict[str, list[str]] = {
     "float8 rowwise": [*FLOAT8_EVERYWHERE, "--float8.recipe_name=rowwise"],
     "float8 rowwise_with_gw_hp": [*FLOAT8_EVERYWHERE, "--float8.recipe_name=rowwise_with_gw_hp"],
     "float8 delayed": DELAYED,
+    "float8 blockwise (emulated)": [*FLOAT8_EVERYWHERE, "--float8.recipe_name=blockwise"],
+    "int8 rowwise": INT8,
+    "int8 tensorwise": [*INT8, "--int8.recipe_name=tensorwise"],
+    "mx mxfp8 (emulated)": MX_FLAGS,
+    "mx mxint8 (emulated)": [*MX_FLAGS, "--mx.recipe_name=mxint8"],
+    "mx nvfp4 (emulated)": NVFP4,
+}
+VARIANTS: dict[str, list[str]] = {
     "float8 delayed, most recent amax": [*DELAYED, "--float8.delayed_amax=most_recent"],
     "float8 delayed, margin 1": [*DELAYED, "--float8.delayed_margin=1"],
     "float8 delayed, e4m3 gradients": [*DELAYED, "--float8.delayed_format=e4m3"],
@@ -41,16 +50,10 @@ RECIPES: dict[str, list[str]] = {
         "--float8.enable_fsdp_float8_all_gather",
         "--float8.weight_scale=bound",
     ],
-    "int8 rowwise": INT8,
-    "int8 tensorwise": [*INT8, "--int8.recipe_name=tensorwise"],
     "int8 rowwise, output too": [*INT8, "--int8.filter_fqns="],
     "int8 rowwise, int8 all-gather": [*INT8, "--int8.enable_fsdp_int8_all_gather"],
-    "float8 blockwise (emulated)": [*FLOAT8_EVERYWHERE, "--float8.recipe_name=blockwise"],
-    "mx mxfp8 (emulated)": MX_FLAGS,
-    "mx mxint8 (emulated)": [*MX_FLAGS, "--mx.recipe_name=mxint8"],
     "mx mxint8, floor": [*MX_FLAGS, "--mx.recipe_name=mxint8", FLOOR],
     "mx mxint8, floor, to -128": [*MX_FLAGS, "--mx.recipe_name=mxint8", FLOOR, "--mx.symmetric_clipping=false"],
-    "mx nvfp4 (emulated)": NVFP4,
     "mx nvfp4, all blocks": [*NVFP4, "--mx.keep_last_blocks_fraction=0"],
     "mx nvfp4, no transform": [*NVFP4, "--mx.random_hadamard=false"],
     "mx nvfp4, round to nearest": [*NVFP4, "--mx.stochastic_rounding=false"],
@@ -59,16 +62,14 @@ RECIPES: dict[str, list[str]] = {
     "mx nvfp4, weight gradient in bf16": [*NVFP4, "--mx.wgrad_with_hp"],
 }
 
-OTHER_SEEDS = (1, 2)  # of bf16, for the spread of its losses
 
-
-def by_family(results: dict[str, Path]) -> dict[str, dict[str, list[float]]]:
-    """The losses of all runs but bf16's: in a panel each for float8, delayed float8, and the other converters."""
-    panels: dict[str, dict[str, list[float]]] = {}
-    for name, dump in results.items():
+def by_family(results: dict[str, list[Path]]) -> dict[str, dict[str, list[list[float]]]]:
+    """The losses of all runs but bf16's: a panel for each converter."""
+    panels: dict[str, dict[str, list[list[float]]]] = {}
+    for name, dumps in results.items():
         if name != "bf16":
-            float8 = "float8, delayed scales" if "delayed" in name else "float8, output layer too"
-            panels.setdefault(float8 if "float8" in name else "int8 and mx", {})[name] = losses(dump)
+            panel = {"float8": "float8, output layer too", "int8": "int8", "mx": "mx"}[name.split()[0]]
+            panels.setdefault(panel, {})[name] = [losses(dump) for dump in dumps]
     return panels
 
 
@@ -100,21 +101,35 @@ def gemms_table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--model", choices=MODEL_FLAGS, default="debug")
+    parser.add_argument("--variants", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--folder", type=Path, default=Path("outputs/low_precision"))
     parser.add_argument("--output", type=Path, default=Path("low_precision.png"))
     arguments = parser.parse_args()
     import torch
 
-    results = {name: run(name, flags, arguments.steps, arguments.folder) for name, flags in RECIPES.items()}
-    others = [
-        run(f"bf16 seed {seed}", [f"--training.seed={seed}"], arguments.steps, arguments.folder) for seed in OTHER_SEEDS
-    ]
-    print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
-    print(losses_table("recipe", results))
-    spread = spread_of_losses([results["bf16"], *others])
-    print(f"\nbf16 with {1 + len(OTHER_SEEDS)} seeds: losses spread by {spread:.2f}% (standard deviation)")
+    folder, model = arguments.folder / arguments.model, MODEL_FLAGS[arguments.model]
+
+    def results(cases: dict[str, list[str]], seeds: int) -> dict[str, list[Path]]:
+        return {
+            name: run_seeds(name, [*model, *flags], arguments.steps, folder, seeds) for name, flags in cases.items()
+        }
+
+    recipes = results(RECIPES, arguments.seeds)
+    chance = [recipes["bf16"][0], *run_other_weights("bf16", model, arguments.steps, folder, arguments.seeds)]
+    variants = {"bf16": recipes["bf16"][:1], **(results(VARIANTS, 1) if arguments.variants else {})}
+    print(f"{arguments.model} model, CPU, torch {torch.__version__}, torchao {version('torchao')}, ", end="")
+    print(f"{arguments.steps} steps\n\n{seeds_table('recipe', recipes)}")
+    if arguments.seeds > 1:
+        print(f"\nbf16's losses spread by {spread_of_losses(chance):.2f}% over initial weights with the same data")
+        print(f"and by {spread_of_losses(recipes['bf16']):.2f}% over seeds, which also choose the data.")
+    if arguments.variants:
+        print(f"\n{seeds_table('variant', variants)}")
     print(f"\n{gemms_table()}")
-    differences(by_family(results), [losses(results["bf16"]), *map(losses, others)], arguments.output, LAST)
+    differences(
+        by_family(recipes), list(map(losses, recipes["bf16"])), arguments.output, LAST, list(map(losses, chance))
+    )
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ python -m benchmarks muon [--only errors,cost,losses] [--steps 300] [--output do
 
 errors: the orthogonalization in bfloat16 against float32, for normally distributed matrices.
 cost: steps with either optimizer in turn, on the same weights and batches; --dim and --layers set the model.
-losses: the debug model, 5 learning rates for each (runs in --folder are not repeated), and how many steps Muon takes to
-    reach AdamW's best loss.
+losses: the debug model, 5 learning rates for each (runs in --folder are not repeated): held-out losses, also of Muon
+    over three quarters of the steps.
 """
 
 import argparse
 import dataclasses
+import json
 import statistics
 import sys
 import tempfile
@@ -20,11 +21,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import bare, label_ends, pyplot, saved
-from benchmarks.loss_runs import LAST, losses, run
+from benchmarks.loss_runs import run
 from benchmarks.tables import markdown
 
 SHAPES = [(256, 256), (256, 768), (1024, 256), (768, 768)]
 RATES = {"AdamW": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], "Muon": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]}
+
+BATCH = 32  # sequences
+VALIDATION = ["--validation.enabled", "--validation.freq=25", "--validation.steps=40"]
+SHARE = 0.75  # of the steps, in which Muon should reach AdamW's loss
 
 
 def errors() -> str:
@@ -108,33 +113,37 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
 
 
 def tuned(steps: int, folder: Path, output: Path | None) -> str:
-    """The loss of each run (mean of the last 20 steps), and the plot of the best of each."""
-    by_rate: dict[str, dict[float, list[float]]] = {}
-    for name, rates in RATES.items():
-        for rate in rates:
-            flags = [f"--optimizer.name={name}", f"--optimizer.lr={rate}"]
-            by_rate.setdefault(name, {})[rate] = losses(run(f"{name} {rate:g}", flags, steps, folder))
-    final = {name: {rate: statistics.mean(run[-LAST:]) for rate, run in runs.items()} for name, runs in by_rate.items()}
-    best = {name: min(found, key=found.__getitem__) for name, found in final.items()}
-    target = final["AdamW"][best["AdamW"]]
-    curve = by_rate["Muon"][best["Muon"]]
-    smooth = [statistics.mean(curve[max(0, end - LAST) : end]) for end in range(1, steps + 1)]
-    reached = next((step for step, loss in enumerate(smooth, 1) if step >= LAST and loss <= target), None)
-    rows = [[name, *(f"{loss:.4f}" for loss in found.values())] for name, found in final.items()]
+    """The held-out loss of each run, and of Muon's best learning rate over fewer steps; and the plot of the best."""
+    found = {name: {rate: held_out(name, rate, steps, folder) for rate in rates} for name, rates in RATES.items()}
+    best = {name: min(runs, key=lambda rate: runs[rate][steps]) for name, runs in found.items()}
+    target = found["AdamW"][best["AdamW"]][steps]
+    fewer = round(SHARE * steps)
+    shorter = held_out("Muon", best["Muon"], fewer, folder)
     if output is not None:
-        figure, axes = pyplot().subplots(figsize=(7, 4))
-        for name in by_rate:
-            axes.plot(range(1, steps + 1), by_rate[name][best[name]], label=f"{name}, lr {best[name]:g}")
-        axes.axhline(target, linewidth=0.5)
-        axes.set(xlabel="step", ylabel="training loss")
+        figure, axes = pyplot().subplots(figsize=(8, 4))
+        figure.subplots_adjust(right=0.7)
+        curves = {f"{name}, lr {rate:g}": found[name][rate] for name, rate in best.items()}
+        for name, curve in {**curves, f"Muon, {fewer} steps": shorter}.items():
+            axes.plot(list(curve), list(curve.values()), label=f"{name}: {curve[max(curve)]:.3f}")
+        axes.axhline(target, color="black", linewidth=0.5)
+        axes.set(xlabel="step", ylabel="held-out loss", ylim=(None, 1.3 * target))
         bare(axes)
         label_ends(axes)
         saved(figure, output)
-    share = f"step {reached}, {reached / steps:.2f} of the steps" if reached else "none"
+    rows = [[name, *(f"{run[steps]:.4f}" for run in runs.values())] for name, runs in found.items()]
     return (
         markdown(["optimizer, by learning rate", *(f"{rate:g}" for rate in RATES["AdamW"])], rows)
-        + f"\n\nAdamW's best loss, {target:.4f}, is reached by Muon's best run at: {share}."
+        + f"\n\nAdamW's best held-out loss after {steps} steps is {target:.4f}. Muon's best learning rate ends at "
+        + f"{shorter[fewer]:.4f} after {fewer} steps ({shorter[fewer] / target - 1:+.2%})."
     )
+
+
+def held_out(name: str, rate: float, steps: int, folder: Path) -> dict[int, float]:
+    """Losses on the same held-out text, by step. A step's own loss depends more on its few sequences."""
+    flags = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--training.local_batch_size={BATCH}", *VALIDATION]
+    lines = (run(f"{name} {rate:g} {steps} steps", flags, steps, folder) / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return {entry["step"]: entry["validation_loss"] for entry in entries if "validation_loss" in entry}
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.figures import GREY, bare, label_ends, percent_above, pyplot, saved, spread_over_seeds
-from benchmarks.loss_runs import LAST, run
+from benchmarks.figures import GREY, bare, label_ends, percent_above, pyplot, saved, spread_of_runs
+from benchmarks.loss_runs import LAST, losses, run, run_other_weights
 from benchmarks.runs import DEBUG_MODEL
 from benchmarks.tables import markdown
 
@@ -32,7 +31,7 @@ RECIPES = {
 }
 SHARES = {"throughout": 1.0, "90%, then bf16": 0.9, "50%, then bf16": 0.5}
 BATCH = 8
-OTHER_SEEDS = (1, 2)  # of bf16, for the spread of its losses
+SEEDS = 3  # of bf16's initial weights, for the spread of its losses
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,12 @@ def schedule(recipe: str, share: float) -> str:
     return text + ("[[precision.phase]]\n" if share < 1 else "")
 
 
-def result(
-    name: str, recipe: str, share: float, processes: int, steps: int, folder: Path, more: Sequence[str] = ()
-) -> Result:
+def result(name: str, recipe: str, share: float, processes: int, steps: int, folder: Path) -> Result:
     name = f"{name}, {processes} process{'es' if processes > 1 else ''}"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name.replace(' ', '_').replace('%', '')}.toml"
     file.write_text(schedule(recipe, share))
-    flags = [f"--job.config_file={file}", f"--training.local_batch_size={BATCH // processes}", *more]
+    flags = [f"--job.config_file={file}", f"--training.local_batch_size={BATCH // processes}"]
     dump = run(name.replace("%", ""), flags, steps, folder, processes)
     entries = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
     times: dict[int, list[float]] = {}
@@ -84,13 +81,13 @@ def result(
 
 def plot(
     results: dict[tuple[str, str, int], Result],
-    other_seeds: list[Result],
+    chance: list[list[float]],
     recipes: list[str],
     processes: list[int],
     output: Path,
 ) -> None:
-    """For each recipe: how far its losses are above bf16's, as a moving average, in front of what bf16's seed alone
-    changes (one standard deviation); and its times relative to bf16's."""
+    """For each recipe: how far its losses are above bf16's, as a moving average, in front of what other initial
+    weights change (one standard deviation); and its times relative to bf16's."""
     figure, grid = pyplot().subplots(
         len(recipes), 2, figsize=(12, 0.6 + 3.2 * len(recipes)), squeeze=False, width_ratios=(3, 1.2)
     )
@@ -108,11 +105,12 @@ def plot(
                 bar = right.bar(number + 0.4 * place, ratio, 0.36, color=f"C{number}", alpha=1 - 0.5 * place)
                 right.bar_label(bar, [f"{ratio:.2f}"], fontsize=8)
                 right.text(number + 0.4 * place, 0.05, f"{count} p", ha="center", fontsize=8)
-        band = spread_over_seeds([base.losses, *(other.losses for other in other_seeds)], LAST)
+        band = spread_of_runs([base.losses, *chance], LAST)
         left.fill_between(range(1, len(band) + 1), [-one for one in band], band, color=GREY, linewidth=0)
         left.axhline(0, color="black", linewidth=0.8)
         left.set(
-            xlabel="step; grey: standard deviation over seeds", ylabel=f"loss against bf16\n(%, mean of {LAST} steps)"
+            xlabel="step; grey: standard deviation over initial weights",
+            ylabel=f"loss against bf16\n(%, mean of {LAST} steps)",
         )
         left.set_title(recipe, loc="left", fontsize=10)
         right.axhline(1, color="black", linewidth=0.8)
@@ -151,11 +149,8 @@ def main() -> None:
         rows.append([f"{recipe} {name}".strip(), f"{count}", f"{found.loss:.4f}", against, *times])
     columns = ["run", "processes", "loss", "against bf16", "seconds a step, by phase", "seconds", "against bf16"]
     print(markdown(columns, rows))
-    other_seeds = [
-        result(f"bf16 seed {seed}", "", 0, processes[0], arguments.steps, arguments.folder, [f"--training.seed={seed}"])
-        for seed in OTHER_SEEDS
-    ]
-    plot(results, other_seeds, recipes, processes, arguments.output)
+    chance = [losses(dump) for dump in run_other_weights("bf16", [], arguments.steps, arguments.folder, SEEDS)]
+    plot(results, chance, recipes, processes, arguments.output)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,30 @@ python scripts/search_precision.py CONFIG.toml --budget 0.5% [--steps 100] [--se
    of the loss. A short run with it measures what it costs.
 
 Writes OUTPUT.toml (keys to merge into the configuration), OUTPUT.png (a map of layers and recipes) and OUTPUT.json (all
-numbers). Runs in one process; model.converters and default filters of CONFIG.toml are replaced.
+numbers) when all runs are done. Ctrl-C ends it at once and writes nothing. Runs in one process; model.converters and
+default filters of CONFIG.toml are replaced.
 """
 
 import argparse
 import dataclasses
 import json
 import math
+import os
 import shlex
+import shutil
+import signal
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
-from torchtitan.plan.step_model import RATES
+from torchtitan.errors import EXIT_STATUS, INTERRUPTED, ConfigError, UserError
+from torchtitan.plan.step_model import DATA_SHEET_RATES, RATES
 
+DEVICES = {**RATES, **DATA_SHEET_RATES}
 LAST = 20  # a run's loss is the mean of this many steps
 
 
@@ -40,7 +46,7 @@ def main() -> None:
     parser.add_argument("--budget", required=True, help="loss that low precision may cost, such as 0.5%%")
     parser.add_argument("--steps", type=int, default=100, help="of each short run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="of bf16 runs, for the spread (default: %(default)s)")
-    parser.add_argument("--device", choices=RATES, default="H100", help="to model the time of (default: %(default)s)")
+    parser.add_argument("--device", choices=DEVICES, default="H100", help="to model the time of (default: %(default)s)")
     parser.add_argument(
         "--gemms-only",
         action="store_true",
@@ -49,13 +55,27 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("precision_search"), help="without .toml, .png, .json")
     arguments, flags = parser.parse_known_args()
     try:
-        search(arguments, flags)
+        with tempfile.TemporaryDirectory() as scratch:
+            tempfile.tempdir = scratch  # for the folders of short runs
+            exit_at_once_on_interrupt(scratch)
+            search(arguments, flags)
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(EXIT_STATUS)
     except OSError as error:
         print(f"Error: --output: {arguments.output} cannot be written ({error.strerror}).", file=sys.stderr)
         sys.exit(EXIT_STATUS)
+
+
+def exit_at_once_on_interrupt(scratch: str) -> None:
+    """A KeyboardInterrupt could be lost in an import, or wait for a run's threads."""
+
+    def leave(*_: object) -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.write(2, b"\nStopped by SIGINT. Nothing is written; the same command starts again.\n")
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, leave)
 
 
 def search(arguments: argparse.Namespace, flags: list[str]) -> None:
@@ -89,10 +109,12 @@ def search(arguments: argparse.Namespace, flags: list[str]) -> None:
         others = [final_loss(short_run(bf16, weights_seed=seed).losses) for seed in seeds]
     spread = 100 * statistics.stdev([base, *others]) / base
 
-    rates = RATES[arguments.device]
+    rates = DEVICES[arguments.device]
     if arguments.gemms_only:
         rates = dataclasses.replace(rates, bandwidth=math.inf)
-    table = Table.of(candidates, first.operands, rates)
+    optimizer = config.optimizer
+    momentum = optimizer.muon_momentum if optimizer.name.startswith("Muon") else optimizer.beta1
+    table = Table.of(candidates, first.operands, rates, momentum)
     first.operands.clear()
 
     print(f"bf16: loss {base:.4f} after {arguments.steps} steps, standard deviation {spread:.2f}%", flush=True)
@@ -133,6 +155,7 @@ def search(arguments: argparse.Namespace, flags: list[str]) -> None:
         "assignment": {fqn: "bf16" if index is None else names[index] for fqn, index in assignment.items()},
         "layers": table.to_json(),
     }
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # so that the files belong together
     arguments.output.with_suffix(".toml").write_text(fragment.to_toml(tables), encoding="utf-8")
     arguments.output.with_suffix(".json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     draw(table, assignment, model if calibration else None, arguments.output.with_suffix(".png"))

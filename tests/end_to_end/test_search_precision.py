@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,16 +16,18 @@ CONFIG = "[training]\nseed = 1\n"
 FLAGS = (*TINY, "--training.mixed_precision_param=bfloat16")
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
+SCRIPT = ROOT / "scripts" / "search_precision.py"
+
+
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *map(str, arguments)], env=ENVIRONMENT, capture_output=True, text=True)
 
 
 def search(folder: Path, *flags: str, budget: str = "100%") -> subprocess.CompletedProcess[str]:
     (folder / "run.toml").write_text(CONFIG)
     short = ("--steps", "2", "--seeds", "2", "--output", folder / "found")
-    script = ROOT / "scripts" / "search_precision.py"
-    return python(script, folder / "run.toml", "--budget", budget, *short, *FLAGS, *flags)
+    return python(SCRIPT, folder / "run.toml", "--budget", budget, *short, *FLAGS, *flags)
 
 
 def test_a_run_accepts_what_the_search_writes(tmp_path: Path) -> None:
@@ -54,6 +58,33 @@ def test_a_budget_of_zero_leaves_all_layers_in_bf16(tmp_path: Path) -> None:
     assert "no layer is converted: the budget allows none" in done.stdout
     assert set(json.loads((tmp_path / "found.json").read_text())["assignment"].values()) == {"bf16"}
     assert (tmp_path / "found.toml").read_text().split() == ["[model]", "converters", "=", "[]"]
+
+
+def test_ctrl_c_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "run.toml").write_text(CONFIG)
+    command = [sys.executable, SCRIPT, tmp_path / "run.toml", "--budget=1%", "--steps=100000", *FLAGS]
+    log = (tmp_path / "log").open("w+")
+    with subprocess.Popen(
+        [*command, f"--output={tmp_path / 'found'}"],
+        env={**ENVIRONMENT, "TMPDIR": str(temporary)},
+        stdout=log,
+        stderr=log,
+    ) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not any(file.stat().st_size for file in temporary.glob("*/*/metrics.jsonl")):
+                assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 130
+        finally:
+            process.kill()
+    printed = (tmp_path / "log").read_text().splitlines()
+    assert printed[-1] == "Stopped by SIGINT. Nothing is written; the same command starts again."
+    assert "Traceback" not in "".join(printed)
+    assert list(temporary.iterdir()) == [] and list(tmp_path.glob("found*")) == []
 
 
 @pytest.mark.parametrize(

@@ -273,12 +273,15 @@ def test_labels_stay_where_there_is_room() -> None:
     assert figures.spread([0, 1, 2], 2) == [-1, 1, 3]
 
 
-def test_recipes_are_drawn_as_differences_in_front_of_the_spread_over_seeds(tmp_path: Path) -> None:
+def test_recipes_are_drawn_as_differences_in_front_of_what_chance_changes(tmp_path: Path) -> None:
     base = [8 - 0.04 * step for step in range(100)]
     scaled = {share: [loss * (1 + share) for loss in base] for share in (0.01, 0.02, 0.03, -0.01, 0.04, -0.04)}
-    panels = {"near": {f"recipe {share}": scaled[share] for share in (0.01, 0.02, 0.03, -0.01)}}
-    panels["far away"] = {"far": [2 * loss for loss in base]}
-    figure = figures.differences(panels, [base, scaled[0.04], scaled[-0.04]], tmp_path / "x.png", width=10)
+    panels = {"near": {f"recipe {share}": [scaled[share]] for share in (0.01, 0.02, 0.03, -0.01)}}
+    # Each seed against the baseline with the same seed.
+    panels["far away"] = {"far": [[2 * loss for loss in base], [2 * loss for loss in scaled[0.04]]]}
+    figure = figures.differences(
+        panels, [base, scaled[0.04]], tmp_path / "x.png", width=10, chance=[base, scaled[0.04], scaled[-0.04]]
+    )
     near, far = figure.axes
     labels = [text.get_text() for text in near.texts]
     assert sorted(labels) == sorted(f"recipe {share}  {100 * share:+.2f}%" for share in (0.01, 0.02, 0.03, -0.01))

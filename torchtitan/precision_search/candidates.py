@@ -12,7 +12,7 @@ import torch
 from torchtitan.config import JobConfig
 from torchtitan.converters import CONVERTERS, Decision, LinearConverter, Target
 from torchtitan.converters.linear import LayerGemms
-from torchtitan.converters.numerics import LayerErrors, Operands, layer_errors
+from torchtitan.converters.numerics import LayerErrors, Operands, layer_errors, noise_of
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
@@ -20,8 +20,6 @@ from torchtitan.models import MODELS
 from torchtitan.plan.step_model import Rates
 
 CAST_BYTES = 6  # per element of an operand: read in bf16 for its amax and to be rounded, written in two layouts
-
-SYSTEMATIC = (1 + 0.9) / (1 - 0.9)
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,12 @@ class Candidate:
     @property
     def name(self) -> str:
         return f"{self.converter.name} {self.converter.recipe}"
+
+    @property
+    def numbers(self) -> str:
+        """The kind of its GEMMs' numbers, as in `Rates.gemm`. Scales of blocks need GEMMs of their own."""
+        recipe = self.converter.recipe
+        return recipe if self.converter.name == "mx" or recipe == "blockwise" else self.converter.name
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ def find_candidates(config: JobConfig, target: Target) -> list[Candidate]:
     """Each recipe of each registered converter of linear layers, emulated where the device cannot run it. A recipe that
     cannot run is logged with its reason.
 
-    A filter that the user has set stays; a default one is replaced by the search.
+    A filter that the user has set stays; a default one is replaced by the search, and so is nvfp4's rule to keep the
+    last blocks.
     """
     with torch.device("meta"):
         model = MODELS.get(config.model.name).build(find_model_args(config.model))
@@ -74,6 +79,8 @@ def find_candidates(config: JobConfig, target: Target) -> list[Candidate]:
             keys: dict[str, Any] = {"recipe_name": recipe}
             if section.filter_fqns == type(section)().filter_fqns:
                 keys["filter_fqns"] = []
+            if recipe == "nvfp4" and section.keep_last_blocks_fraction == type(section)().keep_last_blocks_fraction:
+                keys["keep_last_blocks_fraction"] = 0.0
             try:
                 converter = build(entry.build, section, keys, target)
             except ConfigError as error:
@@ -104,49 +111,24 @@ def build(factory: Any, section: Any, keys: dict[str, Any], target: Target) -> A
 
 
 def measure(
-    candidates: Sequence[Candidate], operands: Mapping[str, Operands], rates: Rates
+    candidates: Sequence[Candidate], operands: Mapping[str, Operands], rates: Rates, momentum: float
 ) -> dict[str, list[Cell | None]]:
     """For each layer one cell per candidate, in their order; None if the recipe does not convert the layer."""
     cells: dict[str, list[Cell | None]] = {}
-    weights = {fqn: one.k * one.n * max(one.experts, 1) for fqn, one in candidates[0].decisions.items()}
+    sizes = {fqn: one.k * one.n * max(one.experts, 1) for fqn, one in candidates[0].decisions.items()}
     for fqn, captured in operands.items():
         row: list[Cell | None] = []
-        in_block = any(part.isdecimal() for part in fqn.split("."))
-        reached = weights[fqn] if in_block else sum(weights.values())
         for candidate in candidates:
             decision = candidate.decisions[fqn]
             if not decision.converted:
                 row.append(None)
                 continue
             errors = layer_errors(candidate.converter, captured)
-            kind = candidate.converter.name
+            noise = noise_of(fqn, errors, sizes, momentum)
             gemms = candidate.converter.gemms_of(decision)
-            row.append(
-                Cell(errors, noise_of(errors, weights[fqn], reached), layer_seconds(decision, kind, gemms, rates))
-            )
+            row.append(Cell(errors, noise, layer_seconds(decision, candidate.numbers, gemms, rates)))
         cells[fqn] = row
     return cells
-
-
-def noise_of(errors: LayerErrors, weights: int, reached: int) -> float:
-    """What a layer adds to the loss, up to a factor that short runs measure (`LossModel`).
-
-    The errors of GEMMs are small and nearly independent, so the loss rises by a sum of their squares. AdamW moves every
-    weight by about the learning rate. So an error of its update, relative to the update, costs alike in all weights:
-    hence `update_error`, times the number of weights. An error of the output or of the input gradient reaches other
-    gradients with about its own relative size. In a block, the residual connection carries most of them past the layer,
-    so as many weights count as the layer has; but all gradients come through the output layer.
-
-    Momentum averages the random part of an update's error over steps, whose mean square becomes (1 - b) / (1 + b) of a
-    step's, and leaves its systematic part, such as that of gradients rounded to 0. Here b = 0.9.
-
-    Args:
-        weights: of the layer.
-        reached: weights whose gradients its input gradient reaches.
-    """
-    output, grad_input = (errors[gemm]["relative_error"] ** 2 for gemm in ("output", "grad_input"))
-    update, bias = (errors["grad_weight"][key] ** 2 for key in ("update_error", "update_bias"))
-    return reached * grad_input + weights * (output + max(update - bias, 0.0) + SYSTEMATIC * bias)
 
 
 def layer_seconds(decision: Decision, kind: str, gemms: LayerGemms | None, rates: Rates) -> float:

@@ -30,9 +30,15 @@ class Table:
     bf16_seconds: dict[str, float]
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidate], operands: Mapping[str, Operands], rates: Rates) -> "Table":
-        """From operands of each layer in training."""
-        cells = measure(candidates, operands, rates)
+    def of(
+        cls, candidates: Sequence[Candidate], operands: Mapping[str, Operands], rates: Rates, momentum: float
+    ) -> "Table":
+        """From operands of each layer in training.
+
+        Args:
+            momentum: decay rate of the optimizer's first moment.
+        """
+        cells = measure(candidates, operands, rates, momentum)
         decisions = candidates[0].decisions
         return cls(candidates, cells, {fqn: layer_seconds(decisions[fqn], "", None, rates) for fqn in cells})
 
