@@ -1,5 +1,5 @@
-"""The precision search compared with one recipe in all layers, in all but the last block and in all but the output
-layer, at equal modelled time: a table and a plot of losses.
+"""The precision search compared with one recipe in all layers, in all but the output layer and (nvfp4, whose default it
+is) in all but the last block, at equal modelled time: a table and a plot of losses.
 
 python -m benchmarks precision_search --device B200 --output precision_search.png [--steps 300] [--seeds 3]
 python -m benchmarks precision_search --model 100M --steps 40 --measured-steps 20
@@ -24,13 +24,15 @@ from benchmarks.loss_runs import BATCH, LAST, MODEL_FLAGS, against, final_loss, 
 from benchmarks.runs import DEBUG_MODEL
 from benchmarks.tables import markdown
 
-RECIPES = {"H100": ("float8 tensorwise", "int8 rowwise"), "B200": ("mx nvfp4",)}
+NVFP4 = ("mx nvfp4",)
+RECIPES = {"H100": ("float8 tensorwise", "int8 rowwise"), "B200": NVFP4}
 LONG = 100  # steps in the mean that varies less
 
 
 def measure(model: list[str], steps: int, device: str) -> Any:
     """The `Table` of a model after `steps` steps in bf16, with times of the device."""
     from torchtitan.config import ConfigManager
+    from torchtitan.config.extension import import_user_module
     from torchtitan.device import find_device
     from torchtitan.engine.explain import conversion_target
     from torchtitan.models import MODELS
@@ -41,6 +43,8 @@ def measure(model: list[str], steps: int, device: str) -> Any:
 
     flags = [f"--job.config_file={DEBUG_MODEL}", *BATCH, *model, f"--training.steps={steps}"]
     config = ConfigManager().parse_args(flags)
+    if config.experimental.custom_import:
+        import_user_module(config.experimental.custom_import, "experimental.custom_import")
     operands = short_run(config, capture=True).operands
     candidates = find_candidates(config, conversion_target(config, MODELS.get(config.model.name), find_device(0)))
     rates = dataclasses.replace({**RATES, **DATA_SHEET_RATES}[device], bandwidth=math.inf)
@@ -66,12 +70,10 @@ def main() -> None:
     table = measure(model, arguments.measured_steps, arguments.device)
     names = [candidate.name for candidate in table.candidates]
     recipes = RECIPES[arguments.device]
-    last_block = max(int(fqn.split(".")[1]) for fqn in table.cells if fqn.startswith("layers."))
-    titles = {
-        "all layers": [],
-        "all but the last block": [fqn for fqn in table.cells if fqn.startswith(f"layers.{last_block}.")],
-        "all but output": ["output"],
-    }
+    titles = {"all layers": [], "all but output": ["output"]}
+    if recipes == NVFP4:
+        last_block = max(int(fqn.split(".")[1]) for fqn in table.cells if fqn.startswith("layers."))
+        titles["all but the last block"] = [fqn for fqn in table.cells if fqn.startswith(f"layers.{last_block}.")]
     assignments: dict[str, dict[str, int | None]] = {"bf16": dict.fromkeys(table.cells)}
     for title, excluded in titles.items():
         for recipe in recipes:
@@ -86,8 +88,9 @@ def main() -> None:
     dumps: dict[str, list[Path]] = {}
     for name, assignment in assignments.items():
         flags = [*model, *fragment.to_flags(fragment.tables_of(table.candidates, assignment))]
+        title = f"{name} {arguments.device}" if name.endswith("search") else name  # the others are the same everywhere
         dumps[name] = [
-            run(f"{name} seed {seed}", [*flags, f"--training.seed={seed}"], arguments.steps, folder)
+            run(f"{title} seed {seed}", [*flags, f"--training.seed={seed}"], arguments.steps, folder)
             for seed in range(arguments.seeds)
         ]
         counts = {
