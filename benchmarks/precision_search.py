@@ -114,6 +114,13 @@ def main() -> None:
     print(f"{arguments.seeds} seeds, times of {arguments.device}\n")
     of_steps = [f"{what} ({steps} steps)" for steps in (LAST, LONG) for what in ("against bf16", "standard deviation")]
     print(markdown(["layers in low precision", "modelled time", "noise", "loss", *of_steps], rows))
+    for title in titles:
+        for recipe in recipes if f"{title} time search" in dumps else ():
+            gaps = [
+                f"{100 * (final_loss(found) / final_loss(base) - 1):+.2f}%"
+                for found, base in zip(dumps[f"{title} time search"], dumps[f"{title} {recipe}"], strict=True)
+            ]
+            print(f"\nAt the time of {title}, the search against {recipe}, by seed: {', '.join(gaps)}")
     panels = {
         title: {name: list(map(losses, runs)) for name, runs in dumps.items() if name.startswith(title)}
         for title in titles
