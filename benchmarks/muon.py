@@ -1,11 +1,13 @@
 """Muon beside AdamW: errors of its bfloat16 iteration, the cost of a step, and losses over tuned learning rates.
 
-python -m benchmarks muon [--only errors,cost,losses] [--steps 300] [--output docs/figures/muon.png]
+python -m benchmarks muon [--only errors,cost,losses,parts] [--steps 300] [--output docs/figures/muon.png]
 
 errors: the orthogonalization in bfloat16 against float32, for normally distributed matrices.
 cost: steps with either optimizer in turn, on the same weights and batches; --dim and --layers set the model.
-losses: the debug model, 5 learning rates for each (runs in --folder are not repeated): held-out losses, also of Muon
-    over three quarters of the steps.
+losses: held-out losses of the debug model with 5 learning rates for each; Muon has three quarters of AdamW's steps.
+parts: what each of Muon's settings changes.
+
+Runs in --folder are not repeated.
 """
 
 import argparse
@@ -15,21 +17,36 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import bare, label_ends, pyplot, saved
 from benchmarks.loss_runs import run
+from benchmarks.runs import DEBUG_MODEL
 from benchmarks.tables import markdown
 
 SHAPES = [(256, 256), (256, 768), (1024, 256), (768, 768)]
-RATES = {"AdamW": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], "Muon": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]}
+RATES = {"AdamW": [1e-3, 2e-3, 2.8e-3, 4e-3, 8e-3], "Muon": [2.8e-3, 4e-3, 5.6e-3, 8e-3, 1.12e-2]}
+SHARE = 0.75  # of the steps, in which Muon should reach AdamW's loss
+
+MOMENTUM = "--optimizer.muon_momentum"
+ROWS = "--optimizer.muon_row_normalization"
+EMBEDDING = '\n[[optimizer.group]]\nparameters = ["tok_embeddings"]\nlr = 1.2e-2\n'
+TUNED = "momentum 0.85, rows normalized, embedding at 0.012"
+PARTS = {  # what is added to the configuration, and flags
+    "defaults": ("", []),
+    "embedding at 0.012": (EMBEDDING, []),
+    "momentum 0.8": ("", [f"{MOMENTUM}=0.8"]),
+    "momentum 0.9": ("", [f"{MOMENTUM}=0.9"]),
+    "momentum 0.85, rows normalized": ("", [f"{MOMENTUM}=0.85", ROWS]),
+    TUNED: (EMBEDDING, [f"{MOMENTUM}=0.85", ROWS]),
+}
+PARTS_RATE = 4e-3
 
 BATCH = 32  # sequences
 VALIDATION = ["--validation.enabled", "--validation.freq=25", "--validation.steps=40"]
-SHARE = 0.75  # of the steps, in which Muon should reach AdamW's loss
 
 
 def errors() -> str:
@@ -113,42 +130,66 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
 
 
 def tuned(steps: int, folder: Path, output: Path | None) -> str:
-    """The held-out loss of each run, and of Muon's best learning rate over fewer steps; and the plot of the best."""
-    found = {name: {rate: held_out(name, rate, steps, folder) for rate in rates} for name, rates in RATES.items()}
-    best = {name: min(runs, key=lambda rate: runs[rate][steps]) for name, runs in found.items()}
-    target = found["AdamW"][best["AdamW"]][steps]
-    fewer = round(SHARE * steps)
-    shorter = held_out("Muon", best["Muon"], fewer, folder)
+    """The held-out loss of each run; and the plot of the best of either optimizer."""
+    lengths = {"AdamW": steps, "Muon": round(SHARE * steps)}
+    found = {
+        "AdamW": {rate: held_out("AdamW", rate, steps, folder) for rate in RATES["AdamW"]},
+        "Muon": {rate: muon(TUNED, rate, lengths["Muon"], folder) for rate in RATES["Muon"]},
+    }
+    last = {name: {rate: run[lengths[name]] for rate, run in runs.items()} for name, runs in found.items()}
+    best = {name: min(losses, key=losses.__getitem__) for name, losses in last.items()}
+    target, reached = (last[name][rate] for name, rate in best.items())
     if output is not None:
         figure, axes = pyplot().subplots(figsize=(8, 4))
         figure.subplots_adjust(right=0.7)
-        curves = {f"{name}, lr {rate:g}": found[name][rate] for name, rate in best.items()}
-        for name, curve in {**curves, f"Muon, {fewer} steps": shorter}.items():
-            axes.plot(list(curve), list(curve.values()), label=f"{name}: {curve[max(curve)]:.3f}")
+        for name, rate in best.items():
+            curve = found[name][rate]
+            axes.plot(list(curve), list(curve.values()), label=f"{name}, lr {rate:g}: {last[name][rate]:.3f}")
         axes.axhline(target, color="black", linewidth=0.5)
         axes.set(xlabel="step", ylabel="held-out loss", ylim=(None, 1.3 * target))
         bare(axes)
         label_ends(axes)
         saved(figure, output)
-    rows = [[name, *(f"{run[steps]:.4f}" for run in runs.values())] for name, runs in found.items()]
-    return (
-        markdown(["optimizer, by learning rate", *(f"{rate:g}" for rate in RATES["AdamW"])], rows)
-        + f"\n\nAdamW's best held-out loss after {steps} steps is {target:.4f}. Muon's best learning rate ends at "
-        + f"{shorter[fewer]:.4f} after {fewer} steps ({shorter[fewer] / target - 1:+.2%})."
+    rows = [
+        [name, f"{rate:g}", f"{lengths[name]}", f"**{loss:.4f}**" if rate == best[name] else f"{loss:.4f}"]
+        for name, losses in last.items()
+        for rate, loss in losses.items()
+    ]
+    return markdown(["optimizer", "learning rate", "steps", "held-out loss"], rows) + (
+        f"\n\nMuon's best is {reached / target - 1:+.2%} from AdamW's best."
     )
 
 
-def held_out(name: str, rate: float, steps: int, folder: Path) -> dict[int, float]:
+def parts(steps: int, folder: Path) -> str:
+    """Muon's held-out loss by settings."""
+    fewer = round(SHARE * steps)
+    rows = [[name, f"{muon(name, PARTS_RATE, fewer, folder)[fewer]:.4f}"] for name in PARTS]
+    return markdown([f"Muon, learning rate {PARTS_RATE:g}, {fewer} steps", "held-out loss"], rows)
+
+
+def muon(part: str, rate: float, steps: int, folder: Path) -> dict[int, float]:
+    """`held_out` of Muon with these settings."""
+    added, flags = PARTS[part]
+    file = folder / f"{part.replace(' ', '_').replace(',', '')}.toml"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(DEBUG_MODEL.read_text() + added)
+    return held_out("Muon", rate, steps, folder, part, [f"--job.config_file={file}", *flags])
+
+
+def held_out(
+    name: str, rate: float, steps: int, folder: Path, part: str = "", flags: Sequence[str] = ()
+) -> dict[int, float]:
     """Losses on the same held-out text, by step. A step's own loss depends more on its few sequences."""
-    flags = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--training.local_batch_size={BATCH}", *VALIDATION]
-    lines = (run(f"{name} {rate:g} {steps} steps", flags, steps, folder) / "metrics.jsonl").read_text().splitlines()
+    title = " ".join(filter(None, [name, part, f"{rate:g} {steps} steps"]))
+    flags = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--training.local_batch_size={BATCH}", *flags]
+    lines = (run(title, [*flags, *VALIDATION], steps, folder) / "metrics.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
     return {entry["step"]: entry["validation_loss"] for entry in entries if "validation_loss" in entry}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="errors,cost,losses")
+    parser.add_argument("--only", default="errors,cost,losses,parts")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--folder", type=Path, default=Path("outputs/muon"))
     parser.add_argument("--output", type=Path)
@@ -158,15 +199,16 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--repetitions", type=int, default=3)
     arguments = parser.parse_args()
-    parts: dict[str, Callable[[], str]] = {
+    sections: dict[str, Callable[[], str]] = {
         "errors": errors,
         "cost": lambda: cost(
             arguments.dim, arguments.layers, arguments.batch, arguments.seq_len, arguments.repetitions
         ),
         "losses": lambda: tuned(arguments.steps, arguments.folder, arguments.output),
+        "parts": lambda: parts(arguments.steps, arguments.folder),
     }
     for name in arguments.only.split(","):
-        print(f"\n{parts[name]()}", flush=True)
+        print(f"\n{sections[name]()}", flush=True)
 
 
 if __name__ == "__main__":
