@@ -92,9 +92,12 @@ def losses_table(what: str, runs: dict[str, Path]) -> str:
 def against(runs: Sequence[Path], bases: Sequence[Path], steps: int = LAST) -> list[str]:
     """How far the mean loss of the last steps is above that of the run with the same seed: the mean over seeds, and its
     standard deviation, both in percent."""
-    gaps = [
-        100 * (final_loss(run, steps) / final_loss(base, steps) - 1) for run, base in zip(runs, bases, strict=False)
-    ]
+    return mean_gap([final_loss(run, steps) for run in runs], [final_loss(base, steps) for base in bases])
+
+
+def mean_gap(results: Sequence[float], bases: Sequence[float]) -> list[str]:
+    """How far results are above those with the same seed: the mean, and its standard deviation, both in percent."""
+    gaps = [100 * (result / base - 1) for result, base in zip(results, bases, strict=False)]
     return [f"{statistics.mean(gaps):+.2f}%", f"{statistics.stdev(gaps):.2f}" if len(gaps) > 1 else ""]
 
 

@@ -207,7 +207,10 @@ def main() -> None:
         "losses": lambda: tuned(arguments.steps, arguments.folder, arguments.output),
         "parts": lambda: parts(arguments.steps, arguments.folder),
     }
-    for name in arguments.only.split(","):
+    names = arguments.only.split(",")
+    if unknown := [name for name in names if name not in sections]:
+        parser.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(sections)}")
+    for name in names:
         print(f"\n{sections[name]()}", flush=True)
 
 

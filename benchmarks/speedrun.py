@@ -11,12 +11,12 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.loss_runs import run_seeds
+from benchmarks.loss_runs import mean_gap, run_seeds
 from benchmarks.runs import DEBUG_MODEL, Variant, timed
 from benchmarks.tables import markdown, write_json
 
@@ -26,8 +26,6 @@ HELD_OUT = "held_out/bits_per_byte"
 EVALUATION = ["--evaluation.tasks=held_out", "--evaluation.freq=1000000", "--validation.enabled"]
 EVALUATION += ["--validation.freq=1000000"]  # both also run after the last step
 FIRST, LAST = "the debug model", "all adopted"
-
-
 BATCH = "training.local_batch_size"
 WARM_UP = 0.05  # of the steps, as in the debug model's file
 Recipe = dict[str, str]
@@ -36,16 +34,19 @@ Recipe = dict[str, str]
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the recipe.
+    """A change of a recipe. A name contains no comma.
 
     Attributes:
+        keys: that it sets; in `recipes`, all of the recipe with this change.
         timed: a step takes another time, which is measured.
+        before: the name of the recipe that it changes; empty for the first.
     """
 
     name: str
     keys: Recipe
     timed: bool = False
     adopted: bool = False
+    before: str = ""
 
 
 DEBUG = {"training.seq_len": "256", BATCH: "32"}  # as in its file; `loss_runs.run` has its own
@@ -63,15 +64,15 @@ CHANGES = [
 ]
 
 
-def recipes() -> dict[str, tuple[str, Recipe]]:
-    """By name: the name of the recipe that it changes, and what it is."""
-    name, recipe = FIRST, DEBUG
-    found = {FIRST: ("", recipe)}
+def recipes() -> dict[str, Change]:
+    """What is run, by name."""
+    before = Change(FIRST, DEBUG, timed=True)
+    found = {FIRST: before}
     for change in CHANGES:
-        found[change.name] = (name, {**recipe, **change.keys})
+        found[change.name] = replace(change, keys={**before.keys, **change.keys}, before=before.name)
         if change.adopted:
-            name, recipe = change.name, found[change.name][1]
-    return {**found, LAST: (FIRST, recipe)}
+            before = found[change.name]
+    return {**found, LAST: Change(LAST, before.keys, timed=True, before=FIRST)}
 
 
 def arguments_of(recipe: Recipe, steps: int) -> list[str]:
@@ -82,27 +83,27 @@ def arguments_of(recipe: Recipe, steps: int) -> list[str]:
 
 def seconds_a_step(name: str, folder: Path) -> float:
     """Measured in turn with the recipe that it changes, so that a machine that gets slower changes nothing."""
-    file = folder / "seconds.json"
-    known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
-    if name not in known:
-        before, _ = recipes()[name]
-        base = seconds_a_step(before, folder) if before else 1.0
-        if any(change.name == name and not change.timed for change in CHANGES):
-            return base
-        times: dict[str, list[float]] = {one: [] for one in (before, name) if one}
-        for _ in range(ROUNDS):
-            for one in times:
-                what = recipes()[one][1]
-                variant = Variant(one, {}, arguments_of(what, WARMUP + TIMED))
-                records = timed(variant, DEBUG_MODEL, [], WARMUP, TIMED).records
-                times[one] += [record["step_seconds"] for record in records]
-        quartiles = {one: statistics.quantiles(values, n=4)[0] for one, values in times.items()}
-        # The file is read again, for the recipe before may have been added.
-        known = json.loads(file.read_text()) if file.exists() else {}
-        known[name] = base * quartiles[name] / quartiles.get(before, 1.0)
-        write_json(file, known)
-        print(f"{name}: {known[name]:.3f} s a step", file=sys.stderr, flush=True)
-    return known[name]
+    file, recipe = folder / "seconds.json", recipes()[name]
+
+    def known() -> dict[str, float]:
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    if name in known():
+        return known()[name]
+    base = seconds_a_step(recipe.before, folder) if recipe.before else 1.0
+    if not recipe.timed:
+        return base
+    times: dict[str, list[float]] = {one: [] for one in (recipe.before, name) if one}
+    for _ in range(ROUNDS):
+        for one in times:
+            variant = Variant(one, {}, arguments_of(recipes()[one].keys, WARMUP + TIMED))
+            records = timed(variant, DEBUG_MODEL, [], WARMUP, TIMED).records
+            times[one] += [record["step_seconds"] for record in records]
+    quartiles = {one: statistics.quantiles(values, n=4)[0] for one, values in times.items()}
+    seconds = base * quartiles[name] / quartiles.get(recipe.before, 1.0)
+    write_json(file, {**known(), name: seconds})
+    print(f"{name}: {seconds:.3f} s a step", file=sys.stderr, flush=True)
+    return seconds
 
 
 def bits_per_byte(dump: Path) -> float:
@@ -114,23 +115,19 @@ def bits_per_byte(dump: Path) -> float:
 def measure(name: str, minutes: float, seeds: int, folder: Path) -> tuple[int, list[float]]:
     """The steps that fit into the time, and the result of each seed."""
     steps = round(60 * minutes / seconds_a_step(name, folder))
-    recipe = recipes()[name][1]
-    flags = [*arguments_of(recipe, steps), *EVALUATION]
+    flags = [*arguments_of(recipes()[name].keys, steps), *EVALUATION]
     dumps = run_seeds(f"{name} {minutes:g} min", flags, steps, folder, seeds)
     return steps, [bits_per_byte(dump) for dump in dumps]
 
 
 def table(names: list[str], minutes: float, seeds: int, folder: Path) -> str:
+    """Each of these compared with the recipe that it changes."""
     rows = []
     for name in names:
-        before, _ = recipes()[name]
+        recipe = recipes()[name]
         steps, found = measure(name, minutes, seeds, folder)
-        row = [name, f"{steps}", f"{statistics.mean(found):.4f}"]
-        if before:
-            bases = measure(before, minutes, seeds, folder)[1]
-            gaps = [100 * (one / base - 1) for one, base in zip(found, bases, strict=True)]
-            row += [f"{statistics.mean(gaps):+.2f}%", f"{statistics.stdev(gaps):.2f}" if seeds > 1 else ""]
-        rows.append([*row, *[""] * (5 - len(row)), "yes" if any(c.name == name and c.adopted for c in CHANGES) else ""])
+        gap = mean_gap(found, measure(recipe.before, minutes, seeds, folder)[1]) if recipe.before else ["", ""]
+        rows.append([name, f"{steps}", f"{statistics.mean(found):.4f}", *gap, "yes" if recipe.adopted else ""])
     columns = ["change", "steps", "bits per byte", "against before", "standard deviation, %", "adopted"]
     return markdown(columns, rows)
 

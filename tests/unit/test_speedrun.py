@@ -13,7 +13,7 @@ FILE = DEBUG_MODEL.with_name("speedrun_cpu.toml")
 
 def test_the_file_is_the_debug_model_with_all_adopted_changes() -> None:
     found = ConfigManager().parse_args([f"--job.config_file={FILE}"])
-    flags = speedrun.arguments_of(speedrun.recipes()[speedrun.LAST][1], found.training.steps)
+    flags = speedrun.arguments_of(speedrun.recipes()[speedrun.LAST].keys, found.training.steps)
     expected = ConfigManager().parse_args([f"--job.config_file={DEBUG_MODEL}", *flags])
 
     def trains(config: JobConfig) -> dict[str, object]:
@@ -22,6 +22,19 @@ def test_the_file_is_the_debug_model_with_all_adopted_changes() -> None:
         return {name: sections[name] for name in ("model", "training", "optimizer", "lr_scheduler", "precision")}
 
     assert trains(found) == trains(expected)
+
+
+def test_the_first_recipe_is_that_of_the_debug_models_file() -> None:
+    file = f"--job.config_file={DEBUG_MODEL}"
+    steps = ConfigManager().parse_args([file]).training.steps
+    flags = speedrun.arguments_of(speedrun.recipes()[speedrun.FIRST].keys, steps)
+    assert ConfigManager().parse_args([file, *flags]) == ConfigManager().parse_args([file])
+
+
+def test_a_change_that_costs_no_time_has_the_steps_of_the_recipe_before_it(tmp_path: Path) -> None:
+    change = next(one for one in speedrun.recipes().values() if not one.timed)
+    (tmp_path / "seconds.json").write_text(json.dumps({change.before: 0.5}))
+    assert speedrun.seconds_a_step(change.name, tmp_path) == 0.5
 
 
 def test_a_change_is_compared_at_equal_time_with_the_recipe_before_it(tmp_path: Path) -> None:
