@@ -20,8 +20,8 @@ from benchmarks.loss_runs import mean_gap, run_seeds
 from benchmarks.runs import DEBUG_MODEL, Variant, timed
 from benchmarks.tables import markdown, write_json
 
-ROUNDS = 2  # of timing two recipes in turn
-WARMUP, TIMED = 2, 6  # steps
+ROUNDS = 4  # of timing two recipes in turn
+WARMUP, TIMED = 2, 12  # steps
 HELD_OUT = "held_out/bits_per_byte"
 EVALUATION = ["--evaluation.tasks=held_out", "--evaluation.freq=1000000", "--validation.enabled"]
 EVALUATION += ["--validation.freq=1000000"]  # both also run after the last step
