@@ -3,8 +3,8 @@
 python -m benchmarks speedrun [--minutes 10] [--seeds 3] [--only NAMES] [--folder outputs/speedrun]
 
 Each change is tried on top of the adopted ones before it (CHANGES), for as many steps as then fit into the time: the
-steps of both are timed in turn first, on an otherwise idle machine. Finished runs and timings are not repeated.
-`--minutes 10 --only "the debug model,all adopted"` compares the first with the last.
+steps of all are timed in turn first, on an otherwise idle machine. Finished runs and timings are not repeated.
+`--minutes 10 --only "32 sequences a step,all adopted"` compares the first with the last.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from benchmarks.loss_runs import mean_gap, run_seeds
 from benchmarks.runs import DEBUG_MODEL, Variant, timed
 from benchmarks.tables import markdown, write_json
 
-ROUNDS = 4  # of timing two recipes in turn
+ROUNDS = 3  # of timing two recipes in turn
 WARMUP, TIMED = 2, 12  # steps
 HELD_OUT = "held_out/bits_per_byte"
 EVALUATION = ["--evaluation.tasks=held_out", "--evaluation.freq=1000000", "--validation.enabled"]
 EVALUATION += ["--validation.freq=1000000"]  # both also run after the last step
-FIRST, LAST = "the debug model", "all adopted"
+FIRST, LAST = "32 sequences a step", "all adopted"
 BATCH = "training.local_batch_size"
-WARM_UP = 0.05  # of the steps, as in the debug model's file
+WARM_UP = 0.05  # of the steps
 Recipe = dict[str, str]
 """Keys of the configuration and their values."""
 
@@ -38,8 +38,9 @@ class Change:
 
     Attributes:
         keys: that it sets; in `recipes`, all of the recipe with this change.
-        timed: a step takes another time, which is measured.
+        timed: a step takes another time than before.
         before: the name of the recipe that it changes; empty for the first.
+        time_of: the name of the recipe whose steps take the same time.
     """
 
     name: str
@@ -47,32 +48,46 @@ class Change:
     timed: bool = False
     adopted: bool = False
     before: str = ""
+    time_of: str = ""
 
 
-DEBUG = {"training.seq_len": "256", BATCH: "32"}  # as in its file; `loss_runs.run` has its own
+DEBUG = {"training.seq_len": "256", BATCH: "32"}  # the debug model before it took 16; `loss_runs.run` has its own
 MUON = {"optimizer.name": "Muon", "optimizer.muon_momentum": "0.85", "optimizer.muon_row_normalization": "true"}
 CHANGES = [
     Change("8 sequences a step", {BATCH: "8"}, timed=True, adopted=True),
     Change("4 sequences a step", {BATCH: "4"}, timed=True),
+    Change("AdamW at 6e-3", {"optimizer.lr": "6e-3"}),
+    Change("AdamW at 1.5e-3", {"optimizer.lr": "1.5e-3"}),
     Change("compile", {"training.compile": "true"}, timed=True),
     Change("int8", {"model.converters": "int8"}, timed=True),
-    Change("Muon at 4e-3", {**MUON, "optimizer.lr": "4e-3"}, timed=True, adopted=True),
+    Change("Muon at 4e-3", {**MUON, "optimizer.lr": "4e-3"}, timed=True),
+    Change("Muon at 8e-3", {**MUON, "optimizer.lr": "8e-3"}, timed=True),
+    Change("16 sequences a step", {BATCH: "16"}, timed=True, adopted=True),
+    Change("Muon with 16 sequences", {**MUON, "optimizer.lr": "8e-3"}, timed=True, adopted=True),
+    Change("Muon with 32 sequences", {BATCH: "32"}, timed=True),
+    Change("learning rate 1.2e-2", {"optimizer.lr": "1.2e-2"}),
     Change("decay over all steps", {"lr_scheduler.decay_ratio": "none"}),
-    Change("learning rate 8e-3", {"optimizer.lr": "8e-3"}, adopted=True),
+    Change("no weight decay", {"optimizer.weight_decay": "0"}),
     Change("Qwen3's blocks", {"model.name": "qwen3"}, timed=True),
     Change("4 layers", {"model.n_layers": "4"}, timed=True),
+    Change("192 wide", {"model.dim": "192"}, timed=True, adopted=True),
+    Change("192 wide with 4 layers", {"model.n_layers": "4"}, timed=True),
+    Change("192 wide with 8 sequences", {BATCH: "8"}, timed=True),
+    Change("128 wide", {"model.dim": "128"}, timed=True, adopted=True),
 ]
 
 
 def recipes() -> dict[str, Change]:
     """What is run, by name."""
-    before = Change(FIRST, DEBUG, timed=True)
+    before = Change(FIRST, DEBUG, time_of=FIRST)
     found = {FIRST: before}
     for change in CHANGES:
-        found[change.name] = replace(change, keys={**before.keys, **change.keys}, before=before.name)
+        time_of = change.name if change.timed else before.time_of
+        keys = {**before.keys, **change.keys}
+        found[change.name] = replace(change, keys=keys, before=before.name, time_of=time_of)
         if change.adopted:
             before = found[change.name]
-    return {**found, LAST: Change(LAST, before.keys, timed=True, before=FIRST)}
+    return {**found, LAST: replace(before, name=LAST, before=FIRST)}
 
 
 def arguments_of(recipe: Recipe, steps: int) -> list[str]:
@@ -81,29 +96,24 @@ def arguments_of(recipe: Recipe, steps: int) -> list[str]:
     return [warm_up, *(f"--{key}={value}" for key, value in recipe.items())]
 
 
-def seconds_a_step(name: str, folder: Path) -> float:
-    """Measured in turn with the recipe that it changes, so that a machine that gets slower changes nothing."""
-    file, recipe = folder / "seconds.json", recipes()[name]
-
-    def known() -> dict[str, float]:
-        return json.loads(file.read_text()) if file.exists() else {}
-
-    if name in known():
-        return known()[name]
-    base = seconds_a_step(recipe.before, folder) if recipe.before else 1.0
-    if not recipe.timed:
-        return base
-    times: dict[str, list[float]] = {one: [] for one in (recipe.before, name) if one}
-    for _ in range(ROUNDS):
-        for one in times:
-            variant = Variant(one, {}, arguments_of(recipes()[one].keys, WARMUP + TIMED))
-            records = timed(variant, DEBUG_MODEL, [], WARMUP, TIMED).records
-            times[one] += [record["step_seconds"] for record in records]
-    quartiles = {one: statistics.quantiles(values, n=4)[0] for one, values in times.items()}
-    seconds = base * quartiles[name] / quartiles.get(recipe.before, 1.0)
-    write_json(file, {**known(), name: seconds})
-    print(f"{name}: {seconds:.3f} s a step", file=sys.stderr, flush=True)
-    return seconds
+def steps_that_fit(minutes: float, names: list[str], folder: Path) -> dict[str, int]:
+    """Of each recipe. Those not timed before are timed in turn, and the first among them, so that a machine that gets
+    slower changes nothing."""
+    file, found = folder / "seconds.json", recipes()
+    known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+    if missing := {found[name].time_of for name in names} - known.keys():
+        times: dict[str, list[float]] = {name: [] for name in {FIRST, *missing}}
+        for _ in range(ROUNDS):
+            for name in times:
+                variant = Variant(name, {}, arguments_of(found[name].keys, WARMUP + TIMED))
+                records = timed(variant, DEBUG_MODEL, [], WARMUP, TIMED).records
+                times[name] += [record["step_seconds"] for record in records]
+        quartiles = {name: statistics.quantiles(values, n=4)[0] for name, values in times.items()}
+        slower = known.get(FIRST, quartiles[FIRST]) / quartiles[FIRST]
+        known |= {name: slower * quartiles[name] for name in missing}
+        write_json(file, known)
+        print(f"seconds a step: {known}", file=sys.stderr, flush=True)
+    return {name: round(60 * minutes / known[found[name].time_of]) for name in names}
 
 
 def bits_per_byte(dump: Path) -> float:
@@ -112,22 +122,23 @@ def bits_per_byte(dump: Path) -> float:
     return float(next(entry[HELD_OUT] for entry in entries if HELD_OUT in entry))
 
 
-def measure(name: str, minutes: float, seeds: int, folder: Path) -> tuple[int, list[float]]:
-    """The steps that fit into the time, and the result of each seed."""
-    steps = round(60 * minutes / seconds_a_step(name, folder))
+def measure(name: str, minutes: float, steps: int, seeds: int, folder: Path) -> list[float]:
+    """The result of each seed."""
     flags = [*arguments_of(recipes()[name].keys, steps), *EVALUATION]
     dumps = run_seeds(f"{name} {minutes:g} min", flags, steps, folder, seeds)
-    return steps, [bits_per_byte(dump) for dump in dumps]
+    return [bits_per_byte(dump) for dump in dumps]
 
 
 def table(names: list[str], minutes: float, seeds: int, folder: Path) -> str:
     """Each of these compared with the recipe that it changes."""
+    before = [recipes()[name].before for name in names]
+    steps = steps_that_fit(minutes, [*filter(None, before), *names], folder)
+    results = {name: measure(name, minutes, steps[name], seeds, folder) for name in steps}
     rows = []
     for name in names:
-        recipe = recipes()[name]
-        steps, found = measure(name, minutes, seeds, folder)
-        gap = mean_gap(found, measure(recipe.before, minutes, seeds, folder)[1]) if recipe.before else ["", ""]
-        rows.append([name, f"{steps}", f"{statistics.mean(found):.4f}", *gap, "yes" if recipe.adopted else ""])
+        recipe, found = recipes()[name], results[name]
+        gap = mean_gap(found, results[recipe.before]) if recipe.before else ["", ""]
+        rows.append([name, f"{steps[name]}", f"{statistics.mean(found):.4f}", *gap, "yes" if recipe.adopted else ""])
     columns = ["change", "steps", "bits per byte", "against before", "standard deviation, %", "adopted"]
     return markdown(columns, rows)
 

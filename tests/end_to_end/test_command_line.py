@@ -8,7 +8,7 @@ import pytest
 from runs import ROOT, SMALL, into, losses, train, train_here
 
 DEBUG_MODEL = f"--job.config_file={ROOT}/train_configs/debug_model.toml"
-QUARTER = "--training.local_batch_size=8"
+SHORT = ("--training.local_batch_size=8", "--training.steps=100")
 MINUTES = 12  # for its 100 steps with one thread; an idle core takes 3
 
 
@@ -54,7 +54,7 @@ def test_the_debug_model_learns(tmp_path: Path) -> None:
 def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> float:
     """The loss after 100 steps. One thread, because a second would wait for a core used by another test."""
     folder = tmp_path_factory.mktemp("bfloat16")
-    train(DEBUG_MODEL, QUARTER, into(folder), OMP_NUM_THREADS="1", patience=MINUTES * 60)
+    train(DEBUG_MODEL, *SHORT, into(folder), OMP_NUM_THREADS="1", patience=MINUTES * 60)
     return losses(folder)[100]
 
 
@@ -67,5 +67,5 @@ def test_the_debug_model_falls_under_5_3_in_100_steps(bfloat16: float) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(2 * MINUTES * 60)
 def test_float8_ends_within_two_percent_of_bfloat16(bfloat16: float, tmp_path: Path) -> None:
-    train(DEBUG_MODEL, QUARTER, "--model.converters=float8", into(tmp_path), OMP_NUM_THREADS="1", patience=MINUTES * 60)
+    train(DEBUG_MODEL, *SHORT, "--model.converters=float8", into(tmp_path), OMP_NUM_THREADS="1", patience=MINUTES * 60)
     assert losses(tmp_path)[100] == pytest.approx(bfloat16, rel=0.02)

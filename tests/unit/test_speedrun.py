@@ -24,17 +24,18 @@ def test_the_file_is_the_debug_model_with_all_adopted_changes() -> None:
     assert trains(found) == trains(expected)
 
 
-def test_the_first_recipe_is_that_of_the_debug_models_file() -> None:
+def test_the_debug_models_file_has_the_batch_that_helped() -> None:
     file = f"--job.config_file={DEBUG_MODEL}"
-    steps = ConfigManager().parse_args([file]).training.steps
-    flags = speedrun.arguments_of(speedrun.recipes()[speedrun.FIRST].keys, steps)
+    recipe = speedrun.recipes()["16 sequences a step"].keys
+    flags = [f"--{key}={value}" for key, value in recipe.items()]
     assert ConfigManager().parse_args([file, *flags]) == ConfigManager().parse_args([file])
 
 
 def test_a_change_that_costs_no_time_has_the_steps_of_the_recipe_before_it(tmp_path: Path) -> None:
-    change = next(one for one in speedrun.recipes().values() if not one.timed)
-    (tmp_path / "seconds.json").write_text(json.dumps({change.before: 0.5}))
-    assert speedrun.seconds_a_step(change.name, tmp_path) == 0.5
+    changes = [change for change in speedrun.CHANGES if change.adopted and change.timed]
+    (tmp_path / "seconds.json").write_text(json.dumps({changes[0].name: 0.5, changes[-1].name: 0.25}))
+    steps = speedrun.steps_that_fit(1, ["AdamW at 6e-3", speedrun.LAST], tmp_path)
+    assert steps == {"AdamW at 6e-3": 120, speedrun.LAST: 240}
 
 
 def test_a_change_is_compared_at_equal_time_with_the_recipe_before_it(tmp_path: Path) -> None:
