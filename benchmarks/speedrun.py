@@ -20,7 +20,7 @@ from benchmarks.loss_runs import mean_gap, run_seeds
 from benchmarks.runs import DEBUG_MODEL, Variant, timed
 from benchmarks.tables import markdown, write_json
 
-ROUNDS = 3  # of timing two recipes in turn
+ROUNDS = 3  # of timing recipes in turn
 WARMUP, TIMED = 2, 12  # steps
 HELD_OUT = "held_out/bits_per_byte"
 EVALUATION = ["--evaluation.tasks=held_out", "--evaluation.freq=1000000", "--validation.enabled"]
@@ -28,6 +28,7 @@ EVALUATION += ["--validation.freq=1000000"]  # both also run after the last step
 FIRST, LAST = "32 sequences a step", "all adopted"
 BATCH = "training.local_batch_size"
 WARM_UP = 0.05  # of the steps
+SAME_TIME = ("optimizer.lr", "optimizer.weight_decay", "lr_scheduler.decay_ratio")  # whatever their value
 Recipe = dict[str, str]
 """Keys of the configuration and their values."""
 
@@ -38,53 +39,47 @@ class Change:
 
     Attributes:
         keys: that it sets; in `recipes`, all of the recipe with this change.
-        timed: a step takes another time than before.
         before: the name of the recipe that it changes; empty for the first.
-        time_of: the name of the recipe whose steps take the same time.
     """
 
     name: str
     keys: Recipe
-    timed: bool = False
     adopted: bool = False
     before: str = ""
-    time_of: str = ""
 
 
 DEBUG = {"training.seq_len": "256", BATCH: "32"}  # the debug model before it took 16; `loss_runs.run` has its own
 MUON = {"optimizer.name": "Muon", "optimizer.muon_momentum": "0.85", "optimizer.muon_row_normalization": "true"}
 CHANGES = [
-    Change("8 sequences a step", {BATCH: "8"}, timed=True, adopted=True),
-    Change("4 sequences a step", {BATCH: "4"}, timed=True),
+    Change("8 sequences a step", {BATCH: "8"}, adopted=True),
+    Change("4 sequences a step", {BATCH: "4"}),
     Change("AdamW at 6e-3", {"optimizer.lr": "6e-3"}),
     Change("AdamW at 1.5e-3", {"optimizer.lr": "1.5e-3"}),
-    Change("compile", {"training.compile": "true"}, timed=True),
-    Change("int8", {"model.converters": "int8"}, timed=True),
-    Change("Muon at 4e-3", {**MUON, "optimizer.lr": "4e-3"}, timed=True),
-    Change("Muon at 8e-3", {**MUON, "optimizer.lr": "8e-3"}, timed=True),
-    Change("16 sequences a step", {BATCH: "16"}, timed=True, adopted=True),
-    Change("Muon with 16 sequences", {**MUON, "optimizer.lr": "8e-3"}, timed=True, adopted=True),
-    Change("Muon with 32 sequences", {BATCH: "32"}, timed=True),
+    Change("compile", {"training.compile": "true"}),
+    Change("int8", {"model.converters": "int8"}),
+    Change("Muon at 4e-3", {**MUON, "optimizer.lr": "4e-3"}),
+    Change("Muon at 8e-3", {**MUON, "optimizer.lr": "8e-3"}),
+    Change("16 sequences a step", {BATCH: "16"}, adopted=True),
+    Change("Muon with 16 sequences", {**MUON, "optimizer.lr": "8e-3"}, adopted=True),
+    Change("Muon with 32 sequences", {BATCH: "32"}),
     Change("learning rate 1.2e-2", {"optimizer.lr": "1.2e-2"}),
     Change("decay over all steps", {"lr_scheduler.decay_ratio": "none"}),
     Change("no weight decay", {"optimizer.weight_decay": "0"}),
-    Change("Qwen3's blocks", {"model.name": "qwen3"}, timed=True),
-    Change("4 layers", {"model.n_layers": "4"}, timed=True),
-    Change("192 wide", {"model.dim": "192"}, timed=True, adopted=True),
-    Change("192 wide with 4 layers", {"model.n_layers": "4"}, timed=True),
-    Change("192 wide with 8 sequences", {BATCH: "8"}, timed=True),
-    Change("128 wide", {"model.dim": "128"}, timed=True, adopted=True),
+    Change("Qwen3's blocks", {"model.name": "qwen3"}),
+    Change("4 layers", {"model.n_layers": "4"}),
+    Change("192 wide", {"model.dim": "192"}, adopted=True),
+    Change("192 wide with 4 layers", {"model.n_layers": "4"}),
+    Change("192 wide with 8 sequences", {BATCH: "8"}),
+    Change("128 wide", {"model.dim": "128"}, adopted=True),
 ]
 
 
 def recipes() -> dict[str, Change]:
     """What is run, by name."""
-    before = Change(FIRST, DEBUG, time_of=FIRST)
+    before = Change(FIRST, DEBUG)
     found = {FIRST: before}
     for change in CHANGES:
-        time_of = change.name if change.timed else before.time_of
-        keys = {**before.keys, **change.keys}
-        found[change.name] = replace(change, keys=keys, before=before.name, time_of=time_of)
+        found[change.name] = replace(change, keys={**before.keys, **change.keys}, before=before.name)
         if change.adopted:
             before = found[change.name]
     return {**found, LAST: replace(before, name=LAST, before=FIRST)}
@@ -96,13 +91,19 @@ def arguments_of(recipe: Recipe, steps: int) -> list[str]:
     return [warm_up, *(f"--{key}={value}" for key, value in recipe.items())]
 
 
+def time_of(name: str) -> str:
+    """The first recipe whose steps take the same time."""
+    timed_keys = {one: {**change.keys, **dict.fromkeys(SAME_TIME, "")} for one, change in recipes().items()}
+    return next(one for one, keys in timed_keys.items() if keys == timed_keys[name])
+
+
 def steps_that_fit(minutes: float, names: list[str], folder: Path) -> dict[str, int]:
     """Of each recipe. Those not timed before are timed in turn, and the first among them, so that a machine that gets
     slower changes nothing."""
     file, found = folder / "seconds.json", recipes()
     known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
-    if missing := {found[name].time_of for name in names} - known.keys():
-        times: dict[str, list[float]] = {name: [] for name in {FIRST, *missing}}
+    if missing := {time_of(name) for name in names} - known.keys():
+        times: dict[str, list[float]] = {name: [] for name in found if name in {FIRST, *missing}}
         for _ in range(ROUNDS):
             for name in times:
                 variant = Variant(name, {}, arguments_of(found[name].keys, WARMUP + TIMED))
@@ -113,7 +114,7 @@ def steps_that_fit(minutes: float, names: list[str], folder: Path) -> dict[str, 
         known |= {name: slower * quartiles[name] for name in missing}
         write_json(file, known)
         print(f"seconds a step: {known}", file=sys.stderr, flush=True)
-    return {name: round(60 * minutes / known[found[name].time_of]) for name in names}
+    return {name: round(60 * minutes / known[time_of(name)]) for name in names}
 
 
 def bits_per_byte(dump: Path) -> float:

@@ -32,10 +32,10 @@ def test_the_debug_models_file_has_the_batch_that_helped() -> None:
 
 
 def test_a_change_that_costs_no_time_has_the_steps_of_the_recipe_before_it(tmp_path: Path) -> None:
-    changes = [change for change in speedrun.CHANGES if change.adopted and change.timed]
-    (tmp_path / "seconds.json").write_text(json.dumps({changes[0].name: 0.5, changes[-1].name: 0.25}))
-    steps = speedrun.steps_that_fit(1, ["AdamW at 6e-3", speedrun.LAST], tmp_path)
-    assert steps == {"AdamW at 6e-3": 120, speedrun.LAST: 240}
+    adopted = [change.name for change in speedrun.CHANGES if change.adopted]
+    (tmp_path / "seconds.json").write_text(json.dumps({adopted[0]: 0.5, "Muon at 4e-3": 1, adopted[-1]: 0.25}))
+    steps = speedrun.steps_that_fit(1, ["AdamW at 6e-3", "Muon at 8e-3", speedrun.LAST], tmp_path)
+    assert steps == {"AdamW at 6e-3": 120, "Muon at 8e-3": 60, speedrun.LAST: 240}
 
 
 def test_a_change_is_compared_at_equal_time_with_the_recipe_before_it(tmp_path: Path) -> None:
