@@ -71,6 +71,11 @@ CHANGES = [
     Change("192 wide with 4 layers", {"model.n_layers": "4"}),
     Change("192 wide with 8 sequences", {BATCH: "8"}),
     Change("128 wide", {"model.dim": "128"}, adopted=True),
+    Change("64 wide", {"model.dim": "64"}),
+    Change("128 wide with 4 layers", {"model.n_layers": "4"}, adopted=True),
+    Change("128 tokens a sequence", {"training.seq_len": "128", BATCH: "32"}, adopted=True),
+    Change("2 layers", {"model.n_layers": "2"}),
+    Change("16 sequences of 128 tokens", {BATCH: "16"}),
 ]
 
 
