@@ -1,5 +1,6 @@
 """Runs functions in several processes of one gloo group, each forked from a process that has imported torch."""
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ R = TypeVar("R")
 
 PATIENCE = 240  # seconds; allows for busy machines
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torchtitan.build_trainer", "torchtitan.plan.planner", "torchao.prototype.mx_formats"])
+_context.set_forkserver_preload(["preload"])
 
 
 def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[], R]) -> R:
@@ -84,6 +85,7 @@ def on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) ->
 
 
 def _call(answer: Connection, variables: dict[str, str], function: Callable[..., None], arguments: Any) -> None:
+    atexit._clear()  # what was registered before the fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which terminates the ranks
     os.environ.clear()
     os.environ.update(variables)

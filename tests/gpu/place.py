@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import PATHS, ROOT, TINY, failure, losses, train
+from runs import ROOT, TINY, failure, losses, train
 
 PROGRAM = [sys.executable, str(ROOT / "train.py")]
 STEPS = 20
@@ -91,7 +91,7 @@ class Place:
         return failure(*SHAPE[self.device], *flags, command=PROGRAM)
 
     def environment(self, visible: bool) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": PATHS, **hidden(not visible)}
+        return {**os.environ, **hidden(not visible)}
 
 
 def hidden(gpus: bool) -> dict[str, str]:

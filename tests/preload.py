@@ -1,0 +1,13 @@
+"""What forked test processes need, imported once by the process that they are forked from: not train.py, which reads
+the rank."""
+
+from importlib import import_module
+
+from torchtitan.launcher.imports import quick_imports
+
+LIBRARIES = ("pydantic.type_adapter", "sentencepiece", "tomli_w", "torchao.prototype.mx_formats")
+OURS = ("torchtitan.build_trainer", "torchtitan.engine.watchdog", "torchtitan.plan.planner", "runs", "tiny")
+
+with quick_imports():  # frozen, so that a forked process's first garbage collection copies none of it
+    for name in (*LIBRARIES, *OURS):
+        import_module(name)
