@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from workers import PATIENCE, on_ranks
+from workers import PATIENCE, exit_status_of, on_ranks
 
 from torchtitan.config import ConfigManager
 from torchtitan.logging import logger
@@ -192,15 +193,45 @@ def _train_on_ranks(flags: Sequence[str], processes: int = 1) -> str:
         return Path(screen.name).read_text(errors="replace")
 
 
+def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `python *arguments` in the repository's root: a script, or `-m` and a module.
+
+    In a forked process, because importing torch takes longer than most scripts.
+    """
+    command = [str(argument) for argument in arguments]
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+        status = exit_status_of(_run_as_program, command, environment, out.name, err.name)
+        outputs = [Path(file.name).read_text(errors="replace") for file in (out, err)]
+    return subprocess.CompletedProcess(command, status, *outputs)
+
+
+def _run_as_program(command: list[str], environment: dict[str, str], out: str, err: str) -> None:
+    _write_to(out, err)
+    os.chdir(ROOT)
+    os.environ.update(environment)
+    for name in ("RANK", "WORLD_SIZE", "NGPU"):
+        os.environ.pop(name, None)
+    sys.argv = command
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(command[0]).parent))
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def _write_to(out: str, err: str) -> None:
+    for descriptor, name in ((1, out), (2, err)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), descriptor)
+
+
 def _train_as_rank(rank: int, world_size: int, port: int, screen: str, flags: Sequence[str]) -> None:
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
     if world_size > 1:
         os.environ.update({name: str(value) for name, value in (world | meeting | elastic).items()})
-    file = os.open(screen, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    _write_to(screen, screen)
     train_here(*flags)
     atexit._run_exitfuncs()  # a forked process skips them
     sys.stdout.flush()
@@ -208,7 +239,14 @@ def _train_as_rank(rank: int, world_size: int, port: int, screen: str, flags: Se
 
 
 def failure(*flags: str, **options: Any) -> tuple[int, str]:
-    """A run that must fail. Returns (exit status, output)."""
+    """A run that must fail. Returns (exit status, output).
+
+    Without options other than `processes`, which is 1 or None, train.py runs in a forked process.
+    """
+    if options in ({}, {"processes": 1}, {"processes": None}):
+        done = python("train.py", *flags)
+        assert done.returncode != 0, done.stdout
+        return done.returncode, done.stdout + done.stderr
     with started(*flags, **options) as run:
         status, output = run.finish()
         assert status != 0, output

@@ -84,12 +84,32 @@ def on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) ->
         raise AssertionError(failures or f"ranks {late} are not done after {PATIENCE} s")
 
 
-def _call(answer: Connection, variables: dict[str, str], function: Callable[..., None], arguments: Any) -> None:
+def exit_status_of(function: Callable[..., None], *arguments: Any) -> int:
+    """Runs `function(*arguments)` in a process, with this process's environment. Returns its exit status."""
+    process = _context.Process(target=_call_program, args=(dict(os.environ), function, arguments), daemon=True)
+    process.start()
+    process.join(PATIENCE)
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError(f"not done after {PATIENCE} s")
+    return process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
+
+
+def _call_program(variables: dict[str, str], function: Callable[..., None], arguments: Any) -> None:
+    _prepare(variables)
+    function(*arguments)
+
+
+def _prepare(variables: dict[str, str]) -> None:
     atexit._clear()  # what was registered before the fork
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which terminates the ranks
     os.environ.clear()
     os.environ.update(variables)
     torch.set_num_threads(1)
+
+
+def _call(answer: Connection, variables: dict[str, str], function: Callable[..., None], arguments: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which terminates the ranks
+    _prepare(variables)
     try:
         function(*arguments)
     except BaseException:

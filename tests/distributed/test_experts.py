@@ -1,17 +1,13 @@
 """Mixtures of experts over several processes: checkpoints, balance, published weights, compiled code."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from runs import (
     CHECKPOINTS,
-    ROOT,
     SMALL,
     assert_equal_bit_for_bit,
     failure,
@@ -19,6 +15,7 @@ from runs import (
     last_step,
     lines_of,
     losses,
+    python,
     started,
     tensors_of,
     train,
@@ -120,9 +117,7 @@ def test_published_experts(layout: str, tmp_path: Path) -> None:
 
 
 def test_biases_are_not_lost_in_an_export(uninterrupted: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts/convert_to_hf.py"), str(uninterrupted), str(tmp_path / "hf")]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    ended = subprocess.run([*command, "--custom-import=tiny"], env=environment, capture_output=True, text=True)
+    ended = python("scripts/convert_to_hf.py", uninterrupted, tmp_path / "hf", "--custom-import=tiny")
     assert ended.returncode == 2
     assert "--moe.balance=loss" in ended.stderr
     assert not (tmp_path / "hf").exists()

@@ -7,15 +7,17 @@ from typing import Any
 
 import matplotlib.image
 import pytest
-from runs import ROOT, TINY, failure, train
+from runs import ROOT, TINY, failure, python
 
 
-def bench(script: str, *flags: str, **options: Any) -> str:
-    return train(*flags, command=[sys.executable, "-m", "benchmarks", script], **options)
+def bench(*arguments: object) -> str:
+    done = python("-m", "benchmarks", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_without_a_name_all_are_listed() -> None:
-    lines = train(command=[sys.executable, "-m", "benchmarks"]).splitlines()
+    lines = bench().splitlines()
     listed = {line.split()[0] for line in lines[1:]}
     scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if path.stem[0] != "_"]
     assert listed == {path.stem for path in scripts if 'if __name__ == "__main__"' in path.read_text()}
@@ -23,8 +25,8 @@ def test_without_a_name_all_are_listed() -> None:
 
 
 def test_a_typo_in_a_name() -> None:
-    status, output = failure(command=[sys.executable, "-m", "benchmarks", "thruput"])
-    assert status == 2 and "unknown benchmark 'thruput' (did you mean throughput?)" in output
+    done = python("-m", "benchmarks", "thruput")
+    assert done.returncode == 2 and "unknown benchmark 'thruput' (did you mean throughput?)" in done.stderr
 
 
 def test_throughput_beside_another_trainer(tmp_path: Path) -> None:

@@ -1,15 +1,13 @@
 """Decays that branch off a run, averages of checkpoints, and the moving average of weights."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, TESTS, TINY, into, losses, reports, tensors_of, train, train_here
+from runs import TINY, into, losses, python, reports, tensors_of, train, train_here
 
 STABLE = (*TINY, "--training.local_batch_size=4", "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
 TWO = (*STABLE, "--training.local_batch_size=2")
@@ -17,10 +15,7 @@ TWO = (*STABLE, "--training.local_batch_size=2")
 
 def script(name: str, *arguments: object) -> tuple[int, str]:
     """Exit status and output of a script."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", "NGPU": "1"}
-    environment["PYTHON"] = sys.executable
-    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = python(f"scripts/{name}", *arguments, PYTHON=sys.executable)
     return done.returncode, done.stdout + done.stderr
 
 

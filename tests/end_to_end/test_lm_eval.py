@@ -2,12 +2,11 @@
 files. `pip install "lm_eval[hf]"` is needed, into an environment that has this project's packages."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import CHECKPOINTS, TINY, into, lines_of, started, train
+from runs import CHECKPOINTS, TINY, into, lines_of, python, train
 from task_files import KINDS
 
 pytestmark = pytest.mark.full
@@ -60,9 +59,8 @@ def test_lm_eval_gets_the_same(shots: int, tmp_path: Path, monkeypatch: pytest.M
             )["results"]
     entries = [f"text:{text}" if kind == "text" else str(tmp_path / f"{kind}.jsonl") for kind in kinds]
     flags = ("--tasks", *entries, "--num-fewshot", str(shots), "--dtype", "float32", "--dump-folder", str(tmp_path))
-    with started(str(folder), *flags, command=[sys.executable, "-m", "torchtitan.evaluate"]) as run:
-        status, output = run.finish()
-    assert status == 0, output
+    done = python("-m", "torchtitan.evaluate", folder, *flags)
+    assert done.returncode == 0, done.stderr
     (ours,) = lines_of(tmp_path / "metrics.jsonl")
     compared = 0
     for kind in kinds:

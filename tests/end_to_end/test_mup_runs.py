@@ -1,14 +1,11 @@
 """Runs with muP: their checkpoints, what they export, and the scripts that check the parametrization."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from runs import CHECKPOINTS, ROOT, TESTS, TINY, into, last_step, losses, tensors_of, train_here
+from runs import CHECKPOINTS, TINY, into, last_step, losses, python, tensors_of, train_here
 from transformers import AutoModelForCausalLM
 
 from torchtitan.checkpoint.choose import check_identity
@@ -64,10 +61,8 @@ def test_the_exported_model_has_the_same_logits(run: Path) -> None:
 
 
 def script(name: str, output: Path, *flags: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "scripts" / name), "--output", str(output), "--widths", "32,64", *flags]
-    base = (*TINY, "--model.mup_base_flavor=narrow")
-    done = subprocess.run([*command, *base], env=environment, capture_output=True, text=True, timeout=240)
+    base = ("--widths=32,64", *TINY, "--model.mup_base_flavor=narrow")
+    done = python(f"scripts/{name}", "--output", output, *flags, *base)
     assert done.returncode == 0, done.stderr
     assert output.read_bytes().startswith(b"\x89PNG")
     return done.stdout

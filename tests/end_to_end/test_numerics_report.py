@@ -1,19 +1,14 @@
 """scripts/numerics_report.py: the effect of a recipe on each GEMM of a model in training."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from runs import ROOT, TESTS, TINY
+from runs import TINY, python
 
 
 def report(folder: Path, *flags: str) -> tuple[dict, str]:
-    command = [sys.executable, str(ROOT / "scripts" / "numerics_report.py"), "--output", str(folder / "numerics")]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}", "OMP_NUM_THREADS": "1"}
-    flags = (*TINY, "--training.mixed_precision_param=bfloat16", *flags)
-    done = subprocess.run([*command, "--steps", "2", *flags], env=environment, capture_output=True, text=True)
+    flags = ("--steps=2", *TINY, "--training.mixed_precision_param=bfloat16", *flags)
+    done = python("scripts/numerics_report.py", "--output", folder / "numerics", *flags)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "numerics.json").read_text()), done.stdout
 

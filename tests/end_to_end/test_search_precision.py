@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import ROOT, TINY
+from runs import ROOT, TINY, python
 
 # A configuration without the tables that the search writes, so that its fragment can be pasted at the end.
 CONFIG = "[training]\nseed = 1\n"
@@ -18,10 +18,6 @@ FLAGS = (*TINY, "--training.mixed_precision_param=bfloat16")
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SCRIPT = ROOT / "scripts" / "search_precision.py"
-
-
-def python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, arguments)], env=ENVIRONMENT, capture_output=True, text=True)
 
 
 def search(folder: Path, *flags: str, budget: str = "100%") -> subprocess.CompletedProcess[str]:

@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runs import python
 from torch import nn
 
 from torchtitan.config import ConfigManager
@@ -97,9 +96,7 @@ def test_shapes_are_those_of_one_device() -> None:
 
 def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: Path) -> None:
     flags = ["--model.flavor=8B", "--model.converters=float8", "--float8.filter_fqns=output,auto_filter_small_kn"]
-    command = [sys.executable, str(ROOT / "scripts" / "explain_conversion.py"), "--json", str(tmp_path / "out.json")]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True)
+    done = python("scripts/explain_conversion.py", "--json", tmp_path / "out.json", *flags, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     entries = json.loads((tmp_path / "out.json").read_text())
     assert len(entries) == 225
@@ -112,11 +109,7 @@ def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: P
 
 
 def test_a_wrong_entry_ends_the_script_with_status_2() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "explain_conversion.py"), "--model.converters=float8"]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [*command, "--float8.filter_fqns=atention.wk"], env=environment, capture_output=True, text=True
-    )
+    done = python("scripts/explain_conversion.py", "--model.converters=float8", "--float8.filter_fqns=atention.wk")
     assert done.returncode == 2
     assert "'atention.wk' matches no module of this model (did you mean attention.wk?)" in done.stderr
 

@@ -1,14 +1,12 @@
 """Converting models with experts: which layers, what the report says, and the checks that notice failed conversion."""
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from runs import ROOT, TESTS
+from runs import python
 from tiny import SPARSE
 
 from torchtitan.config.low_precision import MX, Float8, Int8
@@ -130,9 +128,7 @@ def test_the_report_shows_experts_and_counts_their_weights() -> None:
 
 def test_explain_conversion_covers_experts() -> None:
     flags = ["--experimental.custom_import=tiny", "--model.name=sparse", "--model.flavor=deep"]
-    command = [sys.executable, str(ROOT / "scripts" / "explain_conversion.py"), *flags, "--model.converters=int8"]
-    environment = {"PYTHONPATH": f"{ROOT}:{TESTS}", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = python("scripts/explain_conversion.py", *flags, "--model.converters=int8")
     assert done.returncode == 0, done.stderr
     assert "layers.*.moe.experts.w1 (3)" in done.stdout and "32 x 8 experts" in done.stdout
     assert "layers.*.moe.shared_experts.w1 (3)" in done.stdout

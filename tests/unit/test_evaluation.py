@@ -3,14 +3,13 @@
 import json
 import math
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from runs import CHECKPOINTS, TINY, failure, into, lines_of, started, train
+from runs import CHECKPOINTS, TINY, failure, into, lines_of, python, train
 from task_files import KINDS, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -227,10 +226,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "torchtitan.evaluate", *map(str, arguments), "--custom-import", "tiny"]
-    with started(command=line) as run:
-        status, output = run.finish()
-    return subprocess.CompletedProcess(line, status, output)
+    return python("-m", "torchtitan.evaluate", *arguments, "--custom-import", "tiny")
 
 
 def test_results_in_the_loop(trained: Path) -> None:
@@ -255,7 +251,7 @@ def test_the_command_agrees_with_the_loop_and_with_transformers(trained: Path, t
         out = tmp_path / "out.jsonl"
         result = command(trained / place, "--tasks", *tasks, "--limit", 5, "--dtype", "float32", "--out", out,
                          "--dump-folder", tmp_path)  # fmt: skip
-        assert result.returncode == 0, result.stdout
+        assert result.returncode == 0, result.stderr
         assert "hellaswag" in result.stdout and "chance" in result.stdout
         details[place] = lines_of(out)
     found = lines_of(tmp_path / "metrics.jsonl")[-1]
@@ -285,6 +281,6 @@ def test_mistakes_of_the_command() -> None:
         (("docs", "--tasks", "stdlib_brackets", "--limit", "0"), "--limit must be above 0"),
     ):
         result = command(*arguments)
-        assert result.returncode == 2, result.stdout
-        assert words in result.stdout
-        assert "Traceback" not in result.stdout
+        assert result.returncode == 2, result.stderr
+        assert words in result.stderr
+        assert "Traceback" not in result.stderr

@@ -1,8 +1,6 @@
 """Text generation: a cache that changes no result, sampling, and the script."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import CHECKPOINTS, ROOT, TINY, into, train
+from runs import CHECKPOINTS, TINY, into, python, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.generation.sample import Sampling, generate
@@ -121,11 +119,6 @@ def test_letters_of_several_tokens_are_shown_when_they_are_whole() -> None:
     assert out.getvalue() == "> é日\n"
 
 
-def script(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/generate.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=None)
-
-
 def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
     run = (*TINY[:-2], "--model.name=llama3", "--model.flavor=debugmodel", *CHECKPOINTS, into(tmp_path / "run"))
     train(*run, "--training.steps=2", "--checkpoint.last_save_in_hf")
@@ -138,7 +131,7 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
         "checkpoint": folder.with_name("step-2"),
         "hf": folder,
     }.items():
-        result = script("--checkpoint", where, *flags, "--out", tmp_path / "out.jsonl")
+        result = python("scripts/generate.py", "--checkpoint", where, *flags, "--out", tmp_path / "out.jsonl")
         assert result.returncode == 0, result.stderr
         results[name] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         assert all(row["prompt"] + row["text"] in result.stdout for row in results[name])
@@ -163,7 +156,7 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_told_in_a_sentence(flags: tuple[str, ...], words: str) -> None:
-    result = script(*flags)
+    result = python("scripts/generate.py", *flags)
     assert result.returncode == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import ROOT
+from runs import python
 from safetensors.torch import load_file, save_file
 from tiny import nontrivial, nontrivial_llama
 from torch import nn
@@ -306,12 +305,12 @@ def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
     checkpoint = import_weights(first, tmp_path / "checkpoint", family if family == "llama3" else None, None)
     saved = saved_model(checkpoint.parent)
     assert saved.args == model
-    command = [sys.executable, str(ROOT / "scripts/convert_to_hf.py"), str(checkpoint), str(tmp_path / "second")]
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    command = ("scripts/convert_to_hf.py", checkpoint, tmp_path / "second")
+    assert python(*command).returncode == 0
     one, other = load_file(first / "model.safetensors"), load_file(tmp_path / "second" / "model.safetensors")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = python(*command)
     assert result.returncode == 2
     assert "already exists; move it away" in result.stderr
     assert "Traceback" not in result.stderr

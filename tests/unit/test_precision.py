@@ -1,14 +1,12 @@
 """The precision schedule: valid config files, the steps of each phase, and what a switch changes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import all_equal
+from runs import all_equal, python
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -315,9 +313,8 @@ def test_no_trace_is_taken_while_products_are_counted() -> None:
 
 def test_a_conversion_is_explained_phase_by_phase(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(SCHEDULE)
-    script = [sys.executable, str(ROOT / "scripts" / "explain_conversion.py"), f"--job.config_file={tmp_path}/run.toml"]
-    options: Any = {"env": {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, "capture_output": True, "text": True}
-    done = subprocess.run([*script, "--json", str(tmp_path / "out.json"), "--training.steps=1000"], **options)
+    flags = (f"--job.config_file={tmp_path}/run.toml", "--training.steps=1000")
+    done = python("scripts/explain_conversion.py", *flags, "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     first, second, third = json.loads((tmp_path / "out.json").read_text())
     assert [phase["precision"] for phase in (first, second, third)] == [
