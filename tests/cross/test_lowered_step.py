@@ -34,10 +34,11 @@ def plan(folder: Path, *flags: str, world_size: int = 1) -> Plan:
     return make_plan(config, dims, global_batch_size(config, dims), named_device("H200"))
 
 
+@pytest.mark.full
 @needs_triton
 @pytest.mark.parametrize(
     "flags, world_size",
-    [([], 1), (INT8, 1), pytest.param(EXPERTS, 4, marks=pytest.mark.full)],
+    [([], 1), pytest.param(INT8, 1, marks=pytest.mark.full), pytest.param(EXPERTS, 4, marks=pytest.mark.full)],
     ids=["one GPU", "int8 once a step", "FSDP 2 x TP 2, experts over 2"],
 )
 def test_the_expected_work_is_the_plans(

@@ -76,26 +76,26 @@ EXPERTS = "--parallelism.expert_parallel_degree=4"
 CASES = {
     "bf16": Case(),
     "float8 tensorwise": float8("tensorwise"),
-    "float8 rowwise_with_gw_hp": float8("rowwise_with_gw_hp"),
     "int8 rowwise": int8("rowwise"),
-    "mx, sm_100": Case(("--model.converters=mx",), gpu="sm_100"),
     "nvfp4, sm_100": Case(
         ("--model.converters=mx", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0"), gpu="sm_100"
     ),
     "documents": Case((DOCUMENTS,)),
-    "context parallel": Case((CONTEXT,), world_size=4),
     "async tensor parallel": tensor_parallel(ASYNC),
     "selective recomputation": Case(
         ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
         checkpointing=True,
     ),
-    "dynamic shapes": Case(batches=((1, 8192), (2, 4096), (2, 4096))),
     "8 ranks": Case(world_size=8),
+}
+LONG_CASES = {
+    "float8 rowwise_with_gw_hp": float8("rowwise_with_gw_hp"),
+    "mx, sm_100": Case(("--model.converters=mx",), gpu="sm_100"),
+    "context parallel": Case((CONTEXT,), world_size=4),
+    "dynamic shapes": Case(batches=((1, 8192), (2, 4096), (2, 4096))),
     "experts": experts(),
     "experts, int8 rowwise": experts("--model.converters=int8"),
     "experts over 4 ranks": experts(EXPERTS, world_size=4),
-}
-LONG_CASES = {
     "bf16, sm_100": Case(gpu="sm_100"),
     "float8 rowwise": float8("rowwise"),
     "float8 blockwise": float8("blockwise"),
@@ -223,14 +223,14 @@ def compare(name: str, figures: dict[str, float], renew: bool) -> None:
         assert not more, f"more than recorded: {more}; if that is meant: python -m pytest tests/cross --renew -m ''"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "gpu, name",
     [
         ("sm_90", "bf16"),
-        ("sm_90", "float8 tensorwise"),
         *(
-            pytest.param(gpu, name, marks=pytest.mark.full)
-            for gpu, name in [("sm_90", "float8 rowwise"), ("sm_90", "int8 rowwise"), ("sm_90", "documents")]
+            pytest.param("sm_90", name, marks=pytest.mark.full)
+            for name in ("float8 tensorwise", "float8 rowwise", "int8 rowwise", "documents")
         ),
     ],
 )
@@ -260,7 +260,8 @@ def test_nvfp4_kernels_compile_without_spilling_registers() -> None:
     assert on_gpu("sm_100", "steps.nvfp4_spills") == []
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.full), 90])
 def test_int8_kernels_compile_without_spilling_registers(capability: int) -> None:
     """Our own, for Ampere and Hopper, in all their configurations."""
     assert on_gpu("sm_90", "steps.int8_spills", capability) == []

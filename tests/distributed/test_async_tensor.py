@@ -30,6 +30,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_collectives_of_a_block_are_fused_into_its_products(mesh: DeviceMesh) -> None:
     model: Any = Llama(ARGS)
     apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh)

@@ -41,9 +41,7 @@ PROCESSES = {"FSDP and tensor parallel": 4}
 # (test_weight_classes.py covers more layouts in less time.)
 SHORT = [
     ("compile", "int8"),
-    ("tensor parallel and compile", "float8"),
     ("pipeline", "float8"),
-    ("tensor parallel and compile", "float8 delayed"),
 ]
 BASE = (*TINY, "--training.steps=3", "--training.mixed_precision_param=bfloat16")
 

@@ -66,7 +66,12 @@ def flat(scores: Any) -> list[float]:
     return [score[0] for task in scores for example in task for score in example]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+CORE = ("FSDP 2", "TP 2", "PP 2", "CP 2")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name in CORE else [pytest.mark.full]) for name in LAYOUTS]
+)
 def test_every_layout_gives_the_same_scores(
     layout: str, tasks: list[Path], one_process: tuple[dict[str, Any], list[Any]], tmp_path: Path
 ) -> None:
@@ -84,7 +89,9 @@ def test_every_layout_gives_the_same_scores(
     assert 0 < line["evaluation_share"] < 1
 
 
-@pytest.mark.parametrize("layout", ["one process", "FSDP 2", "PP 2"])
+@pytest.mark.parametrize(
+    "layout", ["one process", *(pytest.param(name, marks=pytest.mark.full) for name in ("FSDP 2", "PP 2"))]
+)
 def test_the_training_does_not_notice(layout: str, tmp_path: Path, tasks: list[Path]) -> None:
     processes, parallel = {"one process": (1, ()), **LAYOUTS}[layout]
     run = (*TINY, *CHECKPOINTS, "--model.flavor=deep", "--training.global_batch_size=16", *parallel)
@@ -106,27 +113,28 @@ def test_the_training_does_not_notice(layout: str, tmp_path: Path, tasks: list[P
     assert results["with"] == results["resumed"]
 
 
-SAMPLING = {"one process": (1, ()), "TP 2 x PP 2": LAYOUTS["TP 2 x PP 2"], "CP 2": LAYOUTS["CP 2"], "FSDP 2": (2, ())}
+def sampled(folder: Path, prompts: list[str], layout: str = "one process") -> Path:
+    """A run that samples after steps 2 and 4."""
+    processes, parallel = {"one process": (1, ()), **LAYOUTS}[layout]
+    file = folder / "config.toml"
+    file.write_text(f"[validation]\nsample_prompts = {json.dumps(prompts)}")
+    train(*TINY, *CHECKPOINTS, "--training.global_batch_size=16", "--training.steps=4", "--optimizer.lr=3e-3",
+          "--training.local_batch_size=4", "--validation.enabled", "--validation.freq=2", "--validation.steps=1",
+          "--validation.local_batch_size=4", "--metrics.enable_tensorboard", "--metrics.report",
+          f"--job.config_file={file}", into(folder / "run"), *parallel, processes=processes)  # fmt: skip
+    return folder / "run"
+
+
+PROMPTS = ["import os\n", "", "def f(x):\n    return"]
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs that sample after steps 2 and 4, by layout; "without" does not."""
-    folders = {}
-    for layout, (processes, parallel) in {"without": (1, ()), **SAMPLING}.items():
-        folders[layout] = tmp_path_factory.mktemp("sampled") / "run"
-        with (folders[layout].parent / "config.toml").open("w") as file:
-            prompts = ["import os\n", "", "def f(x):\n    return"] if layout != "without" else []
-            file.write(f"[validation]\nsample_prompts = {json.dumps(prompts)}")
-        train(*TINY, *CHECKPOINTS, "--training.global_batch_size=16", "--training.steps=4", "--optimizer.lr=3e-3",
-              "--training.local_batch_size=4", "--validation.enabled", "--validation.freq=2", "--validation.steps=1",
-              "--validation.local_batch_size=4", "--metrics.enable_tensorboard", "--metrics.report",
-              f"--job.config_file={file.name}", into(folders[layout]), *parallel, processes=processes)  # fmt: skip
-    return folders
+def samples_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sampled(tmp_path_factory.mktemp("sampled"), PROMPTS)
 
 
-def test_samples_are_what_the_checkpoint_writes(sampled: dict[str, Path], tmp_path: Path) -> None:
-    folder = sampled["one process"]
+def test_samples_are_what_the_checkpoint_writes(samples_of_one: Path, tmp_path: Path) -> None:
+    folder = samples_of_one
     samples = lines_of(folder / "samples.jsonl")
     assert [(line["step"], line["prompt"]) for line in samples[::3]] == [(2, "import os\n"), (4, "import os\n")]
     assert len(samples) == 6
@@ -145,10 +153,13 @@ def test_samples_are_what_the_checkpoint_writes(sampled: dict[str, Path], tmp_pa
     board = EventAccumulator(str(folder / "tb")).Reload()
     assert [event.step for event in board.Tensors("sample 1/text_summary")] == [2, 4]
     assert samples[-1]["prompt"] in (folder / "report.html").read_text()
-    assert losses(folder) == losses(sampled["without"])
-    assert not (sampled["without"] / "samples.jsonl").exists()
+    without = sampled(tmp_path, [])
+    assert losses(folder) == losses(without)
+    assert not (without / "samples.jsonl").exists()
 
 
-@pytest.mark.parametrize("layout", [layout for layout in SAMPLING if layout != "one process"])
-def test_every_layout_writes_the_same(layout: str, sampled: dict[str, Path]) -> None:
-    assert lines_of(sampled[layout] / "samples.jsonl") == lines_of(sampled["one process"] / "samples.jsonl")
+@pytest.mark.parametrize(
+    "layout", ["CP 2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("FSDP 2", "TP 2 x PP 2"))]
+)
+def test_every_layout_writes_the_same(layout: str, samples_of_one: Path, tmp_path: Path) -> None:
+    assert lines_of(sampled(tmp_path, PROMPTS, layout) / "samples.jsonl") == lines_of(samples_of_one / "samples.jsonl")

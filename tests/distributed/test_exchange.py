@@ -47,7 +47,9 @@ def published(published_by: Callable[..., Path]) -> Path:
     return published_by()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.full] * (layout != "FSDP 2 x TP 2")) for layout in LAYOUTS]
+)
 def test_a_run_starts_from_published_weights_and_leaves_its_own(
     layout: str, published_by: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -82,6 +84,7 @@ def test_an_export_that_is_missing_is_made_up_for(published: Path, tmp_path: Pat
     train(*run, "--checkpoint.last_save_in_hf")  # once is enough
 
 
+@pytest.mark.full
 def test_another_model_is_refused(published: Path, tmp_path: Path) -> None:
     start = f"--checkpoint.initial_load_path={published / 'step-4-hf'}"
     status, output = failure(*RUN, into(tmp_path), start, "--model.flavor=wide", processes=2)
@@ -109,6 +112,7 @@ def test_optimizer_and_step_cannot_come_from_published_weights(published: Path, 
     assert "checkpoint.initial_load_model_weights_only is off" in output
 
 
+@pytest.mark.full
 def test_a_tokenizer_that_is_gone_at_the_end_is_told_at_once(published: Path, tmp_path: Path) -> None:
     """Only rank 0 reads it, and the other rank does not wait for its timeout."""
     tokenizer = tmp_path / "tokenizer.model"

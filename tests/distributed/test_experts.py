@@ -49,7 +49,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.full] * (layout != "TP 2, EP 2")) for layout in OTHERS]
+)
 def test_another_expert_degree_goes_on(layout: str, uninterrupted: Path, tmp_path: Path) -> None:
     """From the same bits of weights, biases and moments, to the same losses."""
     processes, flags = OTHERS[layout]
@@ -83,7 +85,7 @@ def largest_load(folder: Path) -> float:
     return float(loads.mean(0).max())
 
 
-@pytest.mark.parametrize("balance", ["bias", "loss"])
+@pytest.mark.parametrize("balance", [pytest.param("bias", marks=pytest.mark.full), "loss"])
 def test_experts_get_an_even_load(balance: str, tmp_path: Path) -> None:
     run = (*SPARSE, "--model.flavor=narrow", "--training.steps=60", "--optimizer.lr=3e-3", "--training.seq_len=128")
     more = ("--moe.bias_update_speed=3e-2",) if balance == "bias" else ("--moe.loss_coefficient=0.1",)
@@ -130,6 +132,7 @@ BAD = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_degrees(case: str, tmp_path: Path) -> None:
     flags, processes, sentence = BAD[case]
@@ -138,6 +141,7 @@ def test_wrong_degrees(case: str, tmp_path: Path) -> None:
     assert sentence in output
 
 
+@pytest.mark.full
 def test_compiled_experts_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though every step sends other numbers of rows to each rank."""
     monkeypatch.setenv("TORCH_LOGS", "recompiles")

@@ -81,6 +81,7 @@ def test_tensor_parallelism_with_an_output_layer_that_is_the_embedding(tmp_path:
     assert grad_norms(tmp_path / "tp") == pytest.approx(grad_norms(tmp_path / "one"), rel=1e-5)
 
 
+@pytest.mark.full
 def test_computes_in_bfloat16_whatever_the_layout(tmp_path: Path) -> None:
     steps = (*LONGER, "--training.steps=3")
     bfloat16 = (*steps, "--training.mixed_precision_param=bfloat16")

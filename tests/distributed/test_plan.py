@@ -156,22 +156,20 @@ def planned(flags: Sequence[str], world_size: int) -> list[RankPlan]:
     return make_plan(config, dims, global_batch_size(config, dims), device, why).ranks
 
 
-TWO = {
-    "FSDP 2": (),
+TWO = {"FSDP 2": (), "TP 2": (TP,), "EP 2": (*EVEN, EP)}
+MORE_OF_TWO = {
     "FSDP 2, accumulated, selective, bfloat16": (
         "--training.local_batch_size=4",
         "--training.global_batch_size=16",
         SELECTIVE,
         BF16,
     ),
-    "TP 2": (TP,),
     "CP 2": (CP,),
     "PP 2": (PP, "--training.local_batch_size=4"),
     "Qwen3, TP 2": (TP, "--model.name=qwen3"),
     "FSDP 2, 8 bits": ("--optimizer.name=AdamW8bit",),
     "FSDP 2, Muon": ("--optimizer.name=Muon",),
     "FSDP 2, bfloat16 weights": ("--optimizer.name=AdamW4bit", "--training.weight_dtype=bfloat16", BF16),
-    "EP 2": (*EVEN, EP),
     "EP 2, rows in int8": (*EVEN, EP, "--moe.all_to_all_dtype=int8"),
     "TP 2 x EP 2": (*EVEN, TP, EP, BF16, SELECTIVE),
 }
@@ -202,12 +200,10 @@ def in_folders(layouts: dict[str, tuple[str, ...]], folder: Path) -> list[list[s
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
-    layouts = {**TWO, "in backward": IN_BACKWARD, "skewed": SKEWED}
-    results = once(tmp_path_factory, "plan_of_two", lambda: measured(2, in_folders(layouts, folder), folder))
-    return dict(zip(layouts, results, strict=True))
+    results = once(tmp_path_factory, "plan_of_two", lambda: measured(2, in_folders(TWO, folder), folder))
+    return dict(zip(TWO, results, strict=True))
 
 
-@pytest.mark.timeout(900)  # the first case runs all layouts
 @pytest.mark.parametrize("layout", TWO)
 def test_a_plan_is_what_two_processes_hold_and_send(
     layout: str, two: dict[str, list[dict[str, Any]]], tmp_path: Path
@@ -215,11 +211,11 @@ def test_a_plan_is_what_two_processes_hold_and_send(
     assert_planned((*TWO[layout], f"--job.dump_folder={tmp_path}"), 2, two[layout])
 
 
-def test_a_plan_of_a_rank_whose_experts_get_twice_as_many_rows(
-    two: dict[str, list[dict[str, Any]]], tmp_path: Path
-) -> None:
+@pytest.mark.full
+def test_a_plan_of_a_rank_whose_experts_get_twice_as_many_rows(tmp_path: Path) -> None:
+    (real,) = measured(2, [[*FLAGS, *SKEWED, f"--job.dump_folder={tmp_path / 'run'}"]], tmp_path)
     flags, load = (*SKEWED, f"--job.dump_folder={tmp_path}"), "--job.simulate_expert_load=2"
-    assert_planned((*flags, load), 2, two["skewed"], ranks=1)
+    assert_planned((*flags, load), 2, real, ranks=1)
     balanced, skewed = (planned((*FLAGS, *flags, *more), 2)[0] for more in ((), (load,)))
     # 6 layers; each sends, receives, and sends and receives the gradients of, 1,024 tokens x 2 experts x 256 channels.
     rows = 6 * 4 * 1024 * 2 * 256 * 4
@@ -229,7 +225,8 @@ def test_a_plan_of_a_rank_whose_experts_get_twice_as_many_rows(
     assert skewed.flops - balanced.flops == 2 * 3 * 3 * 6 * 1024 * 2 * 256 * 384
 
 
-def test_updates_during_the_backward_pass_lower_the_peak(two: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+@pytest.mark.full
+def test_updates_during_the_backward_pass_lower_the_peak(tmp_path: Path) -> None:
     """Saves most of the gradients; those of one block, and of embedding and output layer together, still exist.
 
     The peaks are those of one process: with two, communication buffers come and go.
@@ -238,7 +235,8 @@ def test_updates_during_the_backward_pass_lower_the_peak(two: dict[str, list[dic
     before, after = (planned((*FLAGS, *flags, folder), 2)[0] for flags in (AFTER_BACKWARD, IN_BACKWARD))
     assert after.gradients == 0
     assert after.peaks["full"] < before.peaks["full"] - 0.5 * before.gradients
-    for early in two["in backward"]:
+    (real,) = measured(2, [[*FLAGS, *IN_BACKWARD, f"--job.dump_folder={tmp_path / 'run'}"]], tmp_path)
+    for early in real:
         assert early["states"] == (after.parameters, 0, after.optimizer)
         assert {(line.dimension, line.kind): (line.count, line.bytes) for line in after.traffic} == early[
             "by dimension"
@@ -318,7 +316,7 @@ def test_collectives_are_as_many_as_counted_by_hand(
     layout: str, two: dict[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     world_size, expected = COUNTED_BY_HAND[layout]
-    flags = {**TWO, **FOUR}[layout]
+    flags = {**TWO, **MORE_OF_TWO, **FOUR}[layout]
     (rank,) = planned((*FLAGS, *flags, f"--job.dump_folder={tmp_path}"), world_size)
     assert {(line.dimension, line.kind): line.count for line in rank.traffic} == expected
     if layout in two:
@@ -327,8 +325,9 @@ def test_collectives_are_as_many_as_counted_by_hand(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world_size", "layouts"), [(4, FOUR), (8, EIGHT)], ids=["4", "8"])
-def test_a_plan_is_what_more_processes_hold_and_send(
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world_size", "layouts"), [(2, MORE_OF_TWO), (4, FOUR), (8, EIGHT)], ids=["2", "4", "8"])
+def test_a_plan_of_another_layout_is_what_its_processes_hold_and_send(
     world_size: int, layouts: dict[str, tuple[str, ...]], tmp_path: Path
 ) -> None:
     for flags, real in zip(

@@ -162,6 +162,7 @@ def test_a_plan_is_of_the_first_phase_and_says_so(tmp_path: Path) -> None:
     assert {decision["recipe"] for decision in plan["conversion"]} == {"rowwise", "bf16"}
 
 
+@pytest.mark.full
 def test_blocks_are_compiled_once_for_each_phase(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     clear_compilation_metrics()
     flags = ("--training.compile", "--model.flavor=deep", "--training.steps=4")

@@ -67,6 +67,7 @@ def test_killed_twice_and_resumed_it_ends_bit_for_bit_the_same(uninterrupted: Pa
     assert_equal_bit_for_bit(tensors_of(tmp_path, STEPS), tensors_of(uninterrupted, STEPS))
 
 
+@pytest.mark.full
 def test_checkpoints_written_in_the_background_resume_bit_for_bit(uninterrupted: Path, tmp_path: Path) -> None:
     background = "--checkpoint.async_mode=async"
     kill_after_next_checkpoint(tmp_path, background)
@@ -114,7 +115,9 @@ OTHER_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.full] * (layout != "FSDP 2 x TP 2")) for layout in OTHER_LAYOUTS]
+)
 def test_another_layout_goes_on_with_the_same_samples_and_back(
     layout: str, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -130,6 +130,7 @@ def test_tensor_parallel_ranks_go_on(name: str, tmp_path: Path) -> None:
     assert list(found.values()) == pytest.approx([expected[step] for step in found], abs=2e-3)
 
 
+@pytest.mark.full
 def test_tensor_parallel_ranks_that_cut_blocks_are_refused(tmp_path: Path) -> None:
     """Rows of 128 have one block; on two ranks each has a different block of 64."""
     flags = (*FLAGS, *OPTIMIZERS["8bit"], "--training.local_batch_size=4", into(tmp_path))

@@ -52,6 +52,7 @@ def kill_after_a_checkpoint(run: Run, folder: Path, pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_two_nodes_start_again_from_the_checkpoint(uninterrupted: dict[int, float], tmp_path: Path) -> None:
     with two_nodes(*FLAGS, into(tmp_path), restarts=1) as nodes:
         index, pid = wait_for_rank(nodes, 1)
@@ -66,6 +67,7 @@ def test_two_nodes_start_again_from_the_checkpoint(uninterrupted: dict[int, floa
     assert "Traceback" not in survivor
 
 
+@pytest.mark.full
 def test_one_node_starts_again_through_plain_torchrun(uninterrupted: dict[int, float], tmp_path: Path) -> None:
     options = ("--standalone", "--nproc-per-node=2", "--max-restarts=2")
     command = (sys.executable, "-m", "torch.distributed.run", *options, str(ROOT / "train.py"))
@@ -77,6 +79,7 @@ def test_one_node_starts_again_through_plain_torchrun(uninterrupted: dict[int, f
     assert losses(tmp_path) == uninterrupted
 
 
+@pytest.mark.full
 def test_one_process_starts_again_where_the_environment_asks_torchrun_for_it(tmp_path: Path) -> None:
     """Without such a variable a single process is its own launcher, and nothing would restart it. Data that disappear
     temporarily are not a user error, because they existed before."""
@@ -139,6 +142,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_rank_that_lives_but_does_not_come_is_named_with_its_reason(hook: str, tmp_path: Path) -> None:
     statement, *expected = HOOKS[hook]

@@ -120,13 +120,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dic
     return once(tmp_path_factory, "classes_alone", lambda: in_processes(train_all, 1, cases))[0]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], dict[str, Any]]]:
-    return once(tmp_path_factory, "classes_of_ranks", lambda: in_processes(train_all, 4, CASES))
-
-
-@pytest.mark.parametrize(("layout", "recipe"), CASES)
-def test_layers_see_the_weights_of_their_recipe(layout: str, recipe: str, ranks: Any, alone: Any) -> None:
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [pytest.param(*case, marks=[pytest.mark.full] * (case[0] != "FSDP 2 x TP 2")) for case in CASES],
+)
+def test_layers_see_the_weights_of_their_recipe(
+    layout: str, recipe: str, alone: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cases = [case for case in CASES if case[0] == layout]
+    ranks = once(tmp_path_factory, f"classes_of_{layout}", lambda: in_processes(train_all, 4, cases))
     expected = next(value for name, value in CLASSES.items() if recipe.startswith(name))
     reference = alone["one process, four layers" if "--model.flavor=deep" in LAYOUTS[layout] else "one process", recipe]
     for rank in ranks:

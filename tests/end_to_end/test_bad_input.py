@@ -58,6 +58,7 @@ def test_mistakes_between_keys_are_reported_at_once_and_by_one_rank(tmp_path: Pa
     assert len(output.strip().splitlines()) == 2
 
 
+@pytest.mark.full
 def test_more_processes_than_rows(tmp_path: Path) -> None:
     status, output = failure(*SMALL, "--training.global_batch_size=1", into(tmp_path), processes=2)
     assert_message(
@@ -65,6 +66,7 @@ def test_more_processes_than_rows(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_mistake_in_the_data_ends_all_ranks(tmp_path: Path) -> None:
     flags = (f"--training.dataset_path={tmp_path}/none_such.jsonl", into(tmp_path / "run"))
     status, output = failure(*SMALL, *flags, processes=2)

@@ -29,6 +29,7 @@ def test_a_typo_in_a_name() -> None:
     assert done.returncode == 2 and "unknown benchmark 'thruput' (did you mean throughput?)" in done.stderr
 
 
+@pytest.mark.full
 def test_throughput_beside_another_trainer(tmp_path: Path) -> None:
     other = "for n in range(1, 4): print(f'step: {n:2} tps: {1000 * n:,}')"
     output = bench(
@@ -98,6 +99,7 @@ def test_throughput_fails_where_a_steady_run_compiles_again(tmp_path: Path) -> N
     assert "ours: after 1 steps of warm-up the compiler was still running (forward in" in output
 
 
+@pytest.mark.full
 def test_scaling_draws_what_it_measures(tmp_path: Path) -> None:
     flags = ["--axes=processes", "--processes=1", "--steps=1", "--gemm-sizes=64", f"--json={tmp_path / 'x.json'}"]
     output = bench("scaling", *flags, f"--output={tmp_path / 'x.png'}", "--", "--training.seq_len=64")
@@ -107,6 +109,7 @@ def test_scaling_draws_what_it_measures(tmp_path: Path) -> None:
     assert matplotlib.image.imread(tmp_path / "x.png").std() > 0
 
 
+@pytest.mark.full
 def test_kernels(tmp_path: Path) -> None:
     output = bench(
         "kernels", "--models=debug", "--tokens=32", "--rounds=1", "--no-compile", f"--json={tmp_path / 'x.json'}",
@@ -117,6 +120,7 @@ def test_kernels(tmp_path: Path) -> None:
     assert "failed" not in output and output.count("| mx mxfp8 |") == 3
 
 
+@pytest.mark.full
 def test_errors_of_block_formats_against_float64() -> None:
     normal, outliers = bench("block_formats", "--only=errors").split("With outliers")
     for recipe, most in (("mx mxint8, rceil", 0.03), ("float8 blockwise", 0.05), ("mx nvfp4", 0.2)):
@@ -136,6 +140,7 @@ def test_gpu_on_tiny_shapes(tmp_path: Path) -> None:
     assert "2 of 16" in page and "- 1B, float8 rowwise, auto_filter_small_kn: ConfigError" in page
 
 
+@pytest.mark.full
 def test_generation_beside_transformers() -> None:
     output = bench("generation", "--rounds=1", "--new=2", "--prompt=3", "--batches=1,2", "--dtype=float32")
     rows = [line.split("|") for line in output.splitlines() if line.startswith(("| 1 ", "| 2 "))]

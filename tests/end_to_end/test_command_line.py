@@ -26,6 +26,7 @@ def test_run_train_from_any_folder(tmp_path: Path) -> None:
     assert list(losses(tmp_path / "outputs")) == [1, 2]
 
 
+@pytest.mark.full
 def test_plain_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     train(*SMALL, "--training.steps=2", into(tmp_path), command=[*torchrun, str(ROOT / "train.py")])

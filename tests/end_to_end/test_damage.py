@@ -74,6 +74,7 @@ def test_the_newest_intact_one_is_taken(
     assert damage(run / "checkpoint" / "step-6") == []
 
 
+@pytest.mark.full
 def test_two_ranks_share_the_reading_and_agree(six_steps: Path, tmp_path: Path) -> None:
     with started(*FLAGS, into(tmp_path), "--training.steps=4", processes=2) as run:
         assert run.finish()[0] == 0
@@ -104,6 +105,7 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(run: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.full
 def test_a_folder_of_damaged_ones_is_an_error(run: Path) -> None:
     for step, harm in ((2, Path.unlink), (4, flip), (6, cut_short)):
         harm(run / "checkpoint" / f"step-{step}" / "train_state.json")

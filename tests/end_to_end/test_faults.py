@@ -150,6 +150,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.full)])
 def test_training_outlives_a_full_disk(mode: str, disk: Path) -> None:
     flags = (*SAVING, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", f"--checkpoint.async_mode={mode}")
@@ -172,6 +173,7 @@ def test_training_outlives_a_full_disk(mode: str, disk: Path) -> None:
     figures(test="full disk", async_mode=mode, failed_saves=failed, earlier_checkpoints_intact=True)
 
 
+@pytest.mark.full
 def test_training_outlives_a_disk_that_turns_read_only(disk: Path, tmp_path: Path) -> None:
     run_folder = tmp_path / "run"
     saving = ("--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", f"--checkpoint.folder={disk}")
@@ -260,6 +262,7 @@ UpdateGuard._reason = lambda *_: "a bad day"  # recorded, if not skipped
 """
 
 
+@pytest.mark.full
 def test_training_outlives_a_quota_of_files_that_is_used_up(tmp_path: Path) -> None:
     """Test machines rarely have a kernel with quotas, so opening a new file fails as it would with one."""
     (tmp_path / "quota.py").write_text(QUOTA)
@@ -301,6 +304,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_sentence(disk: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.full
 def test_a_killed_rank_comes_back_by_itself(tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torchtitan.launch", "--standalone", "--max-restarts=3", "train.py")
     flags = (*SAVING, "--checkpoint.interval=2", "--training.steps=20")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import matplotlib.image
+import pytest
 from runs import ROOT, SMALL, Run, lines_of
 
 FILE = ROOT / "train_configs" / "ladder_cpu.toml"
@@ -22,6 +23,7 @@ def climb(folder: Path, *flags: str) -> Run:
     return Run([*COMMAND, *flags], {"PYTHON": sys.executable}, folder)
 
 
+@pytest.mark.full
 def test_a_ladder_goes_on_after_an_interruption_and_predicts(tmp_path: Path) -> None:
     folder = tmp_path / "ladder"
     for name, loss in FINISHED.items():

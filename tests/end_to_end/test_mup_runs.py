@@ -68,6 +68,7 @@ def script(name: str, output: Path, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_coordinate_check(tmp_path: Path) -> None:
     table = script("coordinate_check.py", tmp_path / "check.png", "--steps", "2", "--depths", "1,2")
     sizes = [*re.findall(r"^(standard|mup) (\d+) x (\d): embedding [\d.]+, .* logits [\d.]+$", table, re.MULTILINE)]

@@ -32,6 +32,7 @@ def test_small_gradients_beside_large_ones_are_flushed_to_zero_in_int8(tmp_path:
     assert all(gemms["output"]["saturated"] == 0 for gemms in found["layers"].values())
 
 
+@pytest.mark.full
 def test_experts_are_measured_and_the_router_is_not(tmp_path: Path) -> None:
     found, table = report(tmp_path, "--model.name=sparse", "--model.converters=mx", "--mx.emulate")
     experts = {fqn: gemms for fqn, gemms in found["layers"].items() if ".moe.experts." in fqn}

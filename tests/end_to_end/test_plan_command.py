@@ -78,6 +78,7 @@ def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
         train_here(*TINY, *flags, into(tmp_path))
 
 
+@pytest.mark.full
 def test_several_processes_make_no_plan(tmp_path: Path) -> None:
     """As started by torchrun, or from a file that requests a plan."""
     file = tmp_path / "plan.toml"

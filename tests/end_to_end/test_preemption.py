@@ -107,6 +107,7 @@ def test_a_signal_to_one_rank_is_for_all(layout: str, tmp_path: Path) -> None:
         assert_saved(run, tmp_path, "SIGUSR1")
 
 
+@pytest.mark.full
 def test_sigusr1_to_the_launcher_while_validating(tmp_path: Path) -> None:
     validating = ("--validation.enabled", "--validation.freq=2", "--validation.steps=1000000")  # hours
     with started(*ENDLESS, *validating, into(tmp_path), processes=2) as run:
@@ -115,6 +116,7 @@ def test_sigusr1_to_the_launcher_while_validating(tmp_path: Path) -> None:
         assert assert_saved(run, tmp_path, "SIGUSR1") <= 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.full), "async"])
 def test_signals_while_saving_do_no_harm(mode: str, tmp_path: Path) -> None:
     saving = ("--checkpoint.interval=1", f"--checkpoint.async_mode={mode}")
@@ -131,6 +133,7 @@ def test_signals_while_saving_do_no_harm(mode: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoint").glob("*.tmp"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", ["launcher", pytest.param("imports", marks=pytest.mark.full), "weights"])
 def test_before_the_first_step_there_is_nothing_to_save(moment: str, tmp_path: Path) -> None:
     with started(*ENDLESS, into(tmp_path), processes=2) as run:
@@ -188,6 +191,7 @@ CONVERTERS.register('stuck', ConverterEntry('', lambda section, target: Stuck())
 """
 
 
+@pytest.mark.full
 def test_a_rank_inside_a_long_gemm_is_shown_and_ends_within_the_grace_period(tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     stuck = ("--experimental.custom_import=stuck", "--model.converters=stuck")
@@ -211,6 +215,7 @@ def test_a_rank_inside_a_long_gemm_is_shown_and_ends_within_the_grace_period(tmp
     assert "Traceback" not in output
 
 
+@pytest.mark.full
 def test_torchrun_gives_half_a_minute(tmp_path: Path) -> None:
     with started(*ENDLESS, into(tmp_path), command=TORCHRUN) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)

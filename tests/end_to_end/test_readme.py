@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SHORTER = {"steps=300": "steps=2 --training.local_batch_size=4", "limit 200": "limit 10"}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_from_training_to_transformers(tmp_path: Path) -> None:
     section = README.partition("## From training to transformers")[2]
     found = re.search(r"```bash\n(.*?)\n```", section, re.DOTALL)

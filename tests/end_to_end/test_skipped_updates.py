@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
 PIPELINE = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2")
 
 
-@pytest.mark.parametrize("how", ["loss", "inf"])
+@pytest.mark.parametrize("how", ["loss", pytest.param("inf", marks=pytest.mark.full)])
 @pytest.mark.parametrize("layout", [(), pytest.param(PIPELINE, marks=pytest.mark.full)], ids=["FSDP", "PP"])
 def test_what_one_rank_finds_all_skip(layout: tuple[str, ...], how: str, folder: Path) -> None:
     run = folder / "run"
@@ -88,6 +88,7 @@ def test_what_one_rank_finds_all_skip(layout: tuple[str, ...], how: str, folder:
     assert set(skipped["ids"]) == {sample for line in read for row in line["ids"] for sample in row}
 
 
+@pytest.mark.full
 def test_too_many_in_a_row_stop_the_run_and_name_the_samples(folder: Path) -> None:
     run = folder / "run"
     options = {"STEPS": "range(3, 99)", "RANKS": "1", "HOW": "nan", "processes": 2, "folder": folder}

@@ -21,6 +21,7 @@ def test_activation_checkpointing_changes_no_loss(dtype: str, tmp_path: Path) ->
         assert losses(folder) == pytest.approx(losses(tmp_path / "none"), abs=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPU needs g++")
 def test_compiled_losses_are_those_of_eager(tmp_path: Path) -> None:
     train_here(*TINY, STEPS, into(tmp_path / "eager"))
@@ -81,6 +82,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["one process", pytest.param("TP, compiled", marks=pytest.mark.full)])
 def test_activations_in_8_bits_train_a_little_off(layout: str, bfloat16: Path, tmp_path: Path) -> None:
     processes, keys = LAYOUTS[layout]

@@ -5,7 +5,9 @@ import torch
 from place import Place
 
 
-@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="session", params=[pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device is visible")

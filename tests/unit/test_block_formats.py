@@ -306,7 +306,7 @@ def test_the_operator_is_one_for_the_compiler(name: str, transformed: bool) -> N
         torch.library.opcheck(torch.ops.torchtitan.round_to_blocks.default, (x, *form))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16])
 @pytest.mark.parametrize("transform", [False, True], ids=["", "transformed"])
 @every_format
 def test_kernels_for_cpus_find_the_numbers_of_the_definition(

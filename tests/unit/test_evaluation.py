@@ -195,7 +195,7 @@ def test_tasks_that_are_not_there() -> None:
 
 
 def test_mistakes_end_a_run_before_it_trains(tmp_path: Path) -> None:
-    status, output = failure(*TINY, into(tmp_path), "--evaluation.tasks=stdlib_bracket", processes=2)
+    status, output = failure(*TINY, into(tmp_path), "--evaluation.tasks=stdlib_bracket")
     assert status == 2
     (line,) = [line for line in output.splitlines() if line.startswith("Error")]
     assert "evaluation.tasks" in line and "stdlib_brackets" in line

@@ -232,6 +232,7 @@ def test_compiled_it_is_one_graph_and_compiles_again_only_when_scales_are_known(
         assert torch.equal(eager.first.history, compiled.first.history)
 
 
+@pytest.mark.full
 def test_inductor_records_in_forward_and_backward() -> None:
     eager, compiled = Trained(), Trained()
     compiled.forward = torch.compile(compiled.model, fullgraph=True)

@@ -36,13 +36,16 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
     ("flags", "world_size", "layers"),
     [
         ((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [9]),
-        ((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 5, 5, 3]),
+        pytest.param((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 5, 5, 3], marks=pytest.mark.full),
         ((NONE, "--optimizer.name=Muon"), 4, [9]),
-        ((*SPARSE, EVERY_SECOND, TP, "--parallelism.expert_parallel_degree=4"), 4, [10]),
-        (
+        pytest.param(
+            (*SPARSE, EVERY_SECOND, TP, "--parallelism.expert_parallel_degree=4"), 4, [10], marks=pytest.mark.full
+        ),
+        pytest.param(
             (*SPARSE, NONE, f"{PP}=2", "--parallelism.expert_parallel_degree=2", "--training.local_batch_size=4"),
             4,
             [6, 5],
+            marks=pytest.mark.full,
         ),
         pytest.param(
             (*SPARSE, "--activation_checkpoint.mode=full", f"{PP}=4", "--training.local_batch_size=6"),

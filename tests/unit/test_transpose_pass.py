@@ -22,6 +22,7 @@ class Block(nn.Module):
         return self.small(self.narrow(nn.functional.silu(self.wide(x)) * self.also_wide(x)))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler, without which nothing is compiled on CPU")
 def test_large_weight_gradients_are_not_taken_from_transposed_memory() -> None:
     torch.manual_seed(0)
