@@ -77,9 +77,6 @@ CASES = {
     "bf16": Case(),
     "float8 tensorwise": float8("tensorwise"),
     "int8 rowwise": int8("rowwise"),
-    "nvfp4, sm_100": Case(
-        ("--model.converters=mx", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0"), gpu="sm_100"
-    ),
     "documents": Case((DOCUMENTS,)),
     "async tensor parallel": tensor_parallel(ASYNC),
     "selective recomputation": Case(
@@ -89,6 +86,9 @@ CASES = {
     "8 ranks": Case(world_size=8),
 }
 LONG_CASES = {
+    "nvfp4, sm_100": Case(
+        ("--model.converters=mx", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0"), gpu="sm_100"
+    ),
     "float8 rowwise_with_gw_hp": float8("rowwise_with_gw_hp"),
     "mx, sm_100": Case(("--model.converters=mx",), gpu="sm_100"),
     "context parallel": Case((CONTEXT,), world_size=4),

@@ -76,6 +76,7 @@ def test_converter_with_feature(converter: str, feature: str, alone: dict[str, l
 GPU = (*BASE, "--experimental.custom_import=gemms_of_gpus", "--model.flavor=blocks")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [
@@ -96,6 +97,7 @@ def test_block_scaled_gemms_of_gpus(flags: tuple[str, ...], tmp_path: Path) -> N
     assert list(losses(tmp_path / "four").values()) == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("converter", [pytest.param("float8", marks=pytest.mark.full), "int8"])
 def test_converter_with_another_family(converter: str, tmp_path: Path) -> None:
     """Whose heads are wider than dim / heads: the shapes of wq and wo differ."""
@@ -119,7 +121,10 @@ def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("converter", CONVERTERS)
+@pytest.mark.parametrize(
+    "converter",
+    [pytest.param(name, marks=[] if name in ("int8", "float8 delayed") else [pytest.mark.full]) for name in CONVERTERS],
+)
 def test_resumed_bit_for_bit(converter: str, processes: int, tmp_path: Path) -> None:
     """Twice, with accumulation. Scales with a history are part of a checkpoint; others can be recomputed."""
     flags = (*BASE, *CONVERTERS[converter], "--training.local_batch_size=1", "--optimizer.lr=1e-2")

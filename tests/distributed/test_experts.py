@@ -49,6 +49,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=[pytest.mark.full] * (layout != "TP 2, EP 2")) for layout in OTHERS]
 )
@@ -85,6 +86,7 @@ def largest_load(folder: Path) -> float:
     return float(loads.mean(0).max())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("balance", [pytest.param("bias", marks=pytest.mark.full), "loss"])
 def test_experts_get_an_even_load(balance: str, tmp_path: Path) -> None:
     run = (*SPARSE, "--model.flavor=narrow", "--training.steps=60", "--optimizer.lr=3e-3", "--training.seq_len=128")

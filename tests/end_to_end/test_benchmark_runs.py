@@ -129,6 +129,7 @@ def test_errors_of_block_formats_against_float64() -> None:
             assert all(most / 10 < float(error) < most for error in row.split("|")[2:5])
 
 
+@pytest.mark.full
 def test_gpu_on_tiny_shapes(tmp_path: Path) -> None:
     rows = "--rows=bf16 compiled,float8 rowwise auto_filter_small_kn,bf16 eager"
     bench("gpu", "--smoke", "--models=1B", "--steps=2", rows, f"--output={tmp_path}")

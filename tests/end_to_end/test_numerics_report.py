@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from runs import TINY, python
 
 

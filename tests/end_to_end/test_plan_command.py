@@ -13,6 +13,7 @@ PLAN = "--job.plan"
 TINY = ("--experimental.custom_import=tiny", "--model.name=tiny", "--model.flavor=narrow", "--training.seq_len=64")
 
 
+@pytest.mark.full
 def test_a_plan_without_training(tmp_path: Path) -> None:
     """With run_train.sh, for the processes that it would start."""
     flags = ("--parallelism.tensor_parallel_degree=2", "--model.converters=float8", "--activation_checkpoint.mode=full")

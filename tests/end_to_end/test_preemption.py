@@ -96,6 +96,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["FSDP", pytest.param("TP x PP", marks=pytest.mark.full)])
 def test_a_signal_to_one_rank_is_for_all(layout: str, tmp_path: Path) -> None:
     processes, flags = LAYOUTS[layout]

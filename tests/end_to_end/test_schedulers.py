@@ -70,6 +70,7 @@ def test_trains_on_two_machines(slurm: dict[str, Any], tmp_path: Path) -> None:
     assert not (tmp_path / "scontrol.log").exists()
 
 
+@pytest.mark.full
 def test_is_queued_again_when_the_machines_are_taken_away(slurm: dict[str, Any], tmp_path: Path) -> None:
     saving = ("--checkpoint.enable_checkpoint", "--training.steps=100000")
     with started(*FLAGS, into(tmp_path / "out"), *saving, **slurm) as run:

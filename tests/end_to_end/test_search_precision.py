@@ -48,6 +48,7 @@ def test_a_run_accepts_what_the_search_writes(tmp_path: Path) -> None:
     assert converted == found["assignment"]
 
 
+@pytest.mark.full
 def test_a_budget_of_zero_leaves_all_layers_in_bf16(tmp_path: Path) -> None:
     done = search(tmp_path, "--gemms-only", budget="0")
     assert done.returncode == 0, done.stderr

@@ -68,6 +68,7 @@ def folder(tmp_path: Path) -> Path:
 PIPELINE = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["loss", pytest.param("inf", marks=pytest.mark.full)])
 @pytest.mark.parametrize("layout", [(), pytest.param(PIPELINE, marks=pytest.mark.full)], ids=["FSDP", "PP"])
 def test_what_one_rank_finds_all_skip(layout: tuple[str, ...], how: str, folder: Path) -> None:

@@ -35,7 +35,7 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
 @pytest.mark.parametrize(
     ("flags", "world_size", "layers"),
     [
-        ((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [9]),
+        pytest.param((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [9], marks=pytest.mark.full),
         pytest.param((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 5, 5, 3], marks=pytest.mark.full),
         ((NONE, "--optimizer.name=Muon"), 4, [9]),
         pytest.param(
