@@ -200,7 +200,7 @@ LAYOUTS = [
     muon("FSDP 4", 4, 2),
     muon("HSDP 2 x 2", 4, 2, degrees(replicate=2)),
     muon("TP 2", 2, 8, degrees(tp=2)),
-    muon("FSDP 2 x TP 2", 4, 4, degrees(tp=2), core=True),
+    muon("FSDP 2 x TP 2", 4, 4, degrees(tp=2)),
     muon("CP 2", 2, 8, degrees(cp=2)),
     muon("PP 2", 2, 8, degrees(pp=2), core=True),
     muon("PP 2, ZBVZeroBubble", 2, 8, (*degrees(pp=2), f"{SCHEDULE}ZBVZeroBubble")),

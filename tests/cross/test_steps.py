@@ -77,8 +77,6 @@ CASES = {
     "bf16": Case(),
     "float8 tensorwise": float8("tensorwise"),
     "int8 rowwise": int8("rowwise"),
-    "documents": Case((DOCUMENTS,)),
-    "async tensor parallel": tensor_parallel(ASYNC),
     "selective recomputation": Case(
         ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
         checkpointing=True,
@@ -86,6 +84,8 @@ CASES = {
     "8 ranks": Case(world_size=8),
 }
 LONG_CASES = {
+    "async tensor parallel": tensor_parallel(ASYNC),
+    "documents": Case((DOCUMENTS,)),
     "nvfp4, sm_100": Case(
         ("--model.converters=mx", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0"), gpu="sm_100"
     ),

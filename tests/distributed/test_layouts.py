@@ -31,7 +31,7 @@ def test_layout_equals_one_process(layout: equality.Layout, reference: Reference
     assert equality.within_tolerance(deviations), deviations
 
 
-@pytest.mark.parametrize("fault", ["NotSummed", "SummedTwice"])
+@pytest.mark.parametrize("fault", ["NotSummed", pytest.param("SummedTwice", marks=pytest.mark.full)])
 def test_a_gradient_summed_over_the_wrong_ranks_is_found(fault: str, reference: Reference, tmp_path: Path) -> None:
     """Although the losses look right."""
     right = equality.qwen3("TP 2", 2, 8, (*equality.degrees(tp=2), "--experimental.custom_import=wrong_gradients"))

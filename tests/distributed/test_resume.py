@@ -57,6 +57,7 @@ def sample_ids(folder: Path, ranks: int) -> dict[int, list[list[str]]]:
     return rows
 
 
+@pytest.mark.full
 def test_killed_twice_and_resumed_it_ends_bit_for_bit_the_same(uninterrupted: Path, tmp_path: Path) -> None:
     kill_after_next_checkpoint(tmp_path)
     kill_after_next_checkpoint(tmp_path)
@@ -115,9 +116,8 @@ OTHER_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[pytest.mark.full] * (layout != "FSDP 2 x TP 2")) for layout in OTHER_LAYOUTS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
 def test_another_layout_goes_on_with_the_same_samples_and_back(
     layout: str, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def test_one_process_starts_again_where_the_environment_asks_torchrun_for_it(tmp
     assert losses(folder) == losses(tmp_path / "uninterrupted")
 
 
+@pytest.mark.full
 def test_a_stopped_rank_ends_the_others_in_time(tmp_path: Path) -> None:
     with two_nodes(*ENDLESS, into(tmp_path), "--comm.train_timeout_seconds=2") as nodes:
         index, pid = wait_for_rank(nodes, 1)

@@ -38,7 +38,7 @@ def test_stopped_during_training(processes: int, tmp_path: Path) -> None:
         assert "Stopped by SIGINT" in run.output()
 
 
-@pytest.mark.parametrize("moment", ["launcher", "imports", "weights"])
+@pytest.mark.parametrize("moment", ["launcher", "imports", pytest.param("weights", marks=pytest.mark.full)])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_stopped_while_it_starts(moment: str, processes: int, tmp_path: Path) -> None:
     with started(*ENDLESS, into(tmp_path), processes=processes) as run:
@@ -72,7 +72,10 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raised", "expected_status", "expected"),
     [
-        ("ArithmeticError('no good')", 1, ["[rank 1] Traceback (most", "[rank 1] ArithmeticError: no good"]),
+        pytest.param(
+            *("ArithmeticError('no good')", 1, ["[rank 1] Traceback (most", "[rank 1] ArithmeticError: no good"]),
+            marks=pytest.mark.full,
+        ),
         # usually the same on every rank, so normally only rank 0 prints it
         ("ConfigError('no good')", 2, ["[rank 1] Error: no good"]),
     ],
