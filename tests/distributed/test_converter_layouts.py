@@ -43,6 +43,11 @@ SHORT = [
     ("compile", "int8"),
     ("pipeline", "float8"),
 ]
+# Most of the time of these is the compiler's, and the recipes of a converter are alike to it.
+COMPILED = {
+    "compile": ["float8", "int8", "mx", "float8 delayed"],
+    "tensor parallel and compile": ["float8", "int8", "mx nvfp4"],
+}
 BASE = (*TINY, "--training.steps=3", "--training.mixed_precision_param=bfloat16")
 
 
@@ -61,6 +66,7 @@ COMBINATIONS = [
     pytest.param(converter, feature, marks=[] if number < 2 or (feature, converter) in SHORT else [pytest.mark.full])
     for converter in CONVERTERS
     for number, feature in enumerate(FEATURES)
+    if converter in COMPILED.get(feature, CONVERTERS)
 ]
 
 

@@ -40,6 +40,7 @@ LAYOUTS = {
     "PP 2": ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"),
     "CP 2 and EP 2": ("--parallelism.context_parallel_degree=2", "--training.local_batch_size=4", *EP),
 }
+COMPILED = {"float8", "mx"}  # most of the time of these is the compiler's
 # An expert's weight gradient has one scale per column of its rows, so it is the same only where one rank has them all.
 EXACT = {"EP 2", "TP 2 and EP 2", "CP 2 and EP 2"}
 SHORT = [("EP 2", "int8")]
@@ -62,6 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
         pytest.param(converter, layout, marks=[] if (layout, converter) in SHORT else [pytest.mark.full])
         for converter in CONVERTERS
         for layout in LAYOUTS
+        if COMPILE not in LAYOUTS[layout] or converter in COMPILED
     ],
 )
 def test_losses_are_those_of_one_process(

@@ -8,8 +8,8 @@ import pytest
 from runs import ROOT, SMALL, into, losses, train, train_here
 
 DEBUG_MODEL = f"--job.config_file={ROOT}/train_configs/debug_model.toml"
-SHORT = ("--training.local_batch_size=8", "--training.steps=100")
-MINUTES = 12  # for its 100 steps with one thread; an idle core takes 3
+SHORT = ("--training.local_batch_size=8", "--training.steps=60")
+MINUTES = 12  # for its 60 steps with one thread; an idle core takes 2
 
 
 def test_run_train_from_any_folder(tmp_path: Path) -> None:
@@ -51,22 +51,13 @@ def test_the_debug_model_learns(tmp_path: Path) -> None:
     assert losses(tmp_path)[20] < losses(tmp_path)[1] - 1  # about 1.5 to 2.8, depending on seed and data
 
 
-@pytest.fixture(scope="module")
-def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """The loss after 100 steps. One thread, because a second would wait for a core used by another test."""
-    folder = tmp_path_factory.mktemp("bfloat16")
-    train(DEBUG_MODEL, *SHORT, into(folder), OMP_NUM_THREADS="1", patience=MINUTES * 60)
-    return losses(folder)[100]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(MINUTES * 60)
-def test_the_debug_model_falls_under_5_3_in_100_steps(bfloat16: float) -> None:
-    assert bfloat16 < 5.3
-
-
 @pytest.mark.full
 @pytest.mark.timeout(2 * MINUTES * 60)
-def test_float8_ends_within_two_percent_of_bfloat16(bfloat16: float, tmp_path: Path) -> None:
-    train(DEBUG_MODEL, *SHORT, "--model.converters=float8", into(tmp_path), OMP_NUM_THREADS="1", patience=MINUTES * 60)
-    assert losses(tmp_path)[100] == pytest.approx(bfloat16, rel=0.02)
+def test_float8_ends_within_two_percent_of_bfloat16(tmp_path: Path) -> None:
+    """One thread, because a second would wait for a core used by another test."""
+    ends = {}
+    for name, flags in {"bfloat16": (), "float8": ("--model.converters=float8",)}.items():
+        train(DEBUG_MODEL, *SHORT, *flags, into(tmp_path / name), OMP_NUM_THREADS="1", patience=MINUTES * 60)
+        ends[name] = losses(tmp_path / name)[60]
+    assert ends["bfloat16"] < 4.8  # about 4.2, untrained 8.3
+    assert ends["float8"] == pytest.approx(ends["bfloat16"], rel=0.02)
