@@ -74,16 +74,25 @@ def check_owned(folder: Path) -> None:
 def keep_compiled_code_private() -> None:
     """Sets inductor's cache folder; call it before the first compilation. By default inductor uses a predictable path
     in /tmp, and would load whatever another user has put there."""
-    preset = os.environ.get(INDUCTOR)
+    from torchtitan.compat.inductor import default_cache_dir, keep_precompiled_headers_in  # imports the compiler
+
+    given = os.environ.get(INDUCTOR)
+    # The compiler sets it to its default when it is imported.
+    os.environ[INDUCTOR] = folder = _inductor_folder(None if given == default_cache_dir() else given)
+    keep_precompiled_headers_in(folder)
+
+
+def _inductor_folder(given: str | None) -> str:
     try:
-        if preset is None:
-            os.environ[INDUCTOR] = str(private_folder("inductor"))
-            return
-        Path(preset).mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_owned(Path(preset))
+        if given is None:
+            return str(private_folder("inductor"))
+        Path(given).mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_owned(Path(given))
+        return given
     except (OSError, RuntimeError) as error:
         logger.warning(
             f"compiled code is cached in a temporary folder for this run only; no safe cache folder: {error}"
         )
-        os.environ[INDUCTOR] = tempfile.mkdtemp(prefix="torchtitan-inductor-")
-        atexit.register(shutil.rmtree, os.environ[INDUCTOR], ignore_errors=True)
+        folder = tempfile.mkdtemp(prefix="torchtitan-inductor-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return folder

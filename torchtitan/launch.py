@@ -47,6 +47,7 @@ def launch(arguments: list[str]) -> int:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous.api import RendezvousError
         from torch.distributed.launcher import api as launcher
+        from torch.distributed.run import determine_local_world_size, parse_args
         from torch.distributed.run import main as torchrun
 
         from torchtitan.launcher.agent import Agent, root_cause
@@ -55,18 +56,18 @@ def launch(arguments: list[str]) -> int:
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the processes should not inherit it
     try:
-        processes = find_processes()
-    except UserError as error:
+        arguments = [f"--nproc-per-node={find_processes()}", "--signals-to-handle=SIGINT,SIGQUIT", *arguments]
+        _set_threads(determine_local_world_size(parse_args(arguments).nproc_per_node))  # of two, the last one counts
+    except (UserError, ValueError) as error:  # ValueError: no such kind of device to count
         print(f"Error: {error}", file=sys.stderr)
         return EXIT_STATUS
-    _set_threads(processes)
     for name in list(logging.root.manager.loggerDict):  # each logger has its own level
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010  torchrun has no option for this
     setattr(launcher.rdzv_registry, "get_rendezvous_handler", find_rendezvous)  # noqa: B010
     try:
-        torchrun([f"--nproc-per-node={processes}", "--signals-to-handle=SIGINT,SIGQUIT", *arguments])
+        torchrun(arguments)
     except ChildFailedError as error:
         exitcode = root_cause(error.failures)[1].exitcode
         if -exitcode in STOP_SIGNALS:  # it arrived before the process could handle it

@@ -113,7 +113,7 @@ LONG_CASES = {
     "float8, async tensor parallel": tensor_parallel(
         ASYNC, "--model.converters=float8", "--float8.recipe_name=tensorwise"
     ),
-    "int8 tensorwise": int8("tensorwise"),
+    "int8 tensorwise, gathered": int8("tensorwise", "--int8.enable_fsdp_int8_all_gather"),
     "int8 rowwise, gathered": int8("rowwise", "--int8.enable_fsdp_int8_all_gather"),
     "int8 rowwise, sm_100": int8("rowwise", gpu="sm_100"),
     "int8 rowwise, dynamic shapes": int8("rowwise", batches=((1, 8192), (2, 4096), (2, 4096))),

@@ -1,11 +1,13 @@
 """The ways to start a run, and whether a run learns."""
 
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, SMALL, into, losses, train, train_here
+from runs import ROOT, SMALL, into, losses, python, train, train_here
 
 DEBUG_MODEL = f"--job.config_file={ROOT}/train_configs/debug_model.toml"
 SHORT = ("--training.local_batch_size=8", "--training.steps=60")
@@ -31,6 +33,17 @@ def test_plain_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     train(*SMALL, "--training.steps=2", into(tmp_path), command=[*torchrun, str(ROOT / "train.py")])
     assert list(losses(tmp_path)) == [1, 2]
+
+
+def test_the_ranks_that_torchruns_option_asks_for_share_the_cores(tmp_path: Path) -> None:
+    script = tmp_path / "threads.py"
+    script.write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "NGPU")}
+    launch = [sys.executable, "-m", "torchtitan.launch"]
+    done = subprocess.run([*launch, "--nproc-per-node=2", str(script)], env=environment, capture_output=True, text=True)
+    assert done.stdout.count(f"threads {max(1, len(os.sched_getaffinity(0)) // 2)}\n") == 2
+    mistake = python("-m", "torchtitan.launch", "--nproc-per-node=many", str(script))
+    assert (mistake.returncode, mistake.stderr) == (2, "Error: Unsupported nproc_per_node value: many\n")
 
 
 def test_the_saved_configuration_is_the_same_run(tmp_path: Path) -> None:

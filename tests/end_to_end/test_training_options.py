@@ -25,8 +25,11 @@ def test_activation_checkpointing_changes_no_loss(dtype: str, tmp_path: Path) ->
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPU needs g++")
 def test_compiled_losses_are_those_of_eager(tmp_path: Path) -> None:
     train_here(*TINY, STEPS, into(tmp_path / "eager"))
-    train(*TINY, STEPS, "--training.compile", into(tmp_path / "compiled"))
+    train(*TINY, STEPS, "--training.compile", into(tmp_path / "compiled"), XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=1e-5)
+    # All that the compiler loads is where nobody else could have put it.
+    folder = tmp_path / "cache" / "torchtitan" / "inductor"
+    assert list(folder.rglob("*.so")) and list(folder.rglob("*.gch"))
 
 
 @pytest.fixture(scope="module")
