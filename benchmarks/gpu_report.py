@@ -47,7 +47,7 @@ def name(result: Result) -> str:
 
 
 def rates(done: Sequence[Result], machine: dict[str, Any], base: str) -> str:
-    against = {"": machine["bf16_rate"]}
+    against = {"": machine["gemm_rate"]}
     if machine["datasheet_rate"]:
         against["data sheet "] = machine["datasheet_rate"]
     bases = {(r["model"], r["layers"]): statistics.median(r["step_seconds"]) for r in done if r["recipe"] == base}

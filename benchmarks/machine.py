@@ -37,8 +37,9 @@ class Machine:
         cores: number of cores that this process may use.
         threads: used for the CPU's GEMMs.
         versions: of Python, torch, torchao and CUDA.
-        bf16_rate: FLOP/s of the best of several large square bf16 GEMMs, of one GPU or of all those threads.
-        bf16_rates: the same by size.
+        dtype: of these GEMMs: bfloat16, or float32 on a CPU where it is faster.
+        gemm_rate: FLOP/s of the best of several large square GEMMs, of one GPU or of all those threads.
+        gemm_rates: the same by size.
         datasheet_rate: of a known GPU, dense.
     """
 
@@ -47,16 +48,17 @@ class Machine:
     cores: int
     threads: int
     versions: dict[str, str]
-    bf16_rate: float
-    bf16_rates: dict[str, float]
+    dtype: str
+    gemm_rate: float
+    gemm_rates: dict[str, float]
     datasheet_rate: float | None
 
     def __str__(self) -> str:
         threads = f"{self.cores} cores, {self.threads} threads, " if self.kind == "cpu" else ""
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        sizes = ", ".join(f"{size}: {tera(rate)}" for size, rate in self.bf16_rates.items())
+        sizes = ", ".join(f"{size}: {tera(rate)}" for size, rate in self.gemm_rates.items())
         sheet = f"; data sheet {tera(self.datasheet_rate)}" if self.datasheet_rate else ""
-        rate = f"bf16 GEMMs, measured: {tera(self.bf16_rate)} TFLOP/s ({sizes}){sheet}"
+        rate = f"{self.dtype} GEMMs, measured: {tera(self.gemm_rate)} TFLOP/s ({sizes}){sheet}"
         return f"{self.device}, {threads}{versions}; {rate}"
 
 
@@ -70,12 +72,14 @@ def measure_machine(threads: int | None = None, sizes: tuple[int, ...] = ()) -> 
     import torch
 
     from torchtitan.device import find_device
+    from torchtitan.kernels.cpu_speed import fast_dtype
     from torchtitan.metrics.flops import known_peak
 
     if threads:
         torch.set_num_threads(threads)
     device = find_device(0)
-    rates = bf16_rates(device.torch_device, sizes)
+    dtype = torch.bfloat16 if device.type == "cuda" else fast_dtype()
+    rates = gemm_rates(device.torch_device, dtype, sizes)
     versions = {"Python": platform.python_version(), "torch": torch.__version__}
     with contextlib.suppress(PackageNotFoundError):
         versions["torchao"] = version("torchao")
@@ -87,14 +91,15 @@ def measure_machine(threads: int | None = None, sizes: tuple[int, ...] = ()) -> 
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         torch.get_num_threads(),
         versions,
+        str(dtype).removeprefix("torch."),
         max(rates.values()),
         rates,
         known_peak(device.name) if device.type == "cuda" else None,
     )
 
 
-def bf16_rates(device: Any, sizes: tuple[int, ...] = ()) -> dict[str, float]:
-    """FLOP/s of square bf16 GEMMs by size: the best of several on CPU, the mean of many on a GPU.
+def gemm_rates(device: Any, dtype: Any, sizes: tuple[int, ...] = ()) -> dict[str, float]:
+    """FLOP/s of square GEMMs by size: the best of several on CPU, the mean of many on a GPU.
 
     The data are normally distributed, because a GPU is faster with zeros, which draw less power.
     """
@@ -102,7 +107,7 @@ def bf16_rates(device: Any, sizes: tuple[int, ...] = ()) -> dict[str, float]:
 
     rates = {}
     for size in sizes or (GPU_SIZES if device.type == "cuda" else CPU_SIZES):
-        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         for _ in range(3):
             a @ b
         if device.type == "cuda":

@@ -224,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def median_machine(measured: Sequence[Machine]) -> Machine:
     """The machine, measured several times, with the median of each rate."""
-    rates = {size: statistics.median(found.bf16_rates[size] for found in measured) for size in measured[0].bf16_rates}
-    return replace(measured[0], bf16_rates=rates, bf16_rate=statistics.median(found.bf16_rate for found in measured))
+    rates = {size: statistics.median(found.gemm_rates[size] for found in measured) for size in measured[0].gemm_rates}
+    return replace(measured[0], gemm_rates=rates, gemm_rate=statistics.median(found.gemm_rate for found in measured))
 
 
 def peaks_of(variants: Sequence[Variant], machines: dict[int, Machine]) -> tuple[dict[str, float], dict[str, float]]:
@@ -234,7 +234,7 @@ def peaks_of(variants: Sequence[Variant], machines: dict[int, Machine]) -> tuple
     for variant in variants:
         found = machines[variant.threads]
         devices = variant.processes if found.kind == "cuda" else 1
-        peaks[variant.name] = devices * found.bf16_rate
+        peaks[variant.name] = devices * found.gemm_rate
         if found.datasheet_rate:
             datasheet[variant.name] = devices * found.datasheet_rate
     return peaks, datasheet

@@ -46,14 +46,14 @@ def test_throughput_beside_another_trainer(tmp_path: Path) -> None:
     assert theirs["step_rates"] == [2000, 3000] and len(ours["step_rates"]) == 2
     assert theirs["first_step"] < ours["first_step"]
     assert ours["memory"] > theirs["memory"] > 0
-    assert 0 < figures["machines"][0]["bf16_rate"] == figures["machines"][0]["bf16_rates"][max_of(figures)]
+    assert 0 < figures["machines"][0]["gemm_rate"] == figures["machines"][0]["gemm_rates"][max_of(figures)]
     split = figures["splits"]["plain"]
     assert split["backward"] > 0 < split["forward"] < split["step"] and split["communication_wait"] < split["step"]
     assert figures["model"]["plain"]["full"] > figures["model"]["plain"]["causal"] > 0
 
 
 def max_of(figures: dict[str, Any]) -> str:
-    rates = figures["machines"][0]["bf16_rates"]
+    rates = figures["machines"][0]["gemm_rates"]
     return max(rates, key=rates.__getitem__)
 
 

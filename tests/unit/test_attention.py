@@ -1,5 +1,6 @@
-"""Causal attention on CPU in bfloat16: every kernel matches the formula."""
+"""Causal attention on CPU: every kernel matches the formula."""
 
+import functools
 import logging
 import os
 import subprocess
@@ -13,31 +14,36 @@ import torch.nn.functional as F
 from runs import all_equal
 
 from torchtitan.kernels import attention_cpu
-from torchtitan.kernels.attention_cpu import matrix_unit_library
+from torchtitan.kernels.attention_cpu import bfloat16_library, float32_library
 from torchtitan.models.attention import causal_attention
 
 pytestmark = pytest.mark.usefixtures("two_threads")
-WAYS = ["matrix unit", "without"]
+WAYS = ["bfloat16 GEMMs", "float32 arithmetic", "torch"]
 Shape = tuple[int, int, int, int, int]  # batch, heads, key/value heads, sequence, head dimension
 
 
 @pytest.fixture
 def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def take(way: str) -> None:
-        if way == "without":
-            monkeypatch.setattr(attention_cpu, "matrix_unit_library", lambda: None)
-        elif matrix_unit_library() is None:
-            pytest.skip("needs a CPU with a matrix unit (AMX) and a C++ compiler")
+        if way == "bfloat16 GEMMs":
+            if bfloat16_library() is None:
+                pytest.skip("needs a CPU with bfloat16 instructions (AMX or AVX-512) and a C++ compiler")
+            return
+        monkeypatch.setattr(attention_cpu, "bfloat16_library", lambda: None)
+        if way == "torch":
+            monkeypatch.setattr(attention_cpu, "float32_library", lambda: None)
+        else:
+            assert float32_library() is not None
 
     return take
 
 
-def operands(shape: Shape) -> list[torch.Tensor]:
+def operands(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     """Queries, keys, values and the gradient of the output, in the memory layout of projections."""
     batch, heads, kv_heads, seq, head_dim = shape
     torch.manual_seed(0)
     counts = (heads, kv_heads, kv_heads, heads)
-    return [torch.randn(batch, seq, count, head_dim).bfloat16().transpose(1, 2) for count in counts]
+    return [torch.randn(batch, seq, count, head_dim).to(dtype).transpose(1, 2) for count in counts]
 
 
 def gradients(
@@ -59,7 +65,7 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         (1, 4, 2, 300, 16),
         (2, 4, 1, 130, 64),
         (1, 2, 2, 128, 128),
-        (1, 2, 1, 2, 8),
+        (8, 4, 2, 2, 8),
         (1, 4, 2, 77, 32),
     ],
     ids=str,
@@ -75,6 +81,19 @@ def test_output_and_gradients_are_the_formulas(shape: Shape, way: str, take: Cal
         assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
         error, torchs_error = ((grad.double() - right).norm() / right.norm() for grad in (mine, theirs))
         assert error < 1e-2 and error < 1.5 * torchs_error
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("shape", [(2, 4, 2, 200, 16), (1, 2, 1, 129, 72), (1, 1, 1, 1, 5)], ids=str)
+def test_float32_tensors_keep_their_precision(shape: Shape, way: str, take: Callable[[str], None]) -> None:
+    take(way)
+    *inputs, grad = operands(shape, torch.float32)
+    wide = [tensor.double() for tensor in inputs]
+    found = [causal_attention(*inputs), *gradients(causal_attention, inputs, grad)]
+    exact = [formula(*wide), *gradients(formula, wide, grad.double())]
+    for mine, right in zip(found, exact, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine.double() - right).norm() <= 1e-6 * right.norm()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -103,9 +122,10 @@ def test_large_scores_do_not_overflow_and_a_nan_shows(way: str, take: Callable[[
     assert all(found.isnan().any() for found in gradients(causal_attention, inputs, grad))
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
 @pytest.mark.parametrize("head_dim", [16, 24])
-def test_large_scores_lose_no_accuracy(head_dim: int, take: Callable[[str], None]) -> None:
-    take("matrix unit")
+def test_large_scores_lose_no_accuracy(head_dim: int, way: str, take: Callable[[str], None]) -> None:
+    take(way)
     q, k, v, grad = operands((1, 2, 2, 256, head_dim))
     inputs = [q * 1e3, k * 1e3, v]  # scores of 1e6, where float32 has a resolution of 0.06
     _, _, found = gradients(causal_attention, inputs, grad)
@@ -113,8 +133,9 @@ def test_large_scores_lose_no_accuracy(head_dim: int, take: Callable[[str], None
     assert (found - right).norm() < 3e-3 * right.norm()
 
 
-def test_any_layout_in_memory_is_read_as_it_is(take: Callable[[str], None]) -> None:
-    take("matrix unit")
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_any_layout_in_memory_is_read_as_it_is(way: str, take: Callable[[str], None]) -> None:
+    take(way)
     *inputs, grad = operands((2, 4, 2, 64, 16))
     right = gradients(causal_attention, inputs, grad)
     wide = torch.zeros(2, 4, 64, 17).bfloat16()[..., 1:]  # rows with odd offsets
@@ -125,9 +146,9 @@ def test_any_layout_in_memory_is_read_as_it_is(take: Callable[[str], None]) -> N
     assert all_equal(gradients(causal_attention, inputs, one), right)
 
 
-def test_the_compiler_calls_it(take: Callable[[str], None]) -> None:
-    take("matrix unit")
-    *inputs, grad = operands((2, 4, 2, 64, 16))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_compiler_calls_it(dtype: torch.dtype) -> None:
+    *inputs, grad = operands((2, 4, 2, 64, 16), dtype)
     compiled = torch.compile(causal_attention, fullgraph=True)
     assert all_equal(gradients(compiled, inputs, grad), gradients(causal_attention, inputs, grad))
 
@@ -140,11 +161,10 @@ def test_without_a_compiler_a_run_is_told_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if not torch.cpu._is_amx_tile_supported():
-        pytest.skip("needs a CPU with a matrix unit (AMX)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setattr(attention_cpu, "matrix_unit_library", matrix_unit_library.__wrapped__)
+    for library in (bfloat16_library, float32_library):
+        monkeypatch.setattr(attention_cpu, library.__wrapped__.__name__, functools.cache(library.__wrapped__))
     *inputs, grad = operands((1, 2, 2, 64, 16))
     with caplog.at_level(logging.WARNING, "torchtitan"):
         found = gradients(causal_attention, inputs, grad)
@@ -153,8 +173,8 @@ def test_without_a_compiler_a_run_is_told_and_goes_on(
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_a_matrix_unit_that_may_not_be_used_is_left_alone(take: Callable[[str], None]) -> None:
-    take("matrix unit")
+def test_instructions_that_may_not_be_used_are_left_alone(take: Callable[[str], None]) -> None:
+    take("bfloat16 GEMMs")
     program = (
         "import torch; from torchtitan.models.attention import causal_attention; "
         "q, k, v = torch.ones(3, 1, 2, 64, 16, dtype=torch.bfloat16); print(causal_attention(q, k, v).mean().item())"
@@ -162,4 +182,4 @@ def test_a_matrix_unit_that_may_not_be_used_is_left_alone(take: Callable[[str], 
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout == "1.0\n", done.stderr
-    assert "cannot use the matrix unit" in done.stderr
+    assert "oneDNN cannot use this CPU's bfloat16 instructions" in done.stderr

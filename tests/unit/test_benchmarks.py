@@ -134,7 +134,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert second[3] == "1.75" and second[5:7] == ["", ""] and second[-1] == "0.55"
 
 
-MACHINE = {"device": "NVIDIA X", "bf16_rate": 1e6, "datasheet_rate": 2e6, "text": "NVIDIA X, torch 2", "driver": ""}
+MACHINE = {"device": "NVIDIA X", "gemm_rate": 1e6, "datasheet_rate": 2e6, "text": "NVIDIA X, torch 2", "driver": ""}
 
 
 def row(recipe: str, seconds: float, layers: int = 4) -> dict[str, Any]:
@@ -253,8 +253,10 @@ def test_a_table_never_mixes_machines(tmp_path: Path) -> None:
 
 
 def test_a_machine_says_what_it_is() -> None:
-    machine = Machine("NVIDIA H200", "cuda", 16, 8, {"torch": "2.11.0"}, 7.9e14, {"8192": 7.9e14}, 9.89e14)
-    assert str(machine) == ("NVIDIA H200, torch 2.11.0; bf16 GEMMs, measured: 790 TFLOP/s (8192: 790); data sheet 989")
+    machine = Machine("NVIDIA H200", "cuda", 16, 8, {"torch": "2.11.0"}, "bfloat16", 7.9e14, {"8192": 7.9e14}, 9.89e14)
+    assert str(machine) == (
+        "NVIDIA H200, torch 2.11.0; bfloat16 GEMMs, measured: 790 TFLOP/s (8192: 790); data sheet 989"
+    )
 
 
 def test_labels_of_curves_that_end_together_do_not_overlap() -> None:

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.kernels import attention_gpu
-from torchtitan.kernels.attention_cpu import causal_attention_cpu
+from torchtitan.kernels import attention_cpu, attention_gpu
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.rope import apply_rope
 from torchtitan.protocols import AttentionFunction
@@ -33,7 +32,7 @@ def causal_attention(
     grouped = q.shape[1] != k.shape[1]
     if document_ids is None:
         if has_own_kernel(q):
-            return causal_attention_cpu(q, k, v)
+            return attention_cpu.causal_attention_cpu(q, k, v)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if attention_gpu.has_own_kernel(q):
         return attention_gpu.causal_attention_gpu(q, k, v, document_ids)
@@ -44,7 +43,7 @@ def causal_attention(
 
 def has_own_kernel(q: torch.Tensor) -> bool:
     """Whether these queries use the CPU attention kernel."""
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16
+    return q.device.type == "cpu" and q.dtype in attention_cpu.DTYPES
 
 
 class Attention(nn.Module):

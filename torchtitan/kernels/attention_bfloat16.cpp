@@ -1,7 +1,7 @@
-// Causal attention in bfloat16 for CPUs with a matrix unit (AMX).
+// Causal attention in bfloat16 for CPUs with instructions for it (AMX, or AVX-512's).
 //
 // FlashAttention-2 (arXiv 2307.08691), one tile of queries and keys at a time. One thread handles all heads of a
-// key-value group. The matrix unit takes the left operand of a GEMM row by row, and the right one with pairs of rows
+// key-value group. These instructions take the left operand of a GEMM row by row, and the right one with pairs of rows
 // interleaved. Each pass computes the scores in the orientation that avoids transposing them: queries across in the
 // forward pass, so that sums over keys run down the vector registers, and keys across in the backward pass. Products
 // and sums are float32. Compile without floating-point contraction (see attention_backward); where a fused
@@ -12,6 +12,8 @@
 #include <cmath>
 #include <cstdint>
 #include <vector>
+
+#include "attention.h"
 
 namespace c10 {
 struct BFloat16;
@@ -28,13 +30,6 @@ using Half = uint16_t;         // a bfloat16: the upper half of a float's bits
 using Pair = uint32_t;         // two bfloat16, from rows 2 i and 2 i + 1 of one column
 constexpr int64_t TILE = 128;  // queries and keys; their scores take 64 KiB and stay in the cache
 constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
-
-template <typename Number>
-struct Matrices {  // (batch, heads, rows, columns); columns are contiguous
-  Number* data;
-  int64_t batch_stride, head_stride, row_stride;
-  Number* of(int64_t batch, int64_t head) const { return data + batch * batch_stride + head * head_stride; }
-};
 
 inline float widened(Half x) { return std::bit_cast<float>(Pair(x) << 16); }
 
@@ -104,7 +99,7 @@ void write_transposed(int64_t rows, int64_t dim, const float* x, const float* fa
 
 }  // namespace
 
-// Whether libtorch can run these GEMMs here. It throws if oneDNN may not use the matrix unit (ONEDNN_MAX_CPU_ISA).
+// Whether libtorch can run these GEMMs here. It throws if the CPU or ONEDNN_MAX_CPU_ISA does not allow it.
 extern "C" bool attention_works() {
   try {
     const std::vector<Half> a(16 * 16);
@@ -123,7 +118,7 @@ extern "C" bool attention_works() {
 
 // matrices: q, k, v, out
 extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices<float>* logsumexp, int64_t batches,
-                                  int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim) {
+                                  int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, bool /* float32 */) {
   const auto &[q, k, v, out] = *reinterpret_cast<const Matrices<Half>(*)[4]>(matrices);
   const float natural_scale = 1 / std::sqrt(float(dim)), scale = LOG2E * natural_scale;
 #pragma omp parallel
@@ -183,7 +178,7 @@ extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices
 
 // matrices: q, k, v, out, out_grad, q_grad, k_grad, v_grad
 extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrices<float>* logsumexp, int64_t batches,
-                                   int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim) {
+                                   int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, bool /* float32 */) {
   const auto &[q, k, v, out, out_grad, q_grad, k_grad, v_grad] =
       *reinterpret_cast<const Matrices<Half>(*)[8]>(matrices);
   const float scale = 1 / std::sqrt(float(dim));
