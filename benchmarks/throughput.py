@@ -9,10 +9,10 @@ are computed within a round, because the speed of a machine drifts. The columns:
 
 - tokens/s: of all processes together. For a run the median over the steps after warm-up, then the median over rounds;
   `range` is that of the rounds.
-- MFU: model FLOP/s at that rate divided by the machine's bf16 GEMM rate, which is measured in the same call
-  (benchmarks/machine.py; on a CPU with the threads of all processes; median over before each round and after the last).
-  `full` counts attention as if each token attended to the entire sequence (torchtitan, PaLM), `causal` half of that
-  (Megatron).
+- MFU: model FLOP/s at that rate divided by the machine's GEMM rate, in bf16 or what its CPU multiplies faster, which is
+  measured in the same call (benchmarks/machine.py; on a CPU with the threads of all processes; median over before each
+  round and after the last). `full` counts attention as if each token attended to the entire sequence (torchtitan,
+  PaLM), `causal` half of that (Megatron).
 - memory: on a GPU the peak of torch's allocator in the measured steps, else the peak resident set of the largest
   process; for another trainer always the latter.
 - first step: seconds from the command to the end of the first step, including imports, data and compilation.
@@ -147,7 +147,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=4, help="unmeasured steps; reports, for the other trainer")
     parser.add_argument("--steps", type=int, default=12, help="measured steps")
-    parser.add_argument("--gemm-sizes", default="", help="sizes of the bf16 GEMMs that measure the machine")
+    parser.add_argument("--gemm-sizes", default="", help="sizes of the GEMMs that measure the machine")
     parser.add_argument("--no-split", action="store_true", help="skip the traced run")
     parser.add_argument("--json", type=Path, help="JSON file to write all results to")
     parser.add_argument("flags", nargs="*", help="flags for all variants, after --")
