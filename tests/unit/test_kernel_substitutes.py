@@ -15,7 +15,7 @@ from torchtitan.plan.recorder import Recorder
 def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
     """On a GPU and on CPU. Grouped keys and values are not repeated."""
     heads, kv_heads, seq, head_dim = 8, 2, 512, 32
-    kept = {}
+    kept, flops = {}, {}
     for device in ("cuda", "cpu"):
         with FakeTensorMode() as mode, Recorder(str, mode) as recorder, kernel_substitutes(device):
             shapes = [(1, count, seq, head_dim) for count in (heads, kv_heads, kv_heads)]
@@ -24,11 +24,13 @@ def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
             kept[device] = recorder.current
             out.sum().backward()
             assert k.grad is not None and k.grad.shape == k.shape
+            flops[device] = recorder.flops
     row = 2 * seq * head_dim  # bytes per head
     log_sum_exp = 4 * heads * seq
     flash = (2 * heads + 2 * kv_heads) * row + log_sum_exp
     assert kept["cuda"] - flash in range(64)  # plus a random state
     assert kept["cpu"] == flash
+    assert flops["cpu"] == flops["cuda"] == (2 + 5) * heads * seq**2 * head_dim
 
 
 @pytest.mark.parametrize("kind", [nn.RMSNorm, RMSNorm], ids=["torch's", "ours"])

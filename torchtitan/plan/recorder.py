@@ -24,11 +24,16 @@ from torchtitan.compat.dispatch import (
     TorchDispatchMode,
     pytree,
 )
-from torchtitan.kernels import grouped_8bit, grouped_gemm, packed_blocks  # noqa: F401  register their operators
+from torchtitan.kernels import attention_cpu, grouped_8bit, grouped_gemm, packed_blocks  # noqa: F401  their operators
 from torchtitan.parallel import expert  # noqa: F401
 
 aten = torch.ops.aten
 
+# Of causal attention on CPU, forward and backward.
+ATTENTION_GEMMS = {
+    torch.ops.torchtitan.causal_attention.default: 2,
+    torch.ops.torchtitan.causal_attention_gradients.default: 5,
+}
 KINDS = {
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
@@ -168,6 +173,8 @@ class Recorder(TorchDispatchMode):
             self.flops_8bit += math.prod(args[0].shape) * args[3].shape[1] * (16 if args[0].dtype == torch.int64 else 2)
         elif func in (torch.ops.torchtitan.float8_mm.default, torch.ops.torchtitan.int8_mm.default):  # on CPU
             self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[2].shape[1]
+        elif func in ATTENTION_GEMMS:
+            self.flops += ATTENTION_GEMMS[func] * args[0].numel() * args[0].shape[2]  # two a multiply-add, half of them
         elif func._overloadpacket in flop_registry:
             attention = "attention" in func._overloadpacket.__name__
             shown = _repeat_kv_heads(args) if attention else args
