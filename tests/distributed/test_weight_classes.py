@@ -137,7 +137,7 @@ def test_layers_see_the_weights_of_their_recipe(
         for found in result["classes"].values():
             assert all(name in names for classes in found for name, names in zip(classes, expected, strict=True))
         # Half of wk and wv is too narrow for nvfp4: under tensor parallelism they stay in high precision.
-        near = {"int8 gather rowwise": 2e-4, "mx nvfp4": 5e-3}.get(recipe, 2e-3)
+        near = {"int8 gather rowwise": 5e-4, "mx nvfp4": 5e-3}.get(recipe, 2e-3)
         assert result["losses"] == pytest.approx(reference["losses"], abs=near)
         assert all(scale == pytest.approx(right) for scale, right in result["scales"].values())
         assert bool(result["scales"]) == (recipe == "int8 gather tensorwise" and result["shards"] > 1)
