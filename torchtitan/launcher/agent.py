@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from torchtitan.compat.elastic import LocalElasticAgent
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED
+from torchtitan.launcher.rendezvous import OneMachine
 from torchtitan.launcher.signals import (
     GIVEN_UP,
     LAUNCHER,
@@ -37,6 +38,9 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        spec = self._worker_group.spec
+        if isinstance(spec.rdzv_handler, OneMachine):  # its store has a port of its own; torch 2.11 would name 29500
+            spec.master_addr = spec.master_port = None
         self._asked = 0  # the stop signal received; 0 for none
         self._starting = False
         os.environ[LAUNCHER] = str(os.getpid())
