@@ -1,5 +1,7 @@
 """training.mixed_precision_param = auto."""
 
+import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.engine import compute_dtype
 from torchtitan.engine.compute_dtype import decide_compute_dtype
+from torchtitan.kernels.cpu_speed import _is_faster
 
 
 def config(folder: Path, *flags: str) -> JobConfig:
@@ -31,3 +34,15 @@ def test_a_resumed_run_stays_in_what_it_began_with(tmp_path: Path, monkeypatch: 
     assert decide_compute_dtype(config(tmp_path), "cpu").training.mixed_precision_param == "bfloat16"  # nothing saved
     (tmp_path / "checkpoint" / "step-2").mkdir(parents=True)
     assert decide_compute_dtype(config(tmp_path), "cpu").training.mixed_precision_param == "float32"
+
+
+def test_a_few_interrupted_gemms_decide_nothing() -> None:
+    """As on a busy machine, where each may lose the core for several milliseconds."""
+    calls = count()
+    slow = 0.005
+
+    def often_interrupted() -> None:
+        time.sleep(slow if next(calls) % 4 else 0)
+
+    assert _is_faster(often_interrupted, than=lambda: time.sleep(0.001))
+    assert not _is_faster(lambda: time.sleep(slow), than=lambda: time.sleep(0.001))

@@ -1,6 +1,7 @@
 """Which dtypes this CPU multiplies fast, measured with small GEMMs."""
 
 import functools
+import math
 from collections.abc import Callable
 from time import perf_counter
 
@@ -8,7 +9,8 @@ import torch
 
 SIZE = 256  # a float32 GEMM of this size takes 0.1 to 1 ms
 REPETITIONS = 15  # the fastest counts: on a busy machine most are interrupted
-HOPELESS = 4  # times slower than float32: give up without further measurements
+HOPELESS = 4  # times slower than float32 ...
+ENOUGH = 5  # ... after so many repetitions: give up, since each takes up to 30 ms
 
 
 @functools.cache
@@ -46,12 +48,13 @@ def fast_dtype() -> torch.dtype:
 
 def _is_faster(operation: Callable[[], object], than: Callable[[], object]) -> bool:
     """Compares the minimum of several alternating runs, since other processes may be using the CPU."""
-    than()  # the first call loads kernels and starts threads
-    reference = min(_seconds(than) for _ in range(REPETITIONS))
-    if _seconds(operation) > HOPELESS * reference and _seconds(operation) > HOPELESS * reference:
-        return False
-    times = [(_seconds(operation), _seconds(than)) for _ in range(REPETITIONS)]
-    return min(seconds for seconds, _ in times) < min(reference, *(seconds for _, seconds in times))
+    operation(), than()  # the first call loads kernels and starts threads
+    time = other = math.inf
+    for repetition in range(REPETITIONS):
+        time, other = min(time, _seconds(operation)), min(other, _seconds(than))
+        if repetition >= ENOUGH and time > HOPELESS * other:
+            return False
+    return time < other
 
 
 def _seconds(operation: Callable[[], object]) -> float:

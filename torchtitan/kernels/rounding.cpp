@@ -66,36 +66,67 @@ struct Int8 {
   static float widen(Storage x) { return int8_t(x); }
 };
 
-// The magnitude as bits. As integers, magnitudes compare like the floats do, and NaN compares above all of them.
+// The magnitude as an integer. As integers, magnitudes compare like the floats do, and NaN compares above all of them.
+inline uint16_t magnitude(uint16_t bfloat16) { return bfloat16 & 0x7fff; }
 inline Bits magnitude(float x) { return std::bit_cast<Bits>(x) & 0x7fffffff; }
 
-template <typename In>
-void largest(const typename In::Storage* x, int64_t rows, int64_t columns, Bits* by_row, Bits* by_column, int threads) {
+inline Bits float32_bits(uint16_t magnitude) { return Bits(magnitude) << 16; }
+inline Bits float32_bits(Bits magnitude) { return magnitude; }
+
+template <typename Storage>
+void largest(const Storage* x, int64_t rows, int64_t columns, Bits* by_row, Bits* by_column, int threads) {
+  using Magnitude = decltype(magnitude(*x));
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<Bits> local(by_column ? columns : 0, 0);
+    std::vector<Magnitude> local(by_column ? columns : 0, 0);
 #pragma omp for nowait
     for (int64_t row = 0; row < rows; ++row) {
-      const auto* numbers = x + row * columns;
-      Bits most = 0;
-      for (int64_t column = 0; column < columns; ++column) {
-        const Bits bits = magnitude(In::load(numbers[column]));
-        most = bits > most ? bits : most;
-      }
-      by_row[row] = most;
+      const Storage* numbers = x + row * columns;
+      Magnitude most = 0;
+      for (int64_t column = 0; column < columns; ++column) most = std::max(most, magnitude(numbers[column]));
+      by_row[row] = float32_bits(most);
+      Magnitude* to = local.data();
       if (by_column)
-        for (int64_t column = 0; column < columns; ++column) {
-          const Bits bits = magnitude(In::load(numbers[column]));
-          local[column] = bits > local[column] ? bits : local[column];
-        }
+        for (int64_t column = 0; column < columns; ++column)
+          to[column] = std::max(to[column], magnitude(numbers[column]));
     }
     if (by_column) {
 #pragma omp critical
       for (int64_t column = 0; column < columns; ++column)
-        by_column[column] = local[column] > by_column[column] ? local[column] : by_column[column];
+        by_column[column] = std::max(by_column[column], float32_bits(local[column]));
     }
   }
 }
+
+#ifdef __AVX512BW__
+inline __m512 load(const uint16_t* x, __mmask16 these) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(these, x)), 16));
+}
+inline __m512 load(const float* x, __mmask16 these) { return _mm512_maskz_loadu_ps(these, x); }
+
+inline __m512 factors(const float* scale, int64_t stride, int64_t i, __mmask16 these) {
+  return stride ? load(scale + i, these) : _mm512_set1_ps(*scale);
+}
+
+inline void store_int8(__m512 x, uint8_t* out, __mmask16 these) {
+  const __m512 bounded = _mm512_min_ps(_mm512_set1_ps(127), _mm512_max_ps(_mm512_set1_ps(-127), x));  // keeps NaN
+  _mm_mask_storeu_epi8(out, these, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(bounded)));
+}
+
+// A third of the time of the compiler's code for `Int8::round`.
+template <typename Storage>
+void round_row_to_int8(const Storage* x, int64_t columns, uint8_t* out, const float* scale, int64_t stride,
+                       uint8_t* out_2, const float* scale_2, int64_t stride_2) {
+  const auto sixteen = [=](int64_t i, __mmask16 these) __attribute__((always_inline)) {
+    const __m512 numbers = load(x + i, these);
+    store_int8(_mm512_mul_ps(numbers, factors(scale, stride, i, these)), out + i, these);
+    if (out_2) store_int8(_mm512_mul_ps(numbers, factors(scale_2, stride_2, i, these)), out_2 + i, these);
+  };
+  int64_t i = 0;
+  for (; i + 16 <= columns; i += 16) sixteen(i, 0xffff);
+  if (i < columns) sixteen(i, (1u << (columns - i)) - 1);
+}
+#endif
 
 template <typename In, typename Out>
 inline void round_row(const typename In::Storage* x, typename Out::Storage* out, int64_t columns, const float* scale,
@@ -114,11 +145,17 @@ void round_all(const typename In::Storage* x, int64_t rows, int64_t columns, uin
                Scale scale_2, int threads) {
 #pragma omp parallel for num_threads(threads)
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t start = row * columns;
-    round_row<In, Out>(x + start, out + start, columns, scale.data + row * scale.row_stride, scale.column_stride);
-    if (out_2)
-      round_row<In, Out>(x + start, out_2 + start, columns, scale_2.data + row * scale_2.row_stride,
-                         scale_2.column_stride);
+    const auto* numbers = x + row * columns;
+    uint8_t *to = out + row * columns, *to_2 = out_2 ? out_2 + row * columns : nullptr;
+    const float *factor = scale.data + row * scale.row_stride, *factor_2 = scale_2.data + row * scale_2.row_stride;
+#ifdef __AVX512BW__
+    if constexpr (std::is_same_v<Out, Int8>) {
+      round_row_to_int8(numbers, columns, to, factor, scale.column_stride, to_2, factor_2, scale_2.column_stride);
+      continue;
+    }
+#endif
+    round_row<In, Out>(numbers, to, columns, factor, scale.column_stride);
+    if (to_2) round_row<In, Out>(numbers, to_2, columns, factor_2, scale_2.column_stride);
   }
 }
 
@@ -233,9 +270,9 @@ extern "C" {
 void largest_magnitudes(const void* x, bool is_float32, int64_t rows, int64_t columns, uint32_t* by_row,
                         uint32_t* by_column, int threads) {
   if (is_float32)
-    largest<Float32>(static_cast<const float*>(x), rows, columns, by_row, by_column, threads);
+    largest(static_cast<const float*>(x), rows, columns, by_row, by_column, threads);
   else
-    largest<BFloat16>(static_cast<const uint16_t*>(x), rows, columns, by_row, by_column, threads);
+    largest(static_cast<const uint16_t*>(x), rows, columns, by_row, by_column, threads);
 }
 
 void round_scaled(const void* x, bool is_float32, int64_t rows, int64_t columns, int format, uint8_t* out, Scale scale,
