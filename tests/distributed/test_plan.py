@@ -25,7 +25,7 @@ from torchtitan.plan.recorder import Recorder
 from torchtitan.plan.simulation import name_of_group, state_bytes
 
 FLAGS = (
-    "--training.seq_len=512",
+    "--training.seq_len=256",
     "--model.flavor=debugmodel",
     "--training.local_batch_size=2",
     "--training.mixed_precision_param=float32",
@@ -206,12 +206,12 @@ def test_a_plan_of_a_rank_whose_experts_get_twice_as_many_rows(tmp_path: Path) -
     flags, load = (*SKEWED, f"--job.dump_folder={tmp_path}"), "--job.simulate_expert_load=2"
     assert_planned((*flags, load), 2, real, ranks=1)
     balanced, skewed = (planned((*FLAGS, *flags, *more), 2)[0] for more in ((), (load,)))
-    # 6 layers; each sends, receives, and sends and receives the gradients of, 1,024 tokens x 2 experts x 256 channels.
-    rows = 6 * 4 * 1024 * 2 * 256 * 4
+    # 6 layers; each sends, receives, and sends and receives the gradients of, 512 tokens x 2 experts x 256 channels.
+    rows = 6 * 4 * 512 * 2 * 256 * 4
     by_kind = [{line.kind: line.bytes for line in rank.traffic} for rank in (balanced, skewed)]
     assert by_kind[1]["all-to-all"] - by_kind[0]["all-to-all"] == rows
     # Three layers of 256 x 384 in each expert, forward and twice backward; two FLOPs a number.
-    assert skewed.flops - balanced.flops == 2 * 3 * 3 * 6 * 1024 * 2 * 256 * 384
+    assert skewed.flops - balanced.flops == 2 * 3 * 3 * 6 * 512 * 2 * 256 * 384
 
 
 @pytest.mark.full

@@ -60,9 +60,9 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
             marks=pytest.mark.full,
         ),
         pytest.param(
-            (NONE, f"{PP}=6", "--training.local_batch_size=12", "--training.global_batch_size=36"),
-            6,
-            [1, 5, 5, 5, 5, 3],
+            (NONE, f"{PP}=4", "--training.local_batch_size=10", "--training.global_batch_size=30"),
+            4,
+            [1, 5, 5, 3],
             marks=pytest.mark.full,
         ),
         pytest.param(
