@@ -56,7 +56,7 @@ def launch(arguments: list[str]) -> int:
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the processes should not inherit it
     try:
-        arguments = [f"--nproc-per-node={find_processes()}", "--signals-to-handle=SIGINT,SIGQUIT", *arguments]
+        arguments = [f"--nproc-per-node={find_processes()}", "--signals-to-handle=SIGQUIT", *arguments]
         _set_threads(determine_local_world_size(parse_args(arguments).nproc_per_node))  # of two, the last one counts
     except (UserError, ValueError) as error:  # ValueError: no such kind of device to count
         print(f"Error: {error}", file=sys.stderr)

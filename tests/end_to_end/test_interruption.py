@@ -54,6 +54,14 @@ def test_stopped_while_it_starts(moment: str, processes: int, tmp_path: Path) ->
         assert_interrupted(run)
 
 
+def test_stopped_while_the_launcher_starts_its_processes(tmp_path: Path) -> None:
+    """All of them, also one that it does not know of yet."""
+    with started(*ENDLESS, into(tmp_path), processes=8) as run:
+        run.wait_until(lambda: run.pid_of_rank(0))
+        run.signal_group(signal.SIGINT)
+        assert_interrupted(run)
+
+
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -42,8 +42,9 @@ class Agent(LocalElasticAgent):
         if isinstance(spec.rdzv_handler, OneMachine):  # its store has a port of its own; torch 2.11 would name 29500
             spec.master_addr = spec.master_port = None
         self._asked = 0  # the stop signal received; 0 for none
-        self._starting = False
+        self._starting = self._forking = self._interrupted = False
         os.environ[LAUNCHER] = str(os.getpid())
+        set_signal_handlers((signal.SIGINT,), self._interrupt)
         set_signal_handlers(STOP_SIGNALS, self._forward)
         set_signal_handlers((GIVEN_UP,), self._hear_of_rank)
 
@@ -54,6 +55,12 @@ class Agent(LocalElasticAgent):
         finally:
             ignore_stop_signals()  # from here on only the exit statuses of the processes count
             remove_empty(self._logs_specs.root_log_dir)
+
+    def _interrupt(self, number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
+        """Ctrl-C: torchrun ends the processes that it knows of, so not before it knows all of them."""
+        self._interrupted = True
+        if not self._forking:
+            raise SignalException("Ctrl-C", signal.Signals(number))
 
     def _forward(self, number: int, frame: FrameType | None = None) -> None:
         self._asked = number
@@ -85,13 +92,18 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._starting = True
-        # A KeyboardInterrupt during Python's startup would print a traceback: train.py unblocks Ctrl-C once it can.
+        self._forking = True
+        # The processes inherit this. A KeyboardInterrupt during Python's startup would print a traceback: train.py
+        # unblocks Ctrl-C once it can. Another thread of this process may still take it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             workers: dict[int, Any] = super()._start_workers(worker_group)
-            return workers
         finally:
+            self._forking = False
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if self._interrupted:
+            self._interrupt()
+        return workers
 
     def _invoke_run(self, *arguments: Any) -> RunResult:
         try:
