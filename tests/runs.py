@@ -313,9 +313,9 @@ def assert_equal_bit_for_bit(left: dict[str, torch.Tensor], right: dict[str, tor
 
 
 def fill(disk: Path) -> Path:
-    """Fills the disk to the last byte. Returns the file that occupies the space."""
+    """Fills the disk to the last byte; call it again if space has become free. Returns the file that occupies it."""
     path = disk / "filler"
-    with open(path, "wb", buffering=0) as file:
+    with open(path, "ab", buffering=0) as file:
         for size in (1 << 16, 1):
             try:
                 while file.write(bytes(size)):

@@ -166,7 +166,12 @@ def test_training_outlives_a_full_disk(mode: str, disk: Path) -> None:
     with started(*flags, into(disk), "--training.steps=60", processes=2) as run:
         run.wait_until(lambda: checkpoint_steps(disk) and last_step(disk) >= 3)
         filler = fill(disk)
-        run.wait_until(lambda: run.output().count("could not be saved") >= 2 and "line(s) lost" in run.output())
+
+        def two_saves_and_a_line_failed() -> bool:
+            fill(disk)  # a save that was being written has failed, and freed its space
+            return run.output().count("could not be saved") >= 2 and "line(s) lost" in run.output()
+
+        run.wait_until(two_saves_and_a_line_failed)
         assert all(damage(disk / "checkpoint" / f"step-{step}") == [] for step in checkpoint_steps(disk))
         failed = run.output().count("could not be saved")
         assert f"{failed} saves failed so far" in run.output()
