@@ -38,7 +38,7 @@ def test_a_resumed_run_stays_in_what_it_began_with(tmp_path: Path, monkeypatch: 
 
 def test_a_few_interrupted_gemms_decide_nothing() -> None:
     """As on a busy machine, where each may lose the core for several milliseconds."""
-    calls = count()
+    calls = count(1)
     slow = 0.005
 
     def often_interrupted() -> None:
