@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forks import ForkedProcess
 from runs import TESTS, TINY, checkpoint_steps, fill, last_step, lines_of, losses, variables_of
 
+from benchmarks.forks import ForkedProcess
 from torchtitan.checkpoint.manifest import MANIFEST, damage
 
 ROOT = Path(__file__).parent.parent

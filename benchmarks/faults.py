@@ -24,9 +24,10 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from attacks import ATTACKS, STEPS, Start, Trial, Undisturbed, tensor_hashes, write_data  # noqa: E402
-from forks import import_ahead  # noqa: E402
 from runs import last_step, losses  # noqa: E402
+
+from benchmarks.attacks import ATTACKS, STEPS, Start, Trial, Undisturbed, tensor_hashes, write_data  # noqa: E402
+from benchmarks.forks import import_ahead  # noqa: E402
 
 Result = dict[str, Any]
 

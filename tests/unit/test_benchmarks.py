@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import resource
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,15 @@ from benchmarks.scaling import earlier
 from benchmarks.step_split import length, step_split, time_by_class, union, without
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p))), max_size=6)
+
+
+def test_every_benchmark_can_be_started() -> None:
+    """What `python -m benchmarks NAME` imports, in a process that has not put other folders on its path."""
+    code = "import importlib; from benchmarks.__main__ import benchmarks as found\n"
+    code += "for name in found(): importlib.import_module(f'benchmarks.{name}')"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @given(INTERVALS, INTERVALS)

@@ -264,4 +264,7 @@ class Evaluation:
     num_fewshot: Annotated[
         NonNegativeInt, Doc("Solved examples in front of each example: the first others of its file.")
     ] = 0
-    limit: Annotated[PositiveInt | None, Doc("Use only the first N examples of each task; none: all.")] = None
+    limit: Annotated[
+        PositiveInt | None,
+        Doc("Use only the first N examples of each task; none: all, but of a text the first 1,000 documents."),
+    ] = None
