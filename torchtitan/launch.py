@@ -30,7 +30,7 @@ def launch(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     set_signal_handlers(STOP_SIGNALS, lambda number, _: exit_before_start(number))
     outlive_readers()
-    if any(argument.split("=")[0] in PLANS and not argument.endswith("=false") for argument in arguments):
+    if any(argument.split("=")[0] in PLANS and not argument.lower().endswith("=false") for argument in arguments):
         _plan(arguments)
     if _is_single(arguments):
         _run_alone(arguments)

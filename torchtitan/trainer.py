@@ -232,6 +232,9 @@ class Trainer:
                 "another --job.dump_folder."
             )
         self.checkpoints.save(0, self._state)
+        self.checkpoints.wait()
+        if self.checkpoints.last_save_failed:
+            raise CheckpointError("checkpoint.create_seed_checkpoint: the checkpoint could not be saved; see above.")
 
     def _state(self) -> dict[str, Any]:
         """The JSON part of a checkpoint. Complete on rank 0."""
@@ -338,6 +341,7 @@ class Trainer:
             world_size=dist.get_world_size(),
             total_steps=config.training.steps,
             start_step=self.step,
+            start_tokens=self.tokens_seen,
             tokens_per_step=self.tokens_per_step,
             flops_per_token=self.engine.flops_per_token,
             peak=find_peak(device.type, device.name, getattr(torch, config.training.mixed_precision_param)),

@@ -1,5 +1,6 @@
 """Updates during the backward pass: the same training in less memory."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,12 @@ def test_it_is_the_ordinary_update(layout: str, tmp_path: Path) -> None:
 
 
 def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    train_here(*FLAGS, into(tmp_path / "whole"), ONE, EARLY, "--training.steps=8")
-    train_here(*FLAGS, into(tmp_path / "parts"), ONE, EARLY)
-    train_here(*FLAGS, into(tmp_path / "parts"), ONE, EARLY, "--training.steps=8")
+    """With the learning rates of the schedule, which differ from step to step."""
+    flags = (*FLAGS, ONE, EARLY, "--training.steps=8", "--lr_scheduler.decay_ratio=0.5")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_here(*flags, into(whole))
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "checkpoint" / "step-8")
+    train_here(*flags, into(parts))
+    assert_equal_bit_for_bit(tensors_of(parts, 8), tensors_of(whole, 8))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")

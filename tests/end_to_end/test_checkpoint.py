@@ -19,6 +19,7 @@ from runs import (
     losses,
     started,
     tensors_of,
+    train,
     train_here,
 )
 
@@ -100,6 +101,17 @@ def test_keys_of_the_first_start_do_not_throw_away_what_they_began(
     train_here(*command, "--training.steps=3", "--optimizer.lr=1e-3")
     assert "step-2, without optimizer" in capsys.readouterr().out
     assert checkpoint_steps(run) == [2, 3]
+
+
+def test_a_run_taken_back_exports_what_it_became(six_steps: Path, tmp_path: Path) -> None:
+    run = copy_of(six_steps, tmp_path)
+    command = (*FLAGS, into(run), "--training.steps=6", "--checkpoint.last_save_in_hf")
+    train_here(*command)
+    exported = run / "checkpoint" / "step-6-hf" / "model.safetensors"
+    first = exported.read_bytes()
+    train_here(*command, "--checkpoint.load_step=4", "--optimizer.lr=1e-3")
+    assert exported.read_bytes() != first
+    assert (run / "checkpoint" / "step-6-hf.abandoned-1" / "model.safetensors").read_bytes() == first
 
 
 def test_a_finished_run_says_so_and_changes_nothing(
@@ -216,6 +228,14 @@ def test_a_seed_checkpoint_does_not_displace_a_run(six_steps: Path, tmp_path: Pa
         train_here(*FLAGS, into(copy_of(six_steps, tmp_path)), "--checkpoint.create_seed_checkpoint")
 
 
+def test_a_seed_checkpoint_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
+    with (
+        files_of_at_most(LIMIT),
+        pytest.raises(CheckpointError, match=r"create_seed_checkpoint: .* could not be saved"),
+    ):
+        train_here(*FLAGS, into(tmp_path), "--checkpoint.create_seed_checkpoint")
+
+
 def test_no_save_in_the_background_is_lost(six_steps: Path, tmp_path: Path) -> None:
     """Each is due before the previous one is written, and the last when the run ends."""
     background = ("--checkpoint.async_mode=async", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0")
@@ -330,3 +350,23 @@ def test_a_disk_that_is_full_for_one_rank_only_fails_the_save_on_all(tmp_path: P
     assert "File too large" in output
     assert "Traceback" not in output
     assert list((tmp_path / "checkpoint").iterdir()) == []
+
+
+def test_a_rank_without_memory_for_its_copies_fails_the_save_on_all(tmp_path: Path) -> None:
+    """The others would wait for it in the save, until their collectives time out."""
+    (tmp_path / "no_memory.py").write_text(
+        "import os, tiny\n"
+        "from torch.distributed.checkpoint.staging import DefaultStager\n"
+        "stage, calls = DefaultStager.stage, []\n"
+        "def first_fails(*arguments, **keys):\n"
+        "    calls.append(1)\n"
+        "    if os.environ['RANK'] == '1' and len(calls) == 1:\n"
+        "        raise MemoryError('no memory')\n"
+        "    return stage(*arguments, **keys)\n"
+        "DefaultStager.stage = first_fails\n"
+    )
+    flags = (*FLAGS, "--experimental.custom_import=no_memory", "--training.steps=4", "--checkpoint.async_mode=async")
+    output = train(*flags, into(tmp_path), processes=2, folder=tmp_path)
+    assert "step 2 could not be saved (rank 1 could not copy its tensors into host memory: no memory)" in output
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+    assert checkpoint_steps(tmp_path) == [4]

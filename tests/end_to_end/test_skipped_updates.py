@@ -68,12 +68,20 @@ def folder(tmp_path: Path) -> Path:
 PIPELINE = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["loss", pytest.param("inf", marks=pytest.mark.full)])
-@pytest.mark.parametrize("layout", [(), pytest.param(PIPELINE, marks=pytest.mark.full)], ids=["FSDP", "PP"])
-def test_what_one_rank_finds_all_skip(layout: tuple[str, ...], how: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "how", "ranks"),
+    [
+        ((), "loss", "0 and 1"),
+        pytest.param((), "loss", "1", marks=pytest.mark.full),
+        pytest.param((), "inf", "1", marks=pytest.mark.full),
+        pytest.param(PIPELINE, "loss", "1", marks=pytest.mark.full),
+        pytest.param(PIPELINE, "inf", "1", marks=pytest.mark.full),
+    ],
+    ids=["FSDP, both ranks", "FSDP", "FSDP, gradient", "PP", "PP, gradient"],
+)
+def test_what_any_rank_finds_all_skip(layout: tuple[str, ...], how: str, ranks: str, folder: Path) -> None:
     run = folder / "run"
-    options = {"STEPS": "[3]", "RANKS": "1", "HOW": how, "processes": 2, "folder": folder}
+    options = {"STEPS": "[3]", "RANKS": ranks, "HOW": how, "processes": 2, "folder": folder}
     output = train(*FLAGS, into(run), "--training.steps=5", "--training.local_batch_size=1", *layout, **options)
     assert output.count("step 3: update skipped") == 1
     assert ("the loss is not finite" if how == "loss" else "the gradient norm is not finite") in output

@@ -60,7 +60,7 @@ def test_what_is_computed_again(mode: str, option: str, gemms_again: int, activa
     model = llama()
     names = list(model.state_dict())
     config = ActivationCheckpoint(mode=mode, selective_ac_option=option)  # type: ignore[arg-type]
-    apply_activation_checkpoint(list(model.layers.values()), config)
+    apply_activation_checkpoint(dict(model.layers.items()), config)
     gradients, operations = step(model)
     assert operations["mm"] - once["mm"] == gemms_again
     assert operations["silu"] - once["silu"] == activations_again
@@ -70,8 +70,17 @@ def test_what_is_computed_again(mode: str, option: str, gemms_again: int, activa
     assert list(model.state_dict()) == names
 
 
+def test_every_second_layer_is_that_of_the_model_not_of_the_stage() -> None:
+    """Otherwise a pipeline with one layer in each stage would recompute nothing."""
+    _, once = step(llama())
+    model = llama()
+    for name, layer in model.layers.items():
+        apply_activation_checkpoint({name: layer}, ActivationCheckpoint(mode="selective", selective_ac_option="2"))
+    assert step(model)[1]["silu"] - once["silu"] == LAYERS // 2
+
+
 def test_none_computes_nothing_again() -> None:
     _, once = step(llama())
     model = llama()
-    apply_activation_checkpoint(list(model.layers.values()), ActivationCheckpoint(mode="none"))
+    apply_activation_checkpoint(dict(model.layers.items()), ActivationCheckpoint(mode="none"))
     assert step(model)[1] == once

@@ -190,7 +190,9 @@ def test_products_of_a_step_are_counted_and_missing_ones_found(name: str, recomp
     converters = apply_converters(model, [name.split()[0]], lambda _: section, CPU)
     if recomputation != "none":
         mode = "full" if recomputation == "full" else "selective"
-        apply_activation_checkpoint(list(model), ActivationCheckpoint(mode=mode, selective_ac_option="op"))
+        apply_activation_checkpoint(
+            dict(model.named_children()), ActivationCheckpoint(mode=mode, selective_ac_option="op")
+        )
 
     def step() -> None:
         x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)

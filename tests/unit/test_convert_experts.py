@@ -175,7 +175,7 @@ def test_experts_that_run_in_high_precision_are_found_in_the_first_step(name: st
     converters = apply_converters(model, [name], lambda _: section, CPU)
     if recomputation == "op":
         config = ActivationCheckpoint(mode="selective", selective_ac_option="op")
-        apply_activation_checkpoint(list(model.layers.values()), config)
+        apply_activation_checkpoint(dict(model.layers.items()), config)
     counted_step(model, converters, recomputation != "none")
     experts = model.layers["1"].moe.experts
     low = experts.w1

@@ -156,3 +156,16 @@ def test_old_gpus_are_refused_unless_emulated() -> None:
     with pytest.raises(ConfigError, match=r"int8\.emulate"):
         Int8Converter(Int8(), old)
     Int8Converter(Int8(emulate=True), old)
+
+
+def test_a_converted_output_layer_is_warned_of(log: list[str]) -> None:
+    def warnings(**keys: object) -> list[str]:
+        model = nn.Module()
+        model.wq, model.output = nn.Linear(64, 64), nn.Linear(64, 64)
+        log.clear()
+        apply_converters(model, ["int8"], lambda _: Int8(**keys), CPU)  # type: ignore[arg-type]
+        return [line for line in log if "add output to int8.filter_fqns" in line]
+
+    assert len(warnings(filter_fqns=[])) == 1
+    assert not warnings()
+    assert not warnings(filter_fqns=[], grad_input=False, grad_weight=False)

@@ -134,6 +134,13 @@ def test_a_file_that_would_be_read_without_its_hash_is_missed_in_the_manifest(na
     assert damage(checkpoint) == [f"manifest.json does not list {name}"]
 
 
+def test_what_is_synced_is_in_the_file(tmp_path: Path) -> None:
+    """torch calls `os.fsync(file.fileno())` without flushing first."""
+    with HashingFile(tmp_path / "tensors") as file:
+        file.write(b"tensors")
+        assert os.fstat(file.fileno()).st_size == 7
+
+
 def test_a_file_that_did_not_reach_the_disk_fails_the_save(tmp_path: Path) -> None:
     temporary = temporary_folder(tmp_path, 1)
     temporary.mkdir()

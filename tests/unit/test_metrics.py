@@ -22,6 +22,7 @@ def make(folder: Path, metrics: Metrics | None = None, **keys: Any) -> MetricsRe
         "world_size": 1,
         "total_steps": 10,
         "start_step": 0,
+        "start_tokens": 0,
         "tokens_per_step": 1000,
         "flops_per_token": 50.0,
         "peak": Peak(1e6, "of this test"),
@@ -178,11 +179,12 @@ def test_validation_has_an_entry_of_its_own(tmp_path: Path, log: list[str]) -> N
 
 def test_resume_reports_at_the_same_steps_and_counts_only_its_own_time(tmp_path: Path) -> None:
     run(make(tmp_path), last=8)
-    assert run(make(tmp_path, start_step=6), first=7) == [8, 10]
+    half_the_batch_before = {"start_step": 6, "start_tokens": 3000}
+    assert run(make(tmp_path, **half_the_batch_before), first=7) == [8, 10]
     found = entries(tmp_path)
     assert [entry["step"] for entry in found] == [1, 4, 8, 10]
     assert all(entry["tokens_per_second"] * entry["step_seconds"] == pytest.approx(1000) for entry in found)
-    assert found[-1]["tokens_seen"] == 10_000
+    assert [entry["tokens_seen"] for entry in found] == [1000, 4000, 5000, 7000]
 
 
 def test_only_rank_0_writes_the_file(tmp_path: Path) -> None:

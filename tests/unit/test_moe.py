@@ -1,13 +1,19 @@
 """Mixtures of experts against their definition, written as loops over tokens."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from runs import SMALL, into, train_here
+from torch import nn
 
+from torchtitan.config import JobConfig
 from torchtitan.config.training import MoE as MoEConfig
+from torchtitan.config.training import Training
+from torchtitan.engine.engine import allocate
 from torchtitan.engine.expert_balance import add_balance_loss
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.grouped_gemm import grouped_linear
@@ -144,6 +150,16 @@ def test_the_balance_loss_has_the_gradient_of_its_formula() -> None:
     assert 1 < float(loss.detach()) / 3 < ARGS.n_experts
     added = torch.autograd.grad(loss, model.router.gate.weight)[0] * coefficient * scale
     torch.testing.assert_close(found, added, rtol=1e-4, atol=1e-6)
+
+
+def test_with_parameters_in_host_memory_the_biases_are_on_the_device() -> None:
+    """FSDP brings parameters there, but no buffers. Meta stands for the device."""
+    with torch.device("meta"):
+        model: Any = nn.ModuleDict({"moe": MoE(DIM, ARGS)})
+    device: Any = SimpleNamespace(torch_device=torch.device("meta"))
+    allocate(model, [model], JobConfig(training=Training(enable_cpu_offload=True)), device)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
 
 
 def test_a_model_that_transformers_lacks_is_not_exported_at_the_end(tmp_path: object) -> None:

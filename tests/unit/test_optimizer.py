@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import all_equal
 from torch import nn
 
 from torchtitan.config import ConfigManager, to_toml
 from torchtitan.config.training import Optimizer, OptimizerGroup
 from torchtitan.errors import ConfigError
-from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
+from torchtitan.optim.optimizer import build_optimizer, optimizer_step, set_learning_rate
 from torchtitan.optim.parameters import check_groups, named_parameters, parameters_with_roles
 
 
@@ -43,6 +44,21 @@ def test_update_has_the_hyperparameters_of_the_configuration(
     torch.testing.assert_close(found, expected)
     group = build_optimizer(nn.ParameterList([nn.Parameter(torch.ones(1))]), config).param_groups[0]
     assert (group["fused"], group["foreach"]) == (implementation == "fused", implementation == "foreach")
+
+
+@pytest.mark.parametrize("faults", [1.0, 2.0])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "AdamW8bit"])
+def test_a_skipped_step_changes_nothing(name: str, faults: float) -> None:
+    """However many ranks found a fault. torch's fused update takes anything but 1 for a step to make."""
+    weight = nn.Parameter(torch.ones(64, 64))
+    optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(name=name, implementation="fused"))
+    weight.grad = torch.ones(64, 64)
+    optimizer_step(optimizer, torch.tensor(0.0))
+    assert (weight < 1).all()
+    before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
+    weight.grad = torch.full((64, 64), torch.nan)
+    optimizer_step(optimizer, torch.tensor(faults))
+    assert all_equal(before, [weight.detach(), *optimizer.state[weight].values()])
 
 
 def test_learning_rate_of_the_next_step() -> None:

@@ -37,6 +37,9 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
     [
         pytest.param((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [9], marks=pytest.mark.full),
         pytest.param((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 5, 5, 3], marks=pytest.mark.full),
+        pytest.param(
+            (EVERY_SECOND, f"{PP}=4", "--training.local_batch_size=6"), 4, [2, 9, 6, 9], marks=pytest.mark.full
+        ),
         ((NONE, "--optimizer.name=Muon"), 4, [9]),
         pytest.param(
             (*SPARSE, EVERY_SECOND, TP, "--parallelism.expert_parallel_degree=4"), 4, [10], marks=pytest.mark.full
@@ -75,6 +78,7 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
     ids=[
         "layers and rounds",
         "1F1B",
+        "1F1B, every second layer",
         "Muon",
         "experts",
         "1F1B, experts",

@@ -57,6 +57,8 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None) 
     branch["training"] = {**tables["training"], "steps": total}
     branch["lr_scheduler"] = {**tables["lr_scheduler"], "decay_ratio": decay_steps / total}
     branch["job"] = {**tables["job"], "dump_folder": str(folder)}
+    # These were for the start of the run; the branch takes its checkpoint as it is.
+    branch["checkpoint"] = {**tables["checkpoint"], "load_step": -1, "exclude_from_loading": []}
     shutil.copytree(checkpoint, folder / saved_in / checkpoint.name)
     (folder / BRANCH).write_text(tables_to_toml(branch), encoding="utf-8")
     return folder / BRANCH

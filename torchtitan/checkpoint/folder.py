@@ -22,6 +22,8 @@ from torchtitan.checkpoint.manifest import (
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
 
+EXPORTED = "-hf"  # ends the names of exports
+
 
 def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
@@ -29,14 +31,20 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def exported_folder(folder: Path, step: int) -> Path:
     """Where the weights after `step` are exported."""
-    return folder / f"step-{step}-hf"
+    return folder / f"step-{step}{EXPORTED}"
 
 
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the published checkpoints, ascending."""
+    return _steps(folder, "")
+
+
+def _steps(folder: Path, suffix: str) -> list[int]:
+    """Steps N of the folders step-N + suffix, ascending."""
     if not folder.is_dir():
         return []
-    found = (re.fullmatch(r"step-(0|[1-9]\d*)", entry.name) for entry in folder.iterdir() if entry.is_dir())
+    pattern = rf"step-(0|[1-9]\d*){suffix}"
+    found = (re.fullmatch(pattern, entry.name) for entry in folder.iterdir() if entry.is_dir())
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -50,8 +58,8 @@ def publish(
 ) -> None:
     """Adds the JSON parts to a checkpoint whose tensors are on disk, and renames it to its final name. Only on rank 0.
 
-    Existing checkpoints of this step and later ones belong to an abandoned branch: they were damaged, or `load_step`
-    went back. They are renamed, so that the next start does not take them for the newest.
+    Existing checkpoints and exports of this step and later ones belong to an abandoned branch: they were damaged, or
+    `load_step` went back. They are renamed, so that the next start does not take them for the newest.
 
     Args:
         about: for the manifest.
@@ -67,6 +75,9 @@ def publish(
     for later in saved_steps(folder):
         if later >= step:
             _set_aside(step_folder(folder, later))
+    for later in _steps(folder, EXPORTED):
+        if later >= step:
+            _set_aside(exported_folder(folder, later))
     temporary.rename(final)
     sync(folder)
 

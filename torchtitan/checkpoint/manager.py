@@ -57,6 +57,22 @@ class Exchange(Protocol[S]):
     def export(self, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None: ...
 
 
+class Stager(DefaultStager):
+    """Copies tensors into host memory, on every rank or on none. A rank that failed alone would not take part in the
+    save, and the others would wait for it until their collectives time out."""
+
+    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+        staged, error = None, None
+        try:
+            staged = super().stage(state_dict, **kwargs)
+        except (MemoryError, RuntimeError) as failure:
+            error = first_line(failure)
+        for rank, failed in enumerate(all_gather_object(error)):
+            if failed is not None:
+                raise RuntimeError(f"rank {rank} could not copy its tensors into host memory: {failed}")
+        return staged
+
+
 class CheckpointManager:
     """Saves and loads the state of one run. Every rank creates one, and calls its methods at the same steps.
 
@@ -106,7 +122,7 @@ class CheckpointManager:
         self.step_on_disk: int | None = None
         self.loaded_weights = False
         self._group: dist.ProcessGroup | None = None
-        self._stager: DefaultStager | None = None
+        self._stager: Stager | None = None
         self._pending: Future[None] | None = None
         if config.enable_checkpoint:
             if config.async_mode != "disabled":  # its thread's collectives need a group of their own
@@ -303,7 +319,7 @@ class CheckpointManager:
         """Copies the tensors and starts writing them. The future completes when the checkpoint is published."""
         if self._stager is None:  # reused, since it keeps the memory of its copies for the next save
             pinned = self.config.async_mode == "async_with_pinned_mem"
-            self._stager = DefaultStager(StagingOptions(pinned, False, False, False))
+            self._stager = Stager(StagingOptions(pinned, False, False, False))
         started = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=self._stager)
         written = started if isinstance(started, Future) else started.upload_completion
         finished: Future[None] = Future()

@@ -68,6 +68,11 @@ class HashingFile(BufferedWriter):
             finally:
                 hashed.result()
 
+    def fileno(self) -> int:
+        """For `os.fsync`, which torch calls without flushing first."""
+        self.flush()
+        return super().fileno()
+
     def close(self) -> None:
         self._thread.shutdown()
         super().close()
@@ -81,7 +86,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
     """Writes a JSON file and waits until it is on disk."""
     with HashingFile(path) as file:
         file.write(json.dumps(content, indent=1).encode())
-        file.flush()
         os.fsync(file.fileno())
     return file.record()
 

@@ -12,7 +12,8 @@ import torch
 
 def fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
     """A fused optimizer's step, which the device skips if the scalar `skip` is above 0."""
-    optimizer.grad_scale, optimizer.found_inf = None, skip  # type: ignore[attr-defined]
+    found_inf = (skip > 0).float()  # torch's kernels skip at exactly 1, and take it off the count of steps
+    optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
     optimizer.step()
 
 

@@ -209,6 +209,12 @@ class Int8Converter(LinearConverter):
                 "int8.enable_fsdp_int8_all_gather: the weights of experts are all-gathered in high precision, since "
                 "FSDP's int8 all-gather is for matrices"
             )
+        converts_gradients = self.settings.grad_input or self.settings.grad_weight
+        if converts_gradients and any(decision.converted and decision.fqn == "output" for decision in self.decisions):
+            logger.warning(
+                "int8 converts the output layer: nearly all of its gradient is rounded to 0, and the loss suffers "
+                "(docs/low_precision.md); add output to int8.filter_fqns"
+            )
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
         new = with_parameters_of(linear, Int8Linear)

@@ -183,7 +183,7 @@ class TextFiles:
                 f"{path} is not UTF-8 text: byte {start + error.start} cannot be decoded; "
                 "convert the file, or remove it."
             ) from error
-        starts, ends = span.start == 0, span.stop == size
+        starts, ends = span.start == 0, stop == size  # a later segment may be empty: the last line may begin here
         return Document(text, name if starts and ends else f"{name}@{span.start}", starts, ends)
 
 

@@ -130,6 +130,10 @@ def allocate(model: Decoder, stages: Sequence[Decoder], config: JobConfig, devic
         check_memory(model, config, device)
     for stage in stages:
         stage.to_empty(device="cpu" if offload else device.torch_device)
+        for module in stage.modules() if offload else ():  # FSDP gathers parameters onto the device, but no buffers
+            module._buffers.update(
+                {name: buffer.to(device.torch_device) for name, buffer in module.named_buffers(recurse=False)}
+            )
     reset_buffers(model)
 
 

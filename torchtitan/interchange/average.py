@@ -16,8 +16,8 @@ from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.convert import SavedModel, saved_model
 
-EMA = "optimizer.state.{}.ema"
-"""Name of a weight's moving average (`optimizer.ema_decay`)."""
+STATE = "optimizer.state."
+"""Begins the names of optimizer state: STATE + weight + ".ema" is a moving average (`optimizer.ema_decay`)."""
 
 
 def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
@@ -42,7 +42,8 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
     for model in models[1:]:
         if model.args != first.args:
             raise CheckpointError(f"{model.checkpoint} is of another model than {first.checkpoint}.")
-    names = _weights(first, ema)
+    tensors = [_tensors(model, ema) for model in models]
+    weights = {name: torch.empty(size, dtype=torch.float32, device="meta") for name, (_, size) in tensors[0].items()}
     manifests = [read_manifest(model.checkpoint) for model in models]
     step = max(manifest.step for manifest in manifests)
     state = {"weights_only": True, "identity": dataclasses.asdict(first.args), "step": step}
@@ -54,35 +55,36 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     writer = Writer(temporary_folder(out, step), lambda files: publish(out, step, state, about, files))
     try:
-        dcp.save(names, storage_writer=writer, planner=_Mean(models, ema))
+        dcp.save(weights, storage_writer=writer, planner=_Mean(models, tensors))
     except (CheckpointException, OSError, RuntimeError) as error:
         shutil.rmtree(temporary_folder(out, step), ignore_errors=True)
         raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error
     return step_folder(out, step)
 
 
-def _weights(model: SavedModel, ema: bool) -> dict[str, torch.Tensor]:
-    """Names and shapes of the weights, as empty tensors."""
+def _tensors(model: SavedModel, ema: bool) -> dict[str, tuple[str, torch.Size]]:
+    """The tensor to average for each weight and buffer, by name, and its size. Buffers have no moving average."""
     metadata = read_metadata(model.checkpoint, read_manifest(model.checkpoint).files).state_dict_metadata
-    names = [name for name in metadata if not name.startswith("optimizer.")]
-    if ema and any(EMA.format(name) not in metadata for name in names):
-        raise CheckpointError(f"{model.checkpoint} has no moving average; it takes a run with optimizer.ema_decay.")
-    return {
-        name: torch.empty(metadata[name].size, dtype=torch.float32, device="meta")  # type: ignore[union-attr]
-        for name in names
+    trained = {key.removeprefix(STATE).rpartition(".")[0] for key in metadata if key.startswith(STATE)}
+    names = {
+        name: f"{STATE}{name}.ema" if ema and name in trained else name
+        for name in metadata
+        if not name.startswith("optimizer.")
     }
+    if ema and not (trained and metadata.keys() >= set(names.values())):
+        raise CheckpointError(f"{model.checkpoint} has no moving average; it takes a run with optimizer.ema_decay.")
+    return {name: (key, metadata[key].size) for name, key in names.items()}  # type: ignore[union-attr]
 
 
 class _Mean(dcp.DefaultSavePlanner):
     """Computes each mean only when it is written."""
 
-    def __init__(self, models: Sequence[SavedModel], ema: bool) -> None:
+    def __init__(self, models: Sequence[SavedModel], tensors: Sequence[dict[str, tuple[str, torch.Size]]]) -> None:
         super().__init__()
-        self.models, self.ema = models, ema
+        self.models, self.tensors = models, tensors
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        name = EMA.format(index.fqn) if self.ema else index.fqn
         total = torch.zeros(self.state_dict[index.fqn].shape, dtype=torch.float64)
-        for model in self.models:
-            total += model.weight(name)
+        for model, tensors in zip(self.models, self.tensors, strict=True):
+            total += model.weight(tensors[index.fqn][0])
         return (total / len(self.models)).float()

@@ -50,6 +50,7 @@ class MetricsReporter:
     Args:
         dump_folder: receives `metrics.jsonl` (from rank 0) and the TensorBoard folder.
         start_step: step resumed from; 0 for a new run.
+        start_tokens: tokens seen up to then; the batch may have had another size.
         tokens_per_step: tokens of the global batch.
         flops_per_token: forward and backward; see `flops.flops_per_token`.
         peak: FLOP/s of one device. None if unknown; MFU is then None too, as it is while a measured peak is too low.
@@ -71,6 +72,7 @@ class MetricsReporter:
         world_size: int,
         total_steps: int,
         start_step: int,
+        start_tokens: int,
         tokens_per_step: int,
         flops_per_token: float,
         peak: Peak | None,
@@ -84,6 +86,7 @@ class MetricsReporter:
         self.world_size = world_size
         self.total_steps = total_steps
         self.start_step = start_step
+        self.start_tokens = start_tokens
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
         self.peak = peak
@@ -122,6 +125,10 @@ class MetricsReporter:
     def due(self, step: int) -> bool:
         """Whether `step` ends with a report; the same on every rank."""
         return step == 1 or step % self.log_freq == 0 or step == self.total_steps
+
+    def tokens_seen(self, step: int) -> int:
+        """Tokens of all steps up to `step`."""
+        return self.start_tokens + (step - self.start_step) * self.tokens_per_step
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -174,7 +181,7 @@ class MetricsReporter:
 
     def validation(self, step: int, loss: Reading, **extra: Reading) -> Record:
         """Reports the loss on held-out text after `step`, as a separate entry with `validation_loss`."""
-        record: Record = {"validation_loss": read(loss), "tokens_seen": step * self.tokens_per_step}
+        record: Record = {"validation_loss": read(loss), "tokens_seen": self.tokens_seen(step)}
         record |= {name: read(reading) for name, reading in extra.items()}
         logger.info(f"step {step} | validation loss {record['validation_loss']:.4f}")
         self._write(step, record)
@@ -188,7 +195,7 @@ class MetricsReporter:
         record: Record = {
             f"{task}/{name}": value for task, metrics in results.items() for name, value in metrics.items()
         }
-        record |= {"evaluation_seconds": seconds, "evaluation_share": share, "tokens_seen": step * self.tokens_per_step}
+        record |= {"evaluation_seconds": seconds, "evaluation_share": share, "tokens_seen": self.tokens_seen(step)}
         logger.info(f"step {step} | evaluation took {seconds:.1f} s; {share:.1%} of the time so far\n{table}")
         self._write(step, record)
         return record
@@ -227,7 +234,7 @@ class MetricsReporter:
             "data_wait_share": self._data_wait_seconds / seconds,
             "peak_memory_bytes": memory,
             "memory_share": memory / self.memory_capacity_bytes if self.memory_capacity_bytes else None,
-            "tokens_seen": step * self.tokens_per_step,
+            "tokens_seen": self.tokens_seen(step),
         }
 
     def _write(self, step: int, record: Record) -> None:

@@ -85,7 +85,7 @@ def parallelize(
             if isinstance(module, Attention):
                 module.attend = context_parallel_attention(module.attend, context_mesh, method)
     experts = [] if expert_mesh is None else _spread_experts(blocks, expert_mesh, tensor_mesh.size())
-    apply_activation_checkpoint(blocks, activation_checkpoint)
+    apply_activation_checkpoint(dict(model.layers.items()), activation_checkpoint)
     if activation_checkpoint.swiglu_dtype is not None:
         _save_in_8_bits(blocks, activation_checkpoint.swiglu_dtype)
     if training.compile:

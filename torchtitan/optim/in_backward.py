@@ -22,14 +22,18 @@ class StepInBackward:
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        # By number: loading a checkpoint replaces the groups.
+        self._group_of = {
+            parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+        }
         self._squares: list[torch.Tensor] = []
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, parameter: torch.Tensor) -> None:
         self._squares.append(squared_norm([parameter]))
-        groups, group = self.optimizer.param_groups, self._group_of[parameter]
+        groups = self.optimizer.param_groups
+        group = groups[self._group_of[parameter]]
         all_parameters, group["params"] = group["params"], [parameter]
         self.optimizer.param_groups = [group]
         try:

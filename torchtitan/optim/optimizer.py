@@ -198,7 +198,8 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) 
     if skip is None:
         optimizer.step()
     elif optimizer.defaults.get("fused"):
-        fused_step(optimizer, skip)
+        parameter: torch.Tensor = optimizer.param_groups[0]["params"][0]
+        fused_step(optimizer, skip.to(parameter.device))  # with CPU offload, waits: the update runs on the host
     elif skip.item() > 0:
         return False
     else:

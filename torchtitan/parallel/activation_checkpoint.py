@@ -1,7 +1,7 @@
 """Activation checkpointing (arXiv 1604.06174): recomputes activations in the backward pass instead of saving them."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,11 +38,14 @@ def _expensive_operations() -> set[object]:
     }
 
 
-def apply_activation_checkpoint(blocks: Sequence[nn.Module], config: ActivationCheckpoint) -> None:
-    """Wraps the forward of blocks in place: every block ("full"), every n-th, or every block with the results of
-    expensive operations saved ("op").
+def apply_activation_checkpoint(layers: Mapping[str, nn.Module], config: ActivationCheckpoint) -> None:
+    """Wraps the forward of blocks in place: every block ("full"), every n-th of the model, or every block with the
+    results of expensive operations saved ("op").
 
     Replaces the forward method instead of wrapping the module, so that names in state dicts and filters do not change.
+
+    Args:
+        layers: blocks of the model or of a pipeline stage, by their number in the model.
     """
     if config.mode == "none":
         return
@@ -55,5 +58,6 @@ def apply_activation_checkpoint(blocks: Sequence[nn.Module], config: ActivationC
 
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     every = int(config.selective_ac_option) if config.mode == "selective" and "context_fn" not in options else 1
-    for block in blocks[every - 1 :: every]:
-        block.forward = functools.partial(checkpoint, block.forward, **options)
+    for number, block in layers.items():
+        if (int(number) + 1) % every == 0:
+            block.forward = functools.partial(checkpoint, block.forward, **options)

@@ -48,6 +48,7 @@ class SimulatedRank:
 
     Attributes:
         layers: of each of its stages.
+        before: how many layers precede each of its stages, modulo `Job.period`.
         dense: how many of them, the first ones, are dense layers of a model with mixtures of experts.
         microbatches: in a forward and backward pass.
         all_layers: of the rank in the job, of which fewer may be simulated.
@@ -56,6 +57,7 @@ class SimulatedRank:
     ranks: int
     rank: int
     layers: tuple[int, ...]
+    before: tuple[int, ...]
     dense: tuple[int, ...]
     microbatches: int
     all_layers: int
@@ -125,16 +127,18 @@ class Job:
         no more micro-batches in flight than ranks follow it; one more shows the cost of each additional one."""
         ranks, own = self.dims.pp, self.own_stages(rank)
         layers = tuple(self.layers[stage] for stage in own)
+        before = tuple(sum(self.layers[:stage]) % self.period for stage in own)
         dense = tuple(
             min(self.layers[stage], max(0, dense_layers(self.args) - sum(self.layers[:stage]))) for stage in own
         )
         if self.full or not self.is_single_stage_schedule:
-            return SimulatedRank(ranks, rank, layers, dense, self.microbatches, sum(layers))
+            return SimulatedRank(ranks, rank, layers, before, dense, self.microbatches, sum(layers))
         ranks, rank = ranks - max(0, rank - 1), min(rank, 1)
         return SimulatedRank(
             ranks,
             rank,
             layers,
+            before,
             dense,
             min(self.microbatches, ranks + 1) if self._keeps_few_microbatches else self.microbatches,
             sum(layers),
@@ -154,6 +158,7 @@ class Job:
                 ranks,
                 part.rank,
                 part.layers,
+                part.before,
                 part.dense,
                 part.microbatches - (part.ranks - ranks if self._keeps_few_microbatches else 0),
                 part.all_layers,
@@ -247,6 +252,9 @@ def _simulation(job: Job, part: SimulatedRank, look: Callable[[Simulation], T]) 
         layers, own = [1] * part.ranks, [part.rank]
     for stage, count in zip(own, part.layers, strict=True):
         layers[stage] = count
+    for stage, before in sorted(zip(own, part.before, strict=True)):
+        if stage > 0 and stage - 1 not in own:  # lengths of own stages are true up to whole periods
+            layers[stage - 1] += (before - sum(layers[:stage])) % job.period
     args: Any = job.args
     if dense_layers(args):
         ends = [sum(layers[:stage]) + count for stage, count in zip(own, part.dense, strict=True) if count]
