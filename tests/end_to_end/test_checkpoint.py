@@ -17,6 +17,7 @@ from runs import (
     into,
     lines_of,
     losses,
+    reports,
     started,
     tensors_of,
     train,
@@ -101,6 +102,19 @@ def test_keys_of_the_first_start_do_not_throw_away_what_they_began(
     train_here(*command, "--training.steps=3", "--optimizer.lr=1e-3")
     assert "step-2, without optimizer" in capsys.readouterr().out
     assert checkpoint_steps(run) == [2, 3]
+
+
+def test_tokens_seen_before_another_batch_are_counted_as_they_were(six_steps: Path, tmp_path: Path) -> None:
+    run = copy_of(six_steps, tmp_path)
+    before = reports(run)[-1]["tokens_seen"]
+    other = (
+        "--training.local_batch_size=2",
+        "--training.global_batch_size=2",
+        "--checkpoint.exclude_from_loading=dataloader",
+    )
+    train_here(*FLAGS, into(run), "--training.steps=8", *other)
+    config = next(line for line in (run / "config.toml").read_text().splitlines() if line.startswith("seq_len"))
+    assert reports(run)[-1]["tokens_seen"] == before + 2 * 2 * int(config.split("=")[1])
 
 
 def test_a_run_taken_back_exports_what_it_became(six_steps: Path, tmp_path: Path) -> None:

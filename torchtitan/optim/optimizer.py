@@ -198,8 +198,9 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) 
     if skip is None:
         optimizer.step()
     elif optimizer.defaults.get("fused"):
-        parameter: torch.Tensor = optimizer.param_groups[0]["params"][0]
-        fused_step(optimizer, skip.to(parameter.device))  # with CPU offload, waits: the update runs on the host
+        # With CPU offload the update runs on the host, and this waits for the flag.
+        device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+        fused_step(optimizer, skip.to(device))
     elif skip.item() > 0:
         return False
     else:
