@@ -8,13 +8,11 @@ training goes on (arXiv 2203.03466, appendix D.1).
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,30 +113,16 @@ def with_size(config: JobConfig, parametrization: str, size: Size) -> JobConfig:
     return with_values(config, "model", flavor=label(size), parametrization=parametrization)
 
 
-@contextlib.contextmanager
-def trainer_of(config: JobConfig) -> Iterator[Any]:
-    """A trainer in this process, with initial weights, whose dump folder is deleted afterwards."""
-    from torchtitan.build_trainer import build_trainer
-    from torchtitan.device import find_device
-    from torchtitan.engine.config_checks import check, global_batch_size
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = with_values(config, "job", dump_folder=folder)
-        device = find_device(0)
-        dims = check(config, 1, device.type)
-        with build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
-            yield trainer
-
-
 def activations(config: JobConfig) -> dict[str, list[float]]:
     """Mean absolute activations of each part, averaged over layers: before the first step and after each one. All steps
     have the same batch, and the peak learning rate."""
     import torch
 
     from torchtitan.engine.train_step import train_step
+    from torchtitan.temporary_trainer import temporary_trainer
 
     found: dict[str, list[float]] = {part: [] for part in PARTS}
-    with trainer_of(config) as trainer:
+    with temporary_trainer(config) as trainer:
         model, batches = trainer.engine.model, trainer.loader.next()
         blocks = list(model.layers.values())
         modules = {

@@ -25,7 +25,6 @@ from coordinate_check import (
     parser_of,
     resized,
     sizes_of,
-    trainer_of,
     with_size,
     with_values,
 )
@@ -62,6 +61,8 @@ def main() -> None:
 
 def final_loss(config: JobConfig, rate: float, seed: int, output: Path, flags: list[str]) -> float:
     """Of one run, or what the file of losses says; infinite if the run stopped because its loss was not finite."""
+    from torchtitan.temporary_trainer import temporary_trainer
+
     file = output.with_suffix(".json")
     known = json.loads(file.read_text()) if file.exists() else {}
     key = f"{config.model.parametrization}, {config.model.flavor}, lr {rate:g}, seed {seed}, {' '.join(flags)}"
@@ -69,7 +70,7 @@ def final_loss(config: JobConfig, rate: float, seed: int, output: Path, flags: l
         config = with_values(config, "optimizer", lr=rate)
         config = with_values(config, "training", seed=seed)
         config = with_values(config, "metrics", log_freq=1)
-        with trainer_of(config) as trainer:
+        with temporary_trainer(config) as trainer:
             try:
                 trainer.train()
             except UserError as error:

@@ -61,9 +61,12 @@ def test_the_exported_model_has_the_same_logits(run: Path) -> None:
 
 
 def script(name: str, output: Path, *flags: str) -> str:
-    base = ("--widths=32,64", *TINY, "--model.mup_base_flavor=narrow")
+    users = output.parent / "checkpoints"
+    saving = ("--checkpoint.enable_checkpoint", f"--checkpoint.folder={users}")
+    base = ("--widths=32,64", *TINY, *saving, "--model.mup_base_flavor=narrow")
     done = python(f"scripts/{name}", "--output", output, *flags, *base)
     assert done.returncode == 0, done.stderr
+    assert not users.exists()
     assert output.read_bytes().startswith(b"\x89PNG")
     return done.stdout
 

@@ -14,6 +14,7 @@ from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.errors import ConfigError
 from torchtitan.ladder.__main__ import main
 from torchtitan.ladder.fit import Row, fit
+from torchtitan.ladder.runs import make_rung
 from torchtitan.ladder.shapes import find_shape, parse_number, shape_of, short
 from torchtitan.models.llama.args import LLAMA3
 from torchtitan.models.llama.model import Llama
@@ -151,6 +152,14 @@ def test_a_plan_trains_nothing(
         ["0.6M-3.2M", "640K", "3", "128", "3.2M"],
     ]
     assert not (tmp_path / "new").exists()
+
+
+def test_sizes_share_no_folder(tmp_path: Path) -> None:
+    flags = [f"--job.config_file={FILE}", f"--checkpoint.folder={tmp_path / 'checkpoints'}", "--checkpoint.load_step=3"]
+    config = ConfigManager().parse_args(flags)
+    shape = shape_of(config.model, find_model_args(config.model), 128)
+    saving = make_rung(config, "3M", shape, 1e6, 8, tmp_path / "ladder").config.checkpoint
+    assert not Path(saving.folder).is_absolute() and saving.load_step == -1
 
 
 def test_numbers_with_units() -> None:

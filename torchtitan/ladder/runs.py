@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
+from torchtitan.config.output import Checkpoint
 from torchtitan.engine.model_args import sizes_of
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.evaluation.find_tasks import HELD_OUT
@@ -115,7 +116,14 @@ def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, batch: 
         training=replace(training, steps=steps, global_batch_size=batch),
         validation=replace(config.validation, enabled=True, freq=steps),
         evaluation=replace(config.evaluation, tasks=[HELD_OUT], freq=steps),
-        checkpoint=replace(config.checkpoint, enable_checkpoint=True),
+        # A folder given as an absolute path would be the same for all sizes.
+        checkpoint=replace(
+            config.checkpoint,
+            enable_checkpoint=True,
+            folder=Checkpoint.folder,
+            load_step=Checkpoint.load_step,
+            create_seed_checkpoint=False,
+        ),
     )
     return Rung(size, shape, steps * batch * training.seq_len, changed)
 

@@ -2,18 +2,15 @@
 
 import dataclasses
 import json
-import tempfile
 from pathlib import Path
 
 import torch
 
-from torchtitan.build_trainer import build_trainer
 from torchtitan.config import JobConfig
 from torchtitan.converters.numerics import capture_operands
-from torchtitan.device import find_device
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.errors import ConfigError
 from torchtitan.models.init import init_weights
+from torchtitan.temporary_trainer import temporary_trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,24 +36,20 @@ def short_run(config: JobConfig, capture: bool = False, weights_seed: int | None
         ConfigError: a loss is not finite; and what a run raises.
     """
     operands: dict[str, list[torch.Tensor]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        config = dataclasses.replace(
-            config,
-            job=dataclasses.replace(config.job, dump_folder=folder),
-            activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode="none"),
-            metrics=dataclasses.replace(config.metrics, log_freq=1),
-            training=dataclasses.replace(config.training, compile=False),
-        )
-        device = find_device(0)
-        dims = check(config, 1, device.type)
-        with build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
-            if capture:
-                capture_operands(trainer.engine.model, operands, lambda: trainer.step == config.training.steps)
-            if weights_seed is not None:
-                engine = trainer.engine
-                init_weights(engine.model, engine.model.init_std, weights_seed, engine.init_factor)
-            trainer.train()
-        entries = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    config = dataclasses.replace(
+        config,
+        activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode="none"),
+        metrics=dataclasses.replace(config.metrics, log_freq=1),
+        training=dataclasses.replace(config.training, compile=False),
+    )
+    with temporary_trainer(config) as trainer:
+        engine = trainer.engine
+        if capture:
+            capture_operands(engine.model, operands, lambda: trainer.step == config.training.steps)
+        if weights_seed is not None:
+            init_weights(engine.model, engine.model.init_std, weights_seed, engine.init_factor)
+        trainer.train()
+        entries = map(json.loads, (Path(trainer.config.job.dump_folder) / "metrics.jsonl").read_text().splitlines())
         # Entries of a model with experts may hold only their load.
         losses = [entry["loss"] for entry in entries if "loss" in entry]
     if None in losses:

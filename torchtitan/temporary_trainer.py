@@ -1,0 +1,36 @@
+"""Short runs within scripts, which leave nothing behind."""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+
+from torchtitan.build_trainer import build_trainer
+from torchtitan.config import JobConfig
+from torchtitan.config.output import Checkpoint
+from torchtitan.device import find_device
+from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.trainer import Trainer
+
+
+@contextlib.contextmanager
+def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
+    """A trainer in this process, whose dump folder is deleted afterwards.
+
+    It starts at step 0 and saves no checkpoints: `checkpoint.folder` may be that of a real run. Weights of
+    `checkpoint.initial_load_path` are loaded. Nothing goes to Weights & Biases.
+
+    Raises:
+        UserError: the configuration cannot be run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config = dataclasses.replace(
+            config,
+            job=dataclasses.replace(config.job, dump_folder=folder),
+            metrics=dataclasses.replace(config.metrics, enable_wandb=False),
+            checkpoint=Checkpoint(initial_load_path=config.checkpoint.initial_load_path),
+        )
+        device = find_device(0)
+        dims = check(config, 1, device.type)
+        with build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
+            yield trainer
