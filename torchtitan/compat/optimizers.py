@@ -2,10 +2,7 @@
 
 - attributes `grad_scale` and `found_inf` of an optimizer: make a fused update skip itself on the device, as under
   `GradScaler`
-- `_dynamo.config.recompile_limit`: allows one compiled update per parameter shape
 """
-
-import contextlib
 
 import torch
 
@@ -15,9 +12,3 @@ def fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
     found_inf = (skip > 0).float()  # torch's kernels skip at exactly 1, and take it off the count of steps
     optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
     optimizer.step()
-
-
-def recompile_limit(count: int) -> contextlib.AbstractContextManager[None]:
-    """Within this context a function may be compiled `count` times."""
-    patch: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=count)
-    return patch

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchtitan.cache import keep_compiled_code_private
-from torchtitan.compat.optimizers import recompile_limit
+from torchtitan.compat.dynamo import recompile_limit
 from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.optim.state_formats import State, StateFormat, store
 from torchtitan.parallel.sharded_tensors import local_tensor

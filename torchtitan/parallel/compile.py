@@ -1,4 +1,4 @@
-"""torch.compile for each transformer block: blocks are identical, so one compilation serves all."""
+"""torch.compile for each transformer block: blocks that are alike share one compilation."""
 
 import shutil
 from collections.abc import Sequence
@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from torchtitan.cache import keep_compiled_code_private
+from torchtitan.compat.dynamo import raise_recompile_limit
 from torchtitan.errors import ConfigError
+
+VARIANTS = 8  # of a block's compiled code: training, validation and evaluation of different lengths; dynamo's default
 
 
 def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
@@ -25,6 +28,8 @@ def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
 
         options = {"post_grad_custom_pre_pass": TransposeWeightGradients()}
     keep_compiled_code_private()
+    # All blocks are compilations of one function, and in low precision no two need be alike.
+    raise_recompile_limit(VARIANTS * len(blocks))
     for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, options=options)
 
