@@ -123,7 +123,8 @@ def activations(config: JobConfig) -> dict[str, list[float]]:
 
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     with temporary_trainer(config) as trainer:
-        model, batches = trainer.engine.model, trainer.loader.next()
+        model: Any = trainer.engine.model
+        batches = trainer.loader.next()
         blocks = list(model.layers.values())
         modules = {
             "embedding": [model.tok_embeddings],

@@ -4,13 +4,14 @@ python -m torchtitan.evaluate CHECKPOINT --tasks stdlib_brackets hellaswag_val.j
 
 CHECKPOINT is a checkpoint (step-N), a run's dump folder (its newest checkpoint is used), or a folder in Hugging Face's
 or Meta's format. Tasks: see docs/evaluation.md. Prints a table; --out FILE receives JSON lines with each example's
-result, and --dump-folder FOLDER metrics.jsonl and TensorBoard's files.
+result, and --dump-folder FOLDER adds to metrics.jsonl and TensorBoard's files. A number that is not finite is null.
 """
 
 import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from torchtitan.config.output import Metrics
 from torchtitan.config.training import Evaluation
@@ -35,12 +36,18 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=int, help="use only the first N examples of each task", metavar="N")
     parser.add_argument(
+        "--seq-len",
+        type=int,
+        help="tokens that the model sees at once; longer texts are read in windows (default: as in training)",
+        metavar="N",
+    )
+    parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
     )
     parser.add_argument("--tokenizer-path", help="default: the model's own")
     parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
     parser.add_argument("--out", type=Path, help="JSONL file to write: the result of each example", metavar="FILE")
-    parser.add_argument("--dump-folder", type=Path, help="folder to write metrics.jsonl and tb/ to", metavar="FOLDER")
+    parser.add_argument("--dump-folder", type=Path, help="folder to add metrics.jsonl and tb/ to", metavar="FOLDER")
     arguments = parser.parse_args()
     from torchtitan.interchange.convert import one_process
 
@@ -60,13 +67,15 @@ def _run(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--num-fewshot must be 0 or above, not {arguments.num_fewshot}.")
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit must be above 0, not {arguments.limit}.")
+    if arguments.seq_len is not None and arguments.seq_len < 1:
+        raise ConfigError(f"--seq-len must be above 0, not {arguments.seq_len}.")
     evaluation = Evaluation(tasks=arguments.tasks, num_fewshot=arguments.num_fewshot, limit=arguments.limit)
     tasks = find_tasks(evaluation, name_of=lambda key: f"--{key.replace('_', '-')}")
     device = find_device(0).torch_device
     dtype = choose_dtype(arguments.dtype, device)
     opened = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
-    longest = opened.seq_len or USUAL_LENGTH
-    scorer = scorer_of_model(opened.model, longest, max(1, BATCH_TOKENS // min(longest, 1024)), str(opened.folder))
+    longest = arguments.seq_len or opened.seq_len or USUAL_LENGTH
+    scorer = scorer_of_model(opened.model, longest, BATCH_TOKENS, str(opened.folder))
     evaluator = Evaluator(tasks, opened.tokenizer, scorer)
     started = time.perf_counter()
     scores = evaluator.scores()
@@ -74,13 +83,18 @@ def _run(arguments: argparse.Namespace) -> None:
     metrics = evaluator.metrics(scores)
     print(f"{opened.folder}, {str(dtype)[6:]}, {time.perf_counter() - started:.1f} s\n{table(metrics)}")
     if arguments.out:
-        lines = (json.dumps(detail) + "\n" for detail in evaluator.details(scores))
+        lines = (json.dumps(_finite(detail)) + "\n" for detail in evaluator.details(scores))
         arguments.out.write_text("".join(lines), encoding="utf-8")
     if arguments.dump_folder:
         values = {f"{task}/{name}": value for task, found in metrics.items() for name, value in found.items()}
-        for writer in make_writers(Metrics(enable_tensorboard=True), arguments.dump_folder, 0, 1, 0, None):
-            writer.write(opened.step, values)
+        for writer in make_writers(Metrics(enable_tensorboard=True), arguments.dump_folder, 0, 1, None, None):
+            writer.write(opened.step, _finite(values))
             writer.close()
+
+
+def _finite(values: dict[str, Any]) -> Any:
+    """The same with None for each number that is not finite, which JSON cannot say."""
+    return json.loads(json.dumps(values), parse_constant=lambda _: None)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 import subprocess
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import CHECKPOINTS, TINY, failure, into, lines_of, python, train
+from safetensors.torch import load_file, save_file
 from task_files import KINDS, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,6 +26,7 @@ from torchtitan.evaluation.requests import Encoder, Request, pack
 from torchtitan.evaluation.scoring import scorer_of_model
 from torchtitan.evaluation.tasks import Choice, LastWord
 from torchtitan.interchange.convert import one_process
+from torchtitan.interchange.sources import SUMS
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 
@@ -97,7 +101,7 @@ def test_scores_are_those_of_each_request_alone(group: None) -> None:
     with torch.no_grad():  # a request whose answer is the likeliest one
         best = model(torch.tensor([ids[:-1].tolist()]))[0, -1].argmax()
     requests.append(Request(ids[:-1] + type(ids)("i", [int(best)]), 1))
-    scores = scorer_of_model(model, 64, 3, "Llama").score(requests)
+    scores = scorer_of_model(model, 64, 3 * 64, "Llama").score(requests)
     assert scores is not None
     for request, score in zip(requests, scores, strict=True):
         tokens = torch.tensor([request.tokens.tolist()])
@@ -110,6 +114,16 @@ def test_scores_are_those_of_each_request_alone(group: None) -> None:
         assert score.tokens == request.scored
     assert scores[-1].greedy
     assert math.isfinite(model(tokens[:, :-1], tokens[:, 1:]))  # its own loss is back
+
+
+@pytest.mark.parametrize(("words", "shape"), [(128, (4, 128)), (320, (1, 320)), (900, (1, 900))])
+def test_the_longer_the_rows_the_fewer_at_once(words: int, shape: tuple[int, int], group: None) -> None:
+    model = Llama(LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=TOKENIZER.vocab_size))
+    shapes: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    requests = [Request(array("i", [1] * (words + 1)), 1)] * 8
+    scorer_of_model(model, words, 512, "Llama").score(requests)
+    assert set(shapes) == {shape}
 
 
 @pytest.mark.parametrize("kind", EMBEDDED)
@@ -254,10 +268,13 @@ def test_the_command_agrees_with_the_loop_and_with_transformers(trained: Path, t
         assert result.returncode == 0, result.stderr
         assert "hellaswag" in result.stdout and "chance" in result.stdout
         details[place] = lines_of(out)
-    found = lines_of(tmp_path / "metrics.jsonl")[-1]
-    for key in found.keys() - {"step"}:
-        assert found[key] == pytest.approx(line[key], rel=1e-4), key
-    assert len(found) > 12
+    # The second evaluation adds to the first.
+    lines, files = lines_of(tmp_path / "metrics.jsonl"), [*(tmp_path / "tb").iterdir()]
+    assert [found["step"] for found in lines] == [4, 0] and len(files) == 2
+    for found in lines:
+        for key in found.keys() - {"step"}:
+            assert found[key] == pytest.approx(line[key], rel=1e-4), key
+        assert len(found) > 12
     for one, other in zip(details["run"], details["run/checkpoint/step-4-hf"], strict=True):
         assert one.get("answer") == other.get("answer")
     folder = trained / "run" / "checkpoint" / "step-4-hf"
@@ -273,12 +290,28 @@ def test_the_command_agrees_with_the_loop_and_with_transformers(trained: Path, t
             assert log_likelihood == pytest.approx(expected, abs=1e-4)
 
 
+def test_a_model_without_finite_numbers_is_null(trained: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(trained / "run" / "checkpoint" / "step-4-hf", broken)
+    (broken / SUMS).unlink()
+    (weights,) = broken.glob("*.safetensors")
+    save_file({name: tensor * math.nan for name, tensor in load_file(weights).items()}, weights)
+    result = command(broken, "--tasks", f"text:{trained / 'one.jsonl'}", "--limit", 2, "--seq-len", 32,
+                     "--out", tmp_path / "out.jsonl", "--dump-folder", tmp_path)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    for file in ("out.jsonl", "metrics.jsonl"):
+        for line in (tmp_path / file).read_text().splitlines():
+            found = json.loads(line, parse_constant=pytest.fail)
+            assert None in found.values()
+
+
 def test_mistakes_of_the_command() -> None:
     for arguments, words in (
         (("/nowhere", "--tasks", "stdlib_brackets"), "there is no folder /nowhere"),
         (("docs", "--tasks", "brackets"), "--tasks: 'brackets' is neither a task"),
         (("docs", "--tasks", "stdlib_brackets", "--num-fewshot", "500"), "--num-fewshot = 500 needs 501 examples"),
         (("docs", "--tasks", "stdlib_brackets", "--limit", "0"), "--limit must be above 0"),
+        (("docs", "--tasks", "stdlib_brackets", "--seq-len", "0"), "--seq-len must be above 0"),
     ):
         result = command(*arguments)
         assert result.returncode == 2, result.stderr

@@ -71,7 +71,7 @@ class Scorer:
         longest: tokens that the model sees at once.
         fixed_rows: every row must have `longest` tokens: pipelines and context parallelism are built for one length,
             and compiled code is compiled for it.
-        batch_size: rows in a batch of a data-parallel rank.
+        rows: number of rows in a batch of a data-parallel rank, by their length in tokens.
         dp_rank, dp_size: of this process.
         positions: of this rank's tokens in a row; None for all of them.
         tensor_mesh: the ranks that shard the vocabulary; None if there are none.
@@ -84,7 +84,7 @@ class Scorer:
     device: torch.device
     longest: int
     fixed_rows: bool
-    batch_size: int
+    rows: Callable[[int], int]
     name: str
     dp_rank: int = 0
     dp_size: int = 1
@@ -122,7 +122,7 @@ class Scorer:
         totals = torch.zeros(len(requests), columns, dtype=torch.float64, device=self.device)
         lengths = [len(request.tokens) - 1 for request in requests]
         length = self._row_length(max(lengths), sum(lengths))
-        for numbers in self._batches(pack(requests, length)):
+        for numbers in self._batches(pack(requests, length), self.rows(length)):
             if should_stop():
                 reshard(self.stages)
                 return None
@@ -156,12 +156,12 @@ class Scorer:
             return self.longest
         return min(self.longest, -(-max(longest, min(total, USUAL_ROW)) // ROW_MULTIPLE) * ROW_MULTIPLE)
 
-    def _batches(self, rows: list[list[int]]) -> Iterator[list[list[int]]]:
-        """This rank's rows, batch by batch: as many batches on every rank, if need be with empty rows."""
-        together = self.batch_size * self.dp_size
-        least = self.batch_size if self.fixed_rows else 1
+    def _batches(self, rows: list[list[int]], size: int) -> Iterator[list[list[int]]]:
+        """This rank's rows, `size` at a time: as many batches on every rank, if need be with empty rows."""
+        together = size * self.dp_size
+        least = size if self.fixed_rows else 1
         for first in range(0, len(rows), together):
-            mine = rows[first : first + together][self.dp_rank * self.batch_size :][: self.batch_size]
+            mine = rows[first : first + together][self.dp_rank * size :][:size]
             yield mine + [[]] * (least - len(mine))
 
     @contextmanager
@@ -199,7 +199,7 @@ def scorer_of_run(engine: Engine) -> Scorer:
         device=device,
         longest=config.training.seq_len,
         fixed_rows=dims.pp > 1 or dims.cp > 1 or config.training.compile,
-        batch_size=config.validation.local_batch_size,
+        rows=lambda _: config.validation.local_batch_size,
         name=f"{config.model.name} {config.model.flavor}",
         dp_rank=engine.meshes.dp_rank,
         dp_size=dims.dp,
@@ -208,15 +208,18 @@ def scorer_of_run(engine: Engine) -> Scorer:
     )
 
 
-def scorer_of_model(model: Decoder, longest: int, batch_size: int, name: str) -> Scorer:
-    """Asks a model that this process holds as a whole."""
+def scorer_of_model(model: Decoder, longest: int, batch_tokens: int, name: str) -> Scorer:
+    """Asks a model that this process holds as a whole, `batch_tokens` at a time; a longer row alone."""
     device = next(model.parameters()).device
 
     def run(batch: Batch) -> torch.Tensor:
         assert batch.document_ids is not None
         return model(batch.tokens.to(device), batch.labels.to(device), document_ids=batch.document_ids.to(device))
 
-    return Scorer(run, model, [], device, longest, fixed_rows=False, batch_size=batch_size, name=name)
+    def rows(length: int) -> int:
+        return max(1, batch_tokens // length)
+
+    return Scorer(run, model, [], device, longest, fixed_rows=False, rows=rows, name=name)
 
 
 def _build_batch(requests: Sequence[Request], rows: Sequence[Sequence[int]], length: int) -> tuple[Batch, torch.Tensor]:

@@ -315,7 +315,7 @@ def make_writers(
     dump_folder: Path,
     rank: int,
     world_size: int,
-    start_step: int,
+    start_step: int | None,
     config: Mapping[str, Any] | None,
 ) -> list[Writer]:
     """The writers of this rank. wandb comes first: if it is missing, nothing has been written yet."""

@@ -30,17 +30,18 @@ class JSONLWriter:
 
     On resume, lines of steps after `start_step` are dropped, since those steps run again: a killed run wrote them after
     its last checkpoint. A line truncated by the kill is dropped too. A run from step 0 starts a new file, and renames
-    an old one to `metrics.1.jsonl`, `metrics.2.jsonl`, ...
+    an old one to `metrics.1.jsonl`, `metrics.2.jsonl`, ... With `start_step` None, lines are added to what is there.
 
     A line that cannot be written (such as on a full disk) is dropped and counted; the run does not end for it.
     """
 
-    def __init__(self, path: Path, start_step: int) -> None:
-        remove_left_overs(path)
-        if start_step == 0:
-            keep_earlier_file(path)
-        else:
-            drop_after(path, start_step)
+    def __init__(self, path: Path, start_step: int | None) -> None:
+        if start_step is not None:
+            remove_left_overs(path)
+            if start_step == 0:
+                keep_earlier_file(path)
+            else:
+                drop_after(path, start_step)
         self.path = path
         self.lost_lines = 0
         self.file: FileIO | None = None
@@ -146,17 +147,18 @@ def step_of(line: bytes) -> int:
 
 
 class TensorBoardWriter:
-    """Event files, one tag per key. TensorBoard hides what an earlier run wrote after `start_step`.
+    """Event files, one tag per key. TensorBoard hides what an earlier run wrote after `start_step`,
+    unless that is None.
 
     TensorBoard's writer does not recover from a full disk; it then gets no more values, and the run continues.
     """
 
-    def __init__(self, folder: Path, start_step: int) -> None:
+    def __init__(self, folder: Path, start_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and an optional dependency
 
-        self._begin: Callable[[int], SummaryWriter] = lambda step: SummaryWriter(str(folder), purge_step=step)
+        self._begin: Callable[[int | None], SummaryWriter] = lambda step: SummaryWriter(str(folder), purge_step=step)
         self.folder = folder
-        self.summary = self._begin(start_step + 1)
+        self.summary = self._begin(None if start_step is None else start_step + 1)
         self.broken = False
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
