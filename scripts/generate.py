@@ -8,6 +8,7 @@ prompt is printed as it is generated.
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -68,20 +69,24 @@ def _run(arguments: argparse.Namespace) -> None:
     device = find_device(0).torch_device
     dtype = choose_dtype(arguments.dtype, device)
     model, tokenizer, *_ = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
-    begin = [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]
-    ids = [begin + tokenizer.encode(prompt) for prompt in prompts]
+    begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
     started = time.perf_counter()
-    stream = TextStream(tokenizer.decode, prompts[0], sys.stdout) if len(prompts) == 1 else None
+    decode = functools.partial(tokenizer.decode_after, ids[0])
+    stream = TextStream(decode, prompts[0], sys.stdout) if len(prompts) == 1 else None
     new = generate(
         model,
-        ids,
+        [[begin, *row] for row in ids],
         sampling,
         tokenizer.eos_id,
         use_cache=not arguments.no_cache,
         emit=None if stream is None else lambda row: stream.add(row[0]),
     )
     seconds = time.perf_counter() - started
-    texts = [tokenizer.decode([id for id in row if id != tokenizer.eos_id]) for row in new]
+    texts = [
+        tokenizer.decode_after(prompt, [id for id in row if id != tokenizer.eos_id])
+        for prompt, row in zip(ids, new, strict=True)
+    ]
     if stream is not None:
         stream.end()
     else:

@@ -4,11 +4,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from runs import CHECKPOINTS, TINY, into, python, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -143,6 +144,28 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
         inputs = tokenizer(row["prompt"], return_tensors="pt")
         theirs = judge.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
         assert theirs[0, inputs["input_ids"].shape[1] :].tolist() == row["tokens"]
+
+
+def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
+    """By sentencepiece's own decoder it would not be: Llama 2's model puts one in front of each text."""
+    sentence = "the cat sat on the mat and the dog sat on the cat "
+    model = BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([sentence] * 9), model_writer=model, model_type="bpe", vocab_size=30, minloglevel=2
+    )
+    (tmp_path / "llama2.model").write_bytes(model.getvalue())
+    (tmp_path / "text.jsonl").write_text((json.dumps({"text": sentence * 9}) + "\n") * 1000)
+    (tmp_path / "config.toml").write_text('[validation]\nsample_prompts = ["the cat sat"]')
+    train(f"--job.config_file={tmp_path / 'config.toml'}", *TINY, *CHECKPOINTS, into(tmp_path / "run"),
+          f"--model.tokenizer_path={tmp_path / 'llama2.model'}", f"--training.dataset_path={tmp_path / 'text.jsonl'}",
+          "--training.steps=20", "--optimizer.lr=1e-2", "--validation.enabled", "--validation.freq=20",
+          "--validation.steps=1")  # fmt: skip
+    (sample,) = (json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines())
+    assert sample["text"].startswith(" on the")
+    flags = ("--max-new-tokens", 4, "--dtype", "float32", "--out", tmp_path / "out.jsonl", "--custom-import=tiny")
+    done = python("scripts/generate.py", "--checkpoint", tmp_path / "run", "--prompt", "the cat sat", *flags)
+    assert done.returncode == 0 and done.stdout.startswith("the cat sat on the"), done.stderr
+    assert json.loads((tmp_path / "out.jsonl").read_text())["text"].startswith(" on the")
 
 
 @pytest.mark.parametrize(

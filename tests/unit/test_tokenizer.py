@@ -105,7 +105,10 @@ def test_sentencepiece_with_a_space_before_each_text(tmp_path: Path) -> None:
     library = sentencepiece.SentencePieceProcessor(model_file=str(path))
     for text in ("the cat sat", " the  cat", "a\u2581b", "é☃"):
         assert tokenizer.encode(text) == library.encode(text)
-    assert tokenizer.decode(tokenizer.encode("the cat sat")) == "the cat sat"
+    ids = tokenizer.encode("the cat sat")
+    assert tokenizer.decode(ids) == "the cat sat"
+    for cut in range(len(ids) + 1):
+        assert tokenizer.decode(ids[:cut]) + tokenizer.decode_after(ids[:cut], ids[cut:]) == "the cat sat"
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == ("sentencepiece", 330, 1, 2)
 
 

@@ -68,6 +68,11 @@ class Tokenizer:
     decode: Callable[[list[int]], str]
     piece: Callable[[int], str]
 
+    def decode_after(self, context: list[int], ids: list[int]) -> str:
+        """The text of ids that follow `context`. By itself, sentencepiece's decoder takes a blank off their
+        beginning."""
+        return self.decode([*context, *ids])[len(self.decode(context)) :]
+
 
 def load_tokenizer(path: str | None) -> Tokenizer:
     """Loads the tokenizer in a file or folder; None loads the bundled one.

@@ -27,18 +27,18 @@ class Sampler:
         stop before. Collective."""
         tokenizer = self._tokenizer
         begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        texts = [[begin, *tokenizer.encode(prompt)] for prompt in self.prompts]
-        new: list[list[int]] = [[] for _ in texts]
+        prompts = [tokenizer.encode(prompt) for prompt in self.prompts]
+        new: list[list[int]] = [[] for _ in prompts]
         for _ in range(NEW_TOKENS):
             going = [row for row, ids in enumerate(new) if tokenizer.eos_id not in ids]
             if not going:
                 break
-            chosen = self._scorer.next_tokens([texts[row] + new[row] for row in going], should_stop)
+            chosen = self._scorer.next_tokens([[begin, *prompts[row], *new[row]] for row in going], should_stop)
             if chosen is None:
                 return None
             for row, token in zip(going, chosen, strict=True):
                 new[row].append(token)
         return [
-            (prompt, tokenizer.decode([token for token in ids if token != tokenizer.eos_id]))
-            for prompt, ids in zip(self.prompts, new, strict=True)
+            (text, tokenizer.decode_after(prompt, [token for token in ids if token != tokenizer.eos_id]))
+            for text, prompt, ids in zip(self.prompts, prompts, new, strict=True)
         ]
