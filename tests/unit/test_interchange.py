@@ -312,6 +312,8 @@ def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
     one, other = load_file(first / "model.safetensors"), load_file(tmp_path / "second" / "model.safetensors")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+    first_config, config = (json.loads((tmp_path / name / "config.json").read_bytes()) for name in ("first", "second"))
+    assert first_config == config and config["max_position_embeddings"] == 128
     result = python(*command)
     assert result.returncode == 2
     assert "already exists; move it away" in result.stderr

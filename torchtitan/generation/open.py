@@ -12,7 +12,7 @@ from torchtitan.errors import CheckpointError
 from torchtitan.interchange.convert import find_model, saved_model
 from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import published
-from torchtitan.interchange.sources import CONFIG, read_json, wrong_sums
+from torchtitan.interchange.sources import longest_sequence, wrong_sums
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.moe import reset_buffers
@@ -73,10 +73,8 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
     known.check(source)
     model = _empty(spec, source.args, device, dtype)
     load_weights(dict(model.named_parameters()), source)
-    config = read_json(path / CONFIG) if (path / CONFIG).exists() else {}
-    seq_len = config.get("max_position_embeddings")
     tokenizer = load_tokenizer(tokenizer_path or str(path))
-    return OpenedModel(model, tokenizer, seq_len if isinstance(seq_len, int) and seq_len > 0 else None, 0, path)
+    return OpenedModel(model, tokenizer, longest_sequence(path), 0, path)
 
 
 def _empty(spec: ModelSpec, args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Decoder:

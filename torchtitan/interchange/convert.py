@@ -22,7 +22,7 @@ from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, CheckpointError, UserError
 from torchtitan.interchange.model import PublishedModel, published
-from torchtitan.interchange.sources import Source, find_source, wrong_sums
+from torchtitan.interchange.sources import Source, find_source, longest_sequence, wrong_sums
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.hf_config import WrongModelType
 from torchtitan.protocols import ModelArgs
@@ -175,7 +175,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         "versions": {"torch": torch.__version__},
         "configuration": {
             "model": {"name": name, "flavor": flavor, "tokenizer_path": path},
-            "training": {"seq_len": 0},
+            "training": {"seq_len": longest_sequence(folder) or 0},
         },
     }
     out.mkdir(parents=True, exist_ok=True)

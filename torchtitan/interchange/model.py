@@ -27,7 +27,7 @@ class PublishedModel:
         args: the sizes.
         build: creates the module from the sizes.
         tokenizer_path: as `model.tokenizer_path`.
-        seq_len: the longest sequence that the model was trained on.
+        seq_len: the longest sequence that the model was trained on; 0: not known.
     """
 
     naming: HuggingFaceNaming
@@ -85,7 +85,8 @@ class PublishedModel:
         scaling = config.get("rope_scaling") or {}
         stretched = int(scaling.get("factor", 0) * scaling.get("original_max_position_embeddings", 0))
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        config |= {"max_position_embeddings": max(self.seq_len, stretched), "torch_dtype": str(dtype)[6:], **ids}
+        longest = max(self.seq_len, stretched)
+        config |= {"torch_dtype": str(dtype)[6:], **ids, **({"max_position_embeddings": longest} if longest else {})}
         return {
             CONFIG: json.dumps(config, indent=2).encode(),
             "generation_config.json": json.dumps(ids, indent=2).encode(),

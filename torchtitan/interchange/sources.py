@@ -88,6 +88,13 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged ({error}).") from None
 
 
+def longest_sequence(folder: Path) -> int | None:
+    """The tokens that the model sees at once, by its config.json; None if that does not say."""
+    config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    seq_len = config.get("max_position_embeddings")
+    return seq_len if isinstance(seq_len, int) and seq_len > 0 else None
+
+
 class HuggingFaceFolder:
     """`config.json` and one or more safetensors files, as written by `save_pretrained` of `transformers`.
 
