@@ -1,6 +1,7 @@
 """The conversion report, and the checks that verify it."""
 
 import dataclasses
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -231,6 +232,22 @@ def test_measured_filter_converts_only_what_wins_and_remembers(tmp_path: Path, m
         assert chosen == {"w1", "w3"}
     assert len(asked) == len(set(asked)) == 5
     assert list(tmp_path.rglob("*.json"))
+
+
+def test_each_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not measured in eager mode where the compiler has had eight of them."""
+    from torchtitan.converters.measured_filter import layer_seconds
+
+    widths: list[int] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        widths.append(max(input.shape[0] for input in inputs if isinstance(input, nn.Parameter)))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiler))
+    for n in range(64, 704, 64):
+        layer_seconds([None, Float8Converter(Float8(), CPU)], 64, 64, n, rounds=1, compiled=True)
+    assert widths == [n for n in range(64, 704, 64) for _ in range(2)]
 
 
 def test_speedup_is_measured_for_real() -> None:

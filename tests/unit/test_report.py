@@ -161,6 +161,13 @@ def test_tables_and_keys_of_ones_own_are_shown() -> None:
 # The page
 
 
+def test_the_weights_of_all_experts_count(tmp_path: Path) -> None:
+    folder = dump_folder(tmp_path / "run")
+    layers = [{**layer("layers.0.moe.experts.w1", True), "experts": 8}, layer("layers.0.attention.wk", False)]
+    (folder / "conversion.json").write_text(json.dumps(layers))
+    assert "1 of 2 linear layers in low precision, 89% of their weights" in text_of(render([read_run(folder)]))
+
+
 def test_everything_a_run_has_left_is_there(tmp_path: Path) -> None:
     page = render([read_run(add_everything(dump_folder(tmp_path / "run")))])
     text, data = text_of(page), data_of(page)["runs"][0]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.cache import cache_result, cached_results, keep_compiled_code_private
+from torchtitan.compat.dynamo import recompile_limit
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
 
@@ -94,6 +95,7 @@ def slowness(converter: "LinearConverter", dtype: torch.dtype) -> list[float]:
 
 
 LAUNCHES = 10
+SIZES = 256  # that a process measures, at most; the compiler's own limit would be 8
 
 
 def _device_seconds(forward: Forward, x: torch.Tensor, out_grad: torch.Tensor) -> tuple[float, float]:
@@ -137,7 +139,10 @@ def layer_seconds(
     out_grad = torch.randn(rows, n, device=device, dtype=dtype)
     modules = [_layer(converter, k, n, experts).to(device, dtype) for converter in converters]
     keep_compiled_code_private()
-    forwards: list[Callable[..., torch.Tensor]] = [torch.compile(module) if compiled else module for module in modules]
+    # As in training, for these sizes alone.
+    forwards: list[Callable[..., torch.Tensor]] = [
+        torch.compile(module, fullgraph=True, dynamic=False) if compiled else module for module in modules
+    ]
     if experts:
         ends = torch.arange(m, rows + 1, m, device=device, dtype=torch.int32)
         forwards = [functools.partial(_with_ends, forward, ends) for forward in forwards]
@@ -149,9 +154,10 @@ def layer_seconds(
         out.backward(out_grad)
         return middle - start, perf_counter() - middle
 
-    for forward in forwards:  # warm up: compile, load kernels, fill caches
-        seconds(forward)
-        seconds(forward)
+    with recompile_limit(SIZES):
+        for forward in forwards:  # warm up: compile, load kernels, fill caches
+            seconds(forward)
+            seconds(forward)
     if device == "cuda":
         seconds = functools.partial(_device_seconds, x=x, out_grad=out_grad)
     found = [[seconds(forward) for forward in forwards] for _ in range(rounds)]

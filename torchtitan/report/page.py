@@ -308,7 +308,7 @@ def _conversion(phase: Mapping[str, Any]) -> dict[str, Any]:
         precision = f"{shown(layer.get('converter', ''))} {shown(layer.get('recipe', ''))}" if low else HIGH_PRECISION
         key = (name, layer["m"], layer["k"], layer["n"], precision, low, shown(layer.get("reason", "")))
         rows[key] = rows.get(key, 0) + 1
-    weights = sum(layer["k"] * layer["n"] for layer in phase["layers"])
+    weights = sum(map(_weights, phase["layers"]))
     taken = [layer for layer in phase["layers"] if layer.get("converted")]
     names = ("name", "m", "k", "n", "precision", "low", "reason")
     return {
@@ -317,8 +317,12 @@ def _conversion(phase: Mapping[str, Any]) -> dict[str, Any]:
         "rows": [{**dict(zip(names, key, strict=True)), "count": count} for key, count in rows.items()],
         "taken": len(taken),
         "all": len(phase["layers"]),
-        "share": sum(layer["k"] * layer["n"] for layer in taken) / weights if weights else 0,
+        "share": sum(map(_weights, taken)) / weights if weights else 0,
     }
+
+
+def _weights(layer: Mapping[str, Any]) -> int:
+    return int(layer["k"] * layer["n"] * max(1, layer["experts"]))
 
 
 def _samples(run: Run) -> dict[str, Any]:

@@ -200,7 +200,12 @@ def _read_conversion(run: Run) -> None:
             content = [{"precision": None, "last_step": None, "layers": content}]
         for phase in content:
             phase["layers"] = [
-                {**layer, "fqn": str(layer["fqn"]), **{size: int(layer[size]) for size in ("m", "k", "n")}}
+                {
+                    **layer,
+                    "fqn": str(layer["fqn"]),
+                    **{size: int(layer[size]) for size in ("m", "k", "n")},
+                    "experts": int(layer.get("experts", 0)),
+                }
                 for layer in phase["layers"]
             ]
             phase["last_step"] = None if phase["last_step"] is None else int(phase["last_step"])
