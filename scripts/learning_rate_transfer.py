@@ -63,7 +63,7 @@ def final_loss(config: JobConfig, rate: float, seed: int, output: Path, flags: l
     """Of one run, or what the file of losses says; infinite if the run stopped because its loss was not finite."""
     from torchtitan.temporary_trainer import temporary_trainer
 
-    file = output.with_suffix(".json")
+    file = Path(f"{str(output).removesuffix('.png')}.json")
     known = json.loads(file.read_text()) if file.exists() else {}
     key = f"{config.model.parametrization}, {config.model.flavor}, lr {rate:g}, seed {seed}, {' '.join(flags)}"
     if key not in known:

@@ -28,7 +28,9 @@ def main() -> None:
     parser.add_argument("--output", default="numerics", help="path of the files to write, without .json and .png")
     parser.add_argument("--steps", type=int, default=20)
     arguments, flags = parser.parse_known_args()
+    output = Path(arguments.output)
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         config = ConfigManager().parse_args([*flags, f"--training.steps={arguments.steps}"])
         if config.experimental.custom_import:
             import_user_module(config.experimental.custom_import, "experimental.custom_import")
@@ -38,10 +40,8 @@ def main() -> None:
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(EXIT_STATUS)
-    output = Path(arguments.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    draw(report["layers"], report["recipe"], output.with_suffix(".png"))
+    Path(f"{output}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    draw(report["layers"], report["recipe"], Path(f"{output}.png"))
     print_table(report)
 
 
@@ -64,12 +64,14 @@ def judge(config: JobConfig) -> dict[str, Any]:
         )
     bf16 = dataclasses.replace(config, model=dataclasses.replace(config.model, converters=[]))
     high, low = short_run(bf16, capture=True), short_run(config)
-    # A layer of experts that the recipe leaves in high precision has no errors.
     layers = {
-        fqn: layer_errors(converter, found)
-        for fqn, found in high.operands.items()
-        if len(found) == 3 or converter.grouped_gemms is not None
+        fqn: layer_errors(converter, found) for fqn, found in high.operands.items() if can_convert(converter, found)
     }
+    if not layers:
+        raise ConfigError(
+            f"{name}: no linear layer can be converted, so there is nothing to measure; "
+            f"sizes must be multiples of {converter.rules.multiple_of}."
+        )
     return {
         "recipe": f"{name} {converter.recipe}",
         "steps": config.training.steps,
@@ -77,6 +79,15 @@ def judge(config: JobConfig) -> dict[str, Any]:
         "layers": layers,
         "proposed_filter_fqns": worst(layers),
     }
+
+
+def can_convert(converter: Any, operands: Any) -> bool:
+    """Whether the recipe has GEMMs for these operands. The filter is ignored: the report is to propose one."""
+    experts = len(operands) > 3
+    sizes = [*operands[1].shape[-2:], *([] if experts else [len(operands[0])])]
+    return not (experts and converter.grouped_gemms is None) and not any(
+        size % converter.rules.multiple_of for size in sizes
+    )
 
 
 def worst(layers: dict[str, Any]) -> list[str]:

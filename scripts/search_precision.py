@@ -156,9 +156,10 @@ def search(arguments: argparse.Namespace, flags: list[str]) -> None:
         "layers": table.to_json(),
     }
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # so that the files belong together
-    arguments.output.with_suffix(".toml").write_text(fragment.to_toml(tables), encoding="utf-8")
-    arguments.output.with_suffix(".json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    draw(table, assignment, model if calibration else None, arguments.output.with_suffix(".png"))
+    toml, details, picture = (Path(f"{arguments.output}.{kind}") for kind in ("toml", "json", "png"))
+    toml.write_text(fragment.to_toml(tables), encoding="utf-8")
+    details.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    draw(table, assignment, model if calibration else None, picture)
     print_report(report, table.gains(), len(converted), tables)
 
 

@@ -1,17 +1,19 @@
 """scripts/numerics_report.py: the effect of a recipe on each GEMM of a model in training."""
 
 import json
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from runs import TINY, python
 
 
 def report(folder: Path, *flags: str) -> tuple[dict, str]:
     flags = ("--steps=2", *TINY, "--training.mixed_precision_param=bfloat16", *flags)
-    done = python("scripts/numerics_report.py", "--output", folder / "numerics", *flags)
+    done = python("scripts/numerics_report.py", "--output", folder / "numerics_0.5", *flags)
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "numerics.json").read_text()), done.stdout
+    return json.loads((folder / "numerics_0.5.json").read_text()), done.stdout
 
 
 def test_products_in_high_precision_stand_out_and_layers_are_all_there(tmp_path: Path) -> None:
@@ -25,7 +27,7 @@ def test_products_in_high_precision_stand_out_and_layers_are_all_there(tmp_path:
         assert gemms["grad_weight"]["sqnr_db"] > 45  # bfloat16: .003 is 50 dB
     assert found["loss"]["bf16"] != found["loss"]["recipe"]
     assert "layers.1.feed_forward.w2" in table
-    assert (tmp_path / "numerics.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "numerics_0.5.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_small_gradients_beside_large_ones_are_flushed_to_zero_in_int8(tmp_path: Path) -> None:
@@ -34,6 +36,21 @@ def test_small_gradients_beside_large_ones_are_flushed_to_zero_in_int8(tmp_path:
     assert found["layers"]["output"]["grad_input"]["flushed"] > 0.5
     assert found["layers"]["layers.0.attention.wq"]["output"]["flushed"] < 0.1
     assert all(gemms["output"]["saturated"] == 0 for gemms in found["layers"].values())
+
+
+def test_layers_without_gemms_of_their_size_are_left_out(tmp_path: Path) -> None:
+    model = BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"word{number}" for number in range(999)]),
+        model_writer=model,
+        vocab_size=20,
+        minloglevel=2,
+    )
+    (tmp_path / "odd.model").write_bytes(model.getvalue())
+    found, _ = report(
+        tmp_path, "--model.converters=mx", "--mx.emulate", f"--model.tokenizer_path={tmp_path / 'odd.model'}"
+    )
+    assert len(found["layers"]) == 14 and "output" not in found["layers"]
 
 
 @pytest.mark.full

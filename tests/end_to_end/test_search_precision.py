@@ -22,19 +22,19 @@ SCRIPT = ROOT / "scripts" / "search_precision.py"
 
 def search(folder: Path, *flags: str, budget: str = "100%") -> subprocess.CompletedProcess[str]:
     (folder / "run.toml").write_text(CONFIG)
-    short = ("--steps", "2", "--seeds", "2", "--output", folder / "found")
+    short = ("--steps", "2", "--seeds", "2", "--output", folder / "found_1.0")
     return python(SCRIPT, folder / "run.toml", "--budget", budget, *short, *FLAGS, *flags)
 
 
 def test_a_run_accepts_what_the_search_writes(tmp_path: Path) -> None:
     done = search(tmp_path, "--gemms-only")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = json.loads((tmp_path / "found_1.0.json").read_text())
     assert set(found["assignment"].values()) != {"bf16"} and "measured" in done.stdout
     assert found["time_of_linear_layers"] < 1 and found["predicted_percent"] > 0
     assert found["layers"]["output"]["int8 rowwise"]["errors"]["grad_input"]["flushed"] > 0.5
-    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "low.toml").write_text(CONFIG + (tmp_path / "found.toml").read_text())
+    assert (tmp_path / "found_1.0.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "low.toml").write_text(CONFIG + (tmp_path / "found_1.0.toml").read_text())
     run = python(
         ROOT / "train.py",
         f"--job.config_file={tmp_path / 'low.toml'}",
@@ -53,8 +53,8 @@ def test_a_budget_of_zero_leaves_all_layers_in_bf16(tmp_path: Path) -> None:
     done = search(tmp_path, "--gemms-only", budget="0")
     assert done.returncode == 0, done.stderr
     assert "no layer is converted: the budget allows none" in done.stdout
-    assert set(json.loads((tmp_path / "found.json").read_text())["assignment"].values()) == {"bf16"}
-    assert (tmp_path / "found.toml").read_text().split() == ["[model]", "converters", "=", "[]"]
+    assert set(json.loads((tmp_path / "found_1.0.json").read_text())["assignment"].values()) == {"bf16"}
+    assert (tmp_path / "found_1.0.toml").read_text().split() == ["[model]", "converters", "=", "[]"]
 
 
 def test_ctrl_c_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -> None:
