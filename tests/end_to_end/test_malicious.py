@@ -6,12 +6,14 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from enum import Enum
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import CHECKPOINTS, TINY, into, train_here
+from runs import CHECKPOINTS, TINY, into, last_step, train_here
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from torchtitan.checkpoint.manifest import MANIFEST, FileRecord, damage, sha256_of, write_manifest
@@ -58,6 +60,16 @@ def metadata_with_code_inside(checkpoint: Path, mark: Path) -> None:
     change(checkpoint, lambda metadata: setattr(metadata, "planner_data", Evil(mark)))
 
 
+def attribute_of_a_class(checkpoint: Path, mark: Path) -> None:
+    """`getattr` is allowed for members of one enum alone."""
+
+    class Attribute:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (Metadata, "__init__")
+
+    change(checkpoint, lambda metadata: setattr(metadata, "planner_data", Attribute()))
+
+
 def tensor_that_is_a_pickle(checkpoint: Path, mark: Path) -> None:
     torch.save(Evil(mark), checkpoint / "__0_0.distcp")
     size = (checkpoint / "__0_0.distcp").stat().st_size
@@ -82,7 +94,14 @@ def change(checkpoint: Path, edit: Callable[[Metadata], object]) -> None:
 
 @pytest.mark.parametrize("way", ["resume", "initial_load_path"])
 @pytest.mark.parametrize(
-    "attack", [metadata_that_runs_code, metadata_with_code_inside, tensor_that_is_a_pickle, entry_that_is_no_tensor]
+    "attack",
+    [
+        metadata_that_runs_code,
+        metadata_with_code_inside,
+        attribute_of_a_class,
+        tensor_that_is_a_pickle,
+        entry_that_is_no_tensor,
+    ],
 )
 def test_no_code_is_run(attack: Callable[[Path, Path], None], way: str, checkpoint: Path, tmp_path: Path) -> None:
     mark = tmp_path / "it_ran"
@@ -94,6 +113,22 @@ def test_no_code_is_run(attack: Callable[[Path, Path], None], way: str, checkpoi
     with pytest.raises(CheckpointError, match=r"step-2 (cannot|could not) be loaded"):
         train_here(*FLAGS, *flags)
     assert not mark.exists()
+
+
+def test_metadata_are_read_as_each_python_pickles_an_enum(checkpoint: Path) -> None:
+    class OfPython311(pickle.Pickler):
+        """3.11.0 to 3.11.3, as in Debian 12."""
+
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+    pickled = BytesIO()
+    OfPython311(pickled).dump(pickle.loads((checkpoint / ".metadata").read_bytes()))
+    assert b"getattr" in pickled.getvalue()
+    (checkpoint / ".metadata").write_bytes(pickled.getvalue())
+    seal(checkpoint)
+    train_here(*FLAGS, into(checkpoint.parents[1]))
+    assert last_step(checkpoint.parents[1]) == 3
 
 
 def test_the_attack_is_one(tmp_path: Path) -> None:
