@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum, EnumMeta
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -174,15 +175,16 @@ class MetadataUnpickler(pickle.Unpickler):
         if ALLOWED.get(name) == module or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
-            return _memory_format
+            return _member
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which tensor metadata do not need")
 
 
-def _memory_format(kind: object, name: str) -> _MEM_FORMAT_ENCODING:
+def _member(of: object, name: str) -> Enum:
     """Takes the place of `getattr`, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
-    if kind is not _MEM_FORMAT_ENCODING:
+    if not isinstance(of, EnumMeta):
         raise pickle.UnpicklingError("it refers to builtins.getattr, which tensor metadata do not need")
-    return _MEM_FORMAT_ENCODING[name]
+    member: Enum = of[name]
+    return member
 
 
 def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
