@@ -100,6 +100,7 @@ def build_trainer(
             dp_size=dims.dp,
             pin_memory=device.type == "cuda",
         )
+        raise_on_all_ranks(validation_loader.prepare)
 
     # Model on the meta device, converters, parallelism, parameters, optimizer.
     engine = build_engine(config, meshes, device, args, global_batch_size)
@@ -125,6 +126,7 @@ def build_trainer(
         },
         exchange=Exchange(published(spec, args, config.model.tokenizer_path, training.seq_len)),
         on_saved=lambda step: folder.record_event(step, "checkpoint"),
+        last_step=training.steps,
     )
     closing.callback(checkpoints.wait)
     float32_instead = training.mixed_precision_param == "auto" and config.training.mixed_precision_param == "float32"

@@ -56,7 +56,8 @@ def launch(arguments: list[str]) -> int:
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the processes should not inherit it
     try:
-        arguments = [f"--nproc-per-node={find_processes()}", "--signals-to-handle=SIGQUIT", *arguments]
+        count = [] if os.environ.get("PET_NPROC_PER_NODE") and not os.environ.get("NGPU") else [str(find_processes())]
+        arguments = [*(f"--nproc-per-node={one}" for one in count), "--signals-to-handle=SIGQUIT", *arguments]
         _set_threads(determine_local_world_size(parse_args(arguments).nproc_per_node))  # of two, the last one counts
     except (UserError, ValueError) as error:  # ValueError: no such kind of device to count
         print(f"Error: {error}", file=sys.stderr)

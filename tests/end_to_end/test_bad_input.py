@@ -197,6 +197,14 @@ def test_data_that_are_shortened_cost_no_step(tmp_path: Path, monkeypatch: pytes
     assert checkpoint_steps(tmp_path / "run") == [last_step(tmp_path / "run")]
 
 
+def test_too_little_to_validate_with_is_found_before_the_first_step(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text((json.dumps({"text": "value " * 200}) + "\n") * 500)
+    with pytest.raises(UserError, match=r"has 5 documents for the 8 rows .* validation\.local_batch_size"):
+        train_here(*TINY, "--validation.enabled", f"--training.dataset_path={data}", into(tmp_path / "run"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("steps", [1000, 3], ids=["on the way", "after the last step"])
 def test_validation_data_that_are_shortened_cost_no_step(
     steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,16 @@ def test_a_branch_decays_on_the_data_that_follow(stable: Path, tmp_path: Path) -
     assert "is of the decay: its learning rate was 33% of the peak. Branch from a checkpoint of step 5 or" in output
 
 
+def test_a_branch_has_checkpoints_of_its_own(tmp_path: Path) -> None:
+    """Where those of its run are outside the run's folder."""
+    saved = tmp_path / "saved"
+    train_here(*STABLE, into(tmp_path / "run"), "--training.steps=2", f"--checkpoint.folder={saved}")
+    before = sorted(saved.rglob("*"))
+    status, output = script("branch.py", saved / "step-2", "--decay-steps", 1, "--folder", tmp_path / "branch")
+    assert status == 0, output
+    assert sorted(saved.rglob("*")) == before and (tmp_path / "branch" / "checkpoint" / "step-3").exists()
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "more", "message"),
     [

@@ -221,9 +221,18 @@ def test_the_last_can_be_the_weights_alone_in_another_dtype(six_steps: Path, tmp
         exported, {name: tensor.bfloat16() for name, tensor in whole.items() if not name.startswith("optimizer.")}
     )
     assert any(name.startswith("optimizer.") for name in tensors_of(tmp_path, 4))
-    # It cannot be resumed from,
+    # The same command has nothing left to do, but an export that is missing;
+    before = losses(tmp_path)
+    train_here(*FLAGS, into(tmp_path), "--training.steps=6", *weights_alone, "--checkpoint.last_save_in_hf")
+    assert losses(tmp_path) == before and checkpoint_steps(tmp_path) == [2, 4, 6]
+    assert (tmp_path / "checkpoint" / "step-6-hf" / "model.safetensors").exists()
+    # it cannot be resumed from,
     with pytest.raises(CheckpointError, match=r"only the weights.*initial_load_path"):
         train_here(*FLAGS, into(tmp_path), "--training.steps=8")
+    # nor can a new run with its step and data,
+    path = f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-6"
+    with pytest.raises(CheckpointError, match=r"only the weights.*turn checkpoint\.initial_load_model_weights_only on"):
+        train_here(*FLAGS, into(tmp_path / "x"), path, "--checkpoint.no_initial_load_model_weights_only")
     # but a new run can start from it.
     path = f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-6"
     train_here(*TINY, into(tmp_path / "new"), "--training.steps=1", path)
@@ -235,6 +244,12 @@ def test_a_seed_checkpoint_gives_a_run_its_weights(six_steps: Path, tmp_path: Pa
     assert checkpoint_steps(tmp_path) == [0]
     train_here(*FLAGS, into(tmp_path), "--training.steps=2", "--training.seed=0")
     assert losses(tmp_path) == {step: loss for step, loss in losses(six_steps).items() if step <= 2}
+
+
+def test_other_data_and_another_batch_may_follow_a_seed_checkpoint(tmp_path: Path) -> None:
+    train_here(*FLAGS, into(tmp_path), "--checkpoint.create_seed_checkpoint")
+    train_here(*FLAGS, into(tmp_path), "--training.steps=2", "--training.global_batch_size=16", "--validation.enabled")
+    assert checkpoint_steps(tmp_path) == [0, 2]
 
 
 def test_a_seed_checkpoint_does_not_displace_a_run(six_steps: Path, tmp_path: Path) -> None:

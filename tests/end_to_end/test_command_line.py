@@ -35,12 +35,17 @@ def test_plain_torchrun(tmp_path: Path) -> None:
     assert list(losses(tmp_path)) == [1, 2]
 
 
-def test_the_ranks_that_torchruns_option_asks_for_share_the_cores(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--nproc-per-node=2", "PET_NPROC_PER_NODE=2"])
+def test_the_ranks_that_torchruns_option_asks_for_share_the_cores(option: str, tmp_path: Path) -> None:
     script = tmp_path / "threads.py"
     script.write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
     environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "NGPU")}
     launch = [sys.executable, "-m", "torchtitan.launch"]
-    done = subprocess.run([*launch, "--nproc-per-node=2", str(script)], env=environment, capture_output=True, text=True)
+    if option.startswith("PET"):
+        environment |= [option.split("=")]
+    else:
+        launch.append(option)
+    done = subprocess.run([*launch, str(script)], env=environment, capture_output=True, text=True)
     assert done.stdout.count(f"threads {max(1, len(os.sched_getaffinity(0)) // 2)}\n") == 2
     mistake = python("-m", "torchtitan.launch", "--nproc-per-node=many", str(script))
     assert (mistake.returncode, mistake.stderr) == (2, "Error: Unsupported nproc_per_node value: many\n")

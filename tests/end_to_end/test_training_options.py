@@ -56,6 +56,14 @@ def test_all_converters_and_layers_of_a_filter_show(tmp_path: Path, capsys: pyte
     assert "36 of 43 linear layers" in capsys.readouterr().out
 
 
+def test_the_report_of_conversion_is_of_this_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_here(*TINY, BFLOAT16, "--training.steps=1", "--model.converters=int8", into(tmp_path))
+    assert (tmp_path / "conversion.json").exists() and "after conversion" not in capsys.readouterr().out
+    train_here(*TINY, BFLOAT16, "--training.steps=1", "--model.print_after_conversion", into(tmp_path))
+    assert not (tmp_path / "conversion.json").exists()
+    assert "(tok_embeddings): Embedding(" in capsys.readouterr().out
+
+
 def test_profiling_a_run_in_low_precision_waits_for_its_products_to_be_counted(tmp_path: Path) -> None:
     """Counting also uses torch's profiler, and two active profilers crash the process."""
     flags = ("--model.converters=float8", "--profiling.enable_profiling", "--profiling.profile_freq=1")

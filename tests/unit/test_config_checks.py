@@ -125,6 +125,10 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
             [*EARLY, "--training.global_batch_size=24"],
             r"early_step_in_backward .* after each of 3 microbatches: set .* 8 ",
         ),
+        (
+            ["--optimizer.muon_coefficients=nan,1,2"],
+            r"optimizer\.muon_coefficients must be finite numbers, not nan, 1, 2\.",
+        ),
         ([*EARLY, "--optimizer.name=Muon"], r"early_step_in_backward .* Muon divides all matrices .*: unset it"),
         (["--optimizer.name=Muon8bit", "--optimizer.implementation=foreach"], r"implementation = foreach"),
         ([*EARLY, "--training.enable_cpu_offload"], r"early_step_in_backward .* unset training\.enable_cpu_offload"),
@@ -344,6 +348,19 @@ def test_the_global_batch_follows_from_the_ranks_unless_given(tmp_path: Path) ->
         (["--parallelism.pipeline_parallel_microbatch_size=4"], "parallelism.pipeline_parallel_microbatch_size: no"),
         (["--lr_scheduler.decay_ratio=0", "--lr_scheduler.lr_min=0.1"], "lr_scheduler.lr_min: no effect in this run"),
         (["--training.dataset=c4", "--training.dataset_mixture=python_stdlib:1"], "training.dataset: no effect"),
+        (
+            ["--validation.enabled", "--validation.text_column=x"],
+            "validation.text_column: no effect in this run without",
+        ),
+        (["--training.no_skip_nonfinite", "--training.max_skips_in_a_row=3"], "training.max_skips_in_a_row: no effect"),
+        (
+            ["--optimizer.name=Muon", "--optimizer.muon_polar_express", "--optimizer.muon_coefficients=1,2,3"],
+            "optimizer.muon_coefficients: no effect in this run without optimizer.muon_polar_express = false",
+        ),
+        (
+            ["--profiling.enable_profiling", "--profiling.save_memory_snapshot_folder=x"],
+            "profiling.save_memory_snapshot_folder: no effect",
+        ),
     ],
     ids=lambda value: value[0].removeprefix("--") if isinstance(value, list) else "",
 )

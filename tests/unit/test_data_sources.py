@@ -81,6 +81,16 @@ def test_a_folder_is_read_with_its_subfolders_and_without_hidden_files(tmp_path:
     assert texts(tmp_path) == ["first", "second", "third"]
 
 
+def test_links_to_folders_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    for name in ("data", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "a.txt").write_text("first")
+    (tmp_path / "elsewhere" / "b.txt").write_text("second")
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "data")
+    assert texts(tmp_path / "data") == ["first", "second"]
+
+
 def test_python_stdlib_is_source_code_without_tests() -> None:
     source = python_stdlib()
     ids = [source[index].id for index in range(len(source))]

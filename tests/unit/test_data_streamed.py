@@ -4,10 +4,12 @@ import gzip
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from itertools import takewhile
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from runs import all_equal
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import Loader, build_validation_loader
 from torchtitan.data.paths import open_path
+from torchtitan.data.sources import StreamedSource
 from torchtitan.data.streamed import ShardedStream
+from torchtitan.data.strided import split
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
@@ -73,7 +77,7 @@ def test_a_bad_line_is_skipped(
     with caplog.at_level(logging.WARNING, "torchtitan"):
         rows = sample_ids(loaders_of(training_on(path), 1, 1), 80)
     assert len(set(rows[0])) == len(rows[0]) > 12
-    assert "[0]:11 (not JSON" in caplog.text
+    assert ".gz:11 (not JSON" in caplog.text
 
 
 def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
@@ -85,6 +89,32 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
     batches = build_validation_loader(validation, training, TOKENIZER, dp_rank=0, dp_size=1)
     validated = {id for batch in batches for ids in batch.sample_ids or [] for id in ids}
     assert len(trained) > 600 and validated and not trained & validated
+
+
+def test_what_is_held_out_does_not_depend_on_where_the_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held_out(path: str) -> set[str]:
+        source = split(open_path(path, "text"), True, "")
+        drawn = takewhile(lambda drawn: drawn.epoch == 0, cast(StreamedSource, source).documents(0, 1, None, None))
+        return {one.document.id for one in drawn if one.document.text}
+
+    (tmp_path / "a").mkdir()
+    for shard in range(2):
+        write_jsonl(tmp_path / "a" / f"{shard}.json.gz", range(shard * 400, shard * 400 + 400), words=5)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    monkeypatch.chdir(tmp_path)
+    first, relative, copied = map(held_out, (str(tmp_path / "a"), "a", "b"))
+    assert first and first == relative == copied
+
+
+def test_other_records_under_the_same_name_are_other_data(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "0.json.gz", range(100))
+    source = open_path(str(tmp_path), "text")
+    write_jsonl(tmp_path / "0.json.gz", range(300))
+    assert open_path(str(tmp_path), "text").fingerprint != source.fingerprint
+    with pytest.raises(DataError, match=r"0\.json\.gz was changed while the run is reading it"):
+        next(cast(StreamedSource, source).documents(0, 1, None, None))
 
 
 def test_errors_name_what_is_wrong(tmp_path: Path, c4: Training) -> None:

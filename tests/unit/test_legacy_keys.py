@@ -155,6 +155,16 @@ def test_a_key_of_today_wins(tmp_path: Path) -> None:
     assert load(tmp_path, text, "--training.batch_size=4")[0].training.local_batch_size == 4  # flags override the file
 
 
+def test_a_key_of_today_wins_over_what_a_legacy_value_implies(tmp_path: Path) -> None:
+    lines = ("scale_calculation_mode = 'rceil'", "recipe_name = 'mxfp8_cublas'")
+    for order in (lines, lines[::-1]):
+        mx = load(tmp_path, "[mx]\n" + "\n".join(order))[0].mx
+        assert (mx.recipe_name, mx.scale_calculation_mode) == ("mxfp8", "rceil")
+    flags = ("--training.no_document_mask", "--model.flavor=debugmodel_flex_attn")
+    for order in (flags, flags[::-1]):
+        assert not load(tmp_path, "", *order)[0].training.document_mask
+
+
 @pytest.mark.parametrize(
     ("section", "line", "said"),
     [

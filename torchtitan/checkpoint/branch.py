@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 from torchtitan.checkpoint.folder import saved_steps, step_folder
 from torchtitan.checkpoint.manifest import damage, read_manifest
 from torchtitan.config.manager import tables_to_toml
+from torchtitan.config.output import Checkpoint
 from torchtitan.config.training import LRScheduler
 from torchtitan.errors import CheckpointError
 from torchtitan.optim.schedule import lr_factor
@@ -59,6 +60,9 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None) 
     branch["job"] = {**tables["job"], "dump_folder": str(folder)}
     # These were for the start of the run; the branch takes its checkpoint as it is.
     branch["checkpoint"] = {**tables["checkpoint"], "load_step": -1, "exclude_from_loading": []}
+    if not (folder / saved_in).resolve().is_relative_to(folder):  # it would be the run's own
+        saved_in = Checkpoint.folder
+        branch["checkpoint"]["folder"] = saved_in
     shutil.copytree(checkpoint, folder / saved_in / checkpoint.name)
     (folder / BRANCH).write_text(tables_to_toml(branch), encoding="utf-8")
     return folder / BRANCH

@@ -1,6 +1,7 @@
 """Decides when to save and what to load; torch.distributed.checkpoint writes and reads the tensors."""
 
 import gc
+import json
 import platform
 import shutil
 from collections.abc import Callable, Mapping
@@ -85,6 +86,7 @@ class CheckpointManager:
         about: further manifest entries: the run's `configuration`, and for people the layout; JSON-able.
         on_saved: called on rank 0 with the step of each checkpoint once it is on disk, perhaps in another thread.
         exchange: for `initial_load_path` and `last_save_in_hf`.
+        last_step: of the run; a checkpoint of it that holds only the weights is all that a finished run needs.
 
     Attributes:
         failed_saves: number of failed saves so far.
@@ -106,6 +108,7 @@ class CheckpointManager:
         about: Mapping[str, Any] | None = None,
         on_saved: Callable[[int], None] = lambda step: None,
         exchange: Exchange[Any] | None = None,
+        last_step: int | None = None,
     ) -> None:
         self.config = config
         self.exchange = exchange
@@ -113,9 +116,10 @@ class CheckpointManager:
         self.folder = dump_folder / config.folder
         self.model = model
         self.optimizer = optimizer
-        self.identity = identity
+        self.identity = json.loads(json.dumps(identity))  # as it will be read: a tuple becomes a list
         self.about = dict(about or {})
         self.on_saved = on_saved
+        self.last_step = last_step
         self.excluded = set(config.exclude_from_loading)
         self.failed_saves = 0
         self.last_save_failed = False
@@ -188,12 +192,18 @@ class CheckpointManager:
         return None
 
     def _resume(self, step: int, prepare: Callable[[TrainState], None]) -> TrainState:
-        state = self._load(step_folder(self.folder, step), False, prepare)
+        state = self._load(step_folder(self.folder, step), False, prepare, resumes=True)
         self.step_on_disk = state.get("step")  # None if it was excluded: steps then count from 0
         return state
 
-    def _load(self, path: Path, weights_only: bool, prepare: Callable[[TrainState], None]) -> TrainState:
-        """Loads an intact checkpoint, after checking that it is of this model."""
+    def _load(
+        self, path: Path, weights_only: bool, prepare: Callable[[TrainState], None], resumes: bool = False
+    ) -> TrainState:
+        """Loads an intact checkpoint, after checking that it is of this model.
+
+        Args:
+            resumes: it is one of this run.
+        """
 
         def read() -> tuple[TrainState, Metadata]:
             try:
@@ -205,17 +215,22 @@ class CheckpointManager:
         state, metadata = raise_on_all_ranks(read)
         if not weights_only:
             check_identity(path, state["identity"], self.identity)
-        if state["weights_only"] and not weights_only:
+        finished = self.last_step is not None and state["step"] >= self.last_step
+        if state["weights_only"] and not weights_only and not (resumes and finished):
             raise CheckpointError(
-                f"{path} holds only the weights (checkpoint.last_save_model_weights_only), so the run cannot resume "
-                "from it; choose an earlier one with --checkpoint.load_step, or start a new run with "
-                f"--checkpoint.initial_load_path={path} and another --job.dump_folder."
+                f"{path} holds only the weights (checkpoint.last_save_model_weights_only), so "
+                + (
+                    "the run cannot resume from it; choose an earlier one with --checkpoint.load_step, or start a new "
+                    f"run with --checkpoint.initial_load_path={path} and another --job.dump_folder."
+                    if resumes
+                    else "turn checkpoint.initial_load_model_weights_only on."
+                )
             )
         if not weights_only:
             prepare(state)
         excluded = self.excluded
         model = {} if "model" in excluded else model_tensors(self.model)
-        without_optimizer = weights_only or "optimizer" in excluded or state["step"] == 0
+        without_optimizer = weights_only or state["weights_only"] or "optimizer" in excluded or state["step"] == 0
         optimizer = {} if without_optimizer else optimizer_tensors(self.model, self.optimizer)
         tensors = {**model, **optimizer}
         check_tensors(path, metadata, model, optimizer)
@@ -235,7 +250,8 @@ class CheckpointManager:
         return {
             key: value
             for key, value in state.items()
-            if not (key == "dataloader" and "dataloader" in excluded)
+            # At step 0, as in a seed checkpoint, nothing has been read; so any data and layout may follow.
+            if not (key == "dataloader" and ("dataloader" in excluded or state["step"] == 0))
             and not (key == "converters" and "model" in excluded)  # their state depends on the weights
             and not (key in ("step", "tokens_seen", "guard") and "train_state" in excluded)
         }

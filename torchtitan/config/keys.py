@@ -134,6 +134,8 @@ def _limit(item: Any) -> str:
             return f"at most {le}"
         case annotated_types.Lt(lt):
             return f"below {lt}"
-        case annotated_types.MinLen():
+        case annotated_types.MinLen(1):
             return "that is not empty"
+        case annotated_types.MaxLen(length):
+            return f"with {length} entries"
     return ""

@@ -21,15 +21,21 @@ class ValueChecks:
     keys: dict[str, Key]
     problems: list[str]
     notices: list[str]
+    implied: Values = dataclasses.field(default_factory=dict)
 
     def take(self, values: Values, key: str, value: Any, strict: bool, where: str) -> None:
         """Adds the checked value of a key, or a problem. Translates legacy values."""
         value, others, notices = translate_value(key, value)
         self.notices += notices
-        for other in others:
-            _take(values, other, self.keys[other], others[other], True, where, self.problems)
+        for other in others:  # where the file or command line sets it, that wins
+            _take(self.implied, other, self.keys[other], others[other], True, where, self.problems)
         if value is not None:
             _take(values, key, self.keys[key], value, strict, where, self.problems)
+
+    def with_implied(self, values: Values) -> Values:
+        """These values of a file or command line, and what legacy ones among them imply for other keys."""
+        implied, self.implied = self.implied, {}
+        return {**implied, **values}
 
     def take_legacy(self, values: Values, key: str, value: Any, of_flag: bool, where: str) -> None:
         """Adds the translation of a legacy key. A current key that is given too wins."""
@@ -71,7 +77,7 @@ def values_of_file(path: str, table: dict[str, Any], checks: ValueChecks) -> Val
                     checks.take(values, key, value, True, f"{path}: {key}")
     for key, value in legacy.items():
         checks.take_legacy(values, key, value, False, f"{path}: {key}")
-    return values
+    return checks.with_implied(values)
 
 
 def _leaves(name: str, content: dict[str, Any], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]:
@@ -113,7 +119,7 @@ def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
         checks.take(values, key, _value_of_text(spec, text), spec.is_bool, f"--{key}")
     for key, text in legacy.items():
         checks.take_legacy(values, key, text, True, f"--{key}")
-    return values
+    return checks.with_implied(values)
 
 
 def _value_of_text(spec: Key, text: str) -> Any:

@@ -12,7 +12,7 @@ from torchtitan.data.packing import Corpus, Row, Window
 from torchtitan.data.prefetch import Prefetcher
 from torchtitan.data.sources import digest
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.errors import CheckpointError, ConfigError, DataError
 
 __all__ = ["Batch", "Loader", "ValidationLoader", "build_loader", "build_validation_loader"]
 
@@ -262,6 +262,17 @@ class ValidationLoader:
 
     def __len__(self) -> int:
         return self._steps
+
+    def prepare(self) -> None:
+        """Reads the first batch: a run should learn before its first step that it cannot validate.
+
+        Raises:
+            DataError: there are too few documents, or they cannot be read.
+        """
+        try:
+            next(iter(self))
+        except DataError as error:
+            raise DataError(f"{error} The batch of a rank is validation.local_batch_size.") from error
 
     def __iter__(self) -> Iterator[Batch]:
         # Cache the few rows: reading them again may require the network.

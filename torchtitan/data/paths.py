@@ -65,10 +65,17 @@ def looks_like_hub_id(path: str) -> bool:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Names of all non-hidden files below a folder, in an order that is the same on every platform."""
+    """Names of all non-hidden files below a folder, in an order that is the same on every platform.
+
+    Links to folders are followed, but not in circles.
+    """
     names = []
-    for inside, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    above = {folder: {folder.resolve()}}
+    for inside, folders, files in os.walk(folder, followlinks=True):
+        here = above.pop(Path(inside))
+        kept = {name: (Path(inside) / name).resolve() for name in folders if not name.startswith(".")}
+        folders[:] = [name for name, real in kept.items() if real not in here]
+        above |= {Path(inside) / name: {*here, kept[name]} for name in folders}
         names += [
             (Path(inside) / name).relative_to(folder).as_posix()
             for name in files

@@ -2,10 +2,11 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
-from torchtitan.data.sources import Document, Drawn, digest
+from torchtitan.data.sources import Document, Drawn, Stamp, digest
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
@@ -23,13 +24,25 @@ class ShardedStream:
         name: for messages.
         identity: JSON that identifies the data.
         text_of: the text of a record; raises ValueError if there is none, and the record is skipped.
+        root, files: of local data, the file of each shard, relative to a folder.
     """
 
-    def __init__(self, dataset: Any, name: str, identity: object, text_of: Callable[[dict[str, Any]], str]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        name: str,
+        identity: object,
+        text_of: Callable[[dict[str, Any]], str],
+        root: Path = Path(),
+        files: Sequence[str] = (),
+    ) -> None:
         self.dataset = dataset
         self.name = name
         self.identity = identity
         self.text_of = text_of
+        self.root = root
+        self.files = files
+        self.stamps = [Stamp.of(root / file) for file in files]
         self.skipped = Skipped(name)
 
     @property
@@ -50,7 +63,9 @@ class ShardedStream:
                     number += 1
                     if number % parts == part:
                         found = True
-                        document = self.document(record, f"{self.name}[{shard}]:{number}")
+                        # The id decides what is held out, so it may not depend on where the files are.
+                        where = self.files[shard] if self.files else f"{self.name}[{shard}]"
+                        document = self.document(record, f"{where}:{number}")
                         yield Drawn(document, epoch, [epoch, place, number, state_after])
                 place, number, state = place + rows, 0, None
             if not found:
@@ -62,6 +77,8 @@ class ShardedStream:
 
     def records(self, shard: int, state: Any) -> Iterator[tuple[dict[str, Any], Any]]:
         """The records of a shard, each with the state after it; resumes from `state` if given."""
+        if self.files:
+            self.check_unchanged(shard)
         stream = self.dataset.shard(num_shards=self.dataset.num_shards, index=shard)
         if state is not None:
             stream.load_state_dict(state)
@@ -74,6 +91,14 @@ class ShardedStream:
             if record is None:
                 return
             yield record, stream.state_dict()
+
+    def check_unchanged(self, shard: int) -> None:
+        path = self.root / self.files[shard]
+        try:
+            with path.open("rb") as file:
+                self.stamps[shard].check(path, file)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}).") from error
 
     def document(self, record: dict[str, Any], id: str) -> Document:
         try:
@@ -105,7 +130,10 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
     except Exception as error:
         raise DataError(f"{name} cannot be read ({brief(error)}).") from error
     check_columns(name, text_column, first)
-    return ShardedStream(lines, name, list(files), lambda record: text_of_line(record["text"], text_column))
+    sizes = [[file, (Path(root) / file).stat().st_size] for file in files]
+    return ShardedStream(
+        lines, name, sizes, lambda record: text_of_line(record["text"], text_column), Path(root), files
+    )
 
 
 def open_hub(path: str, text_column: str, part: str = "train") -> ShardedStream:

@@ -238,6 +238,9 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
             f"optimizer.implementation = {optimizer.implementation} applies only to torch's float32 optimizers; "
             "unset it."
         )
+    if not all(map(math.isfinite, optimizer.muon_coefficients)):
+        found = ", ".join(f"{number:g}" for number in optimizer.muon_coefficients)
+        problems.append(f"optimizer.muon_coefficients must be finite numbers, not {found}.")
     if not optimizer.early_step_in_backward:
         return
     if optimizer.ema_decay is not None:

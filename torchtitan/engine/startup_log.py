@@ -25,14 +25,16 @@ def log_conversion(engine: Engine, dump_folder: Path) -> None:
         titles, reports = [phase.title for phase in engine.phases.phases], engine.phases.reports
         last_steps = [phase.last_step for phase in engine.phases.phases]
         text = phases_to_json(list(zip(last_steps, reports, strict=True)))
-    if not any(reports):
-        return
+    file = dump_folder / "conversion.json"
     for title, report in zip(titles, reports, strict=True):
         if report:
             logger.info(f"{title}:\n{to_table(report)}")
             logger.info(summary(report))
     if dist.get_rank() == 0:
-        (dump_folder / "conversion.json").write_text(text, encoding="utf-8")
+        if any(reports):
+            file.write_text(text, encoding="utf-8")
+        else:  # of an earlier run in this folder
+            file.unlink(missing_ok=True)
     if engine.converted_model:
         logger.info(f"after conversion:\n{engine.converted_model}")
 

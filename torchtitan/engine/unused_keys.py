@@ -64,6 +64,12 @@ def _groups(config: JobConfig) -> list[Group]:
         ),
         Group(not config.evaluation.tasks, "evaluation", (), "evaluation.tasks"),
         Group(
+            config.validation.enabled and not (config.validation.dataset or config.validation.dataset_path),
+            "validation",
+            ("text_column",),
+            "validation.dataset or dataset_path",
+        ),
+        Group(
             not saving.enable_checkpoint,
             "checkpoint",
             (
@@ -96,6 +102,12 @@ def _groups(config: JobConfig) -> list[Group]:
             "checkpoint.initial_load_path",
         ),
         Group(not profiling, "profiling", (), "profiling.enable_profiling"),
+        Group(
+            profiling and not config.profiling.enable_memory_snapshot,
+            "profiling",
+            ("save_memory_snapshot_folder",),
+            "profiling.enable_memory_snapshot",
+        ),
         Group(not metrics.enable_tensorboard, "metrics", ("save_tb_folder",), "metrics.enable_tensorboard"),
         Group(
             not (metrics.enable_tensorboard or metrics.enable_wandb),
@@ -126,6 +138,18 @@ def _groups(config: JobConfig) -> list[Group]:
             "optimizer",
             tuple(key for key in vars(config.optimizer) if key.startswith("muon_")),
             "optimizer.name = Muon",
+        ),
+        Group(
+            config.optimizer.name in MUON_OPTIMIZERS and config.optimizer.muon_polar_express,
+            "optimizer",
+            ("muon_coefficients",),
+            "optimizer.muon_polar_express = false",
+        ),
+        Group(
+            not (config.training.skip_nonfinite or config.training.skip_grad_norm_outliers),
+            "training",
+            ("max_skips_in_a_row",),
+            "training.skip_nonfinite or skip_grad_norm_outliers",
         ),
         Group(
             config.lr_scheduler.decay_ratio == 0,

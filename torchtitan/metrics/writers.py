@@ -207,12 +207,18 @@ class WandbWriter:
         name = os.environ.get("WANDB_NAME")
         if rank > 0:
             name = f"{name or folder.resolve().name}-rank{rank}"
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "torchtitan"),
-            dir=str(folder),
-            name=name,
-            config={**(config or {}), "rank": rank, "world_size": world_size},
-        )
+        try:
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "torchtitan"),
+                dir=str(folder),
+                name=name,
+                config={**(config or {}), "rank": rank, "world_size": world_size},
+            )
+        except Exception as error:  # its classes differ between versions
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                f"metrics.enable_wandb: {reason}; run `wandb login`, set WANDB_MODE=offline, or unset the key."
+            ) from error
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         self.run.log({name: value for name, value in values.items() if value is not None}, step=step)
