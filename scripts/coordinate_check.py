@@ -37,18 +37,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--output", default="coordinate_check.png", help="PNG file to write (default: %(default)s)")
     arguments, flags = parser.parse_known_args()
+    output = Path(arguments.output)
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         config = resized(flags, arguments)
         config = with_values(config, "training", steps=arguments.steps)
         found: Activations = {}
         for name, size in itertools.product(PARAMETRIZATIONS, sizes_of(arguments)):
             found[name, size] = activations(with_size(config, name, size))
             print(f"{name} {label(size)}: " + ", ".join(f"{part} {y[-1]:.3g}" for part, y in found[name, size].items()))
+        draw(found, output)
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(EXIT_STATUS)
-    draw(found, Path(arguments.output))
-    print(f"wrote {arguments.output}")
+    except OSError as error:
+        print(f"Error: --output: {output} cannot be written ({error.strerror}).", file=sys.stderr)
+        sys.exit(EXIT_STATUS)
+    print(f"wrote {output}")
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:

@@ -80,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> None:
         sampling,
         tokenizer.eos_id,
         use_cache=not arguments.no_cache,
-        emit=None if stream is None else lambda row: stream.add(row[0]),
+        emit=None if stream is None else lambda row: stream.add(None if row[0] == tokenizer.eos_id else row[0]),
     )
     seconds = time.perf_counter() - started
     texts = [

@@ -12,6 +12,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -44,6 +45,7 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     output, found = Path(arguments.output), Losses()
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         config = resized(flags, arguments)
         for name, size in itertools.product(PARAMETRIZATIONS, sizes_of(arguments)):
             sized = with_size(config, name, size)
@@ -51,21 +53,29 @@ def main() -> None:
                 rate: float(np.mean([final_loss(sized, rate, seed, output, flags) for seed in range(arguments.seeds)]))
                 for rate in arguments.rates
             }
+        print_table(found)
+        draw(found, output)
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(EXIT_STATUS)
-    print_table(found)
-    draw(found, output)
+    except OSError as error:
+        print(f"Error: --output: {output} cannot be written ({error.strerror}).", file=sys.stderr)
+        sys.exit(EXIT_STATUS)
     print(f"wrote {output}")
 
 
 def final_loss(config: JobConfig, rate: float, seed: int, output: Path, flags: list[str]) -> float:
     """Of one run, or what the file of losses says; infinite if the run stopped because its loss was not finite."""
+    from torchtitan.models import MODELS
     from torchtitan.temporary_trainer import temporary_trainer
 
     file = Path(f"{str(output).removesuffix('.png')}.json")
     known = json.loads(file.read_text()) if file.exists() else {}
-    key = f"{config.model.parametrization}, {config.model.flavor}, lr {rate:g}, seed {seed}, {' '.join(flags)}"
+    base: Any = MODELS.get(config.model.name).flavor(config.model.mup_base_flavor)  # its depth may be changed
+    key = (
+        f"{config.model.parametrization}, {config.model.flavor}, base {base.dim} x {base.n_layers}, lr {rate:g}, "
+        f"seed {seed}, {' '.join(flags)}"
+    )
     if key not in known:
         config = with_values(config, "optimizer", lr=rate)
         config = with_values(config, "training", seed=seed)
@@ -79,7 +89,6 @@ def final_loss(config: JobConfig, rate: float, seed: int, output: Path, flags: l
         losses = [entry["loss"] for entry in map(json.loads, lines) if entry.get("loss") is not None]
         last = losses[-max(1, config.training.steps // 10) :]
         known[key] = float(np.mean(last)) if len(losses) == config.training.steps else float("inf")
-        output.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(known, indent=1))
         print(f"{key}: {known[key]:.4f}", file=sys.stderr, flush=True)
     return float(known[key])

@@ -37,11 +37,14 @@ def main() -> None:
         if len(config.model.converters) != 1:
             raise ConfigError("model.converters: set exactly one converter, whose recipe is to be measured.")
         report = judge(config)
+        Path(f"{output}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        draw(report["layers"], report["recipe"], Path(f"{output}.png"))
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(EXIT_STATUS)
-    Path(f"{output}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    draw(report["layers"], report["recipe"], Path(f"{output}.png"))
+    except OSError as error:
+        print(f"Error: --output: {output} cannot be written ({error.strerror}).", file=sys.stderr)
+        sys.exit(EXIT_STATUS)
     print_table(report)
 
 

@@ -74,6 +74,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--vocab_size", type=int, default=4096, help="number of pieces, including special ones")
     parser.add_argument("--output", type=Path, required=True, help="file to write")
     arguments = parser.parse_args(argv)
+    if arguments.documents is not None and arguments.documents < 1:
+        parser.error(f"--documents must be above 0, not {arguments.documents}")
     try:
         documents = islice(documents_of(arguments.dataset, arguments.text_column), arguments.documents)
         model = train((document.text for document in documents), arguments.vocab_size)

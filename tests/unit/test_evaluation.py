@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import torch
 from runs import CHECKPOINTS, TINY, failure, into, lines_of, python, train
 from safetensors.torch import load_file, save_file
@@ -18,13 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.config.training import Evaluation
 from torchtitan.data.tokenizer import load_tokenizer
-from torchtitan.errors import UserError
+from torchtitan.errors import DataError, UserError
 from torchtitan.evaluation.embedded import CONTEXT, EMBEDDED, EXAMPLES, make
+from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.formats import read_examples
 from torchtitan.evaluation.requests import Encoder, Request, pack
 from torchtitan.evaluation.scoring import scorer_of_model
-from torchtitan.evaluation.tasks import Choice, LastWord
+from torchtitan.evaluation.tasks import Choice, LastWord, Text
 from torchtitan.interchange.convert import one_process
 from torchtitan.interchange.sources import SUMS
 from torchtitan.models.llama.args import LlamaArgs
@@ -64,6 +66,34 @@ def test_a_long_context_loses_its_beginning() -> None:
     assert request.tokens == whole.tokens[-9:]
     assert request.scored == whole.scored
     assert encoder(3).continuation("a", " b c d e f").scored == 3
+
+
+def blank_tokenizer(folder: Path) -> str:
+    """A sentencepiece model with the trainer's defaults, which drop blanks."""
+    file = folder / "blank.model"
+    with file.open("wb") as writer:
+        texts = iter(["import os and sys"] * 9)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=texts, model_writer=writer, model_type="bpe", vocab_size=24, minloglevel=2
+        )
+    return str(file)
+
+
+def test_text_without_tokens_is_left_out(tmp_path: Path, group: None) -> None:
+    tokenizer = load_tokenizer(blank_tokenizer(tmp_path))
+    sizes = {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
+    scorer = scorer_of_model(Llama(LlamaArgs(**sizes, vocab_size=tokenizer.vocab_size)), 64, 512, "Llama")
+    found = []
+    for documents in ([("1", "import os")], [("1", "import os"), ("2", "\n\n")]):
+        evaluator = Evaluator([Text("text", documents)], tokenizer, scorer)
+        scores = evaluator.scores()
+        assert scores is not None and len(evaluator.details(scores)) == 1
+        found.append(evaluator.metrics(scores)["text"])
+    assert found[0] == found[1]
+    with pytest.raises(DataError, match="text: no document has any tokens"):
+        Evaluator([Text("text", [("2", "\n\n")])], tokenizer, scorer)
+    with pytest.raises(DataError, match="the answer '  ' has no tokens"):
+        Encoder(tokenizer, 64).continuation("import", "  ")
 
 
 @pytest.mark.parametrize("length", [1, 9, 10, 11, 19, 20, 21, 35])

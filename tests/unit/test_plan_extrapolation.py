@@ -35,25 +35,37 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
 @pytest.mark.parametrize(
     ("flags", "world_size", "layers"),
     [
-        pytest.param((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [9], marks=pytest.mark.full),
-        pytest.param((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 5, 5, 3], marks=pytest.mark.full),
+        pytest.param((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [11], marks=pytest.mark.full),
+        pytest.param((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 7, 7, 3], marks=pytest.mark.full),
         pytest.param(
-            (EVERY_SECOND, f"{PP}=4", "--training.local_batch_size=6"), 4, [2, 9, 6, 9], marks=pytest.mark.full
+            (EVERY_SECOND, f"{PP}=4", "--training.local_batch_size=6"), 4, [2, 11, 8, 11], marks=pytest.mark.full
         ),
         ((NONE, "--optimizer.name=Muon"), 4, [9]),
+        ((NONE,), 2, [9]),
         pytest.param(
-            (*SPARSE, EVERY_SECOND, TP, "--parallelism.expert_parallel_degree=4"), 4, [10], marks=pytest.mark.full
+            (
+                NONE,
+                f"{PP}=2",
+                "--parallelism.fsdp_reshard_after_forward=always",
+                "--training.local_batch_size=6",
+            ),
+            4,
+            [8, 7],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            (*SPARSE, EVERY_SECOND, TP, "--parallelism.expert_parallel_degree=4"), 4, [12], marks=pytest.mark.full
         ),
         pytest.param(
             (*SPARSE, NONE, f"{PP}=2", "--parallelism.expert_parallel_degree=2", "--training.local_batch_size=4"),
             4,
-            [6, 5],
+            [8, 7],
             marks=pytest.mark.full,
         ),
         pytest.param(
             (*SPARSE, "--activation_checkpoint.mode=full", f"{PP}=4", "--training.local_batch_size=6"),
             4,
-            [1, 6, 5, 5],
+            [1, 8, 7, 7],
             marks=pytest.mark.full,
         ),
         pytest.param(
@@ -65,13 +77,13 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
         pytest.param(
             (NONE, f"{PP}=4", "--training.local_batch_size=10", "--training.global_batch_size=30"),
             4,
-            [1, 5, 5, 3],
+            [1, 7, 7, 3],
             marks=pytest.mark.full,
         ),
         pytest.param(
             (NONE, f"{PP}=5", "--training.local_batch_size=8", "--parallelism.pipeline_parallel_schedule=GPipe"),
             5,
-            [2, 5, 5, 5, 5],
+            [2, 7, 7, 7, 7],
             marks=pytest.mark.full,
         ),
     ],
@@ -80,6 +92,8 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
         "1F1B",
         "1F1B, every second layer",
         "Muon",
+        "FSDP",
+        "1F1B, gathering again",
         "experts",
         "1F1B, experts",
         "1F1B, a stage without experts",

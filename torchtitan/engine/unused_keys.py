@@ -64,7 +64,8 @@ def _groups(config: JobConfig) -> list[Group]:
         ),
         Group(not config.evaluation.tasks, "evaluation", (), "evaluation.tasks"),
         Group(
-            config.validation.enabled and not (config.validation.dataset or config.validation.dataset_path),
+            config.validation.enabled
+            and not (config.validation.dataset or config.validation.dataset_path or config.evaluation.tasks),
             "validation",
             ("text_column",),
             "validation.dataset or dataset_path",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.evaluation.requests import Encoder, Request, Score
+from torchtitan.evaluation.requests import Encoder, Score
 from torchtitan.evaluation.scoring import Scorer
 from torchtitan.evaluation.tasks import Metrics, Task
 
@@ -20,25 +20,26 @@ COLUMNS = {
 
 
 class Evaluator:
-    """All tasks of a run or command. The text is encoded once.
+    """All tasks of a run or command. The text is encoded once, before anything is asked.
 
     Args:
         tasks: with different names.
         tokenizer: of the model.
         scorer: of the model.
+
+    Raises:
+        DataError: the tokenizer makes nothing of a task's text.
     """
 
     def __init__(self, tasks: Sequence[Task], tokenizer: Tokenizer, scorer: Scorer) -> None:
         self.tasks = tasks
         self.scorer = scorer
-        self._encoder = Encoder(tokenizer, scorer.longest)
-        self._requests: list[list[list[Request]]] = []  # by task and example
+        encoder = Encoder(tokenizer, scorer.longest)
+        self._requests = [task.requests(encoder) for task in tasks]  # by task and example
 
     def scores(self, should_stop: Callable[[], bool] = lambda: False) -> list[list[list[Score]]] | None:
         """The scores of each task's examples' requests. None if the run is to stop before they are all there.
         Collective."""
-        if not self._requests:
-            self._requests = [task.requests(self._encoder) for task in self.tasks]
         flat = [request for task in self._requests for example in task for request in example]
         found = self.scorer.score(flat, should_stop)
         if found is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.errors import DataError
 
 
 class Request(NamedTuple):
@@ -43,7 +44,11 @@ class Encoder:
 
     def continuation(self, context: str, continuation: str) -> Request:
         """Asks for the likelihood of `continuation` after `context`. Blanks between them count as part of the
-        continuation, where most tokenizers put them."""
+        continuation, where most tokenizers put them.
+
+        Raises:
+            DataError: the continuation has no tokens.
+        """
         kept = context.rstrip()
         context, continuation = kept, context[len(kept) :] + continuation
         encode, bos = self.tokenizer.encode, self.tokenizer.bos_id
@@ -53,12 +58,14 @@ class Encoder:
         else:
             before, scored = [self._begin], encode(continuation)
         tokens = [*before, *(scored or encode(continuation))]  # nothing is left if the two share a token
+        if len(tokens) == len(before):
+            raise DataError(f"the answer {continuation!r} has no tokens, so it has no likelihood; remove its example.")
         scored_tokens = min(len(tokens) - len(before), self.longest)
         return Request(array("i", tokens[-self.longest - 1 :]), scored_tokens)
 
     def text(self, text: str) -> list[Request]:
         """Asks for the likelihood of a whole text. Each token is scored once; windows do not overlap, but the last one
-        sees as much before its tokens as fits."""
+        sees as much before its tokens as fits. A text without tokens, such as blanks, asks for nothing."""
         tokens = [self._begin, *self.tokenizer.encode(text)]
         requests = []
         for start in range(1, len(tokens), self.longest):

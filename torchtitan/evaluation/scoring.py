@@ -5,6 +5,7 @@ divide the rows as they divide a training batch. The likelihood of each token is
 the module that has `cross_entropy` gets `TokenScores` in its place for the time of a forward pass.
 """
 
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -154,7 +155,9 @@ class Scorer:
         """Positions in a row, for requests of at most `longest` positions, `total` together."""
         if self.fixed_rows:
             return self.longest
-        return min(self.longest, -(-max(longest, min(total, USUAL_ROW)) // ROW_MULTIPLE) * ROW_MULTIPLE)
+        # Sequence parallelism divides rows; `longest`, as a sequence of the run, can be divided.
+        multiple = math.lcm(ROW_MULTIPLE, 1 if self.tensor_mesh is None else self.tensor_mesh.size())
+        return min(self.longest, -(-max(longest, min(total, USUAL_ROW)) // multiple) * multiple)
 
     def _batches(self, rows: list[list[int]], size: int) -> Iterator[list[list[int]]]:
         """This rank's rows, `size` at a time: as many batches on every rank, if need be with empty rows."""

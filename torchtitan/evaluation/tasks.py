@@ -2,12 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from torchtitan.errors import DataError
 from torchtitan.evaluation.requests import Encoder, Request, Score
 
 SHOT_SEPARATOR = "\n\n"
@@ -176,15 +177,18 @@ class Text:
     documents: Sequence[tuple[str, str]]
 
     def requests(self, encoder: Encoder) -> list[list[Request]]:
-        return [encoder.text(text) for _, text in self.documents]
+        requests = [encoder.text(text) for _, text in self.documents]
+        if not any(requests):
+            raise DataError(f"{self.name}: no document has any tokens, so there is nothing to evaluate.")
+        return requests
 
     def metrics(self, scores: Sequence[Sequence[Score]]) -> Metrics:
-        each = [_total(found) for found in scores]
-        log_likelihood, tokens = (sum(column) for column in zip(*each, strict=True))
+        each = list(self._scored(scores))
+        log_likelihood, tokens = sum(own for _, _, own, _ in each), sum(count for _, _, _, count in each)
         return {
-            "bits_per_byte": -log_likelihood / math.log(2) / sum(len(text.encode()) for _, text in self.documents),
+            "bits_per_byte": -log_likelihood / math.log(2) / sum(len(text.encode()) for _, text, _, _ in each),
             "perplexity": exp(-log_likelihood / tokens),
-            "document_perplexity": statistics.median(exp(-own / count) for own, count in each),
+            "document_perplexity": statistics.median(exp(-own / count) for _, _, own, count in each),
         }
 
     def details(self, scores: Sequence[Sequence[Score]]) -> list[dict[str, Any]]:
@@ -196,13 +200,14 @@ class Text:
                 "bytes": len(text.encode()),
                 "perplexity": exp(-log_likelihood / tokens),
             }
-            for (id, text), (log_likelihood, tokens) in zip(self.documents, map(_total, scores), strict=True)
+            for id, text, log_likelihood, tokens in self._scored(scores)
         ]
 
-
-def _total(scores: Sequence[Score]) -> tuple[float, int]:
-    """Log-likelihood and tokens of a document."""
-    return math.fsum(score.log_likelihood for score in scores), sum(score.tokens for score in scores)
+    def _scored(self, scores: Sequence[Sequence[Score]]) -> Iterator[tuple[str, str, float, int]]:
+        """Id, text, log-likelihood and tokens of each document that has tokens."""
+        for (id, text), found in zip(self.documents, scores, strict=True):
+            if found:
+                yield id, text, math.fsum(one.log_likelihood for one in found), sum(one.tokens for one in found)
 
 
 def exp(value: float) -> float:

@@ -51,7 +51,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
         tokenizer_path: as `model.tokenizer_path`; None takes the model's own.
 
     Raises:
-        UserError: the folder is none of these, or is damaged, or its tokenizer is missing.
+        UserError: the folder is none of these, or is damaged, or its tokenizer is missing or has too many ids.
     """
     if not path.is_dir():
         raise CheckpointError(f"there is no folder {path}.")
@@ -62,6 +62,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
             for name, tensor in model.state_dict().items():
                 tensor.copy_(saved.weight(name))
         tokenizer = load_tokenizer(tokenizer_path or saved.tokenizer_path)
+        _require_embeddings(tokenizer, saved.args)
         step = read_manifest(saved.checkpoint).step
         return OpenedModel(model, tokenizer, saved.seq_len or None, step, saved.checkpoint)
     if found := wrong_sums(path):
@@ -74,7 +75,16 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
     model = _empty(spec, source.args, device, dtype)
     load_weights(dict(model.named_parameters()), source)
     tokenizer = load_tokenizer(tokenizer_path or str(path))
+    _require_embeddings(tokenizer, source.args)
     return OpenedModel(model, tokenizer, longest_sequence(path), 0, path)
+
+
+def _require_embeddings(tokenizer: Tokenizer, args: ModelArgs) -> None:
+    if args.vocab_size is not None and tokenizer.vocab_size > args.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model only {args.vocab_size:,} embeddings; use "
+            "the tokenizer that the model was trained with."
+        )
 
 
 def _empty(spec: ModelSpec, args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Decoder:

@@ -83,9 +83,10 @@ class PublishedModel:
         tokenizer = load_tokenizer(self.tokenizer_path)
         config = self.naming.to_config(self.args)
         scaling = config.get("rope_scaling") or {}
-        stretched = int(scaling.get("factor", 0) * scaling.get("original_max_position_embeddings", 0))
+        original = scaling.get("original_max_position_embeddings", 0)
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        longest = max(self.seq_len, stretched)
+        # A run on sequences that need no scaling says nothing about the length that scaling is for.
+        longest = int(scaling["factor"] * original) if self.seq_len <= original and scaling else self.seq_len
         config |= {"torch_dtype": str(dtype)[6:], **ids, **({"max_position_embeddings": longest} if longest else {})}
         return {
             CONFIG: json.dumps(config, indent=2).encode(),

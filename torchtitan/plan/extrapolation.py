@@ -97,10 +97,7 @@ class Job:
 
     @property
     def period(self) -> int:
-        """Number of layers after which the activation checkpointing pattern repeats."""
-        option = self.config.activation_checkpoint.selective_ac_option
-        selective = self.config.activation_checkpoint.mode == "selective"
-        return int(option) if selective and option.isdecimal() else 1
+        return period_of_layers(self.config)
 
     @property
     def is_single_stage_schedule(self) -> bool:
@@ -124,7 +121,8 @@ class Job:
 
     def part(self, rank: int) -> SimulatedRank:
         """The simulated equivalent of a rank. Of the preceding ranks only their existence matters. With 1F1B a rank has
-        no more micro-batches in flight than ranks follow it; one more shows the cost of each additional one."""
+        no more micro-batches in flight than ranks follow it; after one more to end the warm-up, another shows the cost
+        of each additional one."""
         ranks, own = self.dims.pp, self.own_stages(rank)
         layers = tuple(self.layers[stage] for stage in own)
         before = tuple(sum(self.layers[:stage]) % self.period for stage in own)
@@ -140,7 +138,7 @@ class Job:
             layers,
             before,
             dense,
-            min(self.microbatches, ranks + 1) if self._keeps_few_microbatches else self.microbatches,
+            min(self.microbatches, ranks + 2) if self._keeps_few_microbatches else self.microbatches,
             sum(layers),
         )
 
@@ -167,10 +165,10 @@ class Job:
         ]
 
     def with_fewer_layers(self, part: SimulatedRank) -> list[SimulatedRank]:
-        """The part itself, or two equivalents with fewer layers. Blocks at the ends may differ from those in between,
-        and both equivalents need at least one in between. Dense layers all stay."""
+        """The part itself, or two equivalents with fewer layers. Blocks at the ends (`edges`) may differ from those in
+        between, and both equivalents need at least one in between. Dense layers all stay."""
         count = part.layers[0]
-        least = part.dense[0] + 2 * self.period + 1
+        least = part.dense[0] + 2 * (self.period + 1) + 1
         base = least + (count - least) % self.period
         if self.full or len(part.layers) > 1 or not self.alike or count <= base + self.period:
             return [part]
@@ -180,6 +178,12 @@ class Job:
         """Everything that `measure` simulates."""
         shorter = [part for rank in range(self.dims.pp) for part in self.with_fewer_ranks(self.part(rank))]
         return list(dict.fromkeys(smaller for part in shorter for smaller in self.with_fewer_layers(part)))
+
+
+def period_of_layers(config: JobConfig) -> int:
+    """Number of layers after which the activation checkpointing pattern repeats."""
+    option = config.activation_checkpoint.selective_ac_option
+    return int(option) if config.activation_checkpoint.mode == "selective" and option.isdecimal() else 1
 
 
 def measure(job: Job) -> list[Measures]:

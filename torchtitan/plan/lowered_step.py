@@ -17,12 +17,11 @@ from typing import Any
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
+from torchtitan.optim.optimizer import MUON_OPTIMIZERS
 from torchtitan.plan.lowering import GPUS, start
 from torchtitan.plan.step_model import Work
 
 TIME_LIMIT = 900  # seconds for lowering a step, which takes a minute or two on a quiet machine
-# Simulated, beside the first, dense ones. A step's work is affine in the number of layers, and in that of its passes.
-LAYERS = (1, 2)
 # By operator: places of the left and the right operand.
 GEMMS = {
     "mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "_int_mm": (0, 1), "_scaled_mm": (0, 1),
@@ -45,8 +44,11 @@ def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
         gpu: its architecture, a key of `lowering.GPUS`.
 
     Raises:
-        LoweringError: triton or a C++ compiler is missing, or lowering fails or exceeds `TIME_LIMIT`.
+        LoweringError: triton or a C++ compiler is missing, or lowering fails or exceeds `TIME_LIMIT`, or the optimizer
+            is Muon on several ranks.
     """
+    if config.optimizer.name in MUON_OPTIMIZERS and world_size > 1:
+        raise LoweringError("Muon divides matrices among ranks, and a rank's share of its work is not modelled")
     if find_spec("triton") is None:
         raise LoweringError("triton is not installed")
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +105,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     from torchtitan.engine.model_args import find_model_args
     from torchtitan.engine.train_step import train_step
     from torchtitan.plan.expert_load import assume_load
-    from torchtitan.plan.extrapolation import dense_layers
+    from torchtitan.plan.extrapolation import dense_layers, period_of_layers
     from torchtitan.plan.simulation import fake_process_group
     from torchtitan.plan.watch import Watch, tensors_in, work_of_graph
 
@@ -136,6 +138,10 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     passes = rows // training.local_batch_size // dims.dp
     documents = torch.zeros_like(tokens) if training.document_mask else None
     batch = Batch(tokens, tokens, documents, None)
+    # Simulated, beside the first, dense layers. A step's work is affine in the number of layers, in steps of the period
+    # of activation checkpointing, and in the number of its passes.
+    period = period_of_layers(config)
+    periods, least = divmod(args.n_layers - dense - 1, period)
     by_layers: list[Work] = []
 
     def allocate(model: object, stages: Sequence[nn.Module], *_: object) -> None:
@@ -144,7 +150,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
 
     with fake_process_group(0, world_size):
         meshes = build_meshes(dims, device.type, args)
-        for layers in LAYERS:
+        for layers in (least + 1, least + 1 + period)[: min(periods, 1) + 1]:
             with mode:
                 engine = build_engine(
                     config,
@@ -162,11 +168,11 @@ def work_of(config: JobConfig, world_size: int) -> Work:
                         train_step(engine, [batch] * count_of_passes, 1e-4)
                     by_passes.append(watch.work)
             by_layers.append(extrapolate(by_passes[1:], passes))
-    return extrapolate(by_layers, args.n_layers - dense)
+    return extrapolate(by_layers, periods + 1)
 
 
 def extrapolate(simulated: list[Work], number: int) -> Work:
-    """Of `number` layers or passes, from the work of one, and of two where there are more."""
+    """Of `number` passes or periods of layers, from the work of one, and of two where there are more."""
     if number == 1:
         return simulated[0]
     one, two = simulated

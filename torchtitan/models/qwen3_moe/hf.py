@@ -55,7 +55,9 @@ def from_config(config: dict[str, Any]) -> Qwen3MoEArgs:
         n_dense_layers=len(dense),
         normalize=config.get("norm_topk_prob", False),
     )
-    return Qwen3MoEArgs(**sizes, head_dim=config.get("head_dim") or 128, moe=moe)
+    # Unlike that of dense models, its class in `transformers` has no default for head_dim.
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return Qwen3MoEArgs(**sizes, head_dim=head_dim, moe=moe)
 
 
 HUGGING_FACE = HuggingFaceNaming(
