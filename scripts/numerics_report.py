@@ -18,6 +18,7 @@ from typing import Any
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
+from torchtitan.strict_json import finite
 
 GEMMS = ("output", "grad_input", "grad_weight")
 WORST_DB = 6.0  # this far below the median of its GEMM, a layer is unsuited to the recipe
@@ -37,7 +38,7 @@ def main() -> None:
         if len(config.model.converters) != 1:
             raise ConfigError("model.converters: set exactly one converter, whose recipe is to be measured.")
         report = judge(config)
-        Path(f"{output}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        Path(f"{output}.json").write_text(json.dumps(finite(report), indent=1), encoding="utf-8")
         draw(report["layers"], report["recipe"], Path(f"{output}.png"))
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)

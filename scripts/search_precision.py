@@ -33,6 +33,7 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, ConfigError, UserError
 from torchtitan.plan.step_model import DATA_SHEET_RATES, RATES
+from torchtitan.strict_json import finite
 
 DEVICES = {**RATES, **DATA_SHEET_RATES}
 LAST = 20  # a run's loss is the mean of this many steps
@@ -158,7 +159,7 @@ def search(arguments: argparse.Namespace, flags: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # so that the files belong together
     toml, details, picture = (Path(f"{arguments.output}.{kind}") for kind in ("toml", "json", "png"))
     toml.write_text(fragment.to_toml(tables), encoding="utf-8")
-    details.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    details.write_text(json.dumps(finite(report), indent=1), encoding="utf-8")
     draw(table, assignment, model if calibration else None, picture)
     print_report(report, table.gains(), len(converted), tables)
 

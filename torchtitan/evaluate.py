@@ -11,11 +11,11 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 from torchtitan.config.output import Metrics
 from torchtitan.config.training import Evaluation
 from torchtitan.errors import ConfigError
+from torchtitan.strict_json import finite
 
 BATCH_TOKENS = 8192
 USUAL_LENGTH = 2048  # where the folder does not say what its model was trained on
@@ -83,18 +83,13 @@ def _run(arguments: argparse.Namespace) -> None:
     metrics = evaluator.metrics(scores)
     print(f"{opened.folder}, {str(dtype)[6:]}, {time.perf_counter() - started:.1f} s\n{table(metrics)}")
     if arguments.out:
-        lines = (json.dumps(_finite(detail)) + "\n" for detail in evaluator.details(scores))
+        lines = (json.dumps(finite(detail)) + "\n" for detail in evaluator.details(scores))
         arguments.out.write_text("".join(lines), encoding="utf-8")
     if arguments.dump_folder:
         values = {f"{task}/{name}": value for task, found in metrics.items() for name, value in found.items()}
         for writer in make_writers(Metrics(enable_tensorboard=True), arguments.dump_folder, 0, 1, None, None):
-            writer.write(opened.step, _finite(values))
+            writer.write(opened.step, finite(values))
             writer.close()
-
-
-def _finite(values: dict[str, Any]) -> Any:
-    """The same with None for each number that is not finite, which JSON cannot say."""
-    return json.loads(json.dumps(values), parse_constant=lambda _: None)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,16 @@ def test_runs_without_the_recipe_ignore_histories_and_runs_with_it_begin_without
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
+def test_recipes_that_keep_other_numbers_of_a_layer_follow_each_other(tmp_path: Path) -> None:
+    bound = ("--float8.enable_fsdp_float8_all_gather", "--float8.weight_scale=bound")
+    flags = (*RUN, into(tmp_path), "--checkpoint.interval=2", "--training.local_batch_size=4")
+    train(*flags, "--model.converters=float8", *bound, "--training.steps=2")
+    assert "no amax history of 14 of 14 layers" in train(*flags, *DELAYED, "--training.steps=4")
+    output = train(*flags, "--model.converters=float8", *bound, "--training.steps=6")
+    assert "the checkpoint lacks some bounds" in output and "betas have changed" not in output
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
 def test_int8_scales_of_a_step_ahead_do_not_reach_the_backward_pass() -> None:
     for changed, exact, reference in in_processes(gradients_of_gathered_int8, 2):
         assert torch.equal(exact, reference)  # not gathered again

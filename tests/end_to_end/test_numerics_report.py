@@ -26,6 +26,7 @@ def test_products_in_high_precision_stand_out_and_layers_are_all_there(tmp_path:
         assert 20 < gemms["output"]["sqnr_db"] < 35  # 3 bits after the point: .037 is 28.6 dB
         assert gemms["grad_weight"]["sqnr_db"] > 45  # bfloat16: .003 is 50 dB
     assert found["loss"]["bf16"] != found["loss"]["recipe"]
+    assert all(gemms["grad_weight"]["flushed"] == 0 for gemms in found["layers"].values())  # nothing is rounded
     assert "layers.1.feed_forward.w2" in table
     assert (tmp_path / "numerics_0.5.png").read_bytes().startswith(b"\x89PNG")
 
@@ -51,6 +52,16 @@ def test_layers_without_gemms_of_their_size_are_left_out(tmp_path: Path) -> None
         tmp_path, "--model.converters=mx", "--mx.emulate", f"--model.tokenizer_path={tmp_path / 'odd.model'}"
     )
     assert len(found["layers"]) == 14 and "output" not in found["layers"]
+
+
+def test_exact_products_are_null_in_json_and_no_output_is_one_sentence(tmp_path: Path) -> None:
+    high = ("--model.converters=float8", "--float8.recipe_name=rowwise_with_gw_hp")
+    report(tmp_path, *high, "--training.mixed_precision_param=float32")
+    text = (tmp_path / "numerics_0.5.json").read_text()
+    found = json.loads(text, parse_constant=pytest.fail)
+    assert all(gemms["grad_weight"]["sqnr_db"] is None for gemms in found["layers"].values())
+    done = python("scripts/numerics_report.py", "--output", "/dev/null/x", *TINY, *high)
+    assert done.returncode == 2 and "--output: /dev/null/x cannot be written" in done.stderr
 
 
 @pytest.mark.full

@@ -79,6 +79,19 @@ def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
         train_here(*TINY, *flags, into(tmp_path))
 
 
+@pytest.mark.parametrize("entry", ["auto_filter_numerics", "auto_filter_measured"])
+@pytest.mark.parametrize("converter", ["int8", "mx"])
+def test_filters_that_measure_work_for_later_stages(converter: str, entry: str, tmp_path: Path) -> None:
+    stages = ("--job.simulate_world_size=2", "--parallelism.pipeline_parallel_degree=2")
+    keys = (
+        f"--model.converters={converter}",
+        f"--{converter}.filter_fqns=output,{entry}",
+        "--job.simulate_device=B200",
+    )
+    train_here(*TINY, PLAN, *stages, *keys, "--training.mixed_precision_param=bfloat16", into(tmp_path))
+    assert (tmp_path / "plan.json").exists()
+
+
 @pytest.mark.full
 def test_several_processes_make_no_plan(tmp_path: Path) -> None:
     """As started by torchrun, or from a file that requests a plan."""

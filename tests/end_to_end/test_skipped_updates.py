@@ -1,5 +1,6 @@
 """Harmful updates are skipped by all ranks, counted and named."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,21 @@ def test_outliers_are_skipped_and_a_resumed_run_skips_the_same(poisoned: Path, m
     assert losses(poisoned / "parts") == losses(poisoned / "whole")
     assert [line["skipped_updates"] for line in reports(poisoned / "parts")[-3:]] == [1, 2, 2]
     assert_equal_bit_for_bit(tensors_of(poisoned / "parts", 28), tensors_of(poisoned / "whole", 28))
+
+
+def test_amaxes_of_an_outlier_set_no_scales(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "[24]")
+    monkeypatch.setenv("HOW", "1e6")
+    delayed = ("--model.converters=float8,poison", "--float8.recipe_name=delayed")
+    precise = ("--training.mixed_precision_param=bfloat16", "--training.skip_grad_norm_outliers=20")
+    flags = (*FLAGS, *delayed, *precise, "--checkpoint.interval=23")
+    train_here(*flags, into(poisoned), "--training.steps=24")
+    assert [line["step"] for line in lines_of(poisoned / "skipped_updates.jsonl")] == [24]
+    before, after = (
+        json.loads((poisoned / "checkpoint" / f"step-{step}" / "train_state.json").read_text())["converters"]
+        for step in (23, 24)
+    )
+    assert before == after and before["float8"]
 
 
 def test_one_good_step_begins_the_count_anew(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:

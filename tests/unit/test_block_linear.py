@@ -1,5 +1,6 @@
 """Layers with emulated block-scaled GEMMs, and the recipes of mx that use them."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -178,6 +179,15 @@ def test_a_recipe_without_kernels_says_so() -> None:
     with pytest.raises(ConfigError, match=r"mx\.recipe_name = mxint8 is only emulated so far; set mx\.emulate"):
         converter(target, recipe_name="mxint8", emulate=False)
     converter(target, recipe_name="mxint8")
+
+
+def test_what_torchaos_kernels_lack_is_only_emulated() -> None:
+    blackwell = Target("cuda", compute_capability=(10, 0))
+    with pytest.raises(ConfigError, match=r"mx\.scale_calculation_mode = even is only emulated.* floor and rceil"):
+        converter(blackwell, scale_calculation_mode="even", emulate=False)
+    with pytest.raises(ConfigError, match=r"mixed_precision_param = bfloat16, or mx\.emulate"):
+        converter(dataclasses.replace(blackwell, dtype=torch.float32), emulate=False)
+    converter(dataclasses.replace(blackwell, dtype=torch.float32), scale_calculation_mode="even")
 
 
 def test_high_precision_forward_alone_is_only_emulated() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import python
+from runs import TINY, into, python, train_here
 from torch import nn
 
 from torchtitan.config import ConfigManager
@@ -232,6 +232,51 @@ def test_measured_filter_converts_only_what_wins_and_remembers(tmp_path: Path, m
         assert chosen == {"w1", "w3"}
     assert len(asked) == len(set(asked)) == 5
     assert list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("device", ["H100", ""])
+def test_what_no_device_has_measured_counts_as_faster_and_is_not_remembered(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    from torchtitan.converters import measured_filter
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measured_filter, "speedup", lambda *_: pytest.fail("measured on another device"))
+    converter = Float8Converter(Float8(), Target("meta", device))
+    assert measured_filter.measured_reason(converter, 64, 64, 64) is None
+    assert any(
+        f"has not been measured on {device or 'the device of a run'}; it counts as faster" in line for line in log
+    )
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_filter_compares_with_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torchtitan.converters import measured_filter
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    dtypes: list[torch.dtype] = []
+
+    def layer_seconds(*_: object, dtype: torch.dtype, **__: object) -> list[list[tuple[float, float]]]:
+        dtypes.append(dtype)
+        return [[(1.0, 1.0)], [(2.0, 2.0)]]
+
+    monkeypatch.setattr(measured_filter, "layer_seconds", layer_seconds)
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "float32")):
+        converter = Float8Converter(Float8(), dataclasses.replace(CPU, dtype=dtype))
+        assert (
+            measured_filter.measured_reason(converter, 64, 64, 64)
+            == f"0.50 x the speed of {name} at M = 64, K = 64, N = 64"
+        )
+    assert dtypes == [torch.bfloat16, torch.float32]
+
+
+def test_emulated_float8_is_counted_beside_other_casts(tmp_path: Path) -> None:
+    """Those of kept activations and of the optimizer."""
+    train_here(
+        *TINY, "--training.steps=1", "--model.converters=float8", "--float8.recipe_name=rowwise", "--float8.emulate",
+        "--activation_checkpoint.mode=none", "--activation_checkpoint.swiglu_dtype=float8",
+        "--optimizer.name=AdamWFp8", "--training.mixed_precision_param=bfloat16", into(tmp_path),
+    )  # fmt: skip
 
 
 def test_each_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,10 @@ import subprocess
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -154,6 +157,14 @@ def test_the_longer_the_rows_the_fewer_at_once(words: int, shape: tuple[int, int
     requests = [Request(array("i", [1] * (words + 1)), 1)] * 8
     scorer_of_model(model, words, 512, "Llama").score(requests)
     assert set(shapes) == {shape}
+
+
+def test_rows_can_be_divided_among_tensor_parallel_ranks(group: None) -> None:
+    scorer = scorer_of_model(torch.nn.Linear(1, 1), 192, 512, "Llama")  # type: ignore[arg-type]
+    for ranks in (1, 3, 96):
+        mesh: Any = SimpleNamespace(size=lambda ranks=ranks: ranks)
+        lengths = [replace(scorer, tensor_mesh=mesh)._row_length(longest, 100) for longest in (1, 64, 65, 130, 192)]
+        assert not any(length % ranks for length in lengths) and max(lengths) == 192
 
 
 @pytest.mark.parametrize("kind", EMBEDDED)

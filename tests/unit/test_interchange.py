@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.errors import CheckpointError
+from torchtitan.generation.open import open_model
 from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
 from torchtitan.interchange.export import export
 from torchtitan.interchange.load import load_weights
@@ -297,6 +298,34 @@ def test_an_export_that_was_interrupted_looks_like_none(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(CheckpointError, match="already exists; move it away"):
         exported(nontrivial_llama(SMALL), tmp_path / "out")
+
+
+def test_experts_whose_config_does_not_say_the_width_of_a_head(tmp_path: Path) -> None:
+    """As `transformers` saves them."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 4096}
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, **experts))
+    theirs.save_pretrained(tmp_path)
+    assert "head_dim" not in json.loads((tmp_path / "config.json").read_bytes())
+    _, source = find_model(tmp_path)
+    assert cast(Any, source.args).head_dim == 16
+
+
+def test_the_length_for_which_positions_are_scaled() -> None:
+    args = MODELS.get("llama3").flavor("1B").with_vocab_size(4096)
+    spec = MODELS.get("llama3")
+    assert spec.hf is not None
+    for seq_len, longest in ((0, 32 * 8192), (2048, 32 * 8192), (131072, 131072)):
+        model = PublishedModel(spec.hf, args, spec.build, None, seq_len)
+        config = json.loads(model.files(torch.bfloat16)["config.json"])
+        assert config["max_position_embeddings"] == longest
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(tmp_path: Path) -> None:
+    args = LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=300)
+    exported(nontrivial_llama(args), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="the tokenizer has 4,096 ids, but the model only 300 embeddings"):
+        open_model(tmp_path / "out", torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])

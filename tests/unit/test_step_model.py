@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from torchtitan.plan.lowered_step import count, extrapolate
+from torchtitan.config import ConfigManager
+from torchtitan.plan.lowered_step import LoweringError, count, extrapolate, lowered_work
 from torchtitan.plan.step_model import Rates, Work, seconds_by_part
 
 RATES = Rates({"bf16": 100.0, "int8": 200.0}, (50.0, 25.0), 10.0)
@@ -53,3 +54,8 @@ def test_what_counts_as_a_gemm(
     work = Work()
     assert count(work, operator, shapes, dtypes) == (expected is not None)
     assert dataclasses.asdict(work) == dataclasses.asdict(expected or Work())
+
+
+def test_the_work_of_muon_is_not_guessed() -> None:
+    with pytest.raises(LoweringError, match="Muon divides matrices among ranks"):
+        lowered_work(ConfigManager().parse_args(["--optimizer.name=Muon"]), 8, "sm_90")

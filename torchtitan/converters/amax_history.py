@@ -72,6 +72,8 @@ class Histories:
         """Restores the histories. A layer without one uses dynamic scales until it has one; a history of another length
         is truncated, or continues from what there is."""
         layers = delayed_layers(models)
+        # A checkpoint of another recipe may have numbers for a layer that are no histories.
+        state = {fqn: saved for fqn, saved in state.items() if all(isinstance(row, list) for row in saved)}
         for fqn in layers.keys() & state.keys():
             saved = torch.tensor(state[fqn])[:, : layers[fqn].history.shape[1]]
             layers[fqn].history[:, : saved.shape[1]] = saved

@@ -18,7 +18,7 @@ from torchtitan.converters.float8_keys import casts, find_problems
 from torchtitan.converters.float8_linear import RECIPES, Float8Linear, Float8Recipe
 from torchtitan.converters.grouped_8bit import Grouped8BitLinear, GroupedGemms, grouped_op
 from torchtitan.converters.grouped_blocks import GroupedBlockLinear
-from torchtitan.converters.linear import EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp, Scaled
+from torchtitan.converters.linear import LayerGemms, LinearConverter, ProfilerOp, Scaled
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.numerics import Role
 from torchtitan.converters.target import Target
@@ -102,8 +102,8 @@ class Float8Converter(LinearConverter):
             self._set_up_blocks()
             return
         errors = E4M3_ERRORS if self.one_scale and not self.e5m2_gradients else KNOWN_ERRORS[self.recipe]
-        real = ProfilerOp("torchtitan::float8_mm" if target.on_cpu else "aten::_scaled_mm")
-        self.gemms = LayerGemms(EMULATED_FLOAT8 if config.emulate else real, *errors)
+        real = "torchtitan::float8_mm" if target.on_cpu else "aten::_scaled_mm"
+        self.gemms = LayerGemms(ProfilerOp("torchtitan::emulated_float8_mm" if config.emulate else real), *errors)
         too_small = too_small_for_tensorwise if self.one_scale else too_small_for_rowwise
         no_experts = NO_EXPERTS.format(recipe=self.recipe) if self.one_scale else ""
         self.rules = FilterRules(MULTIPLE_OF, too_small, lambda *sizes: measured_reason(self, *sizes), no_experts)

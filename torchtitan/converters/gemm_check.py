@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan.compat.dispatch import in_backward_pass
-from torchtitan.converters.linear import EMULATED_BLOCKS, EMULATED_FLOAT8, LayerGemms, LinearConverter, ProfilerOp
+from torchtitan.converters.linear import EMULATED_BLOCKS, LayerGemms, LinearConverter, ProfilerOp
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.parallel.pipeline import Passes
@@ -40,8 +40,7 @@ def checked_gemms(
         model: the part on this rank.
         converters: of the run, after conversion; only `LinearConverter`s promise anything.
         passes: by path, how often the layers on this rank run in this step.
-        compiled: the compiler fuses the casts of emulated GEMMs, or rounds an operand of several GEMMs once, so they
-            cannot be counted.
+        compiled: the compiler rounds an operand of several emulated GEMMs once, so they cannot be counted.
         recomputed: activation checkpointing is on. A compiled block recomputes in its backward pass, and the compiler
             drops what is unused, so the expected count there is a range.
         others: converters of the run's other phases, none of whose GEMMs may run.
@@ -63,7 +62,7 @@ def checked_gemms(
     ran = _count(recorded.profiler.kineto_results.events(), {*by_op, *unwanted})
     for op in unwanted:
         found = sum(ran[op].values())
-        if found and not (op == EMULATED_FLOAT8 and by_op):  # real float8 GEMMs come with such casts as well
+        if found:
             raise ConfigError(
                 f"[[precision.phase]]: {op.operation} ran {found} times in this step, though no converter of this "
                 "phase uses it. Something (compile, a feature combined with it) keeps layers in the precision of "
@@ -71,7 +70,7 @@ def checked_gemms(
             )
     for op, layers in by_op.items():
         what = " and ".join(dict.fromkeys(layers.values()))
-        if compiled and op in (EMULATED_FLOAT8, EMULATED_BLOCKS):
+        if compiled and op == EMULATED_BLOCKS:
             logger.info(f"{what}: emulated and compiled, so its low-precision GEMMs cannot be counted")
             continue
         gemms = {fqn: gemms for fqn, gemms in layers if fqn in passes}

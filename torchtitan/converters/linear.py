@@ -35,9 +35,8 @@ class ProfilerOp:
     per_gemm: int = 1
 
 
-# An emulated GEMM casts both operands to float8 and back, then multiplies in high precision.
-EMULATED_FLOAT8 = ProfilerOp("aten::_to_copy", ("c10::Float8_e4m3fn", "c10::Float8_e5m2"), 2)
-EMULATED_BLOCKS = ProfilerOp("torchtitan::round_to_blocks", per_gemm=2)  # likewise
+# An emulated GEMM rounds both operands, then multiplies in high precision.
+EMULATED_BLOCKS = ProfilerOp("torchtitan::round_to_blocks", per_gemm=2)
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,10 @@ class LinearConverter:
     cannot_group: str = ""
     rules: FilterRules
     warms_up: bool = False
+
+    def emulated(self) -> "LinearConverter":
+        """A converter whose layers compute the same on any device; this one, if they all do."""
+        return self
 
     def __init__(self, filter_fqns: Sequence[str], target: Target, explicit: bool = True) -> None:
         """`explicit`: the filter is the user's own and must match; False for a section's default."""

@@ -1,6 +1,7 @@
 """`auto_filter_measured`: whether a layer of this size is faster in low precision on this device."""
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -29,22 +30,27 @@ HOPELESS = 50  # times slower with a few rows, where rounding alone may cost ten
 
 
 def measured_reason(converter: "LinearConverter", m: int, k: int, n: int, experts: int = 0) -> str | None:
-    """Why a layer of this size stays in bf16; None if low precision is faster.
+    """Why a layer of this size stays in high precision; None if low precision is faster.
 
     Args:
         experts: see `layer_seconds`.
 
     One rank measures and broadcasts, so that all convert the same layers. Results are cached across runs, by device and
-    versions.
+    versions. Without the device, as in a plan, only what is cached is known; the rest counts as faster.
     """
-    distributed = dist.is_initialized() and dist.get_world_size() > 1
+    target = converter.target
+    distributed = dist.is_initialized() and dist.get_world_size() > 1 and target.device_type != "meta"
     ratio = [0.0]
     if not distributed or dist.get_rank() == 0:
         ratio[0] = _cached_speedup(converter, m, k, n, experts)
     if distributed:
         dist.broadcast_object_list(ratio)
-    of_experts = f", {experts} experts" if experts else ""
-    return None if ratio[0] > 1 else f"{ratio[0]:.2f} x the speed of bf16 at M = {m}, K = {k}, N = {n}{of_experts}"
+    of_experts, m_k_n = f", {experts} experts" if experts else "", f"M = {m}, K = {k}, N = {n}"
+    return None if ratio[0] > 1 else f"{ratio[0]:.2f} x the speed of {name_of(target.dtype)} at {m_k_n}{of_experts}"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
 
 
 def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int, experts: int) -> float:
@@ -56,21 +62,31 @@ def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int, expert
             f"torch {torch.__version__}",
             *([f"torchao {version('torchao')}"] if converter.name == "mx" else []),  # the layer is torchao's
             "compiled" if target.compile else "eager",
+            *([] if target.dtype == torch.bfloat16 else [name_of(target.dtype)]),
             converter.description,
             f"{m} {k} {n}" + (f" {experts} experts" if experts else ""),
         ]
     )
     known: float | None = cached_results(RESULTS).get(key)
+    if known is None and target.device_type == "meta":
+        where = target.device_name or "the device of a run"
+        logger.info(f"{converter.description} at ({m}, {k}, {n}) has not been measured on {where}; it counts as faster")
+        return math.inf
     if known is None:
         known = speedup(converter, m, k, n, experts)
-        logger.info(f"measured: {converter.description} at ({m}, {k}, {n}) is {known:.2f} x the speed of bf16")
+        logger.info(
+            f"measured: {converter.description} at ({m}, {k}, {n}) is {known:.2f} x the speed of "
+            f"{name_of(target.dtype)}"
+        )
         cache_result(RESULTS, key, known)
     return known
 
 
 def speedup(converter: "LinearConverter", m: int, k: int, n: int, experts: int = 0) -> float:
-    """bf16 time divided by low-precision time, forward and backward of one layer; medians of interleaved rounds."""
-    seconds = layer_seconds([None, converter], m, k, n, experts=experts, compiled=converter.target.compile)
+    """High-precision time divided by low-precision time, forward and backward of one layer; medians of interleaved
+    rounds."""
+    target = converter.target
+    seconds = layer_seconds([None, converter], m, k, n, dtype=target.dtype, experts=experts, compiled=target.compile)
     high_seconds, low_seconds = (statistics.median(map(sum, times)) for times in seconds)
     return high_seconds / low_seconds
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 FIRST_CAPABILITY = (10, 0)  # Blackwell: NVIDIA's CUDA programming guide, table of capabilities
 # M, K and N: whole blocks; of nvfp4, what a GPU takes.
 MULTIPLE_OF = {"mxfp8": 32, "mxint8": 32, "nvfp4": packed_blocks.MULTIPLE_OF["e2m1"]}
+GPU_SCALE_MODES = ("floor", "rceil")  # torchao 0.18, prototype/mx_formats/kernels.py
 NVFP4_KEYS = (
     "keep_first_blocks_fraction",
     "keep_last_blocks_fraction",
@@ -117,6 +118,17 @@ class MXConverter(LinearConverter):
             raise ConfigError(
                 "mx.forward_with_hp is only emulated with mxfp8: torchao's layer lacks it; set mx.emulate, or unset it."
             )
+        if not config.emulate and self.recipe == "mxfp8" and target.device_type == "cuda":
+            if config.scale_calculation_mode not in GPU_SCALE_MODES:
+                raise ConfigError(
+                    f"mx.scale_calculation_mode = {config.scale_calculation_mode} is only emulated: torchao's kernels "
+                    f"have {' and '.join(GPU_SCALE_MODES)}; set mx.emulate, or use one of these."
+                )
+            if target.dtype != torch.bfloat16:
+                raise ConfigError(
+                    "mx: torchao's kernels take bfloat16 alone; set training.mixed_precision_param = bfloat16, or "
+                    "mx.emulate."
+                )
         self.block_gemms = block_gemms(config)
         self.gemms = self.grouped_gemms = self.block_gemms.known()
         multiple_of = MULTIPLE_OF[self.recipe]
@@ -153,6 +165,9 @@ class MXConverter(LinearConverter):
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
         return scaled(tensor, self.block_gemms.form_of(role))
+
+    def emulated(self) -> "MXConverter":
+        return MXConverter(dataclasses.replace(self.config, emulate=True), self.target)
 
     def _scale_mode(self) -> "ScaleCalculationMode":
         from torchtitan.compat.torchao_mx import ScaleCalculationMode

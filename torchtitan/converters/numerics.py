@@ -34,6 +34,8 @@ class Recipe(Protocol):
     rules: FilterRules
     target: Target
 
+    def emulated(self) -> "Recipe": ...
+
     def swap(self, linear: nn.Linear) -> nn.Linear: ...
 
     def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear: ...
@@ -87,8 +89,11 @@ def layer_errors(converter: Recipe, operands: Operands) -> dict[str, dict[str, f
                 average out; 0 for experts, for which it is not measured.
     """
     found, exact, lost = _of_layer(converter, *operands) if len(operands) == 3 else _of_experts(converter, *operands)
+    known = converter.gemms if len(operands) == 3 else converter.grouped_gemms
     errors = {}
     for gemm, low, high in zip(GEMMS, found, exact, strict=True):
+        if getattr(known, gemm) is None:  # nothing is rounded
+            lost[gemm] = dict.fromkeys(lost[gemm], 0.0)
         low = low.float()
         noise, signal = (low - high).norm(), high.norm()
         errors[gemm] = {

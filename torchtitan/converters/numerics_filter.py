@@ -37,12 +37,13 @@ def inaccurate_layers(converter: Recipe, model: nn.Module, layers: Sequence[str]
     Raises:
         ConfigError: the model does not fit on one device.
     """
-    distributed = dist.is_initialized() and dist.get_world_size() > 1
+    planned = converter.target.device_type == "meta"  # its other ranks are not there
+    distributed = dist.is_initialized() and dist.get_world_size() > 1 and not planned
     found: list[dict[str, str] | ConfigError] = [{}]
     if not distributed or dist.get_rank() == 0:
         try:
             with unset_fake_temporarily():  # in a plan
-                found[0] = _measure(converter, model, layers)
+                found[0] = _measure(converter.emulated() if planned else converter, model, layers)
         except ConfigError as error:
             found[0] = error
     if distributed:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from torchtitan.config.training import Optimizer
 from torchtitan.parallel.dims import Style
 from torchtitan.parallel.tensor import style_of
@@ -18,6 +20,7 @@ class Target:
         compute_capability: of a CUDA device, such as (9, 0); None elsewhere.
         tokens: M of the GEMMs: sequences in a micro-batch times tokens of a sequence on one device.
         compile: whether transformer blocks are compiled.
+        dtype: that unconverted layers compute in.
         tensor_parallel: the degree.
         expert_parallel: the degree.
         plan: tensor-parallel style by the end of a module's path.
@@ -30,6 +33,7 @@ class Target:
     compute_capability: tuple[int, int] | None = None
     tokens: int = 512
     compile: bool = False
+    dtype: torch.dtype = torch.bfloat16
     tensor_parallel: int = 1
     expert_parallel: int = 1
     plan: Mapping[str, Style] = field(default_factory=dict)

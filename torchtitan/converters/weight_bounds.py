@@ -109,6 +109,8 @@ class WeightBounds:
         weights = float8_all_gather_weights(models)
         if not weights:
             return
+        # A checkpoint of another recipe may have lists of numbers for a layer, which are no bound.
+        state = {fqn: saved for fqn, saved in state.items() if not any(isinstance(value, list) for value in saved)}
         if not weights.keys() <= state.keys():
             logger.info("float8.weight_scale = bound: the checkpoint lacks some bounds; the first step measures")
             return

@@ -365,6 +365,17 @@ def _check_not_built(config: JobConfig, device_type: str, problems: list[str]) -
     }.items():
         if on:
             problems.append(f"{key} is not implemented; set it to false.")
+    if config.training.enable_cpu_offload and "float8" in config.model.converters:
+        precomputed = {
+            "precompute_float8_dynamic_scale_for_fsdp": config.float8.precompute_float8_dynamic_scale_for_fsdp,
+            "weight_scale = bound": config.float8.weight_scale == "bound",
+        }
+        problems += [
+            f"float8.{key} has no effect with training.enable_cpu_offload: FSDP rounds a copy of each weight on the "
+            "GPU, which has no scale; unset one of them."
+            for key, is_set in precomputed.items()
+            if is_set
+        ]
     if config.training.enable_cpu_offload and device_type == "cpu":
         problems.append(
             "training.enable_cpu_offload needs a GPU: on CPU everything is already in CPU memory; unset it."

@@ -19,7 +19,13 @@ from torchtitan.parallel.fsdp import reshard, set_last_microbatch
 
 
 class SkipGuard(Protocol):
-    """Decides whether to skip an optimizer step: `optim.skip_step.UpdateGuard`, or a plan's simulation of it."""
+    """Decides whether to skip an optimizer step: `optim.skip_step.UpdateGuard`, or a plan's simulation of it.
+
+    Attributes:
+        host_skips: whether the host knows already that the step is skipped.
+    """
+
+    host_skips: bool
 
     def should_skip(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, saturated: torch.Tensor | None, ids: list[str]
@@ -61,7 +67,7 @@ def train_step(
             skip = guard.should_skip(step, loss, grad_norm, saturated_nonfinite(engine), sample_ids(microbatches))
         stepped = True
         if engine.step_in_backward is None:  # else the parameters are already updated, and the guard can only report
-            stepped = optimizer_step(engine.optimizer, skip)
+            stepped = optimizer_step(engine.optimizer, skip) and not (guard is not None and guard.host_skips)
             # Not the optimizer's, which may leave parameters alone.
             engine.model.zero_grad()
 

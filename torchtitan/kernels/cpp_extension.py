@@ -27,7 +27,8 @@ def isa_flags() -> list[str]:
         return []
     import torch  # not with the module: a simulated GPU must be there before torch is
 
-    return ["-march=x86-64-v4" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "-march=x86-64-v3"]
+    capability = torch.backends.cpu.get_cpu_capability()
+    return [f"-march=x86-64-{'v4' if 'AVX512' in capability else 'v3' if 'AVX2' in capability else 'v2'}"]
 
 
 def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:

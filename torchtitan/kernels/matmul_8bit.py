@@ -28,7 +28,8 @@ def float8_matmul(
         fast: let a GPU accumulate in reduced precision, as torchao's recipes do for outputs.
     """
     if emulate:
-        return (a.dequantize() @ b.dequantize()).to(dtype)
+        emulated: torch.Tensor = emulated_float8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
+        return emulated
     if rounding.has_own_kernel(a.data):
         out: torch.Tensor = float8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
         return out
@@ -44,6 +45,22 @@ def float8_matmul(
     one = torch.ones((), device=left.device)
     sums = torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
     return (sums * (rows * columns)).to(dtype)
+
+
+# An operator of its own, so that it can be counted.
+@torch.library.custom_op("torchtitan::emulated_float8_mm", mutates_args=())
+def emulated_float8_mm(
+    a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """(M, K) x (K, N) to (M, N), in float32."""
+    return (Quantized(a, a_scale_inverse).dequantize() @ Quantized(b, b_scale_inverse).dequantize()).to(dtype)
+
+
+@emulated_float8_mm.register_fake
+def _(
+    a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
 def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = False) -> torch.Tensor:

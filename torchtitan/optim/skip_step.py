@@ -39,6 +39,7 @@ class UpdateGuard:
         self.nonfinite = training.skip_nonfinite
         self.factor = training.skip_grad_norm_outliers
         self.most_in_a_row = training.max_skips_in_a_row
+        self.host_skips = False  # whether the host knows that the current step's update is skipped
         self.record = record
         self.skipped = 0
         self.in_a_row = 0
@@ -74,7 +75,8 @@ class UpdateGuard:
         self._unread.append((step, faults, grad_norm, sample_ids))
         if self.factor is not None:
             before = self.skipped
-            return faults.new_tensor(float(self.read() > before))
+            self.host_skips = self.read() > before
+            return faults.new_tensor(float(self.host_skips))
         if len(self._unread) == WINDOW:
             self.read()
         return torch.maximum(faults.amax(), torch.isfinite(grad_norm).logical_not().float()) if self.nonfinite else None

@@ -17,7 +17,6 @@ from typing import Any
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
-from torchtitan.optim.optimizer import MUON_OPTIMIZERS
 from torchtitan.plan.lowering import GPUS, start
 from torchtitan.plan.step_model import Work
 
@@ -47,6 +46,8 @@ def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
         LoweringError: triton or a C++ compiler is missing, or lowering fails or exceeds `TIME_LIMIT`, or the optimizer
             is Muon on several ranks.
     """
+    from torchtitan.optim.optimizer import MUON_OPTIMIZERS  # not with the module, which may not import torch
+
     if config.optimizer.name in MUON_OPTIMIZERS and world_size > 1:
         raise LoweringError("Muon divides matrices among ranks, and a rank's share of its work is not modelled")
     if find_spec("triton") is None:

@@ -24,7 +24,13 @@ from torchtitan.compat.dispatch import (
     TorchDispatchMode,
     pytree,
 )
-from torchtitan.kernels import attention_cpu, grouped_8bit, grouped_gemm, packed_blocks  # noqa: F401  their operators
+from torchtitan.kernels import (  # noqa: F401  their operators
+    attention_cpu,
+    grouped_8bit,
+    grouped_gemm,
+    matmul_8bit,
+    packed_blocks,
+)
 from torchtitan.parallel import expert  # noqa: F401
 
 aten = torch.ops.aten
@@ -171,6 +177,8 @@ class Recorder(TorchDispatchMode):
         elif func is torch.ops.torchtitan.block_mm.default:
             # nvfp4, 16 numbers in an int64, at twice the rate of 8 bits
             self.flops_8bit += math.prod(args[0].shape) * args[3].shape[1] * (16 if args[0].dtype == torch.int64 else 2)
+        elif func is torch.ops.torchtitan.emulated_float8_mm.default:
+            self.flops += 2 * args[0].shape[0] * args[0].shape[1] * args[2].shape[1]
         elif func in (torch.ops.torchtitan.float8_mm.default, torch.ops.torchtitan.int8_mm.default):  # on CPU
             self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[2].shape[1]
         elif func in ATTENTION_GEMMS:

@@ -215,6 +215,8 @@ class Simulation:
         loss, _ = train_step(self.engine, batches, 0.0, self)
         sum_over_ranks(self.engine, loss)
 
+    host_skips = False
+
     def should_skip(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, saturated: torch.Tensor | None, ids: list[str]
     ) -> None:
