@@ -71,8 +71,9 @@ def test_a_plan_of_experts_on_two_machines(tmp_path: Path) -> None:
         ),
         (["--job.simulate_expert_load=1.5"], "job.simulate_expert_load applies only to plans"),
         (["--memory_estimation.enabled", "--memory_estimation.disable_fake_mode"], "a plan has no real tensors"),
+        ([PLAN, "--model.converters=mx", "--job.simulate_device=B200"], "even in a plan; set mx.emulate"),
     ],
-    ids=["no plan", "degrees", "device", "load", "load without a plan", "real tensors"],
+    ids=["no plan", "degrees", "device", "load", "load without a plan", "real tensors", "mxfp8"],
 )
 def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -80,14 +81,9 @@ def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", ["auto_filter_numerics", "auto_filter_measured"])
-@pytest.mark.parametrize("converter", ["int8", "mx"])
-def test_filters_that_measure_work_for_later_stages(converter: str, entry: str, tmp_path: Path) -> None:
+def test_filters_that_measure_work_for_later_stages(entry: str, tmp_path: Path) -> None:
     stages = ("--job.simulate_world_size=2", "--parallelism.pipeline_parallel_degree=2")
-    keys = (
-        f"--model.converters={converter}",
-        f"--{converter}.filter_fqns=output,{entry}",
-        "--job.simulate_device=B200",
-    )
+    keys = ("--model.converters=int8", f"--int8.filter_fqns=output,{entry}", "--job.simulate_device=H100")
     train_here(*TINY, PLAN, *stages, *keys, "--training.mixed_precision_param=bfloat16", into(tmp_path))
     assert (tmp_path / "plan.json").exists()
 

@@ -95,6 +95,13 @@ def test_shapes_are_those_of_one_device() -> None:
     assert found["output"][1:] == (4096, 16032)
 
 
+def test_accuracy_of_mxfp8_is_known_without_its_kernels() -> None:
+    found = explain(
+        "--model.flavor=debugmodel", "--model.converters=mx", "--mx.filter_fqns=output,auto_filter_numerics"
+    )
+    assert sum(converted for converted, *_ in found.values()) > 30
+
+
 def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: Path) -> None:
     flags = ["--model.flavor=8B", "--model.converters=float8", "--float8.filter_fqns=output,auto_filter_small_kn"]
     done = python("scripts/explain_conversion.py", "--json", tmp_path / "out.json", *flags, CUDA_VISIBLE_DEVICES="")
