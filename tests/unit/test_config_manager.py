@@ -106,6 +106,8 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b"[job]\ndescription = '\xe9'")
     [problem] = problems_of(f"--job.config_file={tmp_path / 'latin.toml'}")
     assert problem == f"{tmp_path / 'latin.toml'}: not UTF-8 text (invalid byte at offset 21)."
+    [problem] = problems_of("--job.config_file=a\0b")
+    assert problem == r"job.config_file: 'a\x00b' is not a path (embedded null byte)."
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ def test_a_key_of_today_wins_over_what_a_legacy_value_implies(tmp_path: Path) ->
         ),
         ("parallelism", "expert_tensor_parallel_degree = 2", "but not divided"),
         ("compile", "components = ['loss']", "set training.compile = false."),
+        ("compile", "components = 3", "set training.compile = false."),
         ("compile", "mode = 'x'", "unknown key compile.mode"),
         ("fault_tolerance", "enable = true", "is not supported: TorchFT"),
         ("quantize.linear.float8", "nosuch = 1", "unknown key quantize.linear.float8.nosuch"),

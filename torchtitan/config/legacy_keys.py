@@ -62,7 +62,9 @@ def parse_text(value: Any) -> Any:
 
 
 def as_list(value: Any) -> list[Any]:
-    return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",")]
+    return value if isinstance(value, list) else [value]
 
 
 def if_true(values: Values) -> Callable[[Any], Values]:

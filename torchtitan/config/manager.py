@@ -119,6 +119,8 @@ def read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: not UTF-8 text (invalid byte at offset {error.start}).") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: invalid TOML: {error}.") from None
+    except ValueError as error:  # a zero byte
+        raise ConfigError(f"job.config_file: {path!r} is not a path ({error}).") from None
 
 
 def _raw_flags(argv: list[str]) -> dict[str, str]:
