@@ -28,6 +28,9 @@ EXPERTS = [
 INT8 = ["--model.converters=int8", "--int8.enable_fsdp_int8_all_gather"]  # rounds weights in a graph for several sizes
 
 
+EVERY_SECOND = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
+
+
 def plan(folder: Path, *flags: str, world_size: int = 1) -> Plan:
     config = ConfigManager().parse_args([*FLAGS, *flags, f"--job.dump_folder={folder}"])
     dims = check(config, world_size, "cuda")
@@ -38,8 +41,8 @@ def plan(folder: Path, *flags: str, world_size: int = 1) -> Plan:
 @needs_triton
 @pytest.mark.parametrize(
     "flags, world_size",
-    [([], 1), pytest.param(INT8, 1, marks=pytest.mark.full), pytest.param(EXPERTS, 4, marks=pytest.mark.full)],
-    ids=["one GPU", "int8 once a step", "FSDP 2 x TP 2, experts over 2"],
+    [([], 1), (EVERY_SECOND, 1), (INT8, 1), (EXPERTS, 4)],
+    ids=["one GPU", "every second layer again", "int8 once a step", "FSDP 2 x TP 2, experts over 2"],
 )
 def test_the_expected_work_is_the_plans(
     flags: list[str], world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
