@@ -224,6 +224,6 @@ class Float8Converter(LinearConverter):
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
         return None if self.scaling_state is None else self.scaling_state.state_dict(models)
 
-    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
         if self.scaling_state is not None:
-            self.scaling_state.load_state_dict(models, state)
+            self.scaling_state.load_state_dict(models, state, gradient_ratio)

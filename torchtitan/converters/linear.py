@@ -216,8 +216,13 @@ class LinearConverter:
         there is no such state."""
         return None
 
-    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Restores a `state_dict` merged over all ranks; {} if the checkpoint has none."""
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
+        """Restores a `state_dict` merged over all ranks; {} if the checkpoint has none.
+
+        Args:
+            gradient_ratio: this run's loss scale over that of the run that saved it. Gradients inside the backward pass
+                contain the loss scale, which depends on the layout and the batch size.
+        """
 
     def check_swap(self) -> None:
         """Compares a converted layer of each kind with its bf16 copy, forward and backward.

@@ -104,8 +104,8 @@ class WeightBounds:
         bounds = zip(self.layers, self.bounds.tolist(), strict=True)
         return {layer: [bound, self.age, *self.betas] for layer, bound in bounds}
 
-    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Restores the bounds. If any is missing, the first step measures each weight as it is gathered."""
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
+        """Restores the bounds, which do not depend on gradients. If any is missing, the first step measures each weight as it is gathered."""
         weights = float8_all_gather_weights(models)
         if not weights:
             return

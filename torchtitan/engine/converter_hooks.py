@@ -45,11 +45,16 @@ def converter_state(engine: Engine) -> dict[str, Any]:
     }
 
 
-def load_converter_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Loads `converter_state` from a checkpoint; ignores converters that this run does not have."""
+def load_converter_state(engine: Engine, state: Mapping[str, Any], loss_scale: float) -> None:
+    """Loads `converter_state` from a checkpoint; ignores converters that this run does not have.
+
+    Args:
+        loss_scale: `Engine.loss_scale` of the run that saved it.
+    """
+    ratio = engine.loss_scale / loss_scale
     for converter in engine.converters:
         if isinstance(converter, LinearConverter):
-            converter.load_state_dict([engine.model], state.get(converter.name, {}))
+            converter.load_state_dict([engine.model], state.get(converter.name, {}), ratio)
 
 
 def steps_to_check(engine: Engine, first_step: int) -> set[int]:
