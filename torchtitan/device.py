@@ -1,12 +1,15 @@
 """The device a process computes on, and its properties."""
 
+import contextlib
 import ctypes
+import functools
 import os
 import resource
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -14,6 +17,8 @@ from torchtitan.errors import nearest
 from torchtitan.logging import logger
 
 HAS_TRITON = find_spec("triton") is not None  # for our kernels on GPUs; torch for CUDA comes with it on Linux
+TASKS = Path("/proc/self/task")
+BUSY = 0.2  # threads that wait for a core, on average
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 # From oneDNN's developer guide, "CPU dispatcher control".
@@ -103,6 +108,12 @@ def _keep_freed_memory() -> None:
     libc.mallopt(trim_threshold, -1)
 
 
+def onednn_limit() -> str:
+    """The instruction set that ONEDNN_MAX_CPU_ISA limits oneDNN to, one of `ONEDNN_ISAS`."""
+    name = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    return name if name in ONEDNN_ISAS else "DEFAULT"
+
+
 def _warn_of_unknown_isa() -> None:
     """oneDNN silently ignores an unknown name and uses every instruction set of the CPU."""
     name = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
@@ -113,10 +124,43 @@ def _warn_of_unknown_isa() -> None:
 
 
 def _cpu_name() -> str:
+    import platform
+
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of this CPU under Linux's names; empty on other systems."""
+    return frozenset(f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split())  # on x86; on ARM
+
+
+def _cpuinfo(field: str) -> str:
     try:
         with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        import platform
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
+    except OSError:
+        return ""
 
-        return platform.processor() or platform.machine()
+
+class CoreMeter:
+    """Tells whether other processes use the cores that this one's threads need."""
+
+    def __init__(self) -> None:
+        self.since, self.delay = perf_counter(), _seconds_without_a_core()
+
+    def threads_waiting(self) -> float:
+        """How many threads of this process, on average since the last call, were ready to run but had no core."""
+        since, delay = self.since, self.delay
+        self.since, self.delay = perf_counter(), _seconds_without_a_core()
+        return (self.delay - delay) / (self.since - since)
+
+
+def _seconds_without_a_core() -> float:
+    """Total over this process's threads; 0 where the system does not say."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in TASKS.iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended
+                total += int((task / "schedstat").read_text().split()[1])
+    return total / 1e9
