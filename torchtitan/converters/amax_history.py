@@ -27,7 +27,11 @@ class Histories:
 
     @torch.no_grad()
     def after_step(
-        self, models: Sequence[nn.Module], learning_rate: float | None, group: dist.ProcessGroup | None
+        self,
+        models: Sequence[nn.Module],
+        learning_rate: float | None,
+        group: dist.ProcessGroup | None,
+        skip: torch.Tensor | None = None,
     ) -> None:
         """Appends the amaxes of a step unless its update was skipped. Collective over the group.
 
@@ -41,7 +45,8 @@ class Histories:
             amax = all_reduce_max(torch.stack(amaxes), group).view(len(layers), 3, 1)
             history = torch.stack([layer.history for layer in layers])
             amax = torch.where((amax > 0) & amax.isfinite(), amax, history[..., :1])
-            history = torch.cat([amax, history[..., :-1]], -1)
+            new = torch.cat([amax, history[..., :-1]], -1)
+            history = new if skip is None else torch.where(skip > 0, history, new)
             torch._foreach_copy_([layer.history for layer in layers], list(history))
             self.set_scales(layers)
         torch._foreach_zero_(amaxes)

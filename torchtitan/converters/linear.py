@@ -202,8 +202,15 @@ class LinearConverter:
     def connect(self, mesh: DeviceMesh) -> None:
         """Called once after `convert`, with the mesh (pp, dp_replicate, fsdp, tp)."""
 
-    def after_step(self, models: Sequence[nn.Module], learning_rate: float | None) -> None:
-        """`post_optimizer_hook` with the learning rate of the update; None if the update was skipped."""
+    def after_step(
+        self, models: Sequence[nn.Module], learning_rate: float | None, skip: torch.Tensor | None = None
+    ) -> None:
+        """`post_optimizer_hook` with what it needs to know of the update.
+
+        Args:
+            learning_rate: None if the host knows that the update was skipped.
+            skip: a scalar on the device, above 0 if the update was skipped; None if it was not.
+        """
         self.post_optimizer_hook(models)
 
     def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:

@@ -72,9 +72,14 @@ class WeightBounds:
 
     @torch.no_grad()
     def after_step(
-        self, models: Sequence[nn.Module], learning_rate: float | None, group: dist.ProcessGroup | None
+        self,
+        models: Sequence[nn.Module],
+        learning_rate: float | None,
+        group: dist.ProcessGroup | None,
+        skip: torch.Tensor | None = None,
     ) -> None:
-        """Updates the bounds after an optimizer step. Every `every` steps, measures instead; collective then.
+        """Updates the bounds after an optimizer step. Every `every` steps, measures instead; collective then. (If the
+        device skips a step, the bound grows all the same; it is still a bound.)
 
         Raises:
             TrainingError: a weight has exceeded its bound.

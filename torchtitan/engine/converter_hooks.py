@@ -21,11 +21,11 @@ def saturated_nonfinite(engine: Engine) -> torch.Tensor | None:
     return torch.stack(found).any() if found else None
 
 
-def after_optimizer_step(engine: Engine, learning_rate: float | None) -> None:
-    """Calls the converters' hooks. `learning_rate` is None if the host knows that the optimizer step was skipped."""
+def after_optimizer_step(engine: Engine, learning_rate: float | None, skip: torch.Tensor | None) -> None:
+    """Calls the converters' hooks, with the arguments of `LinearConverter.after_step`."""
     for converter in engine.converters:
         if isinstance(converter, LinearConverter):
-            converter.after_step([engine.model], learning_rate)
+            converter.after_step([engine.model], learning_rate, skip)
         else:
             converter.post_optimizer_hook([engine.model])
 
