@@ -110,7 +110,8 @@ class WeightBounds:
         return {layer: [bound, self.age, *self.betas] for layer, bound in bounds}
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
-        """Restores the bounds, which do not depend on gradients. If any is missing, the first step measures each weight as it is gathered."""
+        """Restores the bounds, which no gradient enters. If any is missing, the first step measures each weight as it
+        is gathered."""
         weights = float8_all_gather_weights(models)
         if not weights:
             return

@@ -23,6 +23,7 @@ from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, CheckpointError, UserError
 from torchtitan.interchange.model import PublishedModel, published
 from torchtitan.interchange.sources import Source, find_source, longest_sequence, wrong_sums
+from torchtitan.logging import Waiting
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.hf_config import WrongModelType
 from torchtitan.protocols import ModelArgs
@@ -181,7 +182,8 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     out.mkdir(parents=True, exist_ok=True)
     writer = Writer(temporary_folder(out, 0), lambda files: publish(out, 0, state, about, files))
     try:
-        dcp.save(tensors, storage_writer=writer, planner=ReadWhenWritten(source, model.unpublished))
+        with Waiting(f"converting {folder}"):
+            dcp.save(tensors, storage_writer=writer, planner=ReadWhenWritten(source, model.unpublished))
     except (CheckpointException, OSError, RuntimeError) as error:
         shutil.rmtree(temporary_folder(out, 0), ignore_errors=True)
         raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error

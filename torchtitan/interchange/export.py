@@ -19,7 +19,7 @@ from torchtitan.checkpoint.manifest import sha256_of
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import INDEX, SUMS
-from torchtitan.logging import logger
+from torchtitan.logging import Waiting, logger
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
 
 LARGEST_FILE = 5 * 10**9  # bytes, as in `save_pretrained`
@@ -76,7 +76,7 @@ def export(
     index: dict[str, str] = {}
     sums: dict[str, str] = {}
     failures: list[Exception] = []
-    for files in rounds:
+    for files in Waiting.over(rounds, f"exporting to {folder}", "files"):
         mine, content = "", {}
         for file in files:
             file_name = f"model-{next(numbers):05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
