@@ -132,6 +132,11 @@ def init_logging(rank: int, world_size: int, color: bool) -> None:
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False  # or a library that configures the root logger would print our lines twice
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler prints a line at each start and stop
+    silence_profiler()
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def silence_profiler() -> None:
+    """Keeps torch's profiler from printing lines at each start and stop; call it before its first use."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,9 @@ def saved_model(checkpoint: Path) -> SavedModel:
     def weight(name: str) -> torch.Tensor:
         saved: TensorStorageMetadata = metadata.state_dict_metadata[name]  # type: ignore[assignment]  # a tensor
         tensors = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
-        dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnlyPlanner(), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` says so
+            dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnlyPlanner(), no_dist=True)
         return tensors[name]
 
     return SavedModel(checkpoint, spec, args, tokenizer_path, seq_len, weight)
