@@ -5,7 +5,9 @@ import ctypes
 import functools
 import os
 import resource
+import shutil
 import sys
+import sysconfig
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,12 +15,13 @@ from time import perf_counter
 
 import torch
 
-from torchtitan.errors import nearest
+from torchtitan.errors import UserError, nearest
 from torchtitan.logging import logger
 
 HAS_TRITON = find_spec("triton") is not None  # for our kernels on GPUs; torch for CUDA comes with it on Linux
 TASKS = Path("/proc/self/task")
 BUSY = 0.2  # threads that wait for a core, on average
+NVIDIA_DEVICES = Path("/dev")
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 # From oneDNN's developer guide, "CPU dispatcher control".
@@ -75,15 +78,47 @@ class Device:
 
 
 def find_device(local_rank: int) -> Device:
-    """The GPU with this process's local rank, or the CPU if there are no GPUs; initialized."""
+    """The GPU with this process's local rank, or the CPU if there are no GPUs; initialized.
+
+    Raises:
+        UserError: there are GPUs, but this torch cannot use them, or there is no C compiler, which Triton needs.
+    """
     if not torch.cuda.is_available():
+        _refuse_unusable_gpus()
         _keep_freed_memory()
         _warn_of_unknown_isa()
         return Device("cpu", _cpu_name(), torch.device("cpu"))
+    _require_compiler()
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     _end_expandable_segments_where_they_fail(device)
     return Device("cuda", torch.cuda.get_device_name(device), device)
+
+
+def _refuse_unusable_gpus() -> None:
+    """A driver that is too old, or a torch for CPUs, must not make a run train on the CPU without a word."""
+    if not any(NVIDIA_DEVICES.glob("nvidia[0-9]*")) or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+        return
+    reason = f"torch {torch.__version__} is built without CUDA"
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+    raise UserError(
+        f"this machine has NVIDIA GPUs, but torch cannot use them: {reason}. Fix that, or set CUDA_VISIBLE_DEVICES= "
+        "(empty) to train on the CPU."
+    )
+
+
+def _require_compiler() -> None:
+    """Triton compiles the launcher of each kernel with a C compiler; even an uncompiled run has such kernels."""
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), None)
+    if compiler is None or not header.exists():
+        missing = f"the headers of Python ({header})" if compiler else "a C compiler (gcc)"
+        package = f"python{sysconfig.get_python_version()}-dev" if compiler else "gcc"
+        raise UserError(f"a run on a GPU needs {missing}, with which Triton builds its kernels; install {package}.")
 
 
 def _end_expandable_segments_where_they_fail(device: torch.device) -> None:
