@@ -23,7 +23,7 @@ def exact_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         (..., E) float32.
     """
     if x.device.type == "cuda" and x.dtype == weight.dtype == torch.bfloat16:
-        return ExactLinear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return ExactLinear.apply(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
     return F.linear(x.float(), weight.float())
 
 

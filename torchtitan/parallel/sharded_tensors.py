@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-
 _inner_names: dict[type, str] = {}  # of the tensor inside a subclass
 
 
