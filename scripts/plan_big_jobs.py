@@ -66,11 +66,11 @@ is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no
   rate). It adds the blocking collectives of tensor, context and expert parallelism, or takes FSDP's collectives if
   these take longer. A 1F1B or GPipe pipeline also fills and drains. Each link carries a byte no more often than
   necessary, in machines of 8. A real step is slower.
-- For a compiled run without a pipeline on an H100 or H200, the plan also says what a step is expected to take, by part.
+- Without a pipeline, on an H100 or H200, the plan begins with what a step is expected to take when it is compiled.
   The work is counted in the code that the compiler generates for that GPU ([architecture.md](architecture.md)): FLOPs
   of GEMMs and attention, bytes that generated kernels, uncompiled operations and the update read and write. It is
-  divided by the rates in `torchtitan/plan/step_model.py`, which names their sources. The host is assumed to keep
-  ahead. This takes a minute or two, with torch for CPUs or for CUDA, and touches no GPU. It needs the `triton` package,
+  divided by the rates in `torchtitan/plan/step_model.py`, which names their sources and ranges. The host is assumed to
+  keep ahead. This takes a minute or two, with torch for CPUs or for CUDA, and touches no GPU. It needs the `triton` package,
   which comes with torch for CUDA on Linux, and a C++ compiler; where it is not possible, a note says why.
 
 ## Mixtures of experts

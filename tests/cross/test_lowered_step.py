@@ -63,6 +63,8 @@ def test_the_expected_work_is_the_plans(
     weights = planned.parameters / world_size
     assert 28 * weights < found[0].update_bytes < 50 * weights  # AdamW alone reads four numbers and writes three
     assert 0 < planned.expected.mfu[1] < planned.expected.mfu[0] < 1
+    fast, slow = planned.expected.range
+    assert fast < planned.expected.seconds < slow < 1.5 * fast
     text = to_text(planned)
     assert "Expected: " in text and "fused kernels" in text and "optimizer" in text
 

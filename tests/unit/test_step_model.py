@@ -1,12 +1,14 @@
 """The model of a step: work over rates, and how work is counted and extrapolated."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from torchtitan.config import ConfigManager
+from torchtitan.plan import watch
 from torchtitan.plan.lowered_step import LoweringError, count, extrapolate, lowered_work
-from torchtitan.plan.step_model import Rates, Work, seconds_by_part
+from torchtitan.plan.step_model import COLLECTIVES_SHARE, Rates, Work, seconds_by_part
 
 RATES = Rates({"bf16": 100.0, "int8": 200.0}, (50.0, 25.0), 10.0)
 WORK = Work({"bf16": 100.0, "int8": 100.0}, (50.0, 50.0), 10.0, 20.0, 30.0, 7)
@@ -21,9 +23,10 @@ def test_parts_of_a_step() -> None:
         "fused kernels": 1.0,
         "uncompiled operations": 2.0,
         "optimizer": 3.0,
-        "collectives": 0.25,  # the others hide behind 10.5 s
+        # The others hide behind 10.5 s, and slow them down.
+        "collectives": 0.25 + 5.0 * COLLECTIVES_SHARE,
     }
-    assert seconds_by_part(WORK, RATES, beside=12.0)["collectives"] == 1.5
+    assert seconds_by_part(WORK, RATES, beside=12.0)["collectives"] == 1.5 + 10.5 * COLLECTIVES_SHARE
 
 
 def test_work_of_more_layers_from_one_and_two() -> None:
@@ -54,6 +57,20 @@ def test_what_counts_as_a_gemm(
     work = Work()
     assert count(work, operator, shapes, dtypes) == (expected is not None)
     assert dataclasses.asdict(work) == dataclasses.asdict(expected or Work())
+
+
+def test_collectives_in_compiled_code_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As seconds of links; not as bytes of operations as well."""
+
+    def node(operator: str | None) -> SimpleNamespace:
+        return SimpleNamespace(get_read_write_buffers_sizes=lambda: 7, node=SimpleNamespace(inputs=[]), name=operator)
+
+    names = ["_c10d_functional.all_gather_into_tensor", "torchtitan.exchange_rows", "aten.sort", None]
+    sizes = SimpleNamespace(optimization_hint=int)
+    graph = SimpleNamespace(scheduler=SimpleNamespace(nodes=list(map(node, names))), sizevars=sizes)
+    monkeypatch.setattr(watch.compat, "operator_of", lambda node: node.name)
+    work = watch.work_of_graph(graph, "", count)
+    assert (work.other_bytes, work.fused_bytes) == (7, 7)  # the sort; a generated kernel
 
 
 def test_the_work_of_muon_is_not_guessed() -> None:

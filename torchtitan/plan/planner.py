@@ -33,7 +33,7 @@ from torchtitan.plan.lowered_step import LoweringError, lowered_work
 from torchtitan.plan.render import draw, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
-from torchtitan.plan.step_model import RATES, Expected, seconds_by_part
+from torchtitan.plan.step_model import RANGES, RATES, Expected, seconds_by_part
 from torchtitan.protocols import Decoder
 
 BLOCKING = ("tp", "cp", "ep")  # dimensions whose collectives computation waits for
@@ -135,7 +135,8 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     seconds = _step_seconds(job, ranks)
     tokens = rows * training.seq_len
     expected, note = _expected(job, ranks, per_token)
-    mfu = seconds and device.peak_flops and tokens * per_token / (world_size * device.peak_flops * seconds)
+    causal = _causal(job, per_token)
+    mfu = seconds and device.peak_flops and tokens * causal / (world_size * device.peak_flops * seconds)
     return Plan(
         model=f"{name} {config.model.flavor}",
         layout=str(dims),
@@ -245,12 +246,13 @@ def _expected(job: Job, ranks: list[RankPlan], flops_per_token: float) -> tuple[
     world_size = job.dims.pp * job.dims.dp * job.dims.cp * job.dims.tp
     none = "not expected, only bounded: "
     if name not in RATES or not gpu:
-        return None, f"{none}the GPUs with measured rates are {', '.join(RATES)}"
-    if not config.training.compile or job.dims.pp > 1:
-        return None, f"{none}the step that is looked at is a compiled one without a pipeline"
+        return None, f"{none}the GPUs with known rates are {', '.join(RATES)}"
+    if job.dims.pp > 1:
+        return None, f"{none}a step with a pipeline is not modelled"
+    compiled = dataclasses.replace(config, training=dataclasses.replace(config.training, compile=True))
     try:
         with Waiting("plan: compiling a step for the GPU"):
-            work = lowered_work(config, world_size, gpu)
+            work = lowered_work(compiled, world_size, gpu)
     except LoweringError as error:
         return None, f"{none}{error}"
     by_dimension: dict[str, float] = {}
@@ -259,13 +261,20 @@ def _expected(job: Job, ranks: list[RankPlan], flops_per_token: float) -> tuple[
     waited = sum(by_dimension.get(name, 0.0) for name in BLOCKING)
     beside = sum(by_dimension.get(name, 0.0) for name in OVERLAPPING)
     parts = seconds_by_part(work, RATES[name], waited, beside)
-    args, seq_len = job.args, config.training.seq_len
-    causal = flops_per_token - 6 * args.n_layers * args.n_heads * args.head_dim * seq_len
-    step = sum(parts.values()) * world_size * (device.peak_flops or math.inf) / (job.rows * seq_len)
-    return Expected(parts, (flops_per_token / step, causal / step), round(work.kernels)), (
-        "expected: work counted in the code that the compiler generates for this GPU, over measured rates "
+    slow, fast = (sum(seconds_by_part(work, rates, waited, beside).values()) for rates in RANGES[name])
+    step = sum(parts.values()) * world_size * (device.peak_flops or math.inf) / (job.rows * config.training.seq_len)
+    mfu = (flops_per_token / step, _causal(job, flops_per_token) / step)
+    return Expected(parts, (fast, slow), mfu, round(work.kernels)), (
+        "expected: work counted in the code that the compiler generates for this GPU, over published rates "
         "(torchtitan/plan/step_model.py); the host keeps ahead, and kernels reach these rates"
+        + ("" if config.training.compile else "; with --training.compile, which is off in this configuration")
     )
+
+
+def _causal(job: Job, flops_per_token: float) -> float:
+    """The FLOPs per token without the half of attention that the causal mask skips."""
+    args = job.args
+    return flops_per_token - 6 * args.n_layers * args.n_heads * args.head_dim * job.config.training.seq_len
 
 
 def _phase_note(phases: list[Phase]) -> str:

@@ -65,14 +65,15 @@ def to_text(plan: Plan) -> str:
         f"plan of {plan.model}, {plan.parameters:,} parameters{active}, on {plan.world_size} x {device.name}: "
         f"{plan.layout}",
         f"{plan.batch}; {plan.flops_per_token:.4g} FLOPs per token, forward and backward",
+        _forecast(plan),
         f"\nMemory per rank in {unit}, of {sized(device.memory_bytes)}; activation checkpointing: {plan.mode}\n"
         + _table(rows),
         _kept_per_token(plan),
         verdict,
         _before_the_first_step(plan, sized, unit),
         "\nCollectives per rank and step\n" + _table(traffic),
+        *([_parts(plan.expected)] if plan.expected else []),
         "\n" + _time(plan),
-        *([_expected(plan, plan.expected)] if plan.expected else []),
         "\nConversion to low precision: "
         + (f"{summary(plan.conversion)}\n{to_table(plan.conversion)}" if plan.conversion else "no converters"),
         "\n" + "\n".join(f"- {note}" for note in plan.notes),
@@ -107,7 +108,7 @@ def _time(plan: Plan) -> str:
     tokens = plan.tokens_per_step / plan.step_seconds / plan.world_size
     return (
         f"A step takes at least {plan.step_seconds:.3g} s (at most {tokens:,.0f} tokens/s per device, "
-        f"MFU {plan.mfu or 0:.0%}, which counts full attention, and the bound half of it): GEMMs alone "
+        f"MFU {plan.mfu or 0:.0%}): GEMMs alone "
         f"{slowest.compute_seconds or 0:.3g} s ({(slowest.flops + slowest.flops_8bit) / 1e12:,.4g} TFLOP at "
         f"{(device.peak_flops or 0) / 1e12:,.4g} TFLOP/s, 8-bit GEMMs at twice that), links of "
         f"{(device.within_node or 0) / 1e9:,.0f} GB/s within a machine and {(device.between_nodes or 0) / 1e9:,.0f} "
@@ -115,19 +116,27 @@ def _time(plan: Plan) -> str:
     )
 
 
-def _expected(plan: Plan, expected: Expected) -> str:
-    tokens = plan.tokens_per_step / expected.seconds / plan.world_size
-    full, causal = expected.mfu
+def _forecast(plan: Plan) -> str:
+    if plan.expected is None:
+        return plan.notes[-1].capitalize() + "."
+    fast, slow = plan.expected.range
+    rate = plan.tokens_per_step / plan.world_size
+    full, causal = plan.expected.mfu
+    return (
+        f"Expected: {plan.expected.seconds:.3g} s a step ({fast:.3g} to {slow:.3g}), "
+        f"{rate / plan.expected.seconds:,.0f} tokens/s a device ({rate / slow:,.0f} to {rate / fast:,.0f}), MFU "
+        f"{causal:.0%} with causal attention ({full:.0%} with full)"
+    )
+
+
+def _parts(expected: Expected) -> str:
     rows = [["part", "ms", "share"]]
     rows += [
         [part, f"{1e3 * seconds:,.3g}", f"{seconds / expected.seconds:.0%}"]
         for part, seconds in expected.parts.items()
         if seconds > 0
     ]
-    return (
-        f"\nExpected: {expected.seconds:.3g} s a step ({tokens:,.0f} tokens/s a device), MFU {full:.0%}, {causal:.0%} "
-        f"with causal attention counted half; {expected.kernels:,} generated kernels\n{_table(rows)}"
-    )
+    return f"\nThe expected step by part; {expected.kernels:,} generated kernels\n{_table(rows)}"
 
 
 def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:

@@ -72,7 +72,7 @@ class Plan:
         active_parameters: of `parameters`, those that a token uses.
         mode: of activation checkpointing, as configured.
         step_seconds: lower bound for a step; None if bandwidths are unknown.
-        mfu: 0 to 1, at that time.
+        mfu: 0 to 1, at that time; causal attention counts half.
         notes: what is simulated, computed and assumed.
         expected: a step's time, from the code that the compiler generates; None if that is not possible here.
         conversion: a decision for each linear layer; empty without converters.

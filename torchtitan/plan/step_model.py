@@ -18,15 +18,26 @@ class Rates:
     bandwidth: float
 
 
-# bf16 GEMMs and bandwidth: measured with torch 2.11.0 and CUDA 13.0, 8192 x 8192 x 8192 on normally distributed data,
-# and device-to-device copies. Not measured: 8-bit GEMMs at twice that, as in the data sheets; float32 as in the data
-# sheet; attention, of which FlashAttention-2 reaches 35% of an H100's peak (arXiv 2407.08608, abstract), the backward
-# pass by assumption 0.8 of that.
-_HOPPER_ATTENTION = (0.35 * 989e12, 0.28 * 989e12)
-RATES = {  # by the names of `devices.GPUS`
-    "H100": Rates({"bf16": 798e12, "float8": 1596e12, "int8": 1596e12, "float32": 67e12}, _HOPPER_ATTENTION, 3.0e12),
-    "H200": Rates({"bf16": 788e12, "float8": 1576e12, "int8": 1576e12, "float32": 67e12}, _HOPPER_ATTENTION, 4.3e12),
-}
+def _hopper(bandwidth: float, gemm: float, gain: float, attention: float) -> Rates:
+    """
+    Args:
+        gemm: FLOP/s of bf16 GEMMs.
+        gain: of 8-bit GEMMs over that.
+        attention: gain over FlashAttention-2, which reaches 35% of an H100's peak (arXiv 2407.08608, abstract), in the
+            backward pass by assumption 28%.
+    """
+    kinds = {"bf16": gemm, "float8": gain * gemm, "int8": gain * gemm, "float32": 67e12}  # float32: data sheet
+    return Rates(kinds, (attention * 0.35 * 989e12, attention * 0.28 * 989e12), bandwidth)
+
+
+# Slow, typical and fast. Published: 620 to 690 TFLOP/s in bf16, sustained at 700 W (a burst reaches 798); 8-bit GEMMs
+# 1.4 to 1.7 times as fast on H200; cuDNN's attention, which torch 2.11 for CUDA 13 and later take, 1.7 to 2.3 times as
+# fast as FlashAttention-2 (transformers #48163). Bandwidth: measured, copies within the device, torch 2.11.0.
+_SLOW, _TYPICAL, _FAST = (620e12, 1.4, 1.7), (655e12, 1.55, 2.0), (690e12, 1.7, 2.3)
+_BANDWIDTHS = {"H100": 3.0e12, "H200": 4.3e12}  # by the names of `devices.GPUS`
+RATES = {gpu: _hopper(bandwidth, *_TYPICAL) for gpu, bandwidth in _BANDWIDTHS.items()}
+RANGES = {gpu: (_hopper(bandwidth, *_SLOW), _hopper(bandwidth, *_FAST)) for gpu, bandwidth in _BANDWIDTHS.items()}
+COLLECTIVES_SHARE = 16 / 132  # of the multiprocessors, which NCCL takes from computation; by assumption
 # Not measured: 0.8 of the dense peaks of an HGX B200 (NVIDIA Blackwell architecture technical brief: 2,250 TFLOP/s in
 # bf16, 4,500 in FP8 and INT8, 9,000 in FP4, 80 in FP32) and 0.9 of its 8 TB/s, as an H100 reaches of its own.
 _B200 = {"bf16": 2250e12, "float8": 4500e12, "int8": 4500e12, "mxfp8": 4500e12, "nvfp4": 9000e12, "float32": 80e12}
@@ -40,12 +51,14 @@ class Expected:
     """What a step is expected to take.
 
     Attributes:
-        parts: seconds by part, which add up to the step.
+        parts: seconds by part, which add up to the step, at typical rates.
+        range: seconds at fast and at slow rates.
         mfu: with attention counted in full, and half of it (causal); 0 to 1.
         kernels: launches of generated kernels.
     """
 
     parts: dict[str, float]
+    range: tuple[float, float]
     mfu: tuple[float, float]
     kernels: int
 
@@ -98,12 +111,13 @@ def seconds_by_part(work: Work, rates: Rates, waited: float = 0.0, beside: float
 
     Args:
         waited: seconds of collectives that computation waits for.
-        beside: seconds of collectives that run beside computation; only what exceeds it counts.
+        beside: seconds of collectives that run beside computation: what exceeds it counts, and what they take from it.
     """
     parts = {f"{kind} GEMMs": flops / rates.gemm[kind] for kind, flops in work.gemms.items()}
     parts["attention"] = work.attention[0] / rates.attention[0] + work.attention[1] / rates.attention[1]
     parts["fused kernels"] = work.fused_bytes / rates.bandwidth
     parts["uncompiled operations"] = work.other_bytes / rates.bandwidth
     parts["optimizer"] = work.update_bytes / rates.bandwidth
-    parts["collectives"] = waited + max(0.0, beside - sum(parts.values()))
+    computation = sum(parts.values())
+    parts["collectives"] = waited + max(0.0, beside - computation) + COLLECTIVES_SHARE * min(beside, computation)
     return parts

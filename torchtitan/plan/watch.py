@@ -11,6 +11,8 @@ from torchtitan.compat.dispatch import FakeTensor, TorchDispatchMode, pytree
 from torchtitan.plan.step_model import Work
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+# The plan counts their seconds.
+COLLECTIVES = ("_c10d_functional", "c10d", "torchtitan.exchange_", "symm_mem")
 Count = Callable[[Work, str, list[tuple[int, ...]], list[str]], bool]
 
 
@@ -63,6 +65,8 @@ class Watch(TorchDispatchMode):
         name = func._opname
         if not self.count(self.work, f"{func.namespace}.{name}", shapes, dtypes):
             size = sum(tensor.nbytes for tensor in tensors)
+            if name == "all_gather_copy_in":  # copies the shards into their place in the output, which it returns
+                size = 2 * sum(tensor.nbytes for tensor in tensors_in(args[0]))
             if name.startswith(self.updates) and name != "_foreach_copy_":  # FSDP copies with it what it gathers
                 self.work.update_bytes += size
             elif not name.startswith("empty") and name != "detach":
@@ -90,7 +94,7 @@ def work_of_graph(graph: Any, code: str, count: Count) -> Work:
             for operand in operands
             if operand.maybe_get_layout() is not None
         ]
-        if operator is not None and count(work, operator, shapes, dtypes):
+        if operator is not None and (count(work, operator, shapes, dtypes) or operator.startswith(COLLECTIVES)):
             continue
         if operator is None or operator.startswith("torchtitan."):  # a kernel of our own
             work.fused_bytes += size
