@@ -70,8 +70,8 @@ is the same as `job.plan`. `disable_fake_mode` is refused, because a plan has no
   The work is counted in the code that the compiler generates for that GPU ([architecture.md](architecture.md)): FLOPs
   of GEMMs and attention, bytes that generated kernels, uncompiled operations and the update read and write. It is
   divided by the rates in `torchtitan/plan/step_model.py`, which names their sources and ranges. The host is assumed to
-  keep ahead. This takes a minute or two, with torch for CPUs or for CUDA, and touches no GPU. It needs the `triton` package,
-  which comes with torch for CUDA on Linux, and a C++ compiler; where it is not possible, a note says why.
+  keep ahead. This takes a minute or two, with torch for CPUs or for CUDA, and touches no GPU. It needs the `triton`
+  package, which comes with torch for CUDA on Linux, and a C++ compiler; where it is not possible, the plan says why.
 
 ## Mixtures of experts
 
