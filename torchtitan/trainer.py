@@ -107,7 +107,7 @@ class Trainer:
             self._profiler(checked_steps) as profiler,
             self._reporter() as reporter,
             garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
-            limit_spinning() if self.engine.device.type == "cpu" else contextlib.nullcontext(),
+            limit_spinning(self._record_busy) if self.engine.device.type == "cpu" else contextlib.nullcontext(),
         ):
             while self.step < steps and not self._should_stop(reporter):
                 self.stop.progress.begins()
@@ -168,6 +168,9 @@ class Trainer:
         )
         if experts is not None:
             reporter.expert_load(self.step, experts.load)
+
+    def _record_busy(self, threads_waiting: float) -> None:
+        self.folder.record_event(self.step, "busy", threads_waiting=round(threads_waiting, 1))
 
     def _expert_metrics(self) -> ExpertMetrics | None:
         mixture = getattr(self.engine.model.args, "moe", None)

@@ -1,5 +1,6 @@
 """The report of a real run, and its page in a real browser."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def test_every_section_is_drawn_in_light_and_dark(page: Page, tmp_path: Path) ->
 def test_seeds_have_a_band_and_can_be_hidden(page: Page, tmp_path: Path) -> None:
     seeds = [dump_folder(tmp_path / f"bf16-seed{seed}", seed) for seed in range(3)]
     page.open(written(tmp_path, *seeds, dump_folder(tmp_path / "short", seq_len=128)))
-    assert_drawn_in_silence(page, charts=8)
+    assert_drawn_in_silence(page, charts=9)
     loss = "document.querySelector('[data-key=loss]')"
     names = [trace["name"] for trace in page.evaluate(f"{loss}.data") if trace.get("yaxis") != "y2"]
     assert names == ["bf16 (3 seeds)"] * 3 + ["short"] * 2  # the band's edges and its mean; raw and smoothed
@@ -125,6 +126,33 @@ def test_a_zoom_in_one_chart_is_a_zoom_in_all_and_controls_redraw(page: Page, tm
 
 
 @needs_chromium
+def test_runs_are_ranked_and_equal_losses_can_be_told_apart(page: Page, tmp_path: Path) -> None:
+    runs = [dump_folder(tmp_path / f"run{number}", seq_len=128 * (number + 1)) for number in range(3)]
+    for number, run in enumerate(runs):
+        lines = lines_of(run / "metrics.jsonl")
+        for line in lines:  # the last step of each says the contrary
+            if "loss" in line:
+                line["loss"] += 0.001 * number * (-9 if line["step"] == 60 else 1)
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in reversed(lines)))
+    with (runs[2] / "events.jsonl").open("a") as events:
+        events.write('{"step": 7, "event": "busy", "threads_waiting": 1.5}\n')
+    page.open(written(tmp_path, *reversed(runs)))
+    assert_drawn_in_silence(page, charts=9)
+    page.evaluate("{ state.smoothing = 0; draw().then(() => 0); }")
+    assert page.evaluate("[...document.querySelectorAll('.figures tbody th')].map((th) => th.innerText)") == [
+        "run0",
+        "run1",
+        "run2",
+    ]
+    difference = page.evaluate("document.querySelector('[data-key=difference]').data.map((trace) => trace.y[30])")
+    assert difference == pytest.approx([-0.001, -0.002], abs=1e-5)  # from run2
+    assert "run2: other processes used the cores of this run (first in step 7)" in page.evaluate(
+        "document.querySelector('.notes').innerText"
+    )
+    assert page.evaluate("[...divs.values()].every((div) => div.layout.yaxis.fixedrange)")
+
+
+@needs_chromium
 def test_a_smoothed_curve_of_a_constant_is_that_constant(page: Page, tmp_path: Path) -> None:
     page.open(written(tmp_path, dump_folder(tmp_path / "run")))
     page.evaluate("{ state.smoothing = 0.9; }")
@@ -142,7 +170,7 @@ def test_a_run_called_script_does_not_execute(page: Page, tmp_path: Path) -> Non
             '{"step": 1, "prompt": "</script><script>hacked=1</script>", "text": ""}\n'
         )
     page.open(written(tmp_path, *folders))
-    assert_drawn_in_silence(page, charts=10)
+    assert_drawn_in_silence(page, charts=11)
     assert page.evaluate("typeof hacked") == "undefined"
     assert page.evaluate("document.querySelectorAll('script').length") == 4
     assert evil in page.evaluate("document.getElementById('legend').innerText")

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -16,8 +16,12 @@ QUIET = 0.05  # threads that wait for a core, on average
 
 
 @contextlib.contextmanager
-def limit_spinning() -> Iterator[None]:
+def limit_spinning(on_busy: Callable[[float], None] = lambda waiting: None) -> Iterator[None]:
     """Wraps a CPU run.
+
+    Args:
+        on_busy: called from another thread when the machine becomes busy, with the number of threads that wait for a
+            core.
 
     A waiting libgomp thread spins 300,000 times (16 ms on an Intel CPU) before it sleeps. That is fastest on an idle
     machine. But if another process has the core of the thread that all wait for, spinning keeps that thread off the
@@ -30,7 +34,7 @@ def limit_spinning() -> Iterator[None]:
         yield
         return
     ended = threading.Event()
-    watch = threading.Thread(target=_watch, args=(ended,), name="watch for a busy machine", daemon=True)
+    watch = threading.Thread(target=_watch, args=(ended, on_busy), name="watch for a busy machine", daemon=True)
     watch.start()
     try:
         yield
@@ -39,7 +43,7 @@ def limit_spinning() -> Iterator[None]:
         watch.join()
 
 
-def _watch(ended: threading.Event) -> None:
+def _watch(ended: threading.Event, on_busy: Callable[[float], None]) -> None:
     quiet: threading.Event | None = None  # set it to end the idle threads
     said, last = False, 0.0
     meter = CoreMeter()
@@ -48,6 +52,7 @@ def _watch(ended: threading.Event) -> None:
         if quiet is None and min(lacking, last) > BUSY:  # for two intervals in a row
             quiet = threading.Event()
             threading.Thread(target=_keep_idle_threads, args=(quiet,), daemon=True).start()
+            on_busy(lacking)
             if not said:
                 logger.info(
                     f"busy: other processes keep {lacking:.1f} threads of this run waiting for a core, on average. "

@@ -195,7 +195,7 @@ def draw(plan: Plan, path: Path) -> None:
         axes.set_xlabel("pipeline rank")
         axes.set_xticks(places)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small")
+        axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
     figure.suptitle(f"{plan.model} on {plan.world_size} x {plan.device.name}: {plan.layout}")
     figure.savefig(path, dpi=120, format="png")
 

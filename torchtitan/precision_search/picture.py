@@ -29,7 +29,7 @@ def draw(table: Table, assignment: Assignment, model: LossModel | None, path: Pa
         index = assignment[fqn]
         column = 0 if index is None else index + 1
         axes.add_patch(Rectangle((column - 0.45, row - 0.4), 0.9, 0.8, fill=False, edgecolor="C3", linewidth=1.8))
-    axes.set_xticks(range(len(names)), [name.replace(" ", "\n", 1) for name in names], fontsize="x-small")
+    axes.set_xticks(range(len(names)), names, fontsize="x-small", rotation=40, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(layers)), layers, fontsize="x-small")
     axes.tick_params(length=0)
     axes.set_title("chosen cells are framed", loc="left", fontsize="small")

@@ -7,6 +7,7 @@ const GIB = 2 ** 30;
 const FONT = getComputedStyle(document.body).fontFamily;
 const CHARTS = [
   { key: "loss", title: "Training loss", smooth: true, log: true, format: ".4f" },
+  { key: "difference", title: "Loss above the first run's", smooth: true, format: "+.4f", of: "loss" },
   { key: "validation_loss", title: "Validation loss", markers: true, log: true, format: ".4f" },
   { key: "grad_norm", title: "Gradient norm", smooth: true, log: true, format: ".3f" },
   { key: "lr", title: "Learning rate", format: ".3g", ticks: "~g" },
@@ -56,6 +57,23 @@ function smoothed(values) {
 const scaleX = (run) => (state.tokens && run.tokens_per_step ? run.tokens_per_step : 1);
 const overX = (run, steps) => (scaleX(run) === 1 ? steps : steps.map((step) => step * scaleX(run)));
 
+// Of each line but the first: its curve minus the first one's at the same place, which equal losses hide.
+function differences(chart) {
+  const curves = lines.map((line, number) => tracesOf({ ...chart, key: chart.of }, line, number).at(-1));
+  const first = curves[0];
+  return curves.flatMap((curve, number) => {
+    if (!number || !first || !curve) return [];
+    let at = 0;
+    const y = curve.x.map((x, place) => {
+      while (at < first.x.length - 2 && first.x[at + 1] < x) at += 1;
+      const [left, right, low, high] = [first.x[at], first.x[at + 1] ?? first.x[at], first.y[at], first.y[at + 1] ?? first.y[at]];
+      if (curve.y[place] === null || low === null || high === null || x < left || x > right) return null;
+      return curve.y[place] - (low + (high - low) * (right > left ? (x - left) / (right - left) : 0));
+    });
+    return [{ ...curve, y, hovertemplate: `%{y:${chart.format}}<extra>${plain(lines[number].name)}</extra>` }];
+  });
+}
+
 function tracesOf(chart, line, number) {
   const members = line.members.map((index) => runs[index]);
   const band = line.bands[chart.key];
@@ -103,6 +121,7 @@ function marksOf(line) {
   const kinds = [
     { name: "checkpoints", symbol: "diamond", color: "--accent", steps: (run) => run.checkpoints.map((step) => [step, `checkpoint after step ${step.toLocaleString("en")}`]) },
     { name: "restarts", symbol: "triangle-right", color: "--c1", steps: (run) => run.starts.slice(1).map((start) => [start.step, start.title]) },
+    { name: "busy", symbol: "circle", color: "--c3", steps: (run) => run.busy.map((step) => [step, `machine busy in step ${step.toLocaleString("en")}`]) },
     { name: "skipped", symbol: "x", color: "--c6", steps: (run) => run.skipped.map((step) => [step, `update of step ${step.toLocaleString("en")} skipped`]) },
     { name: "not finite", symbol: "cross", color: "--c6", steps: (run) => run.not_finite.map((step) => [step, `loss of step ${step.toLocaleString("en")} not finite`]) },
   ];
@@ -181,7 +200,8 @@ function layoutOf(chart, rows) {
     font: { family: FONT, size: 12, color: css("--quiet") },
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text"), family: FONT } },
     xaxis: { ...grid, spikecolor: css("--quiet"), spikethickness: -1, spikedash: "solid", title: { text: state.tokens ? "tokens" : "step", standoff: 6, font: { size: 11 } }, tickformat: state.tokens ? ".3s" : ",d", hoverformat: state.tokens ? ".4s" : ",d", anchor: rows.length ? "y2" : "y", range: fullRange() },
-    yaxis: { ...grid, type: state.log && chart.log ? "log" : "linear", rangemode: chart.zero ? "tozero" : "normal", tickformat: chart.ticks, nticks: first ? 8 : 5, domain: [share ? share + 0.05 : 0, 1], ...(state.log && chart.log ? { dtick: "D2", minor: {} } : {}) },
+    // A drag zooms the steps; the values follow (`fittedY`).
+    yaxis: { ...grid, fixedrange: true, type: state.log && chart.log ? "log" : "linear", rangemode: chart.zero ? "tozero" : "normal", tickformat: chart.ticks, nticks: first ? 8 : 5, domain: [share ? share + 0.05 : 0, 1], ...(state.log && chart.log ? { dtick: "D2", minor: {} } : {}) },
     ...(rows.length ? { yaxis2: { domain: [0, share], range: [rows.length - 0.5, -0.5], fixedrange: true, tickvals: rows.map((_, at) => at), ticktext: rows.map((row) => plain(short(row.name, 14))), showgrid: false, zeroline: false, tickfont: { size: 11 } } } : {}),
     shapes: [...background(), ...shapes], annotations,
   };
@@ -197,6 +217,7 @@ const CONFIG = { responsive: true, displayModeBar: false, doubleClick: "reset" }
 const divs = new Map();
 
 function tracesOfChart(chart) {
+  if (chart.of) return differences(chart);
   return lines.flatMap((line, number) => tracesOf(chart, line, number));
 }
 
@@ -211,17 +232,15 @@ function draw() {
 
 // A zoom in one chart is a zoom in all, and the others show what there is between the two ends as large as they can.
 let following = false;
-async function follow(source, change) {
+async function follow(change) {
   if (following) return;
   const range = change["xaxis.range"] ?? (("xaxis.range[0]" in change) ? [change["xaxis.range[0]"], change["xaxis.range[1]"]] : null);
   const whole = change["xaxis.autorange"];
   if (!range && !whole) return;
   following = true;
-  const heightGiven = "yaxis.range[0]" in change;
   await Promise.all([...divs].map(([chart, div]) => {
     if (whole) return Plotly.relayout(div, { "xaxis.range": fullRange(), "yaxis.autorange": true });
-    const fitted = div === source && heightGiven ? {} : fittedY(chart, div, range);
-    return Plotly.relayout(div, { "xaxis.range": [...range], ...fitted });
+    return Plotly.relayout(div, { "xaxis.range": [...range], ...fittedY(chart, div, range) });
   }));
   following = false;
 }
@@ -254,7 +273,8 @@ function heatMaps() {
       axes[`xaxis${suffix}`] = { domain: [start, end], title: { text: plain(panel.product.replaceAll("_", " ")), standoff: 8, font: { size: 13, color: css("--text") } }, side: "top", tickangle: -40, ticks: "", tickfont: { size: 11 }, showgrid: false, automargin: true };
       return {
         type: "heatmap", xaxis: `x${suffix}`, x: columns.map((name) => plain(name.split(".").at(-1))), y: rows.map(plain), z: panel.sqnr_db,
-        zmin: Math.min(...known), zmax: Math.max(...known), colorscale: "Viridis", xgap: 1, ygap: 1, hoverongaps: false,
+        // At least 10 to 50 dB, or layers that hardly differ would look as different as can be.
+        zmin: Math.min(10, ...known), zmax: Math.max(50, ...known), colorscale: "Viridis", xgap: 1, ygap: 1, hoverongaps: false,
         showscale: at === 0, colorbar: { title: { text: "dB" }, thickness: 12, outlinewidth: 0, len: 1 },
         texttemplate: cells <= 600 ? "%{z:.0f}" : "", textfont: { size: 11 },
         customdata: panel.saturated.map((row, i) => row.map((value, j) => [value, panel.flushed[i][j]])),
@@ -273,8 +293,8 @@ function heatMaps() {
 
 function addCharts() {
   CHARTS.forEach((chart, at) => {
-    const found = runs.map((run) => run.series[chart.key]).filter(Boolean);
-    if (!found.length || (chart.onlyAboveZero && !found.some((series) => series.y.some((value) => value > 0)))) return;
+    const found = runs.map((run) => run.series[chart.of ?? chart.key]).filter(Boolean);
+    if (!found.length || (chart.of && lines.length < 2) || (chart.onlyAboveZero && !found.some((series) => series.y.some((value) => value > 0)))) return;
     const main = document.getElementById("main");
     const figure = at === 0 ? main : create("figure", document.getElementById("small"), { className: "card" });
     const caption = create("figcaption", figure, { textContent: chart.title });
@@ -315,7 +335,7 @@ function addControls() {
   axis.onchange = () => { state.tokens = axis.value === "tokens"; draw(); };
   const log = document.getElementById("log");
   log.onchange = () => { state.log = log.checked; draw(); };
-  document.getElementById("reset").onclick = () => follow(null, { "xaxis.autorange": true });
+  document.getElementById("reset").onclick = () => follow({ "xaxis.autorange": true });
   const show = (theme) => { document.documentElement.dataset.theme = theme; draw(); };
   document.getElementById("theme").onclick = () => show(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   matchMedia("(prefers-color-scheme: dark)").onchange = (event) => show(event.matches ? "dark" : "light");
@@ -324,6 +344,6 @@ function addControls() {
 addCharts();
 addControls();
 draw().then(() => {
-  divs.forEach((div) => div.on("plotly_relayout", (change) => follow(div, change)));
+  divs.forEach((div) => div.on("plotly_relayout", follow));
   document.documentElement.dataset.drawn = "yes"; // for whoever waits for it, as tests do
 });

@@ -21,6 +21,7 @@ ALL_POINTS = 160_000  # for all curves: about 4 MB, plus 5 MB of plotly
 FEWEST_POINTS = 400
 MARKS = 2000  # of each kind, on the time axis
 SAMPLED_STEPS = 20
+LAST_STEPS = 20
 LONGEST_SAMPLE = 4000  # characters
 
 HIGH_PRECISION = "bf16"
@@ -95,6 +96,7 @@ def _data(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any
                 "series": {key: downsample(run.series[key], points) for key in CURVES if key in run.series},
                 "starts": _thinned([{"step": start["step"], "title": _start(start)} for start in run.starts]),
                 "checkpoints": _thinned([event["step"] for event in run.checkpoints]),
+                "busy": _thinned([event["step"] for event in run.busy]),
                 "skipped": _thinned(run.skipped),
                 "not_finite": _thinned(_not_finite(run)),
                 "phases": _phases(run),
@@ -124,7 +126,9 @@ def _thinned(marks: list[Any]) -> list[Any]:
 def _start(start: Mapping[str, Any]) -> str:
     what = "resumed" if start["step"] else "started"
     processes = start.get("processes")
-    return f"{what} after step {start['step']:,}" + (f", {shown(processes)} process(es)" if processes else "")
+    return f"{what} after step {start['step']:,}" + (
+        f", {shown(processes)} {'process' if processes == 1 else 'processes'}" if processes else ""
+    )
 
 
 def _not_finite(run: Run) -> list[int]:
@@ -202,6 +206,7 @@ def _described(run: Run, color: int) -> dict[str, Any]:
         "description": description if isinstance(description, str) else "",
         "facts": [shown(fact) for fact in facts if fact],
         "summary": _summary(run),
+        "mean_loss": _last_loss(run) or math.inf,
         "conversion": [_conversion(phase) for phase in run.phases],
         "numerics": run.numerics,
         **_samples(run),
@@ -214,7 +219,7 @@ def _summary(run: Run) -> list[dict[str, Any]]:
     def column(key: str) -> list[float]:
         return run.series[key].finite.tolist() if key in run.series else []
 
-    loss, validation, memory = column("loss"), column("validation_loss"), column("peak_memory_bytes")
+    loss, validation, memory = _last_loss(run), column("validation_loss"), column("peak_memory_bytes")
     rates, mfu, waits = column("tokens_per_second"), column("mfu"), column("data_wait_share")
     seconds, shares, seen = column("step_seconds"), column("memory_share"), column("tokens_seen")
     total = run.total_steps
@@ -222,7 +227,7 @@ def _summary(run: Run) -> list[dict[str, Any]]:
     restarts = len(run.starts) - 1
     figures = [
         ("Steps", f"{run.last_step:,}", of_total.strip() if total != run.last_step else "finished"),
-        ("Training loss", f"{loss[-1]:.4f}" if loss else None, "last report"),
+        ("Training loss", f"{loss:.4f}" if loss else None, f"mean of the last {LAST_STEPS} steps"),
         (
             "Validation loss",
             f"{validation[-1]:.4f}" if validation else None,
@@ -244,6 +249,15 @@ def _summary(run: Run) -> list[dict[str, Any]]:
         ("Restarts", str(restarts) if run.starts else None, ""),
     ]
     return [{"name": name, "value": value, "detail": detail} for name, value, detail in figures]
+
+
+def _last_loss(run: Run) -> float | None:
+    """By which runs are ranked: single steps differ by their batches alone."""
+    if "loss" not in run.series:
+        return None
+    loss = run.series["loss"]
+    last = loss.values[loss.steps > run.last_step - LAST_STEPS]
+    return float(np.nanmean(last)) if np.isfinite(last).any() else None
 
 
 def _human(number: float | None) -> str:

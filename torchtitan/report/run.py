@@ -57,6 +57,7 @@ class Run:
         name: short, and unique within a report.
         series: by key of metrics.jsonl.
         starts, checkpoints: from events.jsonl, in order; each has `step`.
+        busy: from events.jsonl: when other processes kept the run's threads waiting for a core.
         skipped: steps whose updates were skipped.
         config: None if unknown.
         phases: from conversion.json: `precision`, `last_step` and `layers`; a run without a schedule has one.
@@ -68,6 +69,7 @@ class Run:
     series: dict[str, Series]
     starts: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    busy: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     config: Values | None = None
     phases: list[dict[str, Any]] = field(default_factory=list)
@@ -178,6 +180,12 @@ def _read_events(run: Run) -> None:
         events = [event for event in _lines(run, "events.jsonl") if step_of(event) is not None]
         run.starts = [event for event in events if event.get("event") == "start"]
         run.checkpoints = [event for event in events if event.get("event") == "checkpoint"]
+        run.busy = [event for event in events if event.get("event") == "busy"]
+        if run.busy:
+            run.notes.append(
+                f"other processes used the cores of this run (first in step {run.busy[0]['step']:,}), so its speed "
+                "says little."
+            )
         return
     run.notes.append("events.jsonl is missing: restarts are unknown, and only the checkpoints still on disk are shown.")
     folder = run.folder / str((run.config or {}).get("checkpoint.folder", "checkpoint"))
