@@ -88,7 +88,7 @@ def test_a_mistake_is_reported_with_its_key(flags: list[str], message: str, tmp_
 
 
 TP, CP, PP = (f"--parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "pipeline"))
-EARLY = ("--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.no_skip_nonfinite")
+EARLY = ("--optimizer.early_step_in_backward",)  # gradients are then not clipped, and no step is skipped
 BFLOAT16 = "--training.weight_dtype=bfloat16"
 
 
@@ -115,7 +115,6 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
             r"optimizer\.implementation = for",
         ),
         ([BFLOAT16, "--optimizer.implementation=for-loop"], r"optimizer\.implementation = for"),
-        ([*EARLY, "--training.max_norm=1"], r"early_step_in_backward .*norm is known.* set training\.max_norm = inf"),
         ([*EARLY, "--training.skip_nonfinite"], r"early_step_in_backward .* set training\.skip_nonfinite = false"),
         (
             [*EARLY, "--training.skip_grad_norm_outliers=4"],
@@ -258,9 +257,9 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
         ([f"{PP}=2", "--parallelism.pipeline_parallel_layers_per_stage=1"], 2, [r"2 in total, but there are 6"]),
         ([f"{PP}=2", "--parallelism.pipeline_parallel_schedule_csv=none.csv"], 2, [r"there is no file none\.csv"]),
         (
-            ["--parallelism.enable_async_tensor_parallel"],
-            1,
-            [r"needs parallelism\.tensor_parallel_degree above 1", r"set training\.compile", r"this run is on cpu"],
+            ["--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree=2"],
+            2,
+            [r"set training\.compile", r"this run is on cpu"],
         ),
     ],
     ids=lambda value: " ".join(flag.split(".")[-1] for flag in value) if isinstance(value, list) else "",
