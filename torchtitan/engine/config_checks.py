@@ -293,6 +293,8 @@ def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, prob
         problems.append(
             "checkpoint.keep_latest_k = 1 would leave no checkpoint if the newest is damaged; use 2, or 0 to keep all."
         )
+    if config.validation.steps < 1 and config.validation.steps != -1:
+        problems.append(f"validation.steps must be -1 (the whole set) or above 0, not {config.validation.steps}.")
     if checkpoint.load_step < -1:
         problems.append(f"checkpoint.load_step must be -1 (the newest) or a step, not {checkpoint.load_step}.")
     if checkpoint.load_step != -1 and not checkpoint.enable_checkpoint:
