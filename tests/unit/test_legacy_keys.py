@@ -226,6 +226,20 @@ def get(config: JobConfig, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
+def test_the_table_of_defaults_that_differ_is_complete() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    section = page.split("## Where a default differs")[1].split("\nThese keys behave")[0]
+    listed = dict(re.findall(r"^\| `([a-z_0-9.]+)`(?: \(new\))? \| `?(.*?)`?(?::.*?)? \| ", section, re.MULTILINE))
+    keys, new = fields_by_key(JobConfig), set(re.findall(r"`([a-z_0-9.]+)` \(new\)", section))
+    there = {key: value for key, value, is_default in values_of_other_versions() if is_default and key in keys}
+    differ = {
+        key for key, value in there.items() if value != ("none" if keys[key].default is None else keys[key].default)
+    }
+    assert listed.keys() - new == differ
+    assert not new & there.keys()
+    assert listed == {key: keys[key].shown_default for key in listed}
+
+
 def test_the_list_of_keys_is_complete() -> None:
     listed = {key for key, _, _ in values_of_other_versions()}
     only_here = {key for key in LEGACY_KEYS if key not in listed}
@@ -276,7 +290,7 @@ MEANINGS = {
     "only the loss compiled": (
         "[compile]\nenable = true\ncomponents = ['loss']",
         {"training.compile": False},
-        "compile.components says whether transformer blocks are compiled",
+        "compile.components is now training.compile = false",
     ),
     "nothing compiled": (
         "[compile]\nenable = false\ncomponents = 'loss'",
@@ -316,7 +330,7 @@ MEANINGS = {
     "published weights": (
         "[checkpoint]\ninitial_load_in_hf = true\n[model]\nhf_assets_path = 'assets'",
         {"checkpoint.initial_load_path": "assets", "model.tokenizer_path": "assets"},
-        "initial_load_in_hf without checkpoint.initial_load_path loads the weights in model.hf_assets_path",
+        "initial_load_in_hf is now checkpoint.initial_load_path = model.hf_assets_path",
     ),
     "published weights of another path": (
         "[checkpoint]\ninitial_load_in_hf = true\ninitial_load_path = 'x'\n[model]\nhf_assets_path = 'assets'",

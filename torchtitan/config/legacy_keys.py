@@ -313,7 +313,7 @@ SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
     ),
     "compile.enable": renamed("training.compile"),
     "compile.components": LegacyKey(
-        "says whether transformer blocks are compiled (model), by training.compile; the loss never is",
+        "is now training.compile = false where it lacks model: the loss is never compiled",
         from_components,
         late=True,
     ),
@@ -400,7 +400,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "checkpoint.last_save_in_safetensors_format": renamed("checkpoint.last_save_in_hf"),
     "checkpoint.initial_load_model_only": renamed("checkpoint.initial_load_model_weights_only"),
     "checkpoint.initial_load_in_hf": LegacyKey(
-        "without checkpoint.initial_load_path loads the weights in model.hf_assets_path; the format is detected",
+        "is now checkpoint.initial_load_path = model.hf_assets_path where no path is set; the format is detected",
         from_initial_load_in_hf,
         late=True,
     ),
@@ -452,6 +452,7 @@ LEGACY_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
         "mxfp8_emulated": ("mxfp8", {"mx.scale_calculation_mode": "floor", "mx.emulate": True}),
     },
     "training.dataset": {"c4_mini": ("c4_test", {})},
+    "training.seed": {"none": (0, {}), "None": (0, {})},
     "parallelism.pipeline_parallel_schedule": {"interleaved_1f1b": ("Interleaved1F1B", {})},
     "checkpoint.folder": {"": (None, {"checkpoint.enable_checkpoint": False})},
     "checkpoint.exclude_from_loading": {"lr_scheduler": (None, {})},
