@@ -1,18 +1,17 @@
 """Files and flags of other versions load, keep their meaning, and are reported in one line each."""
 
-import dataclasses
 import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.keys import fields_by_key
 from torchtitan.config.legacy_keys import LEGACY_KEYS
-from torchtitan.config.manager import tomllib
+from torchtitan.config.manager import build, tomllib
+from torchtitan.config.overrides import ValueChecks, values_of_file
 from torchtitan.errors import ConfigError
 
 OF_2024 = """
@@ -196,29 +195,31 @@ def test_what_cannot_be_taken_over_is_refused(section: str, line: str, said: str
     assert said in str(caught.value)
 
 
-def values_of_other_versions() -> list[tuple[str, Any, bool]]:
-    """Key, value, and whether it is the default there."""
-    table = tomllib.loads((Path(__file__).parent / "keys_of_other_versions.toml").read_text())
-    return [(key, value, place == 0) for key, values in table.items() for place, value in enumerate(values)]
+KEYS = fields_by_key(JobConfig)
+# Key -> the default there, then other values.
+OF_OTHER_VERSIONS = tomllib.loads((Path(__file__).parent / "keys_of_other_versions.toml").read_text())
 
 
-@pytest.mark.parametrize(("key", "value", "is_default"), values_of_other_versions(), ids=str)
-def test_every_key_that_ever_was_acts_or_is_reported(key: str, value: Any, is_default: bool, tmp_path: Path) -> None:
-    table: Any = value
-    for name in reversed(key.split(".")):
-        table = {name: table}
-    try:
-        config, notices = load(tmp_path, tomli_w.dumps(table))
-    except ConfigError as error:
-        assert not is_default
-        assert len(error.problems) == 1 and key in error.problems[0]
-    else:
-        current = key in fields_by_key(JobConfig)
-        acts = dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=None)) != JobConfig()
-        as_here = current and value in (get(JobConfig(), key), "none")
-        assert is_default or acts or notices or as_here
-        assert current or any(f": {key} " in notice for notice in notices)
-        assert not is_default or current or not any("is now" in n and "= true" in n for n in notices), notices
+@pytest.mark.parametrize("key", OF_OTHER_VERSIONS)
+def test_every_key_that_ever_was_acts_or_is_reported(key: str) -> None:
+    for place, value in enumerate(OF_OTHER_VERSIONS[key]):
+        table = value
+        for name in reversed(key.split(".")):
+            table = {name: table}
+        notices: list[str] = []
+        problems: list[str] = []
+        checks = ValueChecks(KEYS, problems, notices)  # without a parser of flags, which takes its time
+        values = values_of_file("run.toml", table, checks)
+        checks.finish(values)
+        if problems:
+            assert place > 0, "the default is refused"
+            assert len(problems) == 1 and key in problems[0]
+        elif key in KEYS:
+            as_here = value in (get(JobConfig(), key), "none")
+            assert place == 0 or as_here or notices or build(JobConfig, values) != JobConfig()
+        else:
+            assert any(f"run.toml: {key} " in notice for notice in notices)
+            assert place > 0 or not any("is now" in notice and "= true" in notice for notice in notices)
 
 
 def get(config: JobConfig, key: str) -> Any:
@@ -230,22 +231,21 @@ def test_the_table_of_defaults_that_differ_is_complete() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     section = page.split("## Where a default differs")[1].split("\nThese keys behave")[0]
     listed = dict(re.findall(r"^\| `([a-z_0-9.]+)`(?: \(new\))? \| `?(.*?)`?(?::.*?)? \| ", section, re.MULTILINE))
-    keys, new = fields_by_key(JobConfig), set(re.findall(r"`([a-z_0-9.]+)` \(new\)", section))
-    there = {key: value for key, value, is_default in values_of_other_versions() if is_default and key in keys}
+    new = set(re.findall(r"`([a-z_0-9.]+)` \(new\)", section))
+    there = {key: values[0] for key, values in OF_OTHER_VERSIONS.items() if key in KEYS}
     differ = {
-        key for key, value in there.items() if value != ("none" if keys[key].default is None else keys[key].default)
+        key for key, value in there.items() if value != ("none" if KEYS[key].default is None else KEYS[key].default)
     }
     assert listed.keys() - new == differ
     assert not new & there.keys()
-    assert listed == {key: keys[key].shown_default for key in listed}
+    assert listed == {key: KEYS[key].shown_default for key in listed}
 
 
 def test_the_list_of_keys_is_complete() -> None:
-    listed = {key for key, _, _ in values_of_other_versions()}
-    only_here = {key for key in LEGACY_KEYS if key not in listed}
+    only_here = LEGACY_KEYS.keys() - OF_OTHER_VERSIONS.keys()
     # other spellings of a table whose keys are listed; a module that would be imported
     assert all(key.startswith("quantize.") or key == "job.custom_config_module" for key in only_here), only_here
-    assert not LEGACY_KEYS.keys() & fields_by_key(JobConfig).keys()
+    assert not LEGACY_KEYS.keys() & KEYS.keys()
 
 
 # File, keys that it must lead to, part of a notice.
