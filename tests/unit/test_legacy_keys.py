@@ -360,8 +360,18 @@ MEANINGS = {
     ),
     "experts in bfloat16": (
         "[model]\nname = 'qwen3'\nflavor = '30B-A3B'\nconverters = ['quantize.linear.float8']",
-        {"model.name": "qwen3_moe", "model.converters": ["float8"]},
-        "converts experts too, where its recipe can",
+        {"model.converters": ["float8"], "float8.filter_fqns": ["output", "moe.experts"]},
+        "experts are not converted (float8.filter_fqns has moe.experts)",
+    ),
+    "experts and linear layers": (
+        "[model]\nname = 'qwen3_moe'\nconverters = ['quantize.grouped_mm.mx', 'quantize.linear.mx']",
+        {"model.converters": ["mx"], "mx.filter_fqns": ["output"]},
+        "model.converters = quantize.grouped_mm.mx is now model.converters = mx",
+    ),
+    "only experts": (
+        "[model]\nname = 'qwen3_moe'\nconverters = ['quantize.moe.mx']\n[mx]\nfilter_fqns = []",
+        {"model.converters": ["mx"], "mx.filter_fqns": ["attention"]},
+        "other layers than experts are not converted",
     ),
 }
 

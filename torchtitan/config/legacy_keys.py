@@ -4,6 +4,7 @@ Files and flags that use them still load; each is reported in one line. What can
 reason.
 """
 
+import functools
 import json
 import math
 import os
@@ -45,7 +46,7 @@ class Rule:
     Attributes:
         when: values that must all be there.
         now: what they mean here, for the message.
-        sets: values that replace those of the run.
+        sets: values that replace those of the run, or functions of them.
         defaults: values of keys that are not set.
         given: a key that must be set; "" if none must.
         seen: legacy keys, or values as in `key = value`, of which one must be there; empty: in any file.
@@ -62,7 +63,8 @@ class Rule:
 
     def apply(self, values: Values, lookup: Lookup, seen: Collection[str]) -> str | None:
         """Changes `values`. Returns a notice if it applies."""
-        wanted = {**{key: value for key, value in self.defaults.items() if key not in values}, **self.sets}
+        wanted = {key: value for key, value in self.defaults.items() if key not in values}
+        wanted |= {key: value(lookup(key)) if callable(value) else value for key, value in self.sets.items()}
         if (
             any(lookup(key) != value for key, value in self.when.items())
             or (self.given and self.given not in values)
@@ -123,7 +125,7 @@ def parse_text(value: Any) -> Any:
     """The value that a flag's text represents."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"True": True, "False": False, "none": None, "None": None}.get(value, value)
 
 
@@ -147,8 +149,8 @@ def from_checkpoint_folder(value: str, _: Lookup) -> Values:
 
 
 def from_components(value: Any, _: Lookup) -> Values:
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, list):
+    names = parse_text(value)
+    if not isinstance(names, list | str):
         raise ValueError("it must be a list, of model and loss")
     return {} if "model" in names else {"training.compile": False}
 
@@ -170,7 +172,7 @@ def from_warmup_share(value: Any, lookup: Lookup) -> Values:
 
 
 def from_data_parallel_type(value: Any, lookup: Lookup) -> Values:
-    """ "ddp" makes replicas of what "fsdp" shards; -1 is all processes that other degrees leave."""
+    """With "ddp", replicas of what "fsdp" shards; -1 is all processes that other degrees leave."""
     if value not in ("fsdp", "ddp"):
         raise ValueError("it must be fsdp or ddp")
     degree = lookup("parallelism.data_parallel_shard_degree")
@@ -211,12 +213,14 @@ MICROBATCHES = LegacyKey(
 )
 SPLIT_BY_MODULE = accept_only(["manual"], "a pipeline is always split at modules")
 # Tables of several months, with the keys of [float8] and [mx] of today.
-FLOAT8_TABLES = ("quantize.linear.float8", "quantize.dense.float8", "quantize.linear.fp8", "quantize.float8.dense")
-MX_TABLES = ("quantize.linear.mx", "quantize.dense.mx", "quantize.mx.dense")
-EXPERT_TABLES = tuple(
-    f"quantize.{name}"
-    for name in ("grouped_mm.float8", "grouped_mm.mx", "moe.float8", "moe.mx", "moe.fp8", "float8.moe", "mx.moe")
-)
+LINEAR_TABLES = {
+    "float8": ("quantize.linear.float8", "quantize.dense.float8", "quantize.linear.fp8", "quantize.float8.dense"),
+    "mx": ("quantize.linear.mx", "quantize.dense.mx", "quantize.mx.dense"),
+}
+EXPERT_TABLES = {
+    "float8": ("quantize.grouped_mm.float8", "quantize.moe.float8", "quantize.moe.fp8", "quantize.float8.moe"),
+    "mx": ("quantize.grouped_mm.mx", "quantize.moe.mx", "quantize.mx.moe"),
+}
 
 # Only in files of before March 2025.
 UNTIL_MARCH_2025: Mapping[str, LegacyKey] = {
@@ -322,7 +326,7 @@ SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
     **ignored("compile", "graph_passes joint_passes passes", "inductor's own passes are used"),
     **{
         key: row
-        for table in FLOAT8_TABLES
+        for table in LINEAR_TABLES["float8"]
         for key, row in moved(
             table,
             "float8",
@@ -330,15 +334,15 @@ SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
             "recipe_name filter_fqns emulate",
         ).items()
     },
-    **{key: row for table in MX_TABLES for key, row in moved(table, "mx", "recipe_name filter_fqns").items()},
+    **{key: row for table in LINEAR_TABLES["mx"] for key, row in moved(table, "mx", "recipe_name filter_fqns").items()},
     **{
         f"{table}.mxfp8_{dim}_cast_kernel_choice": without_effect("torchao chooses the kernel")
-        for table in ("mx", *MX_TABLES)
+        for table in ("mx", *LINEAR_TABLES["mx"])
         for dim in ("dim0", "dim1")
     },
     **{
         f"{table}.{name}": without_effect(CONVERTS_EXPERTS)
-        for table in EXPERT_TABLES
+        for table in (*EXPERT_TABLES["float8"], *EXPERT_TABLES["mx"])
         for name in ("fqns", "recipe_name")
     },
     "memory_estimation.enable": renamed("memory_estimation.enabled"),
@@ -442,9 +446,7 @@ LEGACY_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
         for kind in ("flex_attn", "varlen_attn", "flex", "varlen")
     },
     "model.converters": {
-        **dict.fromkeys(FLOAT8_TABLES, ("float8", {})),
-        **dict.fromkeys(MX_TABLES, ("mx", {})),
-        **dict.fromkeys(EXPERT_TABLES, (None, {})),
+        table: (name, {}) for tables in (LINEAR_TABLES, EXPERT_TABLES) for name in tables for table in tables[name]
     },
     "mx.recipe_name": {
         "mxfp8_cublas": ("mxfp8", {"mx.scale_calculation_mode": "floor"}),
@@ -460,6 +462,11 @@ LEGACY_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
 
 # Checkpoints were on where they had a folder.
 UNTIL_APRIL_2024 = ("profiling.run_profiler", "profiling.profile_every_x_iter", "training.sequence_parallel_degree")
+
+
+def _with(item: str, items: list[str]) -> list[str]:
+    return [*items, item]
+
 
 RULES = [
     *(
@@ -487,11 +494,16 @@ RULES = [
     *(
         Rule(
             {"model.name": "qwen3_moe", "model.converters": [name]},
-            f"converts experts too, where its recipe can; to leave them out, add moe.experts to {name}.filter_fqns",
-            seen=[f"model.converters = {table}" for table in tables],
-            unseen=[f"model.converters = {table}" for table in EXPERT_TABLES],
+            f"{what} are not converted ({name}.filter_fqns has {part})",
+            sets={f"{name}.filter_fqns": functools.partial(_with, part)},
+            seen=[f"model.converters = {table}" for table in these[name]],
+            unseen=[f"model.converters = {table}" for table in others[name]],
         )
-        for name, tables in {"float8": FLOAT8_TABLES, "mx": MX_TABLES}.items()
+        for name in ("float8", "mx")
+        for what, part, these, others in (
+            ("experts", "moe.experts", LINEAR_TABLES, EXPERT_TABLES),
+            ("other layers than experts", "attention", EXPERT_TABLES, LINEAR_TABLES),
+        )
     ),
     Rule(
         {"optimizer.early_step_in_backward": True},
