@@ -16,7 +16,6 @@ from runs import all_equal
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import Loader, build_loader, build_validation_loader, packing
 from torchtitan.data.datasets import documents_of
-from torchtitan.data.packing import tokenized
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.protocols import IGNORE_INDEX
 
@@ -283,8 +282,9 @@ def test_the_whole_validation_set_is_read_once_by_any_number_of_ranks(ranks: int
         assert equal([batch.labels for batch in part], [batch.labels for batch in loader])
     rows = [row for batches in zip(*parts, strict=True) for batch in batches for row in batch.labels]
     labels = [label for row in rows for label in row.tolist() if label != IGNORE_INDEX]
-    documents = list(documents_of(str(corpus), "text"))
-    text = [token for document in documents for token in tokenized(document, TOKENIZER)]
+    text = []
+    for document in documents_of(str(corpus), "text"):
+        text += [TOKENIZER.bos_id, *TOKENIZER.encode(document.text), TOKENIZER.eos_id]
     assert labels == text[1:]
     assert all(batch.tokens.min() >= 0 for part in parts for batch in part)
 

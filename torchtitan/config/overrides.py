@@ -39,7 +39,7 @@ class ValueChecks:
         spec = self.keys[key]
         if spec.is_list and isinstance(value, str):
             self.notices.append(f"{where} = {shown(value)} is now a list, separated at commas")
-            value, strict = _value_of_text(spec, value), False
+            value, strict = [item.strip() for item in value.split(",") if item.strip()], False
         others: Values = {}
         if strict or value != "":  # an empty flag may be an unset shell variable
             value, others, legacy = translate_value(key, value)

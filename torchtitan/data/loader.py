@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data.datasets import held_out_documents, training_sources, validation_sources
-from torchtitan.data.packing import Corpus, Row, Window, filled_up, windows_of
+from torchtitan.data.datasets import training_sources, validation_sources
+from torchtitan.data.packing import Corpus, Row, SourceStream, Window
 from torchtitan.data.prefetch import Prefetcher
 from torchtitan.data.sources import digest
 from torchtitan.data.tokenizer import Tokenizer
@@ -297,8 +297,8 @@ def build_validation_loader(
     rows = dp_size * validation.local_batch_size
     spec = build_batch_spec(training, rows, validation.local_batch_size, dp_rank, dp_size, pin_memory)
     if validation.steps == -1:
-        documents = itertools.chain.from_iterable(part for _, part in held_out_documents(validation, training))
-        return ValidationLoader(whole_set(windows_of(documents, tokenizer, training.seq_len), rows, spec))
+        corpus = Corpus(validation_sources(validation, training, 1), tokenizer, 1, training.seq_len, seed=None)
+        return ValidationLoader(whole_set(corpus, rows, spec))
     sources = validation_sources(validation, training, rows)
     corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
     return ValidationLoader(itertools.islice(endless_batches(corpus, spec), validation.steps))
@@ -310,9 +310,11 @@ def endless_batches(corpus: Corpus, spec: BatchSpec) -> Iterator[Batch]:
         yield from microbatches(rows, spec)
 
 
-def whole_set(windows: Iterator[Window], rows: int, spec: BatchSpec) -> Iterator[Batch]:
+def whole_set(corpus: Corpus, rows: int, spec: BatchSpec) -> Iterator[Batch]:
     """One rank's part of all windows. Every rank reads all of them, and has as many batches as the others."""
+    streams = (SourceStream(corpus, 0, place, None, 0, 0) for place in range(len(corpus.sources)))
+    windows = itertools.chain.from_iterable(stream.windows_of_one_epoch() for stream in streams)
     while of_all_ranks := list(itertools.islice(windows, rows)):
-        empty = filled_up(Window([], [], []), len(of_all_ranks[0].tokens))
+        empty = Window([], [], []).filled_up(corpus.seq_len + 1)
         of_all_ranks += [empty] * (rows - len(of_all_ranks))
         yield build_batch([of_all_ranks[row] for row in spec.local_rows], spec)

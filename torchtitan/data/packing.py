@@ -2,11 +2,11 @@
 
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchtitan.data.sources import Document, StreamedSource, digest
+from torchtitan.data.sources import Drawn, StreamedSource, digest
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
 
@@ -64,6 +64,14 @@ class Window(NamedTuple):
     document_ids: list[int]
     sample_ids: list[str]
 
+    def filled_up(self, length: int) -> "Window":
+        missing = length - len(self.tokens)
+        return Window(
+            [*self.tokens, *[PADDING] * missing],
+            [*self.document_ids, *[len(self.sample_ids)] * missing],
+            [*self.sample_ids, ""],
+        )
+
 
 class SourceStream:
     """The endless, resumable stream of windows that one source provides to one row.
@@ -110,6 +118,24 @@ class SourceStream:
                 return window
             self.draw()
 
+    def windows_of_one_epoch(self) -> Iterator[Window]:
+        """From a stream at its start: all documents once. The last window is filled up with PADDING."""
+        length = self.corpus.seq_len + 1
+        window = Window([], [], [])
+        for drawn in itertools.takewhile(lambda drawn: drawn.epoch == 0, self.documents):
+            tokens, start = self.tokenized(drawn), 0
+            while start < len(tokens):
+                part = tokens[start : start + length - len(window.tokens)]
+                window.tokens.extend(part)
+                window.document_ids.extend([len(window.sample_ids)] * len(part))
+                window.sample_ids.append(drawn.document.id)
+                start += len(part)
+                if len(window.tokens) == length:
+                    yield window
+                    window = Window(window.tokens[-1:], [0], window.sample_ids[-1:])
+        if len(window.tokens) > 1:
+            yield window.filled_up(length)
+
     def draw(self) -> None:
         """Draws the next document."""
         drawn = next(self.documents)
@@ -120,52 +146,24 @@ class SourceStream:
                 f"{tokens} tokens, fewer than one sequence ({self.corpus.seq_len} and one to predict); add text, or "
                 "lower training.seq_len or the batch size."
             )
-        self.tokens = tokenized(drawn.document, self.corpus.tokenizer)
+        self.tokens = self.tokenized(drawn)
         self.sample_id, self.epoch = drawn.document.id, drawn.epoch
         self.offset = 0
         self.progress_before = self.progress
         self.progress = drawn.position, tokens + len(self.tokens)
 
-
-def tokenized(document: Document, tokenizer: Tokenizer) -> "array[int]":
-    tokens = array("i")
-    if not document.text:
+    def tokenized(self, drawn: Drawn) -> "array[int]":
+        document, tokenizer = drawn.document, self.corpus.tokenizer
+        tokens = array("i")
+        if not document.text:
+            return tokens
+        if document.starts and tokenizer.bos_id is not None:
+            tokens.append(tokenizer.bos_id)
+        for piece in pieces_of(document.text):
+            tokens.extend(tokenizer.encode(piece))
+        if document.ends:
+            tokens.append(tokenizer.eos_id)
         return tokens
-    if document.starts and tokenizer.bos_id is not None:
-        tokens.append(tokenizer.bos_id)
-    for piece in pieces_of(document.text):
-        tokens.extend(tokenizer.encode(piece))
-    if document.ends:
-        tokens.append(tokenizer.eos_id)
-    return tokens
-
-
-def windows_of(documents: Iterable[Document], tokenizer: Tokenizer, seq_len: int) -> Iterator[Window]:
-    """All documents once, in windows. The last one is filled up with PADDING."""
-    length = seq_len + 1
-    window = Window([], [], [])
-    for document in documents:
-        tokens, start = tokenized(document, tokenizer), 0
-        while start < len(tokens):
-            part = tokens[start : start + length - len(window.tokens)]
-            window.tokens.extend(part)
-            window.document_ids.extend([len(window.sample_ids)] * len(part))
-            window.sample_ids.append(document.id)
-            start += len(part)
-            if len(window.tokens) == length:
-                yield window
-                window = Window(window.tokens[-1:], [0], window.sample_ids[-1:])
-    if len(window.tokens) > 1:
-        yield filled_up(window, length)
-
-
-def filled_up(window: Window, length: int) -> Window:
-    missing = length - len(window.tokens)
-    return Window(
-        [*window.tokens, *[PADDING] * missing],
-        [*window.document_ids, *[len(window.sample_ids)] * missing],
-        [*window.sample_ids, ""],
-    )
 
 
 class Row:
