@@ -112,13 +112,13 @@ def by_value(now: str, values: Mapping[str, Values], otherwise: str = "") -> Leg
     return LegacyKey(now, translate)
 
 
-def moved(old: str, new: str, names: str) -> dict[str, LegacyKey]:
+def moved(sections: str, new: str, names: str) -> dict[str, LegacyKey]:
     """Keys that only changed their section, or table."""
-    return {f"{old}.{name}": renamed(f"{new}.{name}") for name in names.split()}
+    return {f"{old}.{name}": renamed(f"{new}.{name}") for old in sections.split() for name in names.split()}
 
 
-def ignored(section: str, names: str, why: str) -> dict[str, LegacyKey]:
-    return {f"{section}.{name}": without_effect(why) for name in names.split()}
+def ignored(sections: str, names: str, why: str) -> dict[str, LegacyKey]:
+    return {f"{old}.{name}": without_effect(why) for old in sections.split() for name in names.split()}
 
 
 def parse_text(value: Any) -> Any:
@@ -214,12 +214,12 @@ MICROBATCHES = LegacyKey(
 SPLIT_BY_MODULE = accept_only(["manual"], "a pipeline is always split at modules")
 # Tables of several months, with the keys of [float8] and [mx] of today.
 LINEAR_TABLES = {
-    "float8": ("quantize.linear.float8", "quantize.dense.float8", "quantize.linear.fp8", "quantize.float8.dense"),
-    "mx": ("quantize.linear.mx", "quantize.dense.mx", "quantize.mx.dense"),
+    "float8": "quantize.linear.float8 quantize.dense.float8 quantize.linear.fp8 quantize.float8.dense",
+    "mx": "quantize.linear.mx quantize.dense.mx quantize.mx.dense",
 }
 EXPERT_TABLES = {
-    "float8": ("quantize.grouped_mm.float8", "quantize.moe.float8", "quantize.moe.fp8", "quantize.float8.moe"),
-    "mx": ("quantize.grouped_mm.mx", "quantize.moe.mx", "quantize.mx.moe"),
+    "float8": "quantize.grouped_mm.float8 quantize.moe.float8 quantize.moe.fp8 quantize.float8.moe",
+    "mx": "quantize.grouped_mm.mx quantize.moe.mx quantize.mx.moe",
 }
 
 # Only in files of before March 2025.
@@ -324,38 +324,26 @@ SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
     "compile.backend": accept_only(["inductor"], "inductor is the only backend"),
     "compile.model_backend_override": accept_only([None], "inductor is the only backend"),
     **ignored("compile", "graph_passes joint_passes passes", "inductor's own passes are used"),
-    **{
-        key: row
-        for table in LINEAR_TABLES["float8"]
-        for key, row in moved(
-            table,
-            "float8",
-            "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp force_recompute_fp8_weight_in_bwd "
-            "recipe_name filter_fqns emulate",
-        ).items()
-    },
-    **{key: row for table in LINEAR_TABLES["mx"] for key, row in moved(table, "mx", "recipe_name filter_fqns").items()},
-    **{
-        f"{table}.mxfp8_{dim}_cast_kernel_choice": without_effect("torchao chooses the kernel")
-        for table in ("mx", *LINEAR_TABLES["mx"])
-        for dim in ("dim0", "dim1")
-    },
-    **{
-        f"{table}.{name}": without_effect(CONVERTS_EXPERTS)
-        for table in (*EXPERT_TABLES["float8"], *EXPERT_TABLES["mx"])
-        for name in ("fqns", "recipe_name")
-    },
+    **moved(
+        LINEAR_TABLES["float8"],
+        "float8",
+        "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp force_recompute_fp8_weight_in_bwd "
+        "recipe_name filter_fqns emulate",
+    ),
+    **moved(LINEAR_TABLES["mx"], "mx", "recipe_name filter_fqns"),
+    **ignored(
+        f"mx {LINEAR_TABLES['mx']}",
+        "mxfp8_dim0_cast_kernel_choice mxfp8_dim1_cast_kernel_choice",
+        "torchao chooses the kernel",
+    ),
+    **ignored(" ".join(EXPERT_TABLES.values()), "fqns recipe_name", CONVERTS_EXPERTS),
     "memory_estimation.enable": renamed("memory_estimation.enabled"),
     "validation.enable": renamed("validation.enabled"),
-    **{
-        key: row
-        for section in ("training", "validation")
-        for key, row in ignored(
-            f"{section}.dataloader",
-            "num_workers persistent_workers pin_memory prefetch_factor",
-            "a thread prepares batches in advance",
-        ).items()
-    },
+    **ignored(
+        "training.dataloader validation.dataloader",
+        "num_workers persistent_workers pin_memory prefetch_factor",
+        "a thread prepares batches in advance",
+    ),
     **moved("debug", "training", "seed deterministic"),
     "debug.deterministic_warn_only": without_effect(
         "with training.deterministic, a nondeterministic operation is always an error"
@@ -415,8 +403,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
         "preserve_rng_state determinism_check debug",
         "activation checkpointing has no such option",
     ),
-    "float8.moe_fqns_prototype": without_effect(CONVERTS_EXPERTS),
-    "mx.moe_fqns_prototype": without_effect(CONVERTS_EXPERTS),
+    **ignored("float8 mx", "moe_fqns_prototype", CONVERTS_EXPERTS),
     **ignored(
         "comm",
         "save_traces_folder save_traces_file_prefix",
@@ -446,7 +433,10 @@ LEGACY_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
         for kind in ("flex_attn", "varlen_attn", "flex", "varlen")
     },
     "model.converters": {
-        table: (name, {}) for tables in (LINEAR_TABLES, EXPERT_TABLES) for name in tables for table in tables[name]
+        table: (name, {})
+        for tables in (LINEAR_TABLES, EXPERT_TABLES)
+        for name, names in tables.items()
+        for table in names.split()
     },
     "mx.recipe_name": {
         "mxfp8_cublas": ("mxfp8", {"mx.scale_calculation_mode": "floor"}),
@@ -496,8 +486,8 @@ RULES = [
             {"model.name": "qwen3_moe", "model.converters": [name]},
             f"{what} are not converted ({name}.filter_fqns has {part})",
             sets={f"{name}.filter_fqns": functools.partial(_with, part)},
-            seen=[f"model.converters = {table}" for table in these[name]],
-            unseen=[f"model.converters = {table}" for table in others[name]],
+            seen=[f"model.converters = {table}" for table in these[name].split()],
+            unseen=[f"model.converters = {table}" for table in others[name].split()],
         )
         for name in ("float8", "mx")
         for what, part, these, others in (
