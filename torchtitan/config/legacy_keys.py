@@ -368,6 +368,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
         {"'causal'": {"training.document_mask": False}, "'block_causal'": {"training.document_mask": True}},
     ),
     "training.batch_size": renamed("training.local_batch_size"),
+    "training.data.name": renamed("training.dataset"),
     **moved("training", "parallelism", "fsdp_reshard_after_forward"),
     "training.debug_moe_force_load_balance": accept_only([False], ROUTED),
     **moved("experimental", "parallelism", "enable_async_tensor_parallel enable_compiled_autograd"),
