@@ -144,10 +144,6 @@ def from_modules_per_part(value: Any, _: Lookup) -> Values:
     return {"parallelism.pipeline_parallel_split_points": [part[0] for part in parts[1:]]}
 
 
-def from_checkpoint_folder(value: str, _: Lookup) -> Values:
-    return {"checkpoint.enable_checkpoint": True, "checkpoint.folder": value} if value else {}
-
-
 def from_components(value: Any, _: Lookup) -> Values:
     names = parse_text(value)
     if not isinstance(names, list | str):
@@ -211,7 +207,6 @@ MICROBATCHES = LegacyKey(
     from_microbatches,
     late=True,
 )
-SPLIT_BY_MODULE = accept_only(["manual"], "a pipeline is always split at modules")
 # Tables of several months, with the keys of [float8] and [mx] of today.
 LINEAR_TABLES = {
     "float8": "quantize.linear.float8 quantize.dense.float8 quantize.linear.fp8 quantize.float8.dense",
@@ -274,7 +269,8 @@ UNTIL_MARCH_2025: Mapping[str, LegacyKey] = {
         for operand in ("input", "weight", "grad_output")
     },
     "training.checkpoint_folder": LegacyKey(
-        "is now checkpoint.enable_checkpoint and checkpoint.folder", from_checkpoint_folder
+        "is now checkpoint.enable_checkpoint and checkpoint.folder",
+        lambda value, _: {"checkpoint.enable_checkpoint": True, "checkpoint.folder": value} if value else {},
     ),
     "training.checkpoint_interval": renamed("checkpoint.interval"),
     "training.checkpoint_interval_type": IN_STEPS,
@@ -284,7 +280,7 @@ UNTIL_MARCH_2025: Mapping[str, LegacyKey] = {
         "context_parallel_degree context_parallel_rotate_method pipeline_parallel_degree "
         "pipeline_parallel_split_points pipeline_parallel_schedule pipeline_parallel_schedule_csv",
     ),
-    "experimental.pipeline_parallel_split_mode": SPLIT_BY_MODULE,
+    "experimental.pipeline_parallel_split_mode": accept_only(["manual"], "a pipeline is always split at modules"),
     "experimental.pipeline_parallel_microbatches": MICROBATCHES,
     "experimental.torch_spmd": accept_only([False], "there is one implementation of tensor parallelism"),
     "comm.timeout_seconds": renamed("comm.init_timeout_seconds", "comm.train_timeout_seconds"),
@@ -374,7 +370,6 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     **moved("experimental", "parallelism", "enable_async_tensor_parallel enable_compiled_autograd"),
     "experimental.custom_model_path": renamed("experimental.custom_import"),
     "parallelism.pipeline_parallel_microbatches": MICROBATCHES,
-    "parallelism.pipeline_parallel_split_mode": SPLIT_BY_MODULE,
     "parallelism.module_fqns_per_model_part": LegacyKey(
         "is now parallelism.pipeline_parallel_split_points: the first module of each part but the first",
         from_modules_per_part,
