@@ -564,7 +564,7 @@ def fill_the_disk(trial: Trial) -> None:
             output = start.output()
         assert status in (0, 2), f"status {status}"
         assert status == 0 or output.count("Error:") == 1, "not exactly one error"
-        go_on(trial, all_losses="line(s) lost" not in output)
+        go_on(trial, all_losses=" lost so far" not in output)
     finally:
         subprocess.run(["umount", "--lazy", trial.run], check=True)
 

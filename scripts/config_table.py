@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import JobConfig
 from torchtitan.config.keys import Key, fields_by_key, keys_of_entry, section_class
-from torchtitan.config.legacy_keys import LEGACY_KEYS, LEGACY_VALUES
+from torchtitan.config.legacy_keys import LEGACY_KEYS, LEGACY_VALUES, notice_of_value
 
 TABLE = Path(__file__).parent.parent / "docs" / "config_keys.md"
 HEAD = """\
@@ -52,10 +52,9 @@ def render(config_class: type[JobConfig] = JobConfig) -> str:
 def former_names() -> str:
     rows = [f"| `{key}` | {former.now} |\n" for key, former in LEGACY_KEYS.items()]
     for key, values in LEGACY_VALUES.items():
-        for old, (new, others) in values.items():
-            now = [f"`{key} = {new}`"] if new is not None else []
-            now += [f"`{other} = {str(value).lower()}`" for other, value in others.items()]
-            rows.append(f"| `{key} = {old}` | {', '.join(now) or 'ignored'} |\n")
+        for old in values:
+            name, now = notice_of_value(key, old).split(" is now ")
+            rows.append(f"| `{name}` | {now} |\n")
     return FORMER + "".join(rows)
 
 

@@ -36,6 +36,11 @@ class LostRankError(Exception):
     """Another rank has died or does not reach a collective. `train.py` prints only the message; exit status 1."""
 
 
+def counted(number: int, noun: str) -> str:
+    """'1 line', '2 lines', '1,000 processes'."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def nearest(name: str, known: list[str]) -> str:
     """' (did you mean ...?)' with the closest match in `known`, or '' if nothing is close.
 

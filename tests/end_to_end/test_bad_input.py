@@ -145,7 +145,7 @@ LINE = json.dumps({"text": "some words to train on", "url": "u"}).encode() + b"\
         ("data.txt", b"caf\xe9\n" * 10_000, "is not UTF-8 text"),
         ("data.jsonl", LINE * 3, "has 3 documents for the 4 rows"),
         ("data.jsonl", LINE * 8, "fewer than one sequence"),
-        ("data.txt", b"a line\n" * 30, "documents for the 4 rows"),
+        ("data.txt", b"a line\n" * 30, "has 1 document for the 4 rows"),
         ("data.parquet", b"no parquet", "is not a Parquet file"),
         ("data.jsonl", b"no json\n" * 100, "is not JSONL"),
     ],

@@ -200,6 +200,14 @@ def test_starts_from_the_weights_of_another_run(six_steps: Path, tmp_path: Path)
     assert losses(tmp_path)[1] < losses(six_steps)[1] - 0.05
 
 
+def test_starts_from_published_weights_beside_the_tokenizer(six_steps: Path, tmp_path: Path) -> None:
+    run = copy_of(six_steps, tmp_path)
+    train_here(*FLAGS, into(run), "--training.steps=6", "--checkpoint.last_save_in_hf")
+    published = (f"--model.hf_assets_path={run}/checkpoint/step-6-hf", "--checkpoint.initial_load_in_hf")
+    train_here(*TINY, into(tmp_path / "new"), "--training.steps=1", *published)
+    assert losses(tmp_path / "new")[1] < losses(six_steps)[1] - 0.05
+
+
 def test_starts_where_another_run_was(six_steps: Path, tmp_path: Path) -> None:
     path = f"--checkpoint.initial_load_path={six_steps}/checkpoint/step-4"
     everything = "--checkpoint.no_initial_load_model_weights_only"

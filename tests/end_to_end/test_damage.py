@@ -111,7 +111,7 @@ def test_a_folder_of_damaged_ones_is_an_error(run: Path) -> None:
         harm(run / "checkpoint" / f"step-{step}" / "train_state.json")
     status, output = failure(*FLAGS, into(run), processes=2)
     assert status == 2
-    assert "holds 3 checkpoint(s), but none is intact" in output
+    assert "holds 3 checkpoints, but none is intact" in output
     assert output.count("Error:") == 1
     assert "Traceback" not in output
     assert list(losses(run)) == [1, 2, 3, 4, 5, 6]  # nothing has changed

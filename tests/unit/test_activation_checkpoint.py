@@ -1,6 +1,7 @@
 """What activation checkpointing recomputes."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ from runs import all_equal
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.config import JobConfig
 from torchtitan.config.system import ActivationCheckpoint
+from torchtitan.config.training import Training
+from torchtitan.engine.startup_log import _selective_option
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -77,6 +81,29 @@ def test_every_second_layer_is_that_of_the_model_not_of_the_stage() -> None:
     for name, layer in model.layers.items():
         apply_activation_checkpoint({name: layer}, ActivationCheckpoint(mode="selective", selective_ac_option="2"))
     assert step(model)[1]["silu"] - once["silu"] == LAYERS // 2
+
+
+def test_what_op_keeps_beyond_torchtitan_is_said() -> None:
+    """Of a block's seven GEMMs, the 2nd, 4th and 6th."""
+    model, widths = llama(), []
+
+    class Widths(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func._opname == "mm":
+                widths.append(out.shape[-1])
+            return out
+
+    with torch.no_grad(), Widths():
+        model(torch.arange(32).reshape(2, 16), torch.arange(32).reshape(2, 16))
+    kept = 2 * 16 * 2 * sum(sum(widths[7 * layer : 7 * layer + 7][1::2]) for layer in range(LAYERS))
+    config = JobConfig(
+        training=Training(local_batch_size=2, seq_len=16, mixed_precision_param="bfloat16"),
+        activation_checkpoint=ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+    )
+    meshes = SimpleNamespace(dims=SimpleNamespace(cp=1, tp=1))
+    engine: Any = SimpleNamespace(config=config, meshes=meshes, model=model, stages={"0": model})
+    assert f" {kept / 2**30:.3g} GiB " in _selective_option(engine)
 
 
 def test_none_computes_nothing_again() -> None:

@@ -75,6 +75,7 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
             ["--activation_checkpoint.mode=full", "--activation_checkpoint.swiglu_dtype=int8"],
             r"swiglu_dtype = int8 is for layers that keep their activations, but mode = full recomputes .*mode = none",
         ),
+        (["--validation.steps=0"], r"validation\.steps must be -1 \(the whole set\) or above 0, not 0\."),
         (["--activation_checkpoint.selective_ac_option=0"], r"selective_ac_option must be 'op' or a number"),
         (["--checkpoint.folder=../../x"], r"checkpoint\.folder = \.\./\.\./x points outside job\.dump_folder"),
         (["--metrics.save_tb_folder=a/../../x"], r"metrics\.save_tb_folder = a/\.\./\.\./x points outside job"),
@@ -88,7 +89,7 @@ def test_a_mistake_is_reported_with_its_key(flags: list[str], message: str, tmp_
 
 
 TP, CP, PP = (f"--parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "pipeline"))
-EARLY = ("--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.no_skip_nonfinite")
+EARLY = ("--optimizer.early_step_in_backward",)  # gradients are then not clipped, and no step is skipped
 BFLOAT16 = "--training.weight_dtype=bfloat16"
 
 
@@ -115,7 +116,6 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
             r"optimizer\.implementation = for",
         ),
         ([BFLOAT16, "--optimizer.implementation=for-loop"], r"optimizer\.implementation = for"),
-        ([*EARLY, "--training.max_norm=1"], r"early_step_in_backward .*norm is known.* set training\.max_norm = inf"),
         ([*EARLY, "--training.skip_nonfinite"], r"early_step_in_backward .* set training\.skip_nonfinite = false"),
         (
             [*EARLY, "--training.skip_grad_norm_outliers=4"],
@@ -258,9 +258,9 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
         ([f"{PP}=2", "--parallelism.pipeline_parallel_layers_per_stage=1"], 2, [r"2 in total, but there are 6"]),
         ([f"{PP}=2", "--parallelism.pipeline_parallel_schedule_csv=none.csv"], 2, [r"there is no file none\.csv"]),
         (
-            ["--parallelism.enable_async_tensor_parallel"],
-            1,
-            [r"needs parallelism\.tensor_parallel_degree above 1", r"set training\.compile", r"this run is on cpu"],
+            ["--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree=2"],
+            2,
+            [r"set training\.compile", r"this run is on cpu"],
         ),
     ],
     ids=lambda value: " ".join(flag.split(".")[-1] for flag in value) if isinstance(value, list) else "",
@@ -344,6 +344,7 @@ def test_the_global_batch_follows_from_the_ranks_unless_given(tmp_path: Path) ->
             "model.converters",
         ),
         (["--validation.freq=7"], "validation.freq: no effect in this run without validation.enabled"),
+        (["--parallelism.enable_async_tensor_parallel"], "parallelism.enable_async_tensor_parallel: no effect in this"),
         (["--checkpoint.interval=7"], "checkpoint.interval: no effect in this run without checkpoint.enable_checkp"),
         (["--parallelism.pipeline_parallel_microbatch_size=4"], "parallelism.pipeline_parallel_microbatch_size: no"),
         (["--lr_scheduler.decay_ratio=0", "--lr_scheduler.lr_min=0.1"], "lr_scheduler.lr_min: no effect in this run"),

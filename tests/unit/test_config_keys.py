@@ -215,7 +215,6 @@ WRONG = [  # key, value in TOML, the expectation that the message must state
     ("lr_scheduler.decay_ratio", 1.1, "a number of at least 0 and at most 1, or none"),
     ("lr_scheduler.decay_type", "cos", "one of linear, sqrt, cosine"),
     ("model.name", 3, "a string"),
-    ("model.converters", "float8", "a list of strings"),
     ("model.converters", [8], "a list of strings"),
     ("metrics.log_freq", 0, "an integer above 0"),
     ("checkpoint.keep_latest_k", -1, "an integer of at least 0"),

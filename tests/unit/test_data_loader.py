@@ -15,7 +15,9 @@ from runs import all_equal
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import Loader, build_loader, build_validation_loader, packing
+from torchtitan.data.datasets import documents_of
 from torchtitan.errors import CheckpointError, ConfigError, DataError
+from torchtitan.protocols import IGNORE_INDEX
 
 ROWS = 8
 
@@ -251,7 +253,7 @@ def test_validation_holds_other_documents_than_training(tmp_path: Path) -> None:
     trained = {id for row in sample_ids(loaders_of(training, 4, 2, hold_out=True), 450) for id in row}
     validation = Validation(enabled=True, local_batch_size=2, steps=5)
     held_out = build_validation_loader(validation, training, TOKENIZER, dp_rank=0, dp_size=1)
-    assert len(held_out) == len(list(held_out)) == 5
+    assert len(list(held_out)) == 5
     validated = {id for batch in held_out for ids in batch.sample_ids or [] for id in ids}
     assert len(trained) == 396 and not trained & validated
     assert validated == {f"corpus.jsonl:{line}" for line in (100, 200, 300, 400)}
@@ -264,6 +266,27 @@ def test_validation_gives_the_same_batches_each_time_and_each_rank_its_own() -> 
     first, second = ([batch.tokens for batch in loader] for loader in loaders)
     assert equal(first, [batch.tokens for batch in loaders[0]])
     assert not equal(first, second)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_whole_validation_set_is_read_once_by_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", range(20))
+    validation = Validation(enabled=True, dataset_path=str(corpus), local_batch_size=3, steps=-1)
+    loaders = [
+        build_validation_loader(validation, training_on(corpus), TOKENIZER, dp_rank=rank, dp_size=ranks)
+        for rank in range(ranks)
+    ]
+    parts = [list(loader) for loader in loaders]
+    assert len({len(part) for part in parts}) == 1  # ranks wait for each other in each batch
+    for part, loader in zip(parts, loaders, strict=True):
+        assert equal([batch.labels for batch in part], [batch.labels for batch in loader])
+    rows = [row for batches in zip(*parts, strict=True) for batch in batches for row in batch.labels]
+    labels = [label for row in rows for label in row.tolist() if label != IGNORE_INDEX]
+    text = []
+    for document in documents_of(str(corpus), "text"):
+        text += [TOKENIZER.bos_id, *TOKENIZER.encode(document.text), TOKENIZER.eos_id]
+    assert labels == text[1:]
+    assert all(batch.tokens.min() >= 0 for part in parts for batch in part)
 
 
 def test_held_out_text_of_files_is_not_trained_on(tmp_path: Path) -> None:

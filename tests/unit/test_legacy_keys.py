@@ -1,5 +1,7 @@
 """Files and flags of other versions load, keep their meaning, and are reported in one line each."""
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,9 @@ import pytest
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.keys import fields_by_key
-from torchtitan.config.legacy_keys import LEGACY_KEYS, LEGACY_VALUES
+from torchtitan.config.legacy_keys import LEGACY_KEYS
+from torchtitan.config.manager import build, tomllib
+from torchtitan.config.overrides import ValueChecks, values_of_file
 from torchtitan.errors import ConfigError
 
 OF_2024 = """
@@ -131,7 +135,7 @@ def test_a_file_of_autumn_2025(tmp_path: Path) -> None:
     assert config.checkpoint.exclude_from_loading == ["optimizer"]
     assert config.training.compile and config.training.seed == 5
     assert config.float8.recipe_name == "rowwise" and config.float8.filter_fqns == ["output"]
-    assert config.validation.steps == JobConfig().validation.steps
+    assert config.validation.steps == -1 and config.optimizer.state_dtype == "bfloat16"
     assert any("fault_tolerance.semi_sync_method has no effect here" in notice for notice in notices)
 
 
@@ -175,8 +179,11 @@ def test_a_key_of_today_wins_over_what_a_legacy_value_implies(tmp_path: Path) ->
             "is not supported: the interval is always in steps; set checkpoint.interval",
         ),
         ("parallelism", "expert_tensor_parallel_degree = 2", "but not divided"),
-        ("compile", "components = ['loss']", "set training.compile = false."),
-        ("compile", "components = 3", "set training.compile = false."),
+        ("compile", "components = 3", "it must be a list, of model and loss."),
+        ("experimental", "pipeline_parallel_microbatches = 3", "it must divide training.local_batch_size = 8."),
+        ("lr_scheduler", "total_steps = 7", "set that instead"),
+        ("checkpoint", "initial_load_in_hf = true", "set checkpoint.initial_load_path"),
+        ("training", "warmup_pct = 20", "a fraction of training.steps"),
         ("compile", "mode = 'x'", "unknown key compile.mode"),
         ("fault_tolerance", "enable = true", "is not supported: TorchFT"),
         ("quantize.linear.float8", "nosuch = 1", "unknown key quantize.linear.float8.nosuch"),
@@ -188,19 +195,212 @@ def test_what_cannot_be_taken_over_is_refused(section: str, line: str, said: str
     assert said in str(caught.value)
 
 
-def test_every_former_key_leads_to_keys_that_are_there() -> None:
-    keys = fields_by_key(JobConfig)
-    samples: list[Any] = [True, False, 1, None, "", "steps", "fsdp", "rmsnorm", "inductor", "default", [], [["x"]]]
-    samples += ["model,loss"]
-    for name, former in LEGACY_KEYS.items():
-        assert name not in keys, f"{name} is a key of today"
-        translated = []
-        for value in samples:
-            try:
-                translated.append(former.translate(value))
-            except (ValueError, TypeError):
-                continue
-        assert translated, f"{name} takes no value at all"
-        assert all(new in keys for values in translated for new in values)
-    for name, values in LEGACY_VALUES.items():
-        assert name in keys and all(other in keys for _, others in values.values() for other in others)
+KEYS = fields_by_key(JobConfig)
+# Key -> the default there, then other values.
+OF_OTHER_VERSIONS = tomllib.loads((Path(__file__).parent / "keys_of_other_versions.toml").read_text())
+
+
+@pytest.mark.parametrize("key", OF_OTHER_VERSIONS)
+def test_every_key_that_ever_was_acts_or_is_reported(key: str) -> None:
+    for place, value in enumerate(OF_OTHER_VERSIONS[key]):
+        table = value
+        for name in reversed(key.split(".")):
+            table = {name: table}
+        notices: list[str] = []
+        problems: list[str] = []
+        checks = ValueChecks(KEYS, problems, notices)  # without a parser of flags, which takes its time
+        values = values_of_file("run.toml", table, checks)
+        checks.finish(values)
+        if problems:
+            assert place > 0, "the default is refused"
+            assert len(problems) == 1 and key in problems[0]
+        elif key in KEYS:
+            as_here = value in (get(JobConfig(), key), "none")
+            assert place == 0 or as_here or notices or build(JobConfig, values) != JobConfig()
+        else:
+            assert any(f"run.toml: {key} " in notice for notice in notices)
+            assert place > 0 or not any("is now" in notice and "= true" in notice for notice in notices)
+
+
+def get(config: JobConfig, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def test_the_table_of_defaults_that_differ_is_complete() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    section = page.split("## Where a default differs")[1].split("\nThese keys behave")[0]
+    listed = dict(re.findall(r"^\| `([a-z_0-9.]+)`(?: \(new\))? \| `?(.*?)`?(?::.*?)? \| ", section, re.MULTILINE))
+    new = set(re.findall(r"`([a-z_0-9.]+)` \(new\)", section))
+    there = {key: values[0] for key, values in OF_OTHER_VERSIONS.items() if key in KEYS}
+    differ = {
+        key for key, value in there.items() if value != ("none" if KEYS[key].default is None else KEYS[key].default)
+    }
+    assert listed.keys() - new == differ
+    assert not new & there.keys()
+    assert listed == {key: KEYS[key].shown_default for key in listed}
+
+
+def test_the_list_of_keys_is_complete() -> None:
+    only_here = LEGACY_KEYS.keys() - OF_OTHER_VERSIONS.keys()
+    # other spellings of a table whose keys are listed; a module that would be imported
+    assert all(key.startswith("quantize.") or key == "job.custom_config_module" for key in only_here), only_here
+    assert not LEGACY_KEYS.keys() & KEYS.keys()
+
+
+# File, keys that it must lead to, part of a notice.
+MEANINGS = {
+    "float8 of March 2024": (
+        "[training]\nfp8_linear = 'dynamic'",
+        {"model.converters": ["float8"]},
+        "training.fp8_linear is now model.converters = [float8]",
+    ),
+    "no float8": ("[training]\nfp8_linear = ''", {"model.converters": []}, 'fp8_linear = "" changes nothing here'),
+    "false": ("[float8]\nenable_float8_linear = false", {"model.converters": []}, "_linear = false changes nothing"),
+    "no checkpoints": (
+        "[checkpoint]\nfolder = ''",
+        {"checkpoint.enable_checkpoint": False, "checkpoint.folder": "checkpoint"},
+        'checkpoint.folder = "" is now checkpoint.enable_checkpoint = false',
+    ),
+    "checkpoints by their folder": (
+        "[checkpoint]\nfolder = 'saved'\n[training]\nsequence_parallel_degree = 1",
+        {"checkpoint.enable_checkpoint": True, "checkpoint.folder": "saved", "checkpoint.keep_latest_k": 0},
+        "checkpoint.folder: is now checkpoint.enable_checkpoint = true",
+    ),
+    "all checkpoints": (
+        "[checkpoint]\nenable_checkpoint = true\n[training]\nwarmup_steps = 2",
+        {"checkpoint.keep_latest_k": 0},
+        "all checkpoints are kept, as before March 2025",
+    ),
+    "10 checkpoints": (
+        "[checkpoint]\nenable = true\n[training]\nlocal_batch_size = 2",
+        {"checkpoint.keep_latest_k": 10},
+        "checkpoint.enable is now checkpoint.enable_checkpoint",
+    ),
+    "a list as text": (
+        "[model]\nconverters = 'quantize.dense.float8, mx'\n[float8]\nfilter_fqns = 'output'",
+        {"model.converters": ["float8", "mx"], "float8.filter_fqns": ["output"]},
+        "model.converters = quantize.dense.float8, mx is now a list",
+    ),
+    "tables of September 2025": (
+        "[quantize.dense.mx]\nrecipe_name = 'mxfp8_cublas'\n[quantize.moe.mx]\nfqns = ['experts']",
+        {"mx.recipe_name": "mxfp8", "mx.scale_calculation_mode": "floor"},
+        "quantize.dense.mx.recipe_name is now mx.recipe_name",
+    ),
+    "only the loss compiled": (
+        "[compile]\nenable = true\ncomponents = ['loss']",
+        {"training.compile": False},
+        "compile.components is now training.compile = false",
+    ),
+    "nothing compiled": (
+        "[compile]\nenable = false\ncomponents = 'loss'",
+        {"training.compile": False},
+        "compile.enable is now training.compile",
+    ),
+    "a sparse Qwen3": (
+        "[model]\nname = 'qwen3'\nflavor = 'debugmodel_moe'",
+        {"model.name": "qwen3_moe", "model.flavor": "debugmodel"},
+        "model.name = qwen3, model.flavor = debugmodel_moe: is now model.name = qwen3_moe",
+    ),
+    "early steps": (
+        "[optimizer]\nearly_step_in_backward = true\n[training]\nmax_norm = 1.0",
+        {"training.max_norm": math.inf, "training.skip_nonfinite": False},
+        "gradients are not clipped (training.max_norm = inf), and no step is skipped",
+    ),
+    "micro-batches": (
+        "[experimental]\npipeline_parallel_microbatches = 4\n[training]\nbatch_size = 12",
+        {"parallelism.pipeline_parallel_microbatch_size": 3},
+        "is now parallelism.pipeline_parallel_microbatch_size",
+    ),
+    "a share of warm-up": (
+        "[training]\nwarmup_pct = 0.1\nsteps = 50",
+        {"lr_scheduler.warmup_steps": 5},
+        "training.warmup_pct is now lr_scheduler.warmup_steps",
+    ),
+    "replicas": (
+        "[training]\ndata_parallel_type = 'ddp'\ndata_parallel_degree = 4",
+        {"parallelism.data_parallel_replicate_degree": 4, "parallelism.data_parallel_shard_degree": 1},
+        "training.data_parallel_type is now",
+    ),
+    "replicas on all processes": (
+        "[training]\ndata_parallel_type = 'ddp'\ntensor_parallel_degree = 2\n[job]\nsimulate_world_size = 16",
+        {"parallelism.data_parallel_replicate_degree": 8, "parallelism.data_parallel_shard_degree": 1},
+        "training.data_parallel_type is now",
+    ),
+    "published weights": (
+        "[checkpoint]\ninitial_load_in_hf = true\n[model]\nhf_assets_path = 'assets'",
+        {"checkpoint.initial_load_path": "assets", "model.tokenizer_path": "assets"},
+        "initial_load_in_hf is now checkpoint.initial_load_path = model.hf_assets_path",
+    ),
+    "published weights of another path": (
+        "[checkpoint]\ninitial_load_in_hf = true\ninitial_load_path = 'x'\n[model]\nhf_assets_path = 'assets'",
+        {"checkpoint.initial_load_path": "x"},
+        "initial_load_in_hf = true changes nothing here",
+    ),
+    "moments in bfloat16": (
+        "[training]\ndtype = 'bfloat16'",
+        {"training.weight_dtype": "bfloat16", "optimizer.state_dtype": "bfloat16"},
+        "training.dtype is now training.weight_dtype and optimizer.state_dtype",
+    ),
+    "Llama 3.1 as Llama 3": (
+        "[model]\nname = 'llama3'\nflavor = '8B'\n[compile]\nenable = true",
+        {"model.name": "llama3"},
+        'model.flavor = 8B: RoPE is not scaled, as in Llama 3; .* set model.name = "llama3.1"',
+    ),
+    "the whole validation set": ("[validation]\nenable = true\nsteps = -1", {"validation.steps": -1}, ""),
+    "two keys": (
+        "[training]\nbatch_size = 2\nlocal_batch_size = 3",
+        {"training.local_batch_size": 3},
+        "training.local_batch_size = 3 is set too, and wins",
+    ),
+    "a key and a value": (
+        "[mx]\nscale_calculation_mode = 'rceil'\nrecipe_name = 'mxfp8_cublas'",
+        {"mx.scale_calculation_mode": "rceil"},
+        "mx.scale_calculation_mode = rceil is set too, and wins",
+    ),
+    "experts in bfloat16": (
+        "[model]\nname = 'qwen3'\nflavor = '30B-A3B'\nconverters = ['quantize.linear.float8']",
+        {"model.converters": ["float8"], "float8.filter_fqns": ["output", "moe.experts"]},
+        "experts are not converted (float8.filter_fqns has moe.experts)",
+    ),
+    "experts and linear layers": (
+        "[model]\nname = 'qwen3_moe'\nconverters = ['quantize.grouped_mm.mx', 'quantize.linear.mx']",
+        {"model.converters": ["mx"], "mx.filter_fqns": ["output"]},
+        "model.converters = quantize.grouped_mm.mx is now model.converters = mx",
+    ),
+    "only experts": (
+        "[model]\nname = 'qwen3_moe'\nconverters = ['quantize.moe.mx']\n[mx]\nfilter_fqns = []",
+        {"model.converters": ["mx"], "mx.filter_fqns": ["attention"]},
+        "other layers than experts are not converted",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_what_a_file_means(name: str, tmp_path: Path) -> None:
+    text, expected, said = MEANINGS[name]
+    config, notices = load(tmp_path, text)
+    assert {key: get(config, key) for key in expected} == expected
+    assert any(re.search(re.escape(said).replace(r"\.\*", ".*"), notice) for notice in notices or [""]), notices
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size = 2",
+        "[model]\nname = 'qwen3'\nflavor = '8B'",
+        "[checkpoint]\nenable_checkpoint = true",
+    ],
+)
+def test_a_file_without_a_date_is_read_without_a_word(text: str, tmp_path: Path) -> None:
+    assert load(tmp_path, text)[1] == []
+
+
+def test_a_legacy_key_depends_on_flags_too(tmp_path: Path) -> None:
+    text = "[training]\nwarmup_pct = 0.5\nsteps = 10"
+    assert load(tmp_path, text, "--training.steps=40")[0].lr_scheduler.warmup_steps == 20
+    assert load(tmp_path, text, "--lr_scheduler.warmup_steps=3")[0].lr_scheduler.warmup_steps == 3
+    text = "[lr_scheduler]\nwarmup_steps = 3"
+    assert load(tmp_path, text, "--training.warmup_pct=0.001")[0].lr_scheduler.warmup_steps == 10
+    with pytest.raises(ConfigError, match=r"--checkpoint\.folder must be a string that is not empty"):
+        load(tmp_path, "", "--checkpoint.folder=")  # as from an unset shell variable

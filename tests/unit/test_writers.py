@@ -10,7 +10,7 @@ import pytest
 from runs import files_of_at_most
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, counted
 from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value, WandbWriter
 
 
@@ -143,7 +143,7 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, log: list[str]) -> N
     writer.close()
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 5]
     assert len(log) == 2  # after the 1st and the 2nd; next after the 4th
-    assert all("No space left" in line and f"{lost} line(s) lost" in line for lost, line in enumerate(log, 1))
+    assert all("No space left" in line and f"{counted(lost, 'line')} lost" in line for lost, line in enumerate(log, 1))
 
 
 def test_a_file_that_cannot_be_made_costs_lines_and_no_run(tmp_path: Path, log: list[str]) -> None:
@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_made_costs_lines_and_no_run(tmp_path: Path, log: 
     writer.write(2, {})
     writer.close()
     assert steps_in(tmp_path / "folder" / "skipped_updates.jsonl") == [2]
-    assert len(log) == 1 and "cannot be written (File exists); 1 line(s) lost so far" in log[0]
+    assert len(log) == 1 and "cannot be written (File exists); 1 line lost so far" in log[0]
 
 
 def test_what_is_removed_in_mid_run_is_made_again_and_said(path: Path, log: list[str]) -> None:

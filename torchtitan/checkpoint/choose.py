@@ -14,7 +14,7 @@ from torchtitan.checkpoint.files import differences
 from torchtitan.checkpoint.folder import refuse_foreign, saved_steps, step_folder
 from torchtitan.checkpoint.manifest import damage, read_manifest
 from torchtitan.checkpoint.state_dict import OPTIMIZER
-from torchtitan.errors import CheckpointError
+from torchtitan.errors import CheckpointError, counted
 from torchtitan.logging import logger
 from torchtitan.parallel.object_collectives import all_gather_object, broadcast_from_rank_0, raise_on_all_ranks
 
@@ -49,8 +49,8 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
             f"{damaged[0]}. Choose another step with --checkpoint.load_step, or -1 for the newest intact one."
         )
     raise CheckpointError(
-        f"{folder} holds {len(steps)} checkpoint(s), but none is intact: {'; '.join(damaged[:NAMED])}. To start a "
-        "new run anyway, choose another --job.dump_folder, or move the folder away."
+        f"{folder} holds {counted(len(steps), 'checkpoint')}, but none is intact: {'; '.join(damaged[:NAMED])}. To "
+        "start a new run anyway, choose another --job.dump_folder, or move the folder away."
     )
 
 

@@ -4,12 +4,16 @@ Files and flags that use them still load; each is reported in one line. What can
 reason.
 """
 
+import functools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 Values = dict[str, Any]  # "section.key" -> value
+Lookup = Callable[[str], Any]  # the value of a current key in this run
 
 
 @dataclass(frozen=True)
@@ -20,18 +24,66 @@ class LegacyKey:
         now: its replacement, for messages.
         translate: maps its value to current keys and values. Raises a ValueError that says why a value cannot be
             translated.
+        late: whether that depends on other keys. It then happens when all others are known, and its result wins.
+        ignored: whether it never has an effect.
     """
 
     now: str
-    translate: Callable[[Any], Values]
+    translate: Callable[[Any, Lookup], Values] = lambda *_: {}
+    late: bool = False
+    ignored: bool = False
+
+    def notice(self, value: Any, translated: Values) -> str:
+        """What became of a value."""
+        requests_nothing = not translated and (not self.ignored or parse_text(value) in (False, None, "", []))
+        return f"= {shown(value)} changes nothing here" if requests_nothing else self.now
 
 
-def renamed(new: str) -> LegacyKey:
-    return LegacyKey(f"is now {new}", lambda value: {new: value})
+@dataclass(frozen=True)
+class Rule:
+    """What a combination of current keys means in files of other versions.
+
+    Attributes:
+        when: values that must all be there.
+        now: what they mean here, for the message.
+        sets: values that replace those of the run, or functions of them.
+        defaults: values of keys that are not set.
+        given: a key that must be set; "" if none must.
+        seen: legacy keys, or values as in `key = value`, of which one must be there; empty: in any file.
+        unseen: the same, of which none may be there.
+    """
+
+    when: Values
+    now: str
+    sets: Values = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
+    given: str = ""
+    seen: Collection[str] = ()
+    unseen: Collection[str] = ()
+
+    def apply(self, values: Values, lookup: Lookup, seen: Collection[str]) -> str | None:
+        """Changes `values`. Returns a notice if it applies."""
+        wanted = {key: value for key, value in self.defaults.items() if key not in values}
+        wanted |= {key: value(lookup(key)) if callable(value) else value for key, value in self.sets.items()}
+        if (
+            any(lookup(key) != value for key, value in self.when.items())
+            or (self.given and self.given not in values)
+            or (self.seen and not {*self.seen} & {*seen})
+            or {*self.unseen} & {*seen}
+            or ((self.defaults or self.sets) and all(lookup(key) == value for key, value in wanted.items()))
+        ):
+            return None
+        values.update(wanted)
+        conditions = [f"{key} = {shown(value)}" for key, value in self.when.items()] or [self.given]
+        return f"{', '.join(conditions)}: {self.now}"
+
+
+def renamed(*new: str) -> LegacyKey:
+    return LegacyKey(f"is now {' and '.join(new)}", lambda value, _: dict.fromkeys(new, value))
 
 
 def negated(new: str) -> LegacyKey:
-    def translate(value: Any) -> Values:
+    def translate(value: Any, _: Lookup) -> Values:
         given = parse_text(value)
         return {new: not given if isinstance(given, bool) else value}
 
@@ -39,45 +91,50 @@ def negated(new: str) -> LegacyKey:
 
 
 def without_effect(why: str) -> LegacyKey:
-    return LegacyKey(f"has no effect here: {why}", lambda _: {})
+    return LegacyKey(f"has no effect here: {why}", ignored=True)
 
 
 def accept_only(harmless: list[Any], why: str) -> LegacyKey:
     """For a key of a feature that does not exist here: accepts only values that do not request it."""
+    only = " or ".join(shown(value) for value in harmless)
+    return by_value(f"must be {only}: {why}", {repr(value): {} for value in harmless}, why)
 
-    def translate(value: Any) -> Values:
-        if parse_text(value) not in harmless:
-            raise ValueError(why)
-        return {}
 
-    return LegacyKey(f"has no effect here: {why}", translate)
+def by_value(now: str, values: Mapping[str, Values], otherwise: str = "") -> LegacyKey:
+    """For a key with few values: what each means here, by its `repr`."""
+
+    def translate(value: Any, _: Lookup) -> Values:
+        given = repr(parse_text(value))
+        if given not in values:
+            raise ValueError(otherwise or f"it must be one of {', '.join(values)}")
+        return values[given]
+
+    return LegacyKey(now, translate)
+
+
+def moved(sections: str, new: str, names: str) -> dict[str, LegacyKey]:
+    """Keys that only changed their section, or table."""
+    return {f"{old}.{name}": renamed(f"{new}.{name}") for old in sections.split() for name in names.split()}
+
+
+def ignored(sections: str, names: str, why: str) -> dict[str, LegacyKey]:
+    return {f"{old}.{name}": without_effect(why) for old in sections.split() for name in names.split()}
 
 
 def parse_text(value: Any) -> Any:
     """The value that a flag's text represents."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"True": True, "False": False, "none": None, "None": None}.get(value, value)
 
 
-def as_list(value: Any) -> list[Any]:
-    if isinstance(value, str):
-        return [item.strip() for item in value.split(",")]
-    return value if isinstance(value, list) else [value]
+def shown(value: Any) -> str:
+    """As in a message: without quotation marks, unless it would be empty."""
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
-def if_true(values: Values) -> Callable[[Any], Values]:
-    return lambda value: values if parse_text(value) is True else {}
-
-
-def from_components(value: Any) -> Values:
-    if "model" not in as_list(value):
-        raise ValueError("only the transformer blocks of the model are compiled; set training.compile = false")
-    return {}
-
-
-def from_modules_per_part(value: Any) -> Values:
+def from_modules_per_part(value: Any, _: Lookup) -> Values:
     """Each part starts at its first module, which here too must be a layer (or a module after the layers)."""
     parts = parse_text(value)
     if parts in (None, []):
@@ -87,177 +144,277 @@ def from_modules_per_part(value: Any) -> Values:
     return {"parallelism.pipeline_parallel_split_points": [part[0] for part in parts[1:]]}
 
 
-def from_checkpoint_folder(value: str) -> Values:
-    return {"checkpoint.enable_checkpoint": True, "checkpoint.folder": value} if value else {}
+def from_components(value: Any, _: Lookup) -> Values:
+    names = parse_text(value)
+    if not isinstance(names, list | str):
+        raise ValueError("it must be a list, of model and loss")
+    return {} if "model" in names else {"training.compile": False}
+
+
+def from_microbatches(value: Any, lookup: Lookup) -> Values:
+    count, rows = parse_text(value), lookup("training.local_batch_size")
+    if count is None:
+        return {}
+    if not isinstance(count, int) or count < 1 or rows % count:
+        raise ValueError(f"it must divide training.local_batch_size = {rows}")
+    return {"parallelism.pipeline_parallel_microbatch_size": rows // count}
+
+
+def from_warmup_share(value: Any, lookup: Lookup) -> Values:
+    share = parse_text(value)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError("it must be a fraction of training.steps, from 0 to 1")
+    return {"lr_scheduler.warmup_steps": int(share * lookup("training.steps"))}
+
+
+def from_data_parallel_type(value: Any, lookup: Lookup) -> Values:
+    """With "ddp", replicas of what "fsdp" shards; -1 is all processes that other degrees leave."""
+    if value not in ("fsdp", "ddp"):
+        raise ValueError("it must be fsdp or ddp")
+    degree = lookup("parallelism.data_parallel_shard_degree")
+    if value == "fsdp":
+        return {}
+    if degree == -1:
+        world = lookup("job.simulate_world_size") or int(os.environ.get("WORLD_SIZE", 1))
+        others = [lookup(f"parallelism.{name}_parallel_degree") for name in ("tensor", "pipeline", "context")]
+        degree = max(world // math.prod(others), 1)
+    return {"parallelism.data_parallel_replicate_degree": degree, "parallelism.data_parallel_shard_degree": 1}
+
+
+def from_schedule_length(value: Any, lookup: Lookup) -> Values:
+    if parse_text(value) not in (None, lookup("training.steps")):
+        raise ValueError("the learning rate is scheduled over training.steps; set that instead, and stop the run early")
+    return {}
+
+
+def from_initial_load_in_hf(value: Any, lookup: Lookup) -> Values:
+    path = lookup("model.tokenizer_path")
+    if parse_text(value) is not True or lookup("checkpoint.initial_load_path") is not None:
+        return {}
+    if path is None:
+        raise ValueError("set checkpoint.initial_load_path (or model.hf_assets_path) to the folder of the weights")
+    return {"checkpoint.initial_load_path": path}
 
 
 CONVERTS_EXPERTS = "converters take experts as they take linear layers; filter_fqns leaves layers out"
 NO_TORCHFT = "TorchFT is not supported; torchrun or ./run_train.sh restarts a run"
-RECOMPUTATION = "activation checkpointing has no such option"
+ROUTED = "tokens always go to the experts that the router chooses"
 IN_STEPS = accept_only(["steps", "step"], "the interval is always in steps; set checkpoint.interval")
-NORM = accept_only(
-    ["rmsnorm", "compiled_rmsnorm", "fused_rmsnorm", ""],
-    "Llama models use RMSNorm; another norm needs an experimental.custom_import",
+FLOAT8: Values = {"model.converters": ["float8"]}
+FLOAT8_ON = by_value("is now model.converters = [float8]", {"True": FLOAT8, "False": {}})
+MICROBATCHES = LegacyKey(
+    "is now parallelism.pipeline_parallel_microbatch_size: training.local_batch_size divided by this number",
+    from_microbatches,
+    late=True,
 )
-FLOAT8_ON = LegacyKey("is now model.converters = [float8]", if_true({"model.converters": ["float8"]}))
+# Tables of several months, with the keys of [float8] and [mx] of today.
+LINEAR_TABLES = {
+    "float8": "quantize.linear.float8 quantize.dense.float8 quantize.linear.fp8 quantize.float8.dense",
+    "mx": "quantize.linear.mx quantize.dense.mx quantize.mx.dense",
+}
+EXPERT_TABLES = {
+    "float8": "quantize.grouped_mm.float8 quantize.moe.float8 quantize.moe.fp8 quantize.float8.moe",
+    "mx": "quantize.grouped_mm.mx quantize.moe.mx quantize.mx.moe",
+}
 
-LEGACY_KEYS: Mapping[str, LegacyKey] = {
-    "job.use_for_integration_test": without_effect("it is for torchtitan's own tests"),
-    "job.print_config": renamed("job.print_args"),
-    "job.save_config_file": without_effect("config.toml is always written to job.dump_folder"),
-    "job.custom_config_module": renamed("experimental.custom_args_module"),
+# Only in files of before March 2025.
+UNTIL_MARCH_2025: Mapping[str, LegacyKey] = {
     "profiling.run_profiler": renamed("profiling.enable_profiling"),
     "profiling.profile_every_x_iter": renamed("profiling.profile_freq"),
-    "profiling.profiler_active": without_effect("a trace always covers one step"),
-    "profiling.profiler_warmup": without_effect("a trace always covers one step"),
     "metrics.enable_color_printing": negated("metrics.disable_color_printing"),
     "metrics.rank_0_only": negated("metrics.save_for_all_ranks"),
-    "model.hf_assets_path": renamed("model.tokenizer_path"),
-    "model.norm_type": NORM,
-    "model.use_flex_attn": without_effect("the attention kernel is chosen automatically, by the mask"),
-    "model.attn_mask_type": LegacyKey(
-        "is now training.document_mask (true for block_causal)",
-        lambda value: {"training.document_mask": value == "block_causal"},
-    ),
-    "optimizer.fused": LegacyKey(
+    "optimizer.fused": by_value(
         "is now optimizer.implementation (fused or foreach)",
-        lambda value: {"optimizer.implementation": "fused" if parse_text(value) is True else "foreach"},
+        {"True": {"optimizer.implementation": "fused"}, "False": {"optimizer.implementation": "foreach"}},
     ),
-    "lr_scheduler.min_lr_factor": renamed("lr_scheduler.lr_min"),
-    "training.batch_size": renamed("training.local_batch_size"),
     "training.warmup_steps": renamed("lr_scheduler.warmup_steps"),
-    "training.dtype": renamed("training.weight_dtype"),
+    "training.warmup_pct": LegacyKey(
+        "is now lr_scheduler.warmup_steps: this share of training.steps", from_warmup_share, late=True
+    ),
     "training.data_parallel_degree": renamed("parallelism.data_parallel_shard_degree"),
-    "training.data_parallel_type": accept_only(["fsdp"], "for DDP set parallelism.data_parallel_replicate_degree"),
-    "training.data_parallel_shard_degree": renamed("parallelism.data_parallel_shard_degree"),
-    "training.data_parallel_replicate_degree": renamed("parallelism.data_parallel_replicate_degree"),
-    "training.fsdp_reshard_after_forward": renamed("parallelism.fsdp_reshard_after_forward"),
+    "training.data_parallel_type": LegacyKey(
+        "is now parallelism.data_parallel_replicate_degree (ddp) or data_parallel_shard_degree (fsdp)",
+        from_data_parallel_type,
+        late=True,
+    ),
     "training.sequence_parallel_degree": renamed("parallelism.tensor_parallel_degree"),
-    "training.tensor_parallel_degree": renamed("parallelism.tensor_parallel_degree"),
-    "training.pipeline_parallel_degree": renamed("parallelism.pipeline_parallel_degree"),
-    "training.disable_loss_parallel": renamed("parallelism.disable_loss_parallel"),
+    **moved(
+        "training",
+        "parallelism",
+        "data_parallel_shard_degree data_parallel_replicate_degree tensor_parallel_degree pipeline_parallel_degree "
+        "disable_loss_parallel",
+    ),
     "training.enable_loss_parallel": negated("parallelism.disable_loss_parallel"),
+    "training.enable_selective_ac": by_value(
+        "is now activation_checkpoint.mode",
+        {
+            "True": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
+            "False": {"activation_checkpoint.mode": "full"},
+        },
+    ),
+    "training.fp8_linear": by_value(
+        "is now model.converters = [float8]",
+        {"'dynamic'": FLOAT8, "True": FLOAT8, "''": {}, "False": {}},
+        "only dynamic scaling can be translated; set model.converters and [float8]",
+    ),
     "training.enable_fp8_linear": FLOAT8_ON,
+    "training.enable_float8_linear": FLOAT8_ON,
+    "float8.enable_float8_linear": FLOAT8_ON,
+    **moved("training", "float8", "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
+    "training.enable_fsdp_fp8_all_gather": renamed("float8.enable_fsdp_float8_all_gather"),
+    "training.precompute_fp8_dynamic_scale_for_fsdp": renamed("float8.precompute_float8_dynamic_scale_for_fsdp"),
+    **{
+        f"{table}scaling_type_{operand}": renamed(f"float8.cast_{operand}")
+        for table in ("float8.", "training.float8_")
+        for operand in ("input", "weight", "grad_output")
+    },
     "training.checkpoint_folder": LegacyKey(
-        "is now checkpoint.enable_checkpoint and checkpoint.folder", from_checkpoint_folder
+        "is now checkpoint.enable_checkpoint and checkpoint.folder",
+        lambda value, _: {"checkpoint.enable_checkpoint": True, "checkpoint.folder": value} if value else {},
     ),
     "training.checkpoint_interval": renamed("checkpoint.interval"),
     "training.checkpoint_interval_type": IN_STEPS,
-    "training.debug_moe_force_load_balance": accept_only(
-        [False], "tokens always go to the experts that the router chooses"
+    **moved(
+        "experimental",
+        "parallelism",
+        "context_parallel_degree context_parallel_rotate_method pipeline_parallel_degree "
+        "pipeline_parallel_split_points pipeline_parallel_schedule pipeline_parallel_schedule_csv",
     ),
-    "experimental.enable_async_tensor_parallel": renamed("parallelism.enable_async_tensor_parallel"),
-    "experimental.enable_compiled_autograd": renamed("parallelism.enable_compiled_autograd"),
-    "experimental.context_parallel_degree": renamed("parallelism.context_parallel_degree"),
-    "experimental.context_parallel_rotate_method": renamed("parallelism.context_parallel_rotate_method"),
-    "experimental.pipeline_parallel_degree": renamed("parallelism.pipeline_parallel_degree"),
-    "experimental.pipeline_parallel_split_points": renamed("parallelism.pipeline_parallel_split_points"),
-    "experimental.pipeline_parallel_schedule": renamed("parallelism.pipeline_parallel_schedule"),
-    "experimental.pipeline_parallel_schedule_csv": renamed("parallelism.pipeline_parallel_schedule_csv"),
-    "experimental.pipeline_parallel_microbatches": accept_only(
-        [None],
-        "set parallelism.pipeline_parallel_microbatch_size to training.local_batch_size divided by this number",
+    "experimental.pipeline_parallel_split_mode": accept_only(["manual"], "a pipeline is always split at modules"),
+    "experimental.pipeline_parallel_microbatches": MICROBATCHES,
+    "experimental.torch_spmd": accept_only([False], "there is one implementation of tensor parallelism"),
+    "comm.timeout_seconds": renamed("comm.init_timeout_seconds", "comm.train_timeout_seconds"),
+    "estimate.memory": renamed("memory_estimation.enabled"),
+    "estimate.mode": without_effect("a plan has no real tensors"),
+}
+
+# Only in files of since autumn 2025.
+SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
+    "job.print_config": renamed("job.print_args"),
+    "job.save_config_file": without_effect("config.toml is always written to job.dump_folder"),
+    "job.custom_config_module": renamed("experimental.custom_args_module"),
+    "model.hf_assets_path": renamed("model.tokenizer_path"),
+    "lr_scheduler.min_lr_factor": renamed("lr_scheduler.lr_min"),
+    "lr_scheduler.total_steps": LegacyKey(
+        "has no effect here: the learning rate is scheduled over training.steps", from_schedule_length, late=True
     ),
+    "training.dtype": renamed("training.weight_dtype", "optimizer.state_dtype"),
+    "parallelism.context_parallel_load_balancer": without_effect("the work of context parallelism is always balanced"),
+    "parallelism.expert_parallel_comm_backend": without_effect("rows are exchanged with torch's all-to-all"),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": without_effect(
+        "a pipeline does not overlap the exchange of rows with other microbatches"
+    ),
+    "checkpoint.enable": renamed("checkpoint.enable_checkpoint"),
+    "checkpoint.load_only": accept_only(
+        [False], "a run that loads checkpoints also saves them; to keep the folder unchanged, copy it"
+    ),
+    "checkpoint.initial_load_in_hf_quantized": accept_only(
+        [False], "only float32, bfloat16 and float16 weights can be loaded"
+    ),
+    "compile.enable": renamed("training.compile"),
+    "compile.components": LegacyKey(
+        "is now training.compile = false where it lacks model: the loss is never compiled",
+        from_components,
+        late=True,
+    ),
+    "compile.backend": accept_only(["inductor"], "inductor is the only backend"),
+    "compile.model_backend_override": accept_only([None], "inductor is the only backend"),
+    **ignored("compile", "graph_passes joint_passes passes", "inductor's own passes are used"),
+    **moved(
+        LINEAR_TABLES["float8"],
+        "float8",
+        "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp force_recompute_fp8_weight_in_bwd "
+        "recipe_name filter_fqns emulate",
+    ),
+    **moved(LINEAR_TABLES["mx"], "mx", "recipe_name filter_fqns"),
+    **ignored(
+        f"mx {LINEAR_TABLES['mx']}",
+        "mxfp8_dim0_cast_kernel_choice mxfp8_dim1_cast_kernel_choice",
+        "torchao chooses the kernel",
+    ),
+    **ignored(" ".join(EXPERT_TABLES.values()), "fqns recipe_name", CONVERTS_EXPERTS),
+    "memory_estimation.enable": renamed("memory_estimation.enabled"),
+    "validation.enable": renamed("validation.enabled"),
+    **ignored(
+        "training.dataloader validation.dataloader",
+        "num_workers persistent_workers pin_memory prefetch_factor",
+        "a thread prepares batches in advance",
+    ),
+    **moved("debug", "training", "seed deterministic"),
+    "debug.deterministic_warn_only": without_effect(
+        "with training.deterministic, a nondeterministic operation is always an error"
+    ),
+    "debug.moe_force_load_balance": accept_only([False], ROUTED),
+}
+
+LEGACY_KEYS: Mapping[str, LegacyKey] = {
+    **UNTIL_MARCH_2025,
+    **SINCE_AUTUMN_2025,
+    "job.use_for_integration_test": without_effect("it is for torchtitan's own tests"),
+    "job.save_config_folder": without_effect("config.toml is always written to job.dump_folder"),
+    **ignored("profiling", "profiler_active profiler_warmup", "a trace always covers one step"),
+    "metrics.disable_logging_from_checkpoint": without_effect("a save is always reported, in one line"),
+    "model.norm_type": accept_only(
+        ["rmsnorm", "compiled_rmsnorm", "fused_rmsnorm", ""],
+        "Llama models use RMSNorm; another norm needs an experimental.custom_import",
+    ),
+    "model.use_flex_attn": without_effect("the attention kernel is chosen automatically, by the mask"),
+    "model.attn_mask_type": by_value(
+        "is now training.document_mask (true for block_causal)",
+        {"'causal'": {"training.document_mask": False}, "'block_causal'": {"training.document_mask": True}},
+    ),
+    "training.batch_size": renamed("training.local_batch_size"),
+    "training.data.name": renamed("training.dataset"),
+    **moved("training", "parallelism", "fsdp_reshard_after_forward"),
+    "training.debug_moe_force_load_balance": accept_only([False], ROUTED),
+    **moved("experimental", "parallelism", "enable_async_tensor_parallel enable_compiled_autograd"),
     "experimental.custom_model_path": renamed("experimental.custom_import"),
+    "parallelism.pipeline_parallel_microbatches": MICROBATCHES,
     "parallelism.module_fqns_per_model_part": LegacyKey(
         "is now parallelism.pipeline_parallel_split_points: the first module of each part but the first",
         from_modules_per_part,
     ),
-    "parallelism.pipeline_parallel_first_stage_less_layers": without_effect(
-        "stages are balanced by the cost of their layers"
-    ),
-    "parallelism.pipeline_parallel_last_stage_less_layers": without_effect(
-        "stages are balanced by the cost of their layers"
-    ),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": without_effect(
-        "a pipeline does not overlap the exchange of rows with other microbatches"
+    **ignored(
+        "parallelism",
+        "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers",
+        "stages are balanced by the cost of their layers",
     ),
     "parallelism.expert_tensor_parallel_degree": accept_only(
         [1], "experts are spread over the ranks of tensor parallelism, but not divided"
     ),
-    "parallelism.expert_parallel_comm_backend": without_effect("rows are exchanged with torch's all-to-all"),
-    "checkpoint.enable": renamed("checkpoint.enable_checkpoint"),
     "checkpoint.interval_type": IN_STEPS,
     "checkpoint.model_weights_only": renamed("checkpoint.last_save_model_weights_only"),
     "checkpoint.last_save_model_only": renamed("checkpoint.last_save_model_weights_only"),
+    "checkpoint.last_save_in_safetensors_format": renamed("checkpoint.last_save_in_hf"),
     "checkpoint.initial_load_model_only": renamed("checkpoint.initial_load_model_weights_only"),
-    "checkpoint.initial_load_in_hf": without_effect("Hugging Face format is detected from the files"),
-    "checkpoint.initial_load_in_hf_quantized": accept_only(
-        [False], "only float32, bfloat16 and float16 weights can be loaded"
-    ),
-    "checkpoint.load_only": accept_only(
-        [False], "a run that loads checkpoints also saves them; to keep the folder unchanged, copy it"
+    "checkpoint.initial_load_in_hf": LegacyKey(
+        "is now checkpoint.initial_load_path = model.hf_assets_path where no path is set; the format is detected",
+        from_initial_load_in_hf,
+        late=True,
     ),
     "checkpoint.enable_ft_dataloader_checkpoints": without_effect(NO_TORCHFT),
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": without_effect(RECOMPUTATION),
-    "activation_checkpoint.early_stop": without_effect(RECOMPUTATION),
-    "activation_checkpoint.memory_budget": without_effect(RECOMPUTATION),
-    "activation_checkpoint.visualize_memory_budget_pareto": without_effect(RECOMPUTATION),
-    "activation_checkpoint.preserve_rng_state": without_effect(RECOMPUTATION),
-    "activation_checkpoint.determinism_check": without_effect(RECOMPUTATION),
-    "activation_checkpoint.debug": without_effect(RECOMPUTATION),
-    "compile.enable": renamed("training.compile"),
-    "compile.components": LegacyKey("has no effect here: the transformer blocks are compiled", from_components),
-    "compile.backend": accept_only(["inductor"], "inductor is the only backend"),
-    "float8.enable_float8_linear": FLOAT8_ON,
-    "float8.scaling_type_input": renamed("float8.cast_input"),
-    "float8.scaling_type_weight": renamed("float8.cast_weight"),
-    "float8.scaling_type_grad_output": renamed("float8.cast_grad_output"),
-    "float8.moe_fqns_prototype": accept_only([[], ""], CONVERTS_EXPERTS),
-    **{
-        f"quantize.linear.float8.{name}": renamed(f"float8.{name}")
-        for name in (
-            "enable_fsdp_float8_all_gather",
-            "precompute_float8_dynamic_scale_for_fsdp",
-            "recipe_name",
-            "filter_fqns",
-            "emulate",
-        )
-    },
-    "quantize.linear.mx.recipe_name": renamed("mx.recipe_name"),
-    "quantize.linear.mx.filter_fqns": renamed("mx.filter_fqns"),
-    "quantize.linear.mx.mxfp8_dim0_cast_kernel_choice": without_effect("torchao chooses the kernel"),
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": without_effect("torchao chooses the kernel"),
-    "quantize.grouped_mm.float8.fqns": accept_only([[], ""], CONVERTS_EXPERTS),
-    "quantize.grouped_mm.mx.fqns": accept_only([[], ""], CONVERTS_EXPERTS),
-    "quantize.grouped_mm.mx.recipe_name": without_effect(CONVERTS_EXPERTS),
-    "mx.mxfp8_dim1_cast_kernel_choice": without_effect("torchao chooses the kernel"),
-    "mx.moe_fqns_prototype": accept_only([[], ""], CONVERTS_EXPERTS),
-    "comm.save_traces_folder": without_effect("the flight recorder writes to comm_traces in job.dump_folder"),
-    "comm.save_traces_file_prefix": without_effect("the flight recorder writes to comm_traces in job.dump_folder"),
-    "comm.mode": accept_only(["default"], "to simulate a large run, use job.plan"),
-    "memory_estimation.enable": renamed("memory_estimation.enabled"),
-    "fault_tolerance.enable": accept_only([False], NO_TORCHFT),
-    **{
-        f"fault_tolerance.{name}": without_effect(NO_TORCHFT)
-        for name in (
-            "process_group",
-            "process_group_timeout_ms",
-            "replica_id",
-            "group_size",
-            "min_replica_size",
-            "semi_sync_method",
-            "sync_steps",
-            "should_quantize",
-            "fragment_sync_delay",
-            "fragment_update_alpha",
-            "module_fqns_per_model_fragment",
-        )
-    },
-    "liger_kernel.enable_fused_linear_cross_entropy": without_effect("the loss is always computed in chunks"),
-    "validation.enable": renamed("validation.enabled"),
-    "validation.seq_len": without_effect("validation uses training.seq_len"),
-    **{
-        f"{section}.dataloader.{name}": without_effect("a thread prepares batches in advance")
-        for section in ("training", "validation")
-        for name in ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")
-    },
-    "debug.seed": renamed("training.seed"),
-    "debug.deterministic": renamed("training.deterministic"),
-    "debug.deterministic_warn_only": without_effect(
-        "with training.deterministic, a nondeterministic operation is always an error"
+    **ignored(
+        "activation_checkpoint",
+        "per_op_sac_force_recompute_mm_shapes_by_fqns early_stop memory_budget visualize_memory_budget_pareto "
+        "preserve_rng_state determinism_check debug",
+        "activation checkpointing has no such option",
     ),
-    "debug.moe_force_load_balance": accept_only([False], "tokens always go to the experts that the router chooses"),
+    **ignored("float8 mx", "moe_fqns_prototype", CONVERTS_EXPERTS),
+    **ignored(
+        "comm",
+        "save_traces_folder save_traces_file_prefix",
+        "the flight recorder writes to comm_traces in job.dump_folder",
+    ),
+    "comm.mode": accept_only(["default"], "to simulate a large run, use job.plan"),
+    "fault_tolerance.enable": accept_only([False], NO_TORCHFT),
+    **ignored(
+        "fault_tolerance",
+        "process_group process_group_timeout_ms replica_id group_size min_replica_size semi_sync_method sync_steps "
+        "should_quantize fragment_sync_delay fragment_update_alpha num_fragments module_fqns_per_model_fragment",
+        NO_TORCHFT,
+    ),
+    "liger_kernel.enable_fused_linear_cross_entropy": without_effect("the loss is always computed in chunks"),
+    "validation.seq_len": without_effect("validation uses training.seq_len"),
 }
 
 SECTIONS = {key.split(".", 1)[0] for key in LEGACY_KEYS}
@@ -271,34 +428,106 @@ LEGACY_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
         for size in ("debugmodel", "8B", "70B", "405B")
         for kind in ("flex_attn", "varlen_attn", "flex", "varlen")
     },
-    "model.converters": {"quantize.linear.float8": ("float8", {}), "quantize.linear.mx": ("mx", {})},
+    "model.converters": {
+        table: (name, {})
+        for tables in (LINEAR_TABLES, EXPERT_TABLES)
+        for name, names in tables.items()
+        for table in names.split()
+    },
     "mx.recipe_name": {
         "mxfp8_cublas": ("mxfp8", {"mx.scale_calculation_mode": "floor"}),
         "mxfp8_cublas_rceil": ("mxfp8", {"mx.scale_calculation_mode": "rceil"}),
         "mxfp8_emulated": ("mxfp8", {"mx.scale_calculation_mode": "floor", "mx.emulate": True}),
     },
     "training.dataset": {"c4_mini": ("c4_test", {})},
-    "validation.steps": {"-1": (None, {})},
+    "training.seed": {"none": (0, {}), "None": (0, {})},
     "parallelism.pipeline_parallel_schedule": {"interleaved_1f1b": ("Interleaved1F1B", {})},
+    "checkpoint.folder": {"": (None, {"checkpoint.enable_checkpoint": False})},
     "checkpoint.exclude_from_loading": {"lr_scheduler": (None, {})},
 }
 
+# Checkpoints were on where they had a folder.
+UNTIL_APRIL_2024 = ("profiling.run_profiler", "profiling.profile_every_x_iter", "training.sequence_parallel_degree")
+
+
+def _with(item: str, items: list[str]) -> list[str]:
+    return [*items, item]
+
+
+RULES = [
+    *(
+        Rule(
+            {"model.name": "qwen3", "model.flavor": old},
+            "is now model.name = qwen3_moe",
+            sets={"model.name": "qwen3_moe", "model.flavor": new},
+        )
+        for old, new in {"debugmodel_moe": "debugmodel", "30B-A3B": "30B-A3B", "235B-A22B": "235B-A22B"}.items()
+    ),
+    *(
+        Rule(
+            {"model.name": "llama3", "model.flavor": size},
+            "RoPE is not scaled, as in Llama 3; since October 2025, torchtitan scales it as in Llama 3.1: for that, "
+            'set model.name = "llama3.1"',
+            seen=SINCE_AUTUMN_2025,
+        )
+        for size in ("8B", "70B")
+    ),
+    Rule(
+        {"model.name": "llama3", "model.flavor": "405B"},
+        "RoPE is scaled, as in Llama 3.1; torchtitan did not scale it before October 2025",
+        seen=UNTIL_MARCH_2025,
+    ),
+    *(
+        Rule(
+            {"model.name": "qwen3_moe", "model.converters": [name]},
+            f"{what} are not converted ({name}.filter_fqns has {part})",
+            sets={f"{name}.filter_fqns": functools.partial(_with, part)},
+            seen=[f"model.converters = {table}" for table in these[name].split()],
+            unseen=[f"model.converters = {table}" for table in others[name].split()],
+        )
+        for name in ("float8", "mx")
+        for what, part, these, others in (
+            ("experts", "moe.experts", LINEAR_TABLES, EXPERT_TABLES),
+            ("other layers than experts", "attention", EXPERT_TABLES, LINEAR_TABLES),
+        )
+    ),
+    Rule(
+        {"optimizer.early_step_in_backward": True},
+        "gradients are not clipped (training.max_norm = inf), and no step is skipped (training.skip_nonfinite = false)",
+        sets={"training.max_norm": math.inf},
+        defaults={"training.skip_nonfinite": False},
+    ),
+    Rule(
+        {},
+        "is now checkpoint.enable_checkpoint = true, as before May 2024",
+        defaults={"checkpoint.enable_checkpoint": True},
+        given="checkpoint.folder",
+        seen=UNTIL_APRIL_2024,
+    ),
+    Rule(
+        {"checkpoint.enable_checkpoint": True},
+        "all checkpoints are kept, as before March 2025 (checkpoint.keep_latest_k = 0)",
+        defaults={"checkpoint.keep_latest_k": 0},
+        seen=UNTIL_MARCH_2025,
+    ),
+]
+
 
 def translate_value(key: str, value: Any) -> tuple[Any, Values, list[str]]:
-    """For a value of a current key: the current value, other keys that it sets, and notices for the user."""
+    """For a value of a current key: the current value, other keys that it sets, and the legacy entries in it."""
     table = LEGACY_VALUES.get(key, {})
-    others: Values = {}
-    notices = []
-    entries = []
-    for entry in value if isinstance(value, list) else [value]:
-        new, more = table.get(str(entry), (entry, {}))
-        if str(entry) in table:
-            others.update(more)
-            shown = [f"{key} = {new}"] if new is not None else []
-            shown += [f"{name} = {str(other).lower()}" for name, other in more.items()]
-            notices.append(f"{key} = {entry} is now {', '.join(shown) or 'ignored'}")
-        entries.append(new)
-    if not notices:
+    entries = value if isinstance(value, list) else [value]
+    legacy = [str(entry) for entry in entries if str(entry) in table]
+    if not legacy:
         return value, {}, []
-    entries = [entry for entry in entries if entry is not None]
-    return (entries if isinstance(value, list) else next(iter(entries), None)), others, notices
+    new = [table.get(str(entry), (entry, {}))[0] for entry in entries]
+    new = list(dict.fromkeys(entry for entry in new if entry is not None))
+    others = {name: other for entry in legacy for name, other in table[entry][1].items()}
+    return (new if isinstance(value, list) else next(iter(new), None)), others, legacy
+
+
+def notice_of_value(key: str, entry: str) -> str:
+    """What became of a legacy value."""
+    new, others = LEGACY_VALUES[key][entry]
+    now = {**({key: new} if new is not None else {}), **others}
+    return f"{key} = {shown(entry)} is now {', '.join(f'{k} = {shown(v)}' for k, v in now.items()) or 'ignored'}"

@@ -68,6 +68,7 @@ class ConfigManager:
         checks = ValueChecks(keys, problems, self.notices)
         values = values_of_file(str(path), table, checks)
         values.update(values_of_flags(argv, checks))
+        checks.finish(values)
         if problems:
             raise ConfigError(*problems)
         return build(config_class, values)

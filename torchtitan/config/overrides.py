@@ -2,13 +2,21 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import pydantic
 
 from torchtitan.config.keys import Key, keys_of_entry
-from torchtitan.config.legacy_keys import LEGACY_KEYS, SECTIONS, Values, translate_value
+from torchtitan.config.legacy_keys import (
+    LEGACY_KEYS,
+    RULES,
+    SECTIONS,
+    Values,
+    notice_of_value,
+    shown,
+    translate_value,
+)
 from torchtitan.errors import ConfigError, nearest
 
 __all__ = ["ValueChecks", "values_of_file", "values_of_flags"]
@@ -22,37 +30,72 @@ class ValueChecks:
     problems: list[str]
     notices: list[str]
     implied: Values = dataclasses.field(default_factory=dict)
+    seen: set[str] = dataclasses.field(default_factory=set)
+    late: dict[str, tuple[Any, bool, str]] = dataclasses.field(default_factory=dict)
+    current: dict[bool, Values] = dataclasses.field(default_factory=lambda: {False: {}, True: {}})  # flags: True
 
     def take(self, values: Values, key: str, value: Any, strict: bool, where: str) -> None:
         """Adds the checked value of a key, or a problem. Translates legacy values."""
-        value, others, notices = translate_value(key, value)
-        self.notices += notices
+        spec = self.keys[key]
+        if spec.is_list and isinstance(value, str):
+            self.notices.append(f"{where} = {shown(value)} is now a list, separated at commas")
+            value, strict = [item.strip() for item in value.split(",") if item.strip()], False
+        others: Values = {}
+        if strict or value != "":  # an empty flag may be an unset shell variable
+            value, others, legacy = translate_value(key, value)
+            self.notices += [notice_of_value(key, entry) for entry in legacy]
+            self.seen |= {f"{key} = {entry}" for entry in legacy}
         for other in others:  # where the file or command line sets it, that wins
             _take(self.implied, other, self.keys[other], others[other], True, where, self.problems)
         if value is not None:
-            _take(values, key, self.keys[key], value, strict, where, self.problems)
+            _take(values, key, spec, value, strict, where, self.problems)
 
     def with_implied(self, values: Values) -> Values:
         """These values of a file or command line, and what legacy ones among them imply for other keys."""
         implied, self.implied = self.implied, {}
-        return {**implied, **values}
+        return {**self._new(implied, values), **values}
 
     def take_legacy(self, values: Values, key: str, value: Any, of_flag: bool, where: str) -> None:
-        """Adds the translation of a legacy key. A current key that is given too wins."""
-        legacy = LEGACY_KEYS[key]
+        """Adds the translation of a legacy key. A current key that is given too wins. What depends on other keys is
+        left to `finish`."""
+        self.seen.add(key)
+        if LEGACY_KEYS[key].late:
+            self.late[key] = value, of_flag, where
+            return
+        values.update(self._new(self._translated(values, key, value, of_flag, where), values))
+
+    def finish(self, values: Values) -> None:
+        """Adds what depends on several keys, when those of the file and of the flags are known."""
+        for key, (value, of_flag, where) in self.late.items():
+            given = {**({} if of_flag else self.current[False]), **self.current[True]}
+            values.update(self._new(self._translated(values, key, value, of_flag, where), given))
+        self.notices += filter(None, [rule.apply(values, self._lookup(values), self.seen) for rule in RULES])
+
+    def _new(self, values: Values, given: Values) -> Values:
+        """Those `values` whose keys are not given under their current names, which win."""
+        self.notices += [
+            f"{key} = {shown(given[key])} is set too, and wins"
+            for key, value in values.items()
+            if given.get(key, value) != value
+        ]
+        return {key: value for key, value in values.items() if key not in given}
+
+    def _lookup(self, values: Values) -> Callable[[str], Any]:
+        return lambda key: values.get(key, self.keys[key].default)
+
+    def _translated(self, values: Values, key: str, value: Any, of_flag: bool, where: str) -> Values:
         try:
-            translated = legacy.translate(value)
+            translated = LEGACY_KEYS[key].translate(value, self._lookup(values))
         except ValueError as error:
             self.problems.append(f"{where} = {value} is not supported: {error}.")
-            return
-        self.notices.append(f"{where} {legacy.now}")
+            return {}
+        self.notices.append(f"{where} {LEGACY_KEYS[key].notice(value, translated)}")
         checked: Values = {}
         for new, item in translated.items():
             spec = self.keys[new]
             text = of_flag and isinstance(item, str)
             self.take(checked, new, _value_of_text(spec, item) if text else item, spec.is_bool or not text, where)
-        for new, item in checked.items():
-            values.setdefault(new, item)
+        return checked
 
 
 def values_of_file(path: str, table: dict[str, Any], checks: ValueChecks) -> Values:
@@ -75,6 +118,7 @@ def values_of_file(path: str, table: dict[str, Any], checks: ValueChecks) -> Val
                     _take_tables(values, key, keys, value, path, problems)
                 else:
                     checks.take(values, key, value, True, f"{path}: {key}")
+    checks.current[False] = dict(values)
     for key, value in legacy.items():
         checks.take_legacy(values, key, value, False, f"{path}: {key}")
     return checks.with_implied(values)
@@ -117,6 +161,7 @@ def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
             )
             continue
         checks.take(values, key, _value_of_text(spec, text), spec.is_bool, f"--{key}")
+    checks.current[True] = dict(values)
     for key, text in legacy.items():
         checks.take_legacy(values, key, text, True, f"--{key}")
     return checks.with_implied(values)

@@ -243,7 +243,9 @@ class Validation:
     )
     local_batch_size: Annotated[PositiveInt, Doc("Sequences per forward pass on each rank.")] = 8
     freq: Annotated[PositiveInt, Doc("Training steps between validations.")] = 100
-    steps: Annotated[PositiveInt, Doc("Batches per validation; the same batches each time.")] = 10
+    steps: Annotated[int, Doc("Batches per validation, the same each time; -1: the whole set, each document once.")] = (
+        10
+    )
     sample_prompts: Annotated[
         list[str], Doc("Prompts for the model to continue greedily, by up to 64 tokens, after each validation.")
     ] = field(default_factory=list)

@@ -1,5 +1,6 @@
 """Batches for the ranks of a run, and the loader state for resuming."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.datasets import training_sources, validation_sources
-from torchtitan.data.packing import Corpus, Row, Window
+from torchtitan.data.packing import Corpus, Row, SourceStream, Window
 from torchtitan.data.prefetch import Prefetcher
 from torchtitan.data.sources import digest
 from torchtitan.data.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ class Batch:
 
     Attributes:
         tokens: (rows, seq_len), int64.
-        labels: (rows, seq_len), int64: the token that follows each token.
+        labels: (rows, seq_len), int64: the token that follows each token; IGNORE_INDEX after the end of the data.
         document_ids: (rows, seq_len), int64, a number for each document of a sequence; None unless requested.
         sample_ids: for each row the ids of its documents; None if not needed.
     """
@@ -70,7 +71,7 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
     tokens = torch.tensor([window.tokens for window in windows], dtype=torch.int64)
     documents = torch.tensor([window.document_ids[:-1] for window in windows]) if spec.document_ids else None
     return Batch(
-        tokens=place(tokens[:, :-1].contiguous()),
+        tokens=place(tokens[:, :-1].clamp(min=0).contiguous()),
         labels=place(tokens[:, 1:].contiguous()),
         document_ids=None if documents is None else place(documents),
         # The last token of a window is only a label, so its document does not belong to the sample unless it has other
@@ -251,17 +252,12 @@ def build_loader(
 
 
 class ValidationLoader:
-    """Iterates over the same batches of one data-parallel rank each time."""
+    """Iterates over the same batches of one data-parallel rank each time. Keeps them, because reading them again may
+    require the network."""
 
-    def __init__(self, corpus: Corpus, spec: BatchSpec, steps: int) -> None:
-        self._corpus = corpus
-        self._spec = spec
-        self._steps = steps
-        self._rows: list[Row] = []
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._unread = batches
         self._batches: list[Batch] = []
-
-    def __len__(self) -> int:
-        return self._steps
 
     def prepare(self) -> None:
         """Reads the first batch: a run should learn before its first step that it cannot validate.
@@ -270,18 +266,16 @@ class ValidationLoader:
             DataError: there are too few documents, or they cannot be read.
         """
         try:
-            next(iter(self))
+            if next(iter(self), None) is None:
+                raise DataError("The validation set has no text.")
         except DataError as error:
             raise DataError(f"{error} The batch of a rank is validation.local_batch_size.") from error
 
     def __iter__(self) -> Iterator[Batch]:
-        # Cache the few rows: reading them again may require the network.
-        if not self._rows:
-            self._rows = [Row(self._corpus, number) for number in self._spec.local_rows]
-        for step in range(self._steps):
-            if step == len(self._batches):
-                self._batches += microbatches(self._rows, self._spec)
-            yield self._batches[step]
+        yield from self._batches
+        for batch in self._unread:
+            self._batches.append(batch)
+            yield batch
 
 
 def build_validation_loader(
@@ -293,7 +287,8 @@ def build_validation_loader(
     dp_size: int,
     pin_memory: bool = False,
 ) -> ValidationLoader:
-    """`validation.steps` batches of `validation.local_batch_size` held-out sequences for one data-parallel rank.
+    """`validation.steps` batches of `validation.local_batch_size` held-out sequences for one data-parallel rank; or for
+    -1 all documents once, in batches that hold the same sequences for any number of ranks.
 
     Raises:
         ConfigError: the dataset is unknown.
@@ -301,6 +296,25 @@ def build_validation_loader(
     """
     rows = dp_size * validation.local_batch_size
     spec = build_batch_spec(training, rows, validation.local_batch_size, dp_rank, dp_size, pin_memory)
+    if validation.steps == -1:
+        corpus = Corpus(validation_sources(validation, training, 1), tokenizer, 1, training.seq_len, seed=None)
+        return ValidationLoader(whole_set(corpus, rows, spec))
     sources = validation_sources(validation, training, rows)
     corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
-    return ValidationLoader(corpus, spec, validation.steps)
+    return ValidationLoader(itertools.islice(endless_batches(corpus, spec), validation.steps))
+
+
+def endless_batches(corpus: Corpus, spec: BatchSpec) -> Iterator[Batch]:
+    rows = [Row(corpus, number) for number in spec.local_rows]
+    while True:
+        yield from microbatches(rows, spec)
+
+
+def whole_set(corpus: Corpus, rows: int, spec: BatchSpec) -> Iterator[Batch]:
+    """One rank's part of all windows. Every rank reads all of them, and has as many batches as the others."""
+    streams = (SourceStream(corpus, 0, place, None, 0, 0) for place in range(len(corpus.sources)))
+    windows = itertools.chain.from_iterable(stream.windows_of_one_epoch() for stream in streams)
+    while of_all_ranks := list(itertools.islice(windows, rows)):
+        empty = Window([], [], []).filled_up(corpus.seq_len + 1)
+        of_all_ranks += [empty] * (rows - len(of_all_ranks))
+        yield build_batch([of_all_ranks[row] for row in spec.local_rows], spec)

@@ -13,6 +13,7 @@ from torchtitan.errors import DataError
 __all__ = ["Corpus", "Row", "Weighted", "Window"]
 
 LONGEST_PIECE = 1 << 22  # characters tokenized at once
+PADDING = -100  # protocols.IGNORE_INDEX, without torch
 MASK64 = (1 << 64) - 1
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
 
@@ -63,6 +64,14 @@ class Window(NamedTuple):
     document_ids: list[int]
     sample_ids: list[str]
 
+    def filled_up(self, length: int) -> "Window":
+        missing = length - len(self.tokens)
+        return Window(
+            [*self.tokens, *[PADDING] * missing],
+            [*self.document_ids, *[len(self.sample_ids)] * missing],
+            [*self.sample_ids, ""],
+        )
+
 
 class SourceStream:
     """The endless, resumable stream of windows that one source provides to one row.
@@ -108,6 +117,24 @@ class SourceStream:
                 self.offset += len(part) - 1
                 return window
             self.draw()
+
+    def windows_of_one_epoch(self) -> Iterator[Window]:
+        """From a stream at its start: all documents once. The last window is filled up with PADDING."""
+        length = self.corpus.seq_len + 1
+        window = Window([], [], [])
+        for drawn in itertools.takewhile(lambda drawn: drawn.epoch == 0, self.documents):
+            tokens, start = self.tokenized(drawn), 0
+            while start < len(tokens):
+                part = tokens[start : start + length - len(window.tokens)]
+                window.tokens.extend(part)
+                window.document_ids.extend([len(window.sample_ids)] * len(part))
+                window.sample_ids.append(drawn.document.id)
+                start += len(part)
+                if len(window.tokens) == length:
+                    yield window
+                    window = Window(window.tokens[-1:], [0], window.sample_ids[-1:])
+        if len(window.tokens) > 1:
+            yield window.filled_up(length)
 
     def draw(self) -> None:
         """Draws the next document."""

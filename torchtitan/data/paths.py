@@ -7,7 +7,7 @@ from pathlib import Path
 from torchtitan.data.records import JsonLines, ParquetFiles
 from torchtitan.data.sources import Source, StreamedSource, TextFiles
 from torchtitan.data.streamed import open_compressed_jsonl, open_hub
-from torchtitan.errors import DataError
+from torchtitan.errors import DataError, counted
 from torchtitan.logging import logger
 
 __all__ = ["open_path"]
@@ -115,7 +115,7 @@ def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]
     aside = sorted(set(files) - set(of_kind[kind]))
     if aside:
         logger.info(
-            f"{path}: {len(of_kind[kind])} {kind} files are read; skipped: {', '.join(aside[:NAMED_ASIDE])}"
+            f"{path}: reading {counted(len(of_kind[kind]), f'{kind} file')}; skipped: {', '.join(aside[:NAMED_ASIDE])}"
             + (f" and {len(aside) - NAMED_ASIDE} more" if len(aside) > NAMED_ASIDE else "")
         )
     return kind, of_kind[kind]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.data.sources import Document, Drawn, Source, StreamedSource, TextFiles, digest
-from torchtitan.errors import DataError
+from torchtitan.errors import DataError, counted
 
 __all__ = ["SplitSource", "StreamedSplit", "StridedSource", "permute_index", "split"]
 
@@ -60,7 +60,7 @@ class StridedSource:
         length = len(self.source)
         if length < rows:
             raise DataError(
-                f"{self.name} has {length} documents for the {rows} rows of a global batch; "
+                f"{self.name} has {counted(length, 'document')} for the {counted(rows, 'row')} of a global batch; "
                 "lower the batch size or add documents."
             )
         return self.endless(row, rows, seed, position)
@@ -130,8 +130,8 @@ def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source 
         source = source.cut(4 * HELD_OUT_EVERY)
     if len(source) < HELD_OUT_EVERY:  # type: ignore[arg-type]
         raise DataError(
-            f"{name} has {len(source)} documents, too few to hold out one in {HELD_OUT_EVERY}; "  # type: ignore[arg-type]
-            "set validation.dataset_path to other text, or set validation.enabled = false."
+            f"{name} has {counted(len(source), 'document')}, too few to hold out one in "  # type: ignore[arg-type]
+            f"{HELD_OUT_EVERY}; set validation.dataset_path to other text, or set validation.enabled = false."
         )
     if not isinstance(source, TextFiles):
         return SplitSource(source, held_out)  # type: ignore[arg-type]

@@ -125,8 +125,8 @@ def _check_batch(config: JobConfig, dims: ParallelDims, problems: list[str]) -> 
 def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, problems: list[str]) -> None:
     """Whether the model can be sharded this way. What prevents building it at all is reported elsewhere."""
     parallelism = config.parallelism
-    if parallelism.enable_async_tensor_parallel:
-        _check_async_tensor_parallel(dims.tp, config.training.compile, device_type, problems)
+    if parallelism.enable_async_tensor_parallel and dims.tp > 1:
+        _check_async_tensor_parallel(config.training.compile, device_type, problems)
     if dims.tp == dims.cp == dims.pp == dims.ep == 1:
         return
     try:
@@ -154,10 +154,8 @@ def _check_parallel(config: JobConfig, dims: ParallelDims, device_type: str, pro
         )
 
 
-def _check_async_tensor_parallel(degree: int, compiled: bool, device_type: str, problems: list[str]) -> None:
+def _check_async_tensor_parallel(compiled: bool, device_type: str, problems: list[str]) -> None:
     key = "parallelism.enable_async_tensor_parallel"
-    if degree == 1:
-        problems.append(f"{key} needs parallelism.tensor_parallel_degree above 1; unset it.")
     if not compiled:
         problems.append(f"{key} needs the compiler: set training.compile = true, or unset it.")
     if device_type != "cuda":
@@ -256,10 +254,6 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
             "matrices among the ranks, which orthogonalize theirs at the same time: unset it."
         )
     key = "optimizer.early_step_in_backward updates parameters before"
-    if training.max_norm < math.inf:
-        problems.append(
-            f"{key} the gradient norm is known, so gradients cannot be clipped: set training.max_norm = inf."
-        )
     if training.skip_nonfinite or training.skip_grad_norm_outliers is not None:
         problems.append(
             f"{key} the loss of all ranks and the gradient norm are known, so no update can be skipped: set "
@@ -299,6 +293,8 @@ def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, prob
         problems.append(
             "checkpoint.keep_latest_k = 1 would leave no checkpoint if the newest is damaged; use 2, or 0 to keep all."
         )
+    if config.validation.steps < 1 and config.validation.steps != -1:
+        problems.append(f"validation.steps must be -1 (the whole set) or above 0, not {config.validation.steps}.")
     if checkpoint.load_step < -1:
         problems.append(f"checkpoint.load_step must be -1 (the newest) or a step, not {checkpoint.load_step}.")
     if checkpoint.load_step != -1 and not checkpoint.enable_checkpoint:

@@ -163,7 +163,8 @@ def build_engine(
     """
     dims, mesh, training = meshes.dims, meshes.mesh, config.training
     spec = MODELS.get(config.model.name)
-    fused_gemms = enable_async_tensor_parallel(mesh["tp"]) if config.parallelism.enable_async_tensor_parallel else None
+    is_async = config.parallelism.enable_async_tensor_parallel and dims.tp > 1
+    fused_gemms = enable_async_tensor_parallel(mesh["tp"]) if is_async else None
 
     # The full model on the meta device, then converters: they see unwrapped layers under their original names.
     if target is None:

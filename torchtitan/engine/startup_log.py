@@ -11,6 +11,7 @@ from torchtitan.converters.measured_filter import slowness
 from torchtitan.device import BUSY, CoreMeter
 from torchtitan.engine.conversion import decisions_of
 from torchtitan.engine.engine import Engine
+from torchtitan.errors import counted
 from torchtitan.kernels.cpu_gemm import cpu_kernel
 from torchtitan.logging import logger
 
@@ -60,6 +61,20 @@ def log_cost_of_low_precision(engine: Engine) -> None:
             logger.info(f"{line}{cpu_kernel(converter.gemms.op.operation)}")
 
 
+def _selective_option(engine: Engine) -> str:
+    """With what "op" keeps on this rank, which torchtitan's does not: of a block's GEMMs the 2nd, 4th and 6th."""
+    config, dims, args = engine.config, engine.meshes.dims, engine.model.args
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op":
+        return option
+    width = args.n_kv_heads * args.head_dim + args.dim + (0 if hasattr(args, "moe") else getattr(args, "ffn_dim", 0))
+    layers = sum(len(stage.layers) for stage in engine.stages.values())
+    tokens = config.training.local_batch_size * config.training.seq_len // (dims.cp * dims.tp)
+    size = getattr(torch, config.training.mixed_precision_param).itemsize
+    kept = layers * tokens * width * size
+    return f"op: the results of all GEMMs are kept, {kept / 2**30:.3g} GiB of them recomputed in torchtitan"
+
+
 def log_settings(
     engine: Engine, *, dtype_reason: str, data: str, global_batch_size: int, first_step: int, checkpoints: Path
 ) -> None:
@@ -76,8 +91,8 @@ def log_settings(
     lines = {
         "run": f"{config.job.description}, in {config.job.dump_folder}",
         "device": f"{device.type} ({device.name}"
-        + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else "")
-        + f"), {dist.get_world_size()} process(es)",
+        + (f", {counted(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else "")
+        + f"), {counted(dist.get_world_size(), 'process')}",
         "layout": f"{dims}",
         "model": f"{config.model.name} {config.model.flavor}, {engine.parameters:,} parameters",
         "precision": f"{training.mixed_precision_param} GEMMs"
@@ -87,14 +102,15 @@ def log_settings(
         + (f"; schedule: {schedule_line(engine.phases.schedule)}" if engine.phases is not None else ""),
         "data": data,
         "batch": f"{global_batch_size} x {training.seq_len} = {tokens:,} tokens per step"
-        f" ({training.local_batch_size} x {dims.dp} ranks x {accumulation_steps} grad-accumulation steps)",
+        f" ({training.local_batch_size} x {counted(dims.dp, 'rank')} x "
+        f"{counted(accumulation_steps, 'grad-accumulation step')})",
         "steps": f"{first_step} to {training.steps}, {training.steps * tokens:,} tokens in total",
         "activations": {"none": "all stored", "full": "recomputed in every block"}.get(
             config.activation_checkpoint.mode,
-            f"recomputed selectively ({config.activation_checkpoint.selective_ac_option})",
+            f"recomputed selectively ({_selective_option(engine)})",
         ),
         "compile": "each block" if training.compile else "off",
-        "checkpoints": f"every {config.checkpoint.interval} steps to {checkpoints}"
+        "checkpoints": f"every {counted(config.checkpoint.interval, 'step')} to {checkpoints}"
         if config.checkpoint.enable_checkpoint
         else "off (--checkpoint.enable_checkpoint to save and resume)",
     }

@@ -16,6 +16,7 @@ from torchtitan.kernels.quantize import weights_unchanged
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import optimizer_step, set_learning_rate
 from torchtitan.parallel.fsdp import reshard, set_last_microbatch
+from torchtitan.protocols import IGNORE_INDEX
 
 
 class SkipGuard(Protocol):
@@ -121,9 +122,11 @@ def evaluate(engine: Engine, batches: Iterable[Batch | None], should_stop: Calla
             reshard(engine.stages.values())
             return None
         loss += forward(engine, batch)
-        tokens += batch.labels.numel()
+        tokens += int((batch.labels != IGNORE_INDEX).sum())
     reshard(engine.stages.values())
-    return sum_over_ranks(engine, loss) / (tokens * engine.meshes.dims.dp)
+    total = torch.tensor(tokens, device=loss.device)
+    dist.all_reduce(total)
+    return sum_over_ranks(engine, loss) / (total // (dist.get_world_size() // engine.meshes.dims.dp))
 
 
 @torch.no_grad()

@@ -131,7 +131,7 @@ def _groups(config: JobConfig) -> list[Group]:
         Group(
             parallelism.tensor_parallel_degree == 1,
             "parallelism",
-            ("disable_loss_parallel",),
+            ("disable_loss_parallel", "enable_async_tensor_parallel"),
             "parallelism.tensor_parallel_degree above 1",
         ),
         Group(

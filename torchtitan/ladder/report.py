@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.device import find_device
+from torchtitan.errors import counted
 from torchtitan.ladder.fit import CONFIDENCE, Fit, Interval, Row, fit
 from torchtitan.ladder.picture import draw
 from torchtitan.ladder.plan import Ladder
@@ -45,7 +46,7 @@ def time_left(ladder: Ladder, runs: Sequence[Rung]) -> str:
     seconds = expected_seconds(left, finished, ladder.processes, rate)
     source = "at the speed of the finished runs" if finished else f"at an MFU of {USUAL_MFU:.0%}, until a run shows it"
     time = "unknown" if seconds is None else f"{seconds / 60:,.0f} min, {source}"
-    return f"{len(left)} runs left, {sum(one.flops for one in left):.2e} FLOPs; expected time: {time}."
+    return f"{counted(len(left), 'run')} left, {sum(one.flops for one in left):.2e} FLOPs; expected time: {time}."
 
 
 def report(ladder: Ladder, folder: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from torchtitan.config.output import Profiling
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, counted
 from torchtitan.logging import logger
 
 WARMUP_STEPS = 3  # discarded steps before each trace, or it would show the profiler's own startup
@@ -75,7 +75,7 @@ class Profiler:
             logger.info(f"profiling one step of every {self.freq}; writing traces to {self.traces}")
             self.profile.__enter__()
         if self.snapshotting:
-            logger.info(f"recording memory; writing a snapshot every {self.freq} steps to {self.snapshots}")
+            logger.info(f"recording memory; writing a snapshot every {counted(self.freq, 'step')} to {self.snapshots}")
             torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
         return self
 

@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, counted
 from torchtitan.logging import logger
 
 Value = float | int | None
@@ -54,8 +54,8 @@ class JSONLWriter:
             self.lost_lines += 1
             if self.lost_lines & (self.lost_lines - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
                 logger.error(
-                    f"{self.path} cannot be written ({error.strerror}); {self.lost_lines} line(s) lost so far. "
-                    "Training continues."
+                    f"{self.path} cannot be written ({error.strerror}); {counted(self.lost_lines, 'line')} lost so "
+                    "far. Training continues."
                 )
 
     def _opened(self, step: int) -> FileIO:
@@ -121,7 +121,9 @@ def drop_after(path: Path, step: int) -> None:
         os.fsync(file.fileno())
     temporary.chmod(path.stat().st_mode)
     temporary.replace(path)
-    logger.info(f"{path.name}: dropped {len(lines) - len(moved)} lines after step {step}, where this run resumes")
+    logger.info(
+        f"{path.name}: dropped {counted(len(lines) - len(moved), 'line')} after step {step}, where this run resumes"
+    )
 
 
 def remove_left_overs(path: Path) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torchtitan.config.system import Parallelism
+from torchtitan.errors import counted
 
 if TYPE_CHECKING:  # degrees are checked before torch is imported
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,14 +112,15 @@ def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) ->
         "pipeline_parallel_degree": pp,
     }
     named = ", ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
+    verb, processes = "is" if world_size == 1 else "are", counted(world_size, "process")
     if shard == -1:
         problems.append(
-            f"parallelism: {world_size} processes are not a multiple of the product of the degrees, {others} "
+            f"parallelism: {processes} {verb} not a multiple of the product of the degrees, {others} "
             f"({named}); start a multiple of {others} processes{_valid_degrees(degrees, world_size)}."
         )
     else:
         problems.append(
-            f"parallelism: the degrees multiply to {shard * others} ({named}), but there are {world_size} processes; "
+            f"parallelism: the degrees multiply to {shard * others} ({named}), but there {verb} {processes}; "
             f"set data_parallel_shard_degree to -1 to use the rest, start {shard * others} processes"
             f"{_valid_degrees(degrees, world_size)}."
         )

@@ -12,6 +12,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
+from torchtitan.errors import counted
 from torchtitan.report.compare import SEED, Values, default_values, differing, help_of_keys, seed_groups, shown
 from torchtitan.report.run import CURVES, ReportError, Run
 from torchtitan.report.series import downsample, on_one_grid
@@ -127,7 +128,7 @@ def _start(start: Mapping[str, Any]) -> str:
     what = "resumed" if start["step"] else "started"
     processes = start.get("processes")
     return f"{what} after step {start['step']:,}" + (
-        f", {shown(processes)} {'process' if processes == 1 else 'processes'}" if processes else ""
+        f", {counted(processes, 'process')}" if isinstance(processes, int) else ""
     )
 
 
