@@ -13,6 +13,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from torchtitan.launcher.processes import available_cores
+
 ROOT = Path(__file__).resolve().parent.parent
 DEBUG_MODEL = ROOT / "train_configs" / "debug_model.toml"
 FIRST_STEP = r"\bstep +1/"
@@ -51,9 +53,8 @@ class Variant:
     @property
     def threads(self) -> int:
         """Number of CPU threads of all processes together; torchtitan.launch divides the cores among them."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         each = self.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
-        return self.processes * int(each) if each else max(self.processes, cores)
+        return self.processes * int(each) if each else max(self.processes, available_cores())
 
 
 def variables_first(text: str) -> tuple[dict[str, str], list[str]]:

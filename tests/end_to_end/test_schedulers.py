@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, TINY, checkpoint_steps, into, last_step, started
+from runs import ROOT, TINY, checkpoint_steps, failure, into, last_step, started
+
+from torchtitan.launcher.processes import refuse_lone_tasks
 
 SCRIPT = ROOT / "multinode_trainer.slurm"
 FLAGS = (*TINY, "--training.local_batch_size=1")
@@ -23,7 +25,8 @@ while [[ "$1" == --* ]]; do shift; done
 tasks=()
 trap 'for task in "${tasks[@]}"; do kill -USR1 $(pstree_of "$task"); done' USR1
 pstree_of() { echo "$1"; for child in $(pgrep -P "$1"); do pstree_of "$child"; done; }
-for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do "$@" & tasks+=($!); done
+export SLURM_STEP_ID=0 SLURM_NTASKS="$SLURM_JOB_NUM_NODES"
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_PROCID=$node "$@" & tasks+=($!); done
 worst=0
 for task in "${tasks[@]}"; do
     while true; do wait "$task"; status=$?; kill -0 "$task" 2>/dev/null || break; done
@@ -93,6 +96,31 @@ def test_reports_a_failure(slurm: dict[str, Any], tmp_path: Path) -> None:
     assert status == 2, output
     assert "training.seq_len" in output
     assert not (tmp_path / "scontrol.log").exists()
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "ENVIRONMENT": "BATCH", "NGPU": "2"},
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_SIZE": "2", "PMI_RANK": "1", "NGPU": "2"},
+    ],
+    ids=lambda tasks: next(iter(tasks)),
+)
+def test_tasks_that_would_each_be_a_run_are_refused(tasks: dict[str, str], tmp_path: Path) -> None:
+    started_alone = {"processes": None} if "NGPU" not in tasks else {}
+    status, output = failure(*FLAGS, into(tmp_path / "out"), **started_alone, **tasks)
+    assert status == 2, output
+    assert output.count("Error:") == 1 and "has started 2 tasks" in output and "./run_train.sh" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_script_may_train_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    refuse_lone_tasks()
 
 
 def test_the_scripts_are_free_of_what_linters_find() -> None:

@@ -1,8 +1,21 @@
-"""How many processes a run has on this machine."""
+"""How many processes a run has on this machine, and how many cores they share."""
 
 import os
 
 from torchtitan.errors import ConfigError
+
+# By what started this process: the variable with the number of tasks, and how to start one task per machine.
+TASKS = {
+    "SLURM_NTASKS": ("srun", "--ntasks-per-node=1"),
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "--map-by ppr:1:node"),
+    "PMI_SIZE": ("mpiexec", "-ppn 1"),
+}
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    # macOS and Windows have no affinity.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_processes() -> int:
@@ -23,3 +36,26 @@ def find_processes() -> int:
     if 0 < gpus < processes:
         raise ConfigError(f"NGPU = {processes}, but this machine has only {gpus} GPUs; lower NGPU.")
     return processes
+
+
+def refuse_lone_tasks() -> None:
+    """Call in a process that would train alone, or start all processes of a run.
+
+    Raises:
+        ConfigError: it is one of several tasks of srun or mpirun, and each of them would do the same.
+    """
+    for name, (program, option) in TASKS.items():
+        tasks = os.environ.get(name, "1")
+        # A batch script of SLURM sees the job's tasks, but has started none of them yet.
+        is_script = program == "srun" and "SLURM_STEP_ID" not in os.environ and os.environ.get("ENVIRONMENT") == "BATCH"
+        if (
+            tasks.isdecimal()
+            and int(tasks) > 1
+            and not is_script
+            and (program != "srun" or "SLURM_PROCID" in os.environ)
+        ):
+            raise ConfigError(
+                f"{program} has started {tasks} tasks ({name}), and each would be a run of its own; start one launcher "
+                f"per machine, which starts the processes there: {program} {option} ./run_train.sh, on several machines "
+                f"with PET_NNODES and PET_RDZV_ENDPOINT (docs/multinode.md). For separate runs: unset {name}."
+            )
