@@ -146,6 +146,7 @@ def build_trainer(
         sampler=Sampler(prompts, tokenizer, scorer) if prompts else None,
     )
     trainer.load_checkpoint()
+    stop.step_on_disk = lambda: checkpoints.step_on_disk
     folder.write_config()
     return trainer
 

@@ -141,7 +141,7 @@ class Trainer:
         if self.checkpoints.last_save_failed:
             raise CheckpointError(
                 "training finished, but its last checkpoint could not be saved (see above). Fix the cause, such as a "
-                "full disk, and run the same command again: it resumes from the previous checkpoint."
+                f"full disk, and run the same command again. {self.stop.on_disk}"
             )
         self.checkpoints.export(self.step)
         self.folder.restore_config()
@@ -313,7 +313,7 @@ class Trainer:
         elif self.checkpoints.last_save_failed:
             raise CheckpointError(
                 f"{stopped} after step {self.step}; its checkpoint could not be saved (see above). Fix the cause, such "
-                "as a full disk, and run the same command again: it resumes from the previous checkpoint."
+                f"as a full disk, and run the same command again. {self.stop.on_disk}"
             )
         elif self.stop.has_trained:
             logger.info(
