@@ -9,7 +9,6 @@ the parent's memory at the fork in a child's peak.
 import argparse
 import contextlib
 import json
-import os
 import platform
 import subprocess
 import sys

@@ -112,7 +112,7 @@ def test_tasks_that_would_each_be_a_run_are_refused(tasks: dict[str, str], tmp_p
     started_alone = {"processes": None} if "NGPU" not in tasks else {}
     status, output = failure(*FLAGS, into(tmp_path / "out"), **started_alone, **tasks)
     assert status == 2, output
-    assert output.count("Error:") == 1 and "has started 2 tasks" in output and "./run_train.sh" in output
+    assert output.count("Error:") == 1 and "this is one of 2 tasks" in output and "./run_train.sh" in output
     assert not (tmp_path / "out").exists()
 
 

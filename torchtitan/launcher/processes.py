@@ -4,11 +4,11 @@ import os
 
 from torchtitan.errors import ConfigError
 
-# By what started this process: the variable with the number of tasks, and how to start one task per machine.
+# Tasks of srun, mpirun, mpiexec. Variables with their number and their rank; how to start one task per machine.
 TASKS = {
-    "SLURM_NTASKS": ("srun", "--ntasks-per-node=1"),
-    "OMPI_COMM_WORLD_SIZE": ("mpirun", "--map-by ppr:1:node"),
-    "PMI_SIZE": ("mpiexec", "-ppn 1"),
+    "SLURM_NTASKS": ("SLURM_PROCID", "srun --ntasks-per-node=1"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "mpirun --map-by ppr:1:node"),
+    "PMI_SIZE": ("PMI_RANK", "mpiexec -ppn 1"),
 }
 
 
@@ -44,18 +44,14 @@ def refuse_lone_tasks() -> None:
     Raises:
         ConfigError: it is one of several tasks of srun or mpirun, and each of them would do the same.
     """
-    for name, (program, option) in TASKS.items():
-        tasks = os.environ.get(name, "1")
-        # A batch script of SLURM sees the job's tasks, but has started none of them yet.
-        is_script = program == "srun" and "SLURM_STEP_ID" not in os.environ and os.environ.get("ENVIRONMENT") == "BATCH"
-        if (
-            tasks.isdecimal()
-            and int(tasks) > 1
-            and not is_script
-            and (program != "srun" or "SLURM_PROCID" in os.environ)
-        ):
+    # A batch script of SLURM sees the number of its job's tasks, but has started none of them yet.
+    if os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ:
+        return
+    for count, (rank, command) in TASKS.items():
+        tasks = os.environ.get(count, "")
+        if rank in os.environ and tasks.isdecimal() and int(tasks) > 1:
             raise ConfigError(
-                f"{program} has started {tasks} tasks ({name}), and each would be a run of its own; start one launcher "
-                f"per machine, which starts the processes there: {program} {option} ./run_train.sh, on several machines "
-                f"with PET_NNODES and PET_RDZV_ENDPOINT (docs/multinode.md). For separate runs: unset {name}."
+                f"this is one of {tasks} tasks ({count}), and each would be a run of its own; start one launcher per "
+                f"machine, which starts the processes there: {command} ./run_train.sh, on several machines with "
+                f"PET_NNODES and PET_RDZV_ENDPOINT (docs/multinode.md). For separate runs: unset {count}."
             )

@@ -90,10 +90,10 @@ class Stop:
             return
         self.requested = number
         threading.Thread(target=self._watch_grace_period, daemon=True).start()
-        at_once = " Ctrl-C again ends it at once." if number == signal.SIGINT else ""
+        again = " Ctrl-C again ends it at once." if number == signal.SIGINT else ""
         self._say(
-            f"\n{self.name}: the run stops after this step, and saves a checkpoint if checkpoints are enabled.{at_once} "
-            f"{self.on_disk}"
+            f"\n{self.name}: the run stops after this step, and saves a checkpoint if checkpoints are enabled."
+            f"{again} {self.on_disk}"
         )
 
     def _watch_grace_period(self) -> None:
