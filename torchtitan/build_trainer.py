@@ -104,7 +104,7 @@ def build_trainer(
 
     # Model on the meta device, converters, parallelism, parameters, optimizer.
     engine = build_engine(config, meshes, device, args, global_batch_size)
-    log_conversion(engine, dump_folder)
+    conversion = log_conversion(engine)
     log_cost_of_low_precision(engine)
 
     scorer = scorer_of_run(engine)
@@ -112,7 +112,7 @@ def build_trainer(
 
     # Checkpoint.
     spec = MODELS.get(config.model.name)
-    folder = RunFolder(dump_folder, config)
+    folder = RunFolder(dump_folder, config, conversion)
     checkpoints = CheckpointManager(
         config.checkpoint,
         dump_folder,
@@ -147,7 +147,6 @@ def build_trainer(
     )
     trainer.load_checkpoint()
     stop.step_on_disk = lambda: checkpoints.step_on_disk
-    folder.write_config()
     return trainer
 
 

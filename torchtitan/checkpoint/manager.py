@@ -93,6 +93,7 @@ class CheckpointManager:
         last_save_failed: whether the last save failed.
         step_on_disk: step of the checkpoint last loaded or saved; None if there is none.
         loaded_weights: whether `load` has filled the model.
+        former_configuration: of the start that saved the checkpoint from which this run resumes; empty for a new run.
 
     Raises:
         CheckpointError: the folder cannot be created.
@@ -125,6 +126,7 @@ class CheckpointManager:
         self.last_save_failed = False
         self.step_on_disk: int | None = None
         self.loaded_weights = False
+        self.former_configuration: Mapping[str, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._stager: Stager | None = None
         self._pending: Future[None] | None = None
@@ -208,6 +210,8 @@ class CheckpointManager:
         def read() -> tuple[TrainState, Metadata]:
             try:
                 manifest = read_manifest(path)
+                if resumes:
+                    self.former_configuration = manifest.configuration
                 return read_train_state(path, manifest.step), read_metadata(path, manifest.files)
             except CheckpointError as error:
                 raise CheckpointError(f"{path} cannot be loaded: {error}.") from None

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -26,7 +26,7 @@ class Writer(Protocol):
 
 class JSONLWriter:
     """`metrics.jsonl`: one strict JSON object per line, written out at once. The first line creates the file, and so
-    does the next line after someone has removed it.
+    does the next line after someone has removed it. Before the first line nothing is changed: a start may fail.
 
     On resume, lines of steps after `start_step` are dropped, since those steps run again: a killed run wrote them after
     its last checkpoint. A line truncated by the kill is dropped too. A run from step 0 starts a new file, and renames
@@ -36,13 +36,8 @@ class JSONLWriter:
     """
 
     def __init__(self, path: Path, start_step: int | None) -> None:
-        if start_step is not None:
-            remove_left_overs(path)
-            if start_step == 0:
-                keep_earlier_file(path)
-            else:
-                drop_after(path, start_step)
         self.path = path
+        self.start_step = start_step
         self.lost_lines = 0
         self.file: FileIO | None = None
 
@@ -66,6 +61,13 @@ class JSONLWriter:
             logger.warning(
                 f"{self.path} was removed or replaced; its content is lost, and it continues from step {step}"
             )
+        elif self.start_step is not None:
+            remove_left_overs(self.path)
+            if self.start_step == 0:
+                set_aside([self.path])
+            else:
+                drop_after(self.path, self.start_step)
+            self.start_step = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = FileIO(self.path, "ab")
         return self.file
@@ -95,15 +97,21 @@ def _append(file: FileIO, line: bytes) -> None:
         raise
 
 
-def keep_earlier_file(path: Path) -> None:
-    """Renames a non-empty file to the first free numbered name."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
+def set_aside(paths: Sequence[Path]) -> None:
+    """Renames the non-empty ones of these files: one number, the first that is free for all, tells them together."""
+    paths = [path for path in paths if path.exists() and path.stat().st_size]
+
+    def numbered(path: Path, number: int) -> Path:
+        return path.with_suffix(f".{number}{path.suffix}")
+
     number = 1
-    while (moved := path.with_suffix(f".{number}{path.suffix}")).exists():
+    while any(numbered(path, number).exists() for path in paths):
         number += 1
-    path.rename(moved)
-    logger.info(f"this run starts at step 0: renamed {path.name} of an earlier run to {moved.name}")
+    for path in paths:
+        path.rename(numbered(path, number))
+    if paths:
+        before, after = ", ".join(path.name for path in paths), ", ".join(numbered(path, number).name for path in paths)
+        logger.info(f"this run starts at step 0: renamed {before} of an earlier run to {after}")
 
 
 def drop_after(path: Path, step: int) -> None:
