@@ -24,7 +24,7 @@ from torchtitan.launcher.signals import STARTED_AGAIN, Stop, exit_now, exit_with
 from torchtitan.logging import outlive_readers
 
 PATIENCE = 10  # seconds
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 

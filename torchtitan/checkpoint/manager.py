@@ -40,6 +40,7 @@ from torchtitan.checkpoint.state_dict import load_optimizer_tensors, model_tenso
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.output import Checkpoint
 from torchtitan.errors import CheckpointError
+from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
 from torchtitan.parallel.object_collectives import all_gather_object, broadcast_from_rank_0, raise_on_all_ranks
 from torchtitan.parallel.process_group import failed_collective
@@ -280,7 +281,7 @@ class CheckpointManager:
         self.last_save_failed = False
         weights_only = last and self.config.last_save_model_weights_only
         train_state = {"weights_only": weights_only, "identity": self.identity, **state()}
-        if dist.get_rank() == 0 and not self.folder.exists():
+        if dist.get_rank() == 0 and is_removed(self.folder):
             logger.warning(f"{self.folder} was removed, with all checkpoints in it; creating it again")
         # Asking a new optimizer for its state makes it count a step.
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)

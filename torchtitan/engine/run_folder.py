@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.config import JobConfig, to_toml
+from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
 from torchtitan.metrics.writers import JSONLWriter, set_aside, step_of
 from torchtitan.parallel.object_collectives import broadcast_from_rank_0
@@ -44,7 +44,7 @@ class RunFolder:
     def restore_config(self) -> None:
         """Rewrites `config.toml` if it was removed during the run."""
         path = self.path / "config.toml"
-        if dist.get_rank() == 0 and not os.path.lexists(path):
+        if dist.get_rank() == 0 and is_removed(path):
             logger.warning(f"{path} was removed, perhaps with other files of this run; writing it again")
             with contextlib.suppress(OSError):
                 self.path.mkdir(parents=True, exist_ok=True)

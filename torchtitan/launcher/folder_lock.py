@@ -32,6 +32,15 @@ LOCAL = (None, "localhost", "127.0.0.1", "::1")  # the same on every machine, so
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+def is_removed(path: Path) -> bool:
+    """Whether nothing is there any more; False where that cannot be seen, as without permissions."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno in GONE
+    return False
+
+
 class FolderLock:
     """Use as a context around a run; inside it, rank 0 calls `take`. Held until the context or the process ends.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.errors import ConfigError
+from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
 
 Value = float | int | None
@@ -82,7 +83,7 @@ def _is_at(path: Path, file: FileIO) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError:
-        return False
+        return not is_removed(path)  # an open file can be written even if its folder denies permission
 
 
 def _append(file: FileIO, line: bytes) -> None:
@@ -186,7 +187,7 @@ class TensorBoardWriter:
         if self.broken:
             return
         try:
-            if not self.folder.exists():
+            if is_removed(self.folder):
                 logger.warning(f"{self.folder} was removed; its content is lost, and it continues from step {step}")
                 self.summary = self._begin(step)
             write()
