@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from torchtitan.launcher.processes import available_cores
+from torchtitan.launcher.signals import STARTER
 
 ROOT = Path(__file__).resolve().parent.parent
 DEBUG_MODEL = ROOT / "train_configs" / "debug_model.toml"
@@ -94,7 +95,7 @@ def observe(name: str, command: Sequence[str], environment: Mapping[str, str]) -
     start = perf_counter()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", STARTER: str(os.getpid()), **environment},
     )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:

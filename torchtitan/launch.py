@@ -16,7 +16,7 @@ from typing import NoReturn
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
 from torchtitan.launcher.imports import check_versions, quick_imports
 from torchtitan.launcher.processes import available_cores, find_processes, refuse_lone_tasks
-from torchtitan.launcher.signals import STOP_SIGNALS, exit_before_start, set_signal_handlers
+from torchtitan.launcher.signals import STOP_SIGNALS, exit_before_start, set_signal_handlers, stop_with_starter
 from torchtitan.logging import outlive_readers
 
 PLANS = ("--job.plan", "--memory_estimation.enabled")
@@ -30,6 +30,7 @@ def launch(arguments: list[str]) -> int:
     outlive_readers()
     if any(argument.split("=")[0] in PLANS and not argument.lower().endswith("=false") for argument in arguments):
         _plan(arguments)
+    stop_with_starter()
     if _is_single(arguments):
         _run_alone(arguments)
     try:

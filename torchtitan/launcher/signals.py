@@ -26,6 +26,7 @@ STOP_SIGNALS = (
 )
 # Environment variables that a launcher sets for its processes: its process id, and that this start is a restart.
 LAUNCHER, STARTED_AGAIN = "TORCHTITAN_LAUNCHER", "TORCHTITAN_STARTED_AGAIN"
+STARTER = "TORCHTITAN_STARTER"  # process id of a program that has started a launcher to train in its name
 GIVEN_UP = signal.SIGUSR2  # to the launcher, from a rank that was asked to stop before it could tell the others
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
 AGAIN = 0.5  # seconds after which Ctrl-C is a second one; torchrun passes on the one that the terminal sent to all
@@ -178,15 +179,25 @@ def ignore_stop_signals() -> None:
 
 def exit_with_launcher() -> None:
     """Makes this process exit when its launcher does, or it would block a new run in the same dump folder."""
+    _when_gone(int(os.environ.get(LAUNCHER, os.getppid())), lambda: exit_now(1))
+
+
+def stop_with_starter() -> None:
+    """Makes this process stop, as by SIGTERM, when a program that trains in its name has ended: nobody would."""
+    if STARTER in os.environ:
+        _when_gone(int(os.environ[STARTER]), lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def _when_gone(process: int, act: Callable[[], object]) -> None:
+    """Calls `act`, in a thread, when this process or the parent has ended."""
     parent = os.getppid()  # not the launcher, if that has exited already
-    launcher = int(os.environ.get(LAUNCHER, parent))
 
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):
             while os.getppid() == parent:
-                os.kill(launcher, 0)
+                os.kill(process, 0)
                 time.sleep(1)
-        exit_now(1)
+        act()
 
     threading.Thread(target=watch, daemon=True).start()
 
