@@ -15,7 +15,12 @@ from typing import NoReturn
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
 from torchtitan.launcher.imports import check_versions, quick_imports
-from torchtitan.launcher.processes import available_cores, find_processes, refuse_lone_tasks
+from torchtitan.launcher.processes import (
+    available_cores,
+    find_processes,
+    raise_limit_of_open_files,
+    refuse_lone_tasks,
+)
 from torchtitan.launcher.signals import STOP_SIGNALS, exit_before_start, set_signal_handlers, stop_with_starter
 from torchtitan.logging import outlive_readers
 
@@ -31,6 +36,7 @@ def launch(arguments: list[str]) -> int:
     if any(argument.split("=")[0] in PLANS and not argument.lower().endswith("=false") for argument in arguments):
         _plan(arguments)
     stop_with_starter()
+    raise_limit_of_open_files()  # ranks connect to the launcher's store
     if _is_single(arguments):
         _run_alone(arguments)
     try:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from runs import ROOT, TINY, checkpoint_steps, failure, into, last_step, started
 
+from torchtitan.errors import ConfigError
 from torchtitan.launcher.processes import refuse_lone_tasks
 
 SCRIPT = ROOT / "multinode_trainer.slurm"
@@ -116,11 +117,15 @@ def test_tasks_that_would_each_be_a_run_are_refused(tasks: dict[str, str], tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_a_batch_script_may_train_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}.items():
+@pytest.mark.parametrize("script", [{"ENVIRONMENT": "BATCH"}, {"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}])
+def test_a_script_or_a_shell_of_a_job_may_train(script: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", **script}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     refuse_lone_tasks()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(ConfigError, match="2 tasks"):  # mpirun in that script
+        refuse_lone_tasks()
 
 
 def test_the_scripts_are_free_of_what_linters_find() -> None:

@@ -18,6 +18,7 @@ from workers import in_processes
 
 from torchtitan.config.system import Comm
 from torchtitan.errors import LostRankError
+from torchtitan.launcher.processes import raise_limit_of_open_files
 from torchtitan.logging import logger
 from torchtitan.parallel import heartbeat, process_group
 from torchtitan.parallel.heartbeat import Heartbeat
@@ -28,7 +29,7 @@ def test_the_limit_of_open_files_is_raised() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        process_group.raise_limit_of_open_files()
+        raise_limit_of_open_files()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,6 +1,8 @@
 """How many processes a run has on this machine, and how many cores they share."""
 
+import contextlib
 import os
+import resource
 
 from torchtitan.errors import ConfigError
 
@@ -16,6 +18,14 @@ def available_cores() -> int:
     """CPU cores that this process may use."""
     # macOS and Windows have no affinity.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def raise_limit_of_open_files() -> None:
+    """To the hard limit: each group of N ranks takes N connections, and the usual soft limit is 1,024. Processes that
+    this one starts inherit it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit besides
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def find_processes() -> int:
@@ -44,10 +54,12 @@ def refuse_lone_tasks() -> None:
     Raises:
         ConfigError: it is one of several tasks of srun or mpirun, and each of them would do the same.
     """
-    # A batch script of SLURM sees the number of its job's tasks, but has started none of them yet.
-    if os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ:
-        return
+    # The batch script and the interactive shell of a SLURM job see the number of its tasks, and have started none yet.
+    is_batch = os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ
+    is_script = is_batch or os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
     for count, (rank, command) in TASKS.items():
+        if count == "SLURM_NTASKS" and is_script:
+            continue
         tasks = os.environ.get(count, "")
         if rank in os.environ and tasks.isdecimal() and int(tasks) > 1:
             raise ConfigError(

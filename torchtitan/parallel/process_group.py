@@ -5,7 +5,6 @@ import ipaddress
 import os
 import pickle
 import re
-import resource
 import socket
 import time
 import uuid
@@ -20,6 +19,7 @@ from torchtitan.compat.distributed import default_store, flight_recorder_trace, 
 from torchtitan.config.system import Comm
 from torchtitan.device import Device
 from torchtitan.errors import ConfigError, LostRankError
+from torchtitan.launcher.processes import raise_limit_of_open_files
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.parallel.heartbeat import LOST, Heartbeat
@@ -111,13 +111,6 @@ def _warn_of_loopback() -> None:
             f"this machine's name, {name}, leads to {address or 'no address'}, where other machines cannot reach this "
             "rank: set GLOO_SOCKET_IFNAME to a network interface that they reach, such as eth0, or correct /etc/hosts"
         )
-
-
-def raise_limit_of_open_files() -> None:
-    """To the hard limit: each group of N ranks takes N connections, and the usual soft limit is 1,024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit besides
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _rendezvous(store: dist.Store, rank: int, world_size: int, seconds: int) -> str:
