@@ -183,7 +183,7 @@ def run(rung: Rung) -> None:
         sys.exit(128 + stopped[0])
     if status or rung.loss() is None:
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-        failed = f"the run {rung.folder.name} failed, or its loss is not finite; {log} ends with:"
+        failed = f"the run {rung.folder.name} failed, was stopped, or has no finite loss; {log} ends with:"
         raise UserError("\n".join([failed, *tail]))
 
 
