@@ -19,11 +19,12 @@ from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError
 from torchtitan.launcher.imports import check_versions, quick_imports
+from torchtitan.launcher.processes import refuse_lone_tasks
 from torchtitan.launcher.signals import STARTED_AGAIN, Stop, exit_now, exit_with_launcher, ignore_stop_signals
 from torchtitan.logging import outlive_readers
 
 PATIENCE = 10  # seconds
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
@@ -54,6 +55,8 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
         from torchtitan.plan.planner import plan
 
         return plan(config, device)
+    if "RANK" not in os.environ:
+        refuse_lone_tasks()
     dims = check(config, WORLD_SIZE, device.type)
     if config.job.print_args:
         logger.info(f"configuration:\n{to_toml(config)}")

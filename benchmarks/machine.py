@@ -9,7 +9,6 @@ the parent's memory at the fork in a child's peak.
 import argparse
 import contextlib
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -73,6 +72,7 @@ def measure_machine(threads: int | None = None, sizes: tuple[int, ...] = ()) -> 
 
     from torchtitan.device import find_device
     from torchtitan.kernels.cpu_speed import fast_dtype
+    from torchtitan.launcher.processes import available_cores
     from torchtitan.metrics.flops import known_peak
 
     if threads:
@@ -88,7 +88,7 @@ def measure_machine(threads: int | None = None, sizes: tuple[int, ...] = ()) -> 
     return Machine(
         device.name,
         device.type,
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        available_cores(),
         torch.get_num_threads(),
         versions,
         str(dtype).removeprefix("torch."),

@@ -13,6 +13,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from torchtitan.launcher.processes import available_cores
+from torchtitan.launcher.signals import STARTER
+
 ROOT = Path(__file__).resolve().parent.parent
 DEBUG_MODEL = ROOT / "train_configs" / "debug_model.toml"
 FIRST_STEP = r"\bstep +1/"
@@ -51,9 +54,8 @@ class Variant:
     @property
     def threads(self) -> int:
         """Number of CPU threads of all processes together; torchtitan.launch divides the cores among them."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         each = self.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
-        return self.processes * int(each) if each else max(self.processes, cores)
+        return self.processes * int(each) if each else max(self.processes, available_cores())
 
 
 def variables_first(text: str) -> tuple[dict[str, str], list[str]]:
@@ -93,7 +95,7 @@ def observe(name: str, command: Sequence[str], environment: Mapping[str, str]) -
     start = perf_counter()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", STARTER: str(os.getpid()), **environment},
     )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,12 +14,14 @@ from torchtitan.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
 from torchtitan.config.output import Checkpoint
 from torchtitan.data import build_loader, build_validation_loader, load_tokenizer
+from torchtitan.data.fingerprints import fingerprints
 from torchtitan.device import Device
 from torchtitan.engine.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.model_args import describe_parametrization, find_model_args
 from torchtitan.engine.run_folder import RunFolder
 from torchtitan.engine.startup_log import log_conversion, log_cost_of_low_precision
+from torchtitan.errors import ConfigError
 from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.samples import Sampler
@@ -25,11 +29,13 @@ from torchtitan.evaluation.scoring import scorer_of_run
 from torchtitan.interchange import Exchange, published
 from torchtitan.launcher.folder_lock import FolderLock
 from torchtitan.launcher.signals import Stop
+from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.parallel.object_collectives import raise_on_all_ranks
-from torchtitan.parallel.process_group import init_process_group, set_timeout
+from torchtitan.parallel.object_collectives import broadcast_from_rank_0, raise_on_all_ranks, refuse_differences
+from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout, world_from_environment
+from torchtitan.report.compare import flat
 from torchtitan.trainer import Trainer
 
 
@@ -73,8 +79,15 @@ def build_trainer(
     stop.connect()
     if lock is not None:
         take = functools.partial(take_locks, lock, dump_folder, config.checkpoint, closing)
-        raise_on_all_ranks(take if dist.get_rank() == 0 else lambda: None)
+        tokens = raise_on_all_ranks(take if dist.get_rank() == 0 else dict[str, str])
+        if not on_one_machine():
+            raise_on_all_ranks(functools.partial(check_folders, config, broadcast_from_rank_0(lambda: tokens)))
     config = decide_compute_dtype(config, device.type)
+    if not on_one_machine():
+        refuse_differences(_keys(config), "start all machines with the same configuration")
+        files = {**fingerprints(training, config.validation), "model.tokenizer_path": tokenizer.fingerprint}
+        of_machine = files if world_from_environment()[1] == 0 else {}
+        refuse_differences(of_machine, "copy the same files to all machines")
     meshes = build_meshes(dims, device.type, args)
     set_timeout(config.comm.init_timeout_seconds)
 
@@ -90,6 +103,8 @@ def build_trainer(
         pin_memory=device.type == "cuda",
     )
     closing.callback(loader.close)
+    identity = {f"training data: {key}": value for key, value in loader.identity.items()}
+    refuse_differences(identity, "all machines need the same data, and Python for python_stdlib")
     validation_loader = None
     if validation.enabled:
         validation_loader = build_validation_loader(
@@ -104,7 +119,7 @@ def build_trainer(
 
     # Model on the meta device, converters, parallelism, parameters, optimizer.
     engine = build_engine(config, meshes, device, args, global_batch_size)
-    log_conversion(engine, dump_folder)
+    conversion = log_conversion(engine)
     log_cost_of_low_precision(engine)
 
     scorer = scorer_of_run(engine)
@@ -112,7 +127,7 @@ def build_trainer(
 
     # Checkpoint.
     spec = MODELS.get(config.model.name)
-    folder = RunFolder(dump_folder, config)
+    folder = RunFolder(dump_folder, config, conversion)
     checkpoints = CheckpointManager(
         config.checkpoint,
         dump_folder,
@@ -147,13 +162,48 @@ def build_trainer(
         sampler=Sampler(prompts, tokenizer, scorer) if prompts else None,
     )
     trainer.load_checkpoint()
-    folder.write_config()
+    stop.step_on_disk = lambda: checkpoints.step_on_disk
     return trainer
 
 
-def take_locks(lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint, closing: contextlib.ExitStack) -> None:
-    """Takes the dump folder's lock, and that of a checkpoint folder elsewhere, which another run may also use."""
+def take_locks(
+    lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint, closing: contextlib.ExitStack
+) -> dict[str, str]:
+    """Takes the dump folder's lock, and that of a checkpoint folder elsewhere, which another run may also use.
+
+    Returns:
+        The token of each, by the key that names the folder.
+    """
     lock.take()
+    tokens = {lock.key: lock.token}
     folder = dump_folder / checkpoint.folder
     if checkpoint.enable_checkpoint and not folder.resolve().is_relative_to(dump_folder.resolve()):
-        closing.enter_context(FolderLock(folder, "checkpoint.folder")).take()
+        other = closing.enter_context(FolderLock(folder, "checkpoint.folder"))
+        other.take()
+        tokens[other.key] = other.token
+    return tokens
+
+
+def check_folders(config: JobConfig, tokens: dict[str, str]) -> None:
+    """Checks that this rank sees the folders that rank 0 has locked. Without checkpoints each machine may have its own.
+
+    Raises:
+        ConfigError: it does not: its part of a checkpoint would be written elsewhere.
+    """
+    dump_folder = Path(config.job.dump_folder)
+    folders = {"job.dump_folder": dump_folder, "checkpoint.folder": dump_folder / config.checkpoint.folder}
+    for key, token in tokens.items() if dist.get_rank() > 0 else ():
+        if not FolderLock(folders[key], key).sees(token):
+            problem = (
+                f"{key}: {folders[key]} on {platform.node()} (rank {dist.get_rank()}) is not the folder that rank 0 "
+                "writes to; choose one on storage that all machines share."
+            )
+            if config.checkpoint.enable_checkpoint:
+                raise ConfigError(problem)
+            logger.warning(problem)
+
+
+def _keys(config: JobConfig) -> dict[str, Any]:
+    """The keys that all machines must agree on: not where files lie."""
+    values = flat({name: section for name, section in dataclasses.asdict(config).items() if name != "job"})
+    return {key: value for key, value in values.items() if not key.endswith(("path", "folder"))}

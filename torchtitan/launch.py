@@ -10,14 +10,18 @@ variables that it reads (`PET_MAX_RESTARTS=3`); they set up multi-node runs (doc
 import logging
 import os
 import runpy
-import signal
 import sys
 from typing import NoReturn
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
 from torchtitan.launcher.imports import check_versions, quick_imports
-from torchtitan.launcher.processes import find_processes
-from torchtitan.launcher.signals import STOP_SIGNALS, exit_before_start, set_signal_handlers
+from torchtitan.launcher.processes import (
+    available_cores,
+    find_processes,
+    raise_limit_of_open_files,
+    refuse_lone_tasks,
+)
+from torchtitan.launcher.signals import STOP_SIGNALS, exit_before_start, set_signal_handlers, stop_with_starter
 from torchtitan.logging import outlive_readers
 
 PLANS = ("--job.plan", "--memory_estimation.enabled")
@@ -27,11 +31,12 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA; AMD; either 
 def launch(arguments: list[str]) -> int:
     """Runs `arguments` in NGPU processes and returns the exit status."""
     # Until the agent handles signals: a KeyboardInterrupt in torch's import would print a traceback, or be swallowed.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     set_signal_handlers(STOP_SIGNALS, lambda number, _: exit_before_start(number))
     outlive_readers()
     if any(argument.split("=")[0] in PLANS and not argument.lower().endswith("=false") for argument in arguments):
         _plan(arguments)
+    stop_with_starter()
+    raise_limit_of_open_files()  # ranks connect to the launcher's store
     if _is_single(arguments):
         _run_alone(arguments)
     try:
@@ -58,7 +63,13 @@ def launch(arguments: list[str]) -> int:
     try:
         count = [] if os.environ.get("PET_NPROC_PER_NODE") and not os.environ.get("NGPU") else [str(find_processes())]
         arguments = [*(f"--nproc-per-node={one}" for one in count), "--signals-to-handle=SIGQUIT", *arguments]
-        _set_threads(determine_local_world_size(parse_args(arguments).nproc_per_node))  # of two, the last one counts
+        options = parse_args(arguments)  # of two, the last one counts
+        if options.nnodes in ("1", "1:1"):
+            refuse_lone_tasks()
+        if options.log_dir is None and {options.redirects, options.tee} == {"0"}:
+            # torchrun would make a folder for logs that nobody writes, and leave it there when it is killed.
+            arguments = [f"--log-dir={os.devnull}", *arguments]
+        _set_threads(determine_local_world_size(options.nproc_per_node))
     except (UserError, ValueError) as error:  # ValueError: no such kind of device to count
         print(f"Error: {error}", file=sys.stderr)
         return EXIT_STATUS
@@ -103,7 +114,7 @@ def _run_alone(arguments: list[str]) -> NoReturn:
 
 def _set_threads(processes: int) -> None:
     """torchrun would give each process one thread, regardless of the number of cores."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
 
 
 def _plan(arguments: list[str]) -> NoReturn:

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -35,6 +36,7 @@ from torchtitan.models.init import init_weights
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.process_group import set_timeout
+from torchtitan.report.compare import differing, flat, shown
 
 DATA_ENDED = 64  # passed to `Stop` in place of a signal number; larger than any of them
 
@@ -47,6 +49,7 @@ class Trainer:
         dtype_reason: why GEMMs run in their dtype; "" if the configuration says so.
         step: number of the last optimizer step, performed or skipped.
         data_error: why this rank can no longer read its data.
+        changed: keys that had another value when the checkpoint was saved, and [old, new], as text.
     """
 
     config: JobConfig
@@ -65,6 +68,7 @@ class Trainer:
     step: int = 0
     tokens_seen: int = 0
     data_error: str | None = None
+    changed: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def __enter__(self) -> "Trainer":
         return self
@@ -84,23 +88,15 @@ class Trainer:
         if config.checkpoint.create_seed_checkpoint:
             self._save_seed_checkpoint()
             return
-        if self.step >= steps:
+        left = []  # of the reports after the last step, if the start that trained it was stopped
+        if self.step == steps:
+            recorded = self.folder.recorded(steps)
+            left = [key for key in self._due() if key not in recorded]
+        if self.step >= steps and not left:
             logger.info(f"this run has already finished its {steps} steps; raise training.steps to continue")
             self.checkpoints.export(self.step)
             return
         self._log_settings()
-        # Of the ranks that train on the same rows, the first records the sample ids.
-        recording = config.training.record_sample_ids and self.engine.meshes.is_first_of_dp_rank
-        self.folder.open_records(self.step, sample_ids=recording)
-        self.folder.record_event(
-            self.step,
-            "start",
-            device=f"{self.engine.device.type} ({self.engine.device.name})",
-            processes=dist.get_world_size(),
-            layout=f"{self.engine.meshes.dims}",
-            model=f"{config.model.name} {config.model.flavor}, {self.engine.parameters:,} parameters",
-            torch=torch.__version__,
-        )
         first_step = self.step + 1
         checked_steps = steps_to_check(self.engine, first_step)
         with (
@@ -109,7 +105,13 @@ class Trainer:
             garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
             limit_spinning(self._record_busy) if self.engine.device.type == "cpu" else contextlib.nullcontext(),
         ):
+            complete = True
+            if left:
+                self._begin()
+                complete = self._report(left, reporter)
             while self.step < steps and not self._should_stop(reporter):
+                if self.step + 1 == first_step:
+                    self._begin()
                 self.stop.progress.begins()
                 with record_function("data"):
                     microbatches = self.loader.next()
@@ -127,25 +129,41 @@ class Trainer:
                 self.stop.progress.ends()
                 profiler.step()
                 reporter.measure_peak()
-                self._validate_if_due(reporter)
-                self._evaluate_if_due(reporter)
+                complete = self._report(self._due(), reporter)
                 self._save_if_due(reporter)
                 if self.step == first_step and self.engine.fused_gemms is not None:
                     self.engine.fused_gemms.check()
                 if self.step == first_step or recompiles:
                     set_timeout(config.comm.train_timeout_seconds)
-        if self.step < steps or self.stop.agreed_on == DATA_ENDED:
+        if self.step < steps or not complete:
             self._end_early()
             return
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
             raise CheckpointError(
                 "training finished, but its last checkpoint could not be saved (see above). Fix the cause, such as a "
-                "full disk, and run the same command again: it resumes from the previous checkpoint."
+                f"full disk, and run the same command again. {self.stop.on_disk}"
             )
         self.checkpoints.export(self.step)
         self.folder.restore_config()
         logger.info(f"training finished after step {self.step}; its output is in {self.folder.path}")
+
+    def _begin(self) -> None:
+        """From here on, files of the run are written."""
+        config = self.config
+        # Of the ranks that train on the same rows, the first records the sample ids.
+        recording = config.training.record_sample_ids and self.engine.meshes.is_first_of_dp_rank
+        self.folder.begin(self.step, sample_ids=recording)
+        self.folder.record_event(
+            self.step,
+            "start",
+            device=f"{self.engine.device.type} ({self.engine.device.name})",
+            processes=dist.get_world_size(),
+            layout=f"{self.engine.meshes.dims}",
+            model=f"{config.model.name} {config.model.flavor}, {self.engine.parameters:,} parameters",
+            torch=torch.__version__,
+            **({"changed": self.changed} if self.changed else {}),
+        )
 
     def train_step(self, microbatches: Sequence[Batch], reporter: MetricsReporter) -> None:
         """Runs one training step and reports it."""
@@ -189,29 +207,55 @@ class Trainer:
             self.engine = dataclasses.replace(self.engine, converters=phases.converters)
         return changed
 
-    def _validate_if_due(self, reporter: MetricsReporter) -> None:
-        due = self.step == self.config.training.steps or self.step % self.config.validation.freq == 0
-        if self.validation_loader is None or not due or self.stop.agreed():
-            return
-        with reporter.pause():
-            loss = evaluate(self.engine, self._validation_batches(), self._agreed_to_stop)
-            if loss is not None:
-                reporter.validation(self.step, loss)
-            samples = self.sampler.samples(self._agreed_to_stop) if loss is not None and self.sampler else None
-            if samples is not None:
-                reporter.samples(self.step, samples)
-                self.folder.record_samples(self.step, samples)
+    @property
+    def _reports(self) -> dict[str, tuple[object, int, Callable[[MetricsReporter], bool]]]:
+        """By a key of what it records: None where it is off, its interval in steps, and what does it, which returns
+        False if the run is to stop first."""
+        validation, evaluation = self.config.validation, self.config.evaluation
+        return {
+            "validation_loss": (self.validation_loader, validation.freq, self._validate),
+            "samples": (self.sampler, validation.freq, self._sample),
+            "evaluation_seconds": (self.evaluator, evaluation.freq, self._evaluate),
+        }
 
-    def _evaluate_if_due(self, reporter: MetricsReporter) -> None:
-        due = self.step == self.config.training.steps or self.step % self.config.evaluation.freq == 0
-        if self.evaluator is None or not due or self.stop.agreed():
-            return
-        with reporter.pause():
-            start = perf_counter()
-            scores = self.evaluator.scores(self._agreed_to_stop)
-            if scores is not None:
-                metrics = self.evaluator.metrics(scores)
-                reporter.evaluation(self.step, metrics, table(metrics), perf_counter() - start)
+    def _due(self) -> list[str]:
+        """The reports that are due after this step."""
+        last = self.step == self.config.training.steps
+        there = {key: freq for key, (part, freq, _) in self._reports.items() if part is not None}
+        return [key for key, freq in there.items() if last or self.step % freq == 0]
+
+    def _report(self, due: Sequence[str], reporter: MetricsReporter) -> bool:
+        """Whether all are done; False if the run is to stop first. Collective."""
+        for key in due:
+            if self.stop.agreed():
+                return False
+            with reporter.pause():
+                if not self._reports[key][2](reporter):
+                    return False
+        return True
+
+    def _validate(self, reporter: MetricsReporter) -> bool:
+        loss = evaluate(self.engine, self._validation_batches(), self._agreed_to_stop)
+        if loss is not None:
+            reporter.validation(self.step, loss)
+        return loss is not None
+
+    def _sample(self, reporter: MetricsReporter) -> bool:
+        assert self.sampler is not None
+        samples = self.sampler.samples(self._agreed_to_stop)
+        if samples is not None:
+            reporter.samples(self.step, samples)
+            self.folder.record_samples(self.step, samples)
+        return samples is not None
+
+    def _evaluate(self, reporter: MetricsReporter) -> bool:
+        assert self.evaluator is not None
+        start = perf_counter()
+        scores = self.evaluator.scores(self._agreed_to_stop)
+        if scores is not None:
+            metrics = self.evaluator.metrics(scores)
+            reporter.evaluation(self.step, metrics, table(metrics), perf_counter() - start)
+        return scores is not None
 
     def _validation_batches(self) -> Iterator[Batch | None]:
         """The batches, then None if this rank cannot read its data: all ranks then agree to save and stop."""
@@ -234,6 +278,7 @@ class Trainer:
                 f"checkpoint.create_seed_checkpoint: {self.checkpoints.folder} already holds checkpoints; choose "
                 "another --job.dump_folder."
             )
+        self.folder.write_config()
         self.checkpoints.save(0, self._state)
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
@@ -264,6 +309,12 @@ class Trainer:
             return
         self.step = state.get("step", 0)
         self.tokens_seen = state.get("tokens_seen", 0)
+        former = flat(self.checkpoints.former_configuration)
+        current = flat(json.loads(json.dumps(dataclasses.asdict(self.config), default=str)))
+        for key in differing([former, current]):
+            if key in former and key in current:  # otherwise of another version
+                old, new = self.changed[key] = [shown(former[key]), shown(current[key])]
+                logger.info(f"{key} = {new}; it was {old} when the checkpoint was saved")
         with refuse_wrong_values():
             if "guard" in state:
                 self.guard.load_state_dict(state["guard"])
@@ -312,13 +363,14 @@ class Trainer:
             raise DataError(next(error for error in errors if error is not None))
         stopped = f"stopped by {self.stop.name}"
         if self.checkpoints.save_before_stop(self.step, self._state):
+            left = " with what is left to evaluate" if self.step == self.config.training.steps else ""
             logger.info(
-                f"{stopped} after step {self.step}; its checkpoint is saved, and the same command resumes from it"
+                f"{stopped} after step {self.step}; its checkpoint is saved, and the same command resumes from it{left}"
             )
         elif self.checkpoints.last_save_failed:
             raise CheckpointError(
                 f"{stopped} after step {self.step}; its checkpoint could not be saved (see above). Fix the cause, such "
-                "as a full disk, and run the same command again: it resumes from the previous checkpoint."
+                f"as a full disk, and run the same command again. {self.stop.on_disk}"
             )
         elif self.stop.has_trained:
             logger.info(

@@ -1,12 +1,13 @@
 """A process dies or stops: the others name it, and restart. Two launchers on loopback act as two machines."""
 
 import os
+import re
 import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,8 +21,14 @@ FLAGS = (*ONE_ROW, f"--training.steps={STEPS}", "--checkpoint.enable_checkpoint"
 
 
 @contextmanager
-def two_nodes(*flags: str, restarts: int = 0, folder: Path = ROOT) -> Iterator[tuple[Run, Run]]:
-    """The launchers of two machines with one process each."""
+def two_nodes(
+    *flags: str, restarts: int = 0, folder: Path = ROOT, second_only: Sequence[str] = ()
+) -> Iterator[tuple[Run, Run]]:
+    """The launchers of two machines with one process each.
+
+    Args:
+        second_only: flags of the second machine alone.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -29,7 +36,7 @@ def two_nodes(*flags: str, restarts: int = 0, folder: Path = ROOT) -> Iterator[t
     command = (sys.executable, "-m", "torchtitan.launch", *options, str(ROOT / "train.py"))
     with (
         started(*flags, command=command, folder=folder) as first,
-        started(*flags, command=command, folder=folder) as second,
+        started(*flags, *second_only, command=command, folder=folder) as second,
     ):
         yield first, second
 
@@ -204,6 +211,45 @@ def test_a_rank_that_hangs_in_a_save_is_named(tmp_path: Path) -> None:
     assert "a collective took longer than comm.save_timeout_seconds = 2. Rank 1 is at " in output
     assert "slow.py:8, in hang" in output
     assert "could not be saved" not in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(
+            ("--job.dump_folder={}/b", r"job\.dump_folder: .* \(rank 1\) is not the folder that rank 0 writes to"),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(("--training.seed=7", r"training\.seed differs between machines"), marks=pytest.mark.full),
+        (
+            "--training.dataset_path={}/b",
+            r"training\.dataset_path: part\.txt differs between machines: [\d,]+ bytes, hash \w+ on rank 0 on ",
+        ),
+        pytest.param(
+            ("--model.tokenizer_path={}/another.model", r"model\.tokenizer_path differs between machines"),
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["dump folder", "key", "data", "tokenizer"],
+)
+def test_machines_that_differ_are_refused_before_they_train(other: tuple[str, str], tmp_path: Path) -> None:
+    flag, expected = other
+    text = (ROOT / "README.md").read_text() * 4
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part.txt").write_text(text if name == "a" else text[:-2] + "!\n")  # of the same size
+    shipped = (ROOT / "torchtitan/data/assets/python_stdlib_4k.model").read_bytes()
+    (tmp_path / "another.model").write_bytes(shipped + b"\xc2\x3e\x01x")  # an unknown field, which is ignored
+    data = f"--training.dataset_path={tmp_path}/a"
+    with two_nodes(
+        *ENDLESS, data, "--checkpoint.enable_checkpoint", into(tmp_path / "run"), second_only=[flag.format(tmp_path)]
+    ) as nodes:
+        ends = [node.finish() for node in nodes]
+    # The launcher of rank 0 ends the run; the other one loses it.
+    said = [output for status, output in ends if status == 2]
+    assert said and re.search(expected, said[0]), ends
+    assert not any("Traceback" in output for _, output in ends)
+    assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:

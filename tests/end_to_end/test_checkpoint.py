@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ from runs import (
 )
 
 from torchtitan.checkpoint import CheckpointManager
-from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.errors import CheckpointError, ConfigError, UserError
+from torchtitan.report.page import render
+from torchtitan.report.run import read_run
 
 FLAGS = (*TINY, *CHECKPOINTS, "--optimizer.lr=1e-2")  # so that six steps have a visible effect on the loss
 
@@ -407,3 +410,42 @@ def test_a_rank_without_memory_for_its_copies_fails_the_save_on_all(tmp_path: Pa
     assert "step 2 could not be saved (rank 1 could not copy its tensors into host memory: no memory)" in output
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
     assert checkpoint_steps(tmp_path) == [4]
+
+
+def test_a_second_run_in_a_folder_leaves_the_first_one_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its metrics and configuration are renamed together, and not before the second one trains."""
+    folder = tmp_path / "run"
+    flags = (*TINY, "--training.steps=2", into(folder))
+
+    def content() -> dict[str, str]:
+        files = (path for path in folder.rglob("*.*") if path.is_file() and "checkpoint" not in path.parts)
+        return {path.relative_to(folder).as_posix(): path.read_text() for path in files if path.name != ".lock"}
+
+    train_here(*flags, "--optimizer.lr=1e-3", "--training.record_sample_ids", "--model.converters=int8")
+    first = content()
+    assert first.keys() > {"metrics.jsonl", "config.toml", "conversion.json", "sample_ids/rank_0.jsonl"}
+    (tmp_path / "short.txt").write_text("too short")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # simulates that it is not installed
+    for mistake in (f"--training.dataset_path={tmp_path}/short.txt", "--metrics.enable_wandb"):
+        with pytest.raises(UserError):
+            train_here(*flags, "--optimizer.lr=2e-3", mistake)
+        assert content() == first
+    train_here(*flags, "--optimizer.lr=3e-3", "--checkpoint.enable_checkpoint")
+    second = content()
+    for name, text in first.items():
+        assert second.get(name.replace(".", ".1.")) == text or not text
+    assert "lr = 0.003" in second["config.toml"]
+    assert "conversion.json" not in second and "sample_ids/rank_0.jsonl" not in second
+
+    capsys.readouterr()
+    train_here(*flags, "--training.steps=4", "--optimizer.lr=4e-3", "--checkpoint.enable_checkpoint")
+    assert "optimizer.lr = 0.004; it was 0.003 when the checkpoint was saved" in capsys.readouterr().out
+    page = render([read_run(folder)])
+    assert "training.steps = 4 (was 2); optimizer.lr = 0.004 (was 0.003)" in page or (
+        "optimizer.lr = 0.004 (was 0.003); training.steps = 4 (was 2)" in page
+    )
+    capsys.readouterr()
+    train_here(*flags, "--training.steps=4", "--optimizer.lr=5e-3", "--checkpoint.enable_checkpoint")
+    assert "lr = 0.004" in (folder / "config.toml").read_text()  # nothing was trained with another one

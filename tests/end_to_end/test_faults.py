@@ -308,6 +308,32 @@ def test_a_dump_folder_that_is_removed_is_made_again_and_said(
     assert (folder / "config.toml").exists()
 
 
+def test_a_dump_folder_that_loses_its_permissions_costs_the_saves_until_it_has_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, user = tmp_path / "run", os.geteuid()
+
+    def deny() -> None:
+        folder.chmod(0)
+        os.seteuid(user or 65534)  # root needs no permissions
+
+    def allow() -> None:
+        os.seteuid(user)
+        folder.chmod(0o755)
+
+    at_step(3, deny, monkeypatch)
+    at_step(5, allow, monkeypatch)
+    try:
+        train_here(*SAVING, "--checkpoint.interval=2", into(folder), "--training.steps=6")
+    finally:
+        allow()
+    output = capsys.readouterr().out
+    assert "checkpoint of step 4 could not be saved (rank 0: [Errno 13] Permission denied" in output
+    assert "was removed" not in output
+    assert list(losses(folder)) == [1, 2, 3, 4, 5, 6]  # the files are open
+    assert checkpoint_steps(folder) == [2, 6] and damage(folder / "checkpoint" / "step-6") == []
+
+
 def test_a_disk_that_is_full_from_the_start_is_one_sentence(disk: Path) -> None:
     fill(disk)
     with started(*SAVING, into(disk), "--training.steps=2", processes=2) as run:

@@ -1,14 +1,16 @@
-"""Ctrl-C, a killed process, a failing rank: a short message, and nothing is left behind."""
+"""Ctrl-C, a killed process, a failing rank: a short message, and nothing is lost or left behind."""
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from runs import TINY, Run, failure, into, last_step, started, variables_of
+from runs import TINY, Run, checkpoint_steps, failure, into, last_step, started, variables_of
 
 ENDLESS = (*TINY, "--training.steps=100000")
+SAVING = (*ENDLESS, "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
 
 
 def assert_interrupted(run: Run) -> None:
@@ -29,13 +31,57 @@ def handles(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_stopped_during_training(processes: int, tmp_path: Path) -> None:
-    with started(*ENDLESS, into(tmp_path), processes=processes) as run:
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("processes", "command"),
+    [(1, None), (2, None), pytest.param(2, TORCHRUN, marks=pytest.mark.full)],
+    ids=["one process", "two", "torchrun"],
+)
+def test_ctrl_c_saves_and_stops(processes: int, command: tuple[str, ...] | None, tmp_path: Path) -> None:
+    with started(*SAVING, "--checkpoint.interval=1000", into(tmp_path), processes=processes, command=command) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         run.signal_group(signal.SIGINT)
-        assert_interrupted(run)
-        assert "Stopped by SIGINT" in run.output()
+        status, output = run.finish(60)
+        assert run.pids() == []
+    step = last_step(tmp_path)
+    assert checkpoint_steps(tmp_path) == [step], output
+    assert f"stopped by SIGINT after step {step}; its checkpoint is saved" in output
+    assert "This run has saved no checkpoint yet" in output  # before the save
+    if command is None:  # torchrun adds its own traceback
+        assert status == 0
+        assert "Traceback" not in output
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time, tiny\n"
+        "from torchtitan.converters import CONVERTERS, ConverterEntry\n"
+        "class Slow:\n"
+        "    steps = 0\n"
+        "    def convert(self, model): pass\n"
+        "    def post_optimizer_hook(self, models):\n"
+        "        self.steps += 1\n"
+        "        if self.steps == 5:\n"
+        "            pathlib.Path('stuck').touch()\n"
+        "            time.sleep(1000)\n"
+        "CONVERTERS.register('slow', ConverterEntry('', lambda section, target: Slow()))\n"
+    )
+    slow = ("--experimental.custom_import=slow", "--model.converters=slow")
+    with started(*SAVING, *slow, into(tmp_path), processes=2, folder=tmp_path) as run:
+        run.wait_until((tmp_path / "stuck").exists)
+        run.signal_group(signal.SIGINT)
+        run.wait_until(lambda: "Ctrl-C again ends it at once. The checkpoint of step 4 is on disk" in run.output())
+        time.sleep(1)
+        run.signal_group(signal.SIGINT)
+        asked = time.monotonic()
+        status, output = run.finish(60)
+        assert time.monotonic() - asked < 8  # the grace period of the first one is longer
+        assert run.pids() == []
+    assert status == 130, output
+    assert "Stopped by SIGINT. The checkpoint of step 4 is on disk, and the same command resumes from it." in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("moment", ["launcher", "imports", pytest.param("weights", marks=pytest.mark.full)])
@@ -119,11 +165,14 @@ def assert_none_left(run: Run) -> None:
 
 def test_processes_do_not_outlive_the_launcher(tmp_path: Path) -> None:
     # Otherwise the same command, started again, would train in the folder they still use.
-    with started(*ENDLESS, into(tmp_path), processes=2) as run:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with started(*ENDLESS, into(tmp_path), processes=2, TMPDIR=str(temporary)) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         run.process.kill()
         run.process.wait()
         assert_none_left(run)
+    assert not list(temporary.glob("torchelastic_*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])

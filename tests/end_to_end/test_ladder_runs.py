@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import time
 from pathlib import Path
 
 import matplotlib.image
@@ -24,7 +25,8 @@ def climb(folder: Path, *flags: str) -> Run:
 
 
 @pytest.mark.full
-def test_a_ladder_goes_on_after_an_interruption_and_predicts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+def test_a_ladder_goes_on_after_an_interruption_and_predicts(number: signal.Signals, tmp_path: Path) -> None:
     folder = tmp_path / "ladder"
     for name, loss in FINISHED.items():
         (folder / name).mkdir(parents=True)
@@ -33,13 +35,18 @@ def test_a_ladder_goes_on_after_an_interruption_and_predicts(tmp_path: Path) -> 
     first = climb(tmp_path)
     try:
         first.wait_until(lambda: any("loss" in line for line in lines_of(metrics)))
-        first.process.send_signal(signal.SIGTERM)
+        first.process.send_signal(number)
         status, output = first.finish()
-        assert first.pids() == []
+        deadline = time.monotonic() + (60 if number == signal.SIGKILL else 0)
+        while first.pids():  # a killed ladder's run notices, and saves
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
     finally:
         first.kill()
-    assert status == 128 + signal.SIGTERM, output
-    assert "Stopped during 107K-10K. The same command goes on from there." in output
+    assert status == 128 + number, output
+    if number != signal.SIGKILL:
+        assert "Stopped during 107K-10K. The same command goes on from there." in output
+    assert "its checkpoint is saved" in (folder / "107K-10K.log").read_text()
 
     again = climb(tmp_path)
     try:

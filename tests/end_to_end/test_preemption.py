@@ -16,6 +16,7 @@ from runs import (
     failure,
     into,
     last_step,
+    lines_of,
     losses,
     started,
     takes,
@@ -115,6 +116,25 @@ def test_sigusr1_to_the_launcher_while_validating(tmp_path: Path) -> None:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         run.signal_group(signal.SIGUSR1)
         assert assert_saved(run, tmp_path, "SIGUSR1") <= 4
+
+
+def test_what_a_signal_cuts_off_after_the_last_step_is_done_by_the_next_start(tmp_path: Path) -> None:
+    flags = (
+        *(*ENDLESS, "--training.steps=3", "--validation.enabled", "--validation.sample_prompts=def f(", into(tmp_path)),
+        *("--evaluation.tasks=held_out", "--evaluation.limit=2"),
+    )
+    with started(*flags, "--validation.steps=1000000") as run:  # hours
+        run.wait_until(lambda: last_step(tmp_path) >= 3)
+        run.signal_group(signal.SIGTERM)
+        assert assert_saved(run, tmp_path, "SIGTERM") == 3
+        assert "with what is left to evaluate" in run.output() and "training finished" not in run.output()
+    assert "training finished after step 3" in train(*flags, "--validation.steps=2")
+    lines = lines_of(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    for key in ("validation_loss", "held_out/bits_per_byte"):
+        assert [line["step"] for line in lines if key in line] == [3]
+    assert [line["step"] for line in lines_of(tmp_path / "samples.jsonl")] == [3]
+    assert "already finished its 3 steps" in train(*flags, "--validation.steps=2")
 
 
 @pytest.mark.full

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, TINY, checkpoint_steps, into, last_step, started
+from runs import ROOT, TINY, checkpoint_steps, failure, into, last_step, started
+
+from torchtitan.errors import ConfigError
+from torchtitan.launcher.processes import refuse_lone_tasks
 
 SCRIPT = ROOT / "multinode_trainer.slurm"
 FLAGS = (*TINY, "--training.local_batch_size=1")
@@ -23,7 +26,8 @@ while [[ "$1" == --* ]]; do shift; done
 tasks=()
 trap 'for task in "${tasks[@]}"; do kill -USR1 $(pstree_of "$task"); done' USR1
 pstree_of() { echo "$1"; for child in $(pgrep -P "$1"); do pstree_of "$child"; done; }
-for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do "$@" & tasks+=($!); done
+export SLURM_STEP_ID=0 SLURM_NTASKS="$SLURM_JOB_NUM_NODES"
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_PROCID=$node "$@" & tasks+=($!); done
 worst=0
 for task in "${tasks[@]}"; do
     while true; do wait "$task"; status=$?; kill -0 "$task" 2>/dev/null || break; done
@@ -93,6 +97,35 @@ def test_reports_a_failure(slurm: dict[str, Any], tmp_path: Path) -> None:
     assert status == 2, output
     assert "training.seq_len" in output
     assert not (tmp_path / "scontrol.log").exists()
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "ENVIRONMENT": "BATCH", "NGPU": "2"},
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_SIZE": "2", "PMI_RANK": "1", "NGPU": "2"},
+    ],
+    ids=lambda tasks: next(iter(tasks)),
+)
+def test_tasks_that_would_each_be_a_run_are_refused(tasks: dict[str, str], tmp_path: Path) -> None:
+    started_alone = {"processes": None} if "NGPU" not in tasks else {}
+    status, output = failure(*FLAGS, into(tmp_path / "out"), **started_alone, **tasks)
+    assert status == 2, output
+    assert output.count("Error:") == 1 and "this is one of 2 tasks" in output and "./run_train.sh" in output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", [{"ENVIRONMENT": "BATCH"}, {"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}])
+def test_a_script_or_a_shell_of_a_job_may_train(script: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", **script}.items():
+        monkeypatch.setenv(name, value)
+    refuse_lone_tasks()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(ConfigError, match="2 tasks"):  # mpirun in that script
+        refuse_lone_tasks()
 
 
 def test_the_scripts_are_free_of_what_linters_find() -> None:

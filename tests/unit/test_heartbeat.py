@@ -1,6 +1,8 @@
 """How ranks meet in a store that has been used before, and how a silent rank is detected."""
 
 import logging
+import resource
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +18,45 @@ from workers import in_processes
 
 from torchtitan.config.system import Comm
 from torchtitan.errors import LostRankError
+from torchtitan.launcher.processes import raise_limit_of_open_files
 from torchtitan.logging import logger
 from torchtitan.parallel import heartbeat, process_group
 from torchtitan.parallel.heartbeat import Heartbeat
 from torchtitan.parallel.process_group import _rendezvous, set_timeout
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        raise_limit_of_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"), [("127.0.1.1", "leads to 127.0.1.1, where"), ("10.0.0.7", ""), (None, "no address")]
+)
+def test_a_name_that_leads_to_loopback_is_told_of(
+    address: str | None, expected: str, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(*_: object) -> list[Any]:
+        if address is None:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    process_group._warn_of_loopback()
+    assert log == []  # one machine
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    process_group._warn_of_loopback()
+    assert expected in "".join(log) and len(log) == bool(expected)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    process_group._warn_of_loopback()
+    assert len(log) == bool(expected)
 
 
 @pytest.fixture

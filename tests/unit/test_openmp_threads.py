@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan import launch
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # CPU seconds while nothing is computed, in a separate process, so that its OpenMP threads are known.
@@ -51,6 +53,15 @@ def seconds_spun(**environment: str) -> tuple[list[float], str]:
     )
     *screen, seconds = run.stdout.splitlines()
     return json.loads(seconds), "\n".join(screen)
+
+
+def test_cores_are_counted_where_there_is_no_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    launch._set_threads(1)
+    assert int(os.environ["OMP_NUM_THREADS"]) == os.cpu_count()
+    everywhere = [*(ROOT / "torchtitan").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), ROOT / "train.py"]
+    assert [path.name for path in everywhere if "sched_getaffinity" in path.read_text()] == ["processes.py"]
 
 
 needs_libgomp = pytest.mark.skipif(

@@ -52,6 +52,13 @@ for _ in range(1000):
     print('saved ' * 1000)
 sys.exit(7)
 """
+TWO_STEPS = """
+stop.step_on_disk = lambda: 2
+for _ in range(2):
+    stop.progress.begins(); stop.progress.ends()
+signals.GRACE = 100
+stop.progress.begins(); native_call()
+"""
 OUTPUT_THAT_NOBODY_READS = "print('ready', flush=True)\nwhile True: print('a line ' * 1000, flush=True)"
 
 
@@ -81,8 +88,9 @@ def ready(script: str, before: Callable[[], object] | None = None) -> Iterator[s
     [
         (FIRST_STEP, signal.SIGINT, 130, "Stopped by SIGINT"),
         (FIRST_STEP, signal.SIGTERM, 0, "Stopped by SIGTERM before the first step finished"),
-        (THIRD_STEP, signal.SIGINT, 130, "Stopped by SIGINT"),
+        (THIRD_STEP, signal.SIGINT, 130, "Stopped by SIGINT during a step that does not end"),
         (THIRD_STEP, signal.SIGUSR1, 128 + signal.SIGUSR1, "during a step that does not end"),
+        (LAST_WORDS, signal.SIGINT, 0, ""),
         (LAST_WORDS, signal.SIGTERM, 0, ""),  # everything is saved, and the interpreter is exiting
     ],
 )
@@ -94,8 +102,27 @@ def test_a_long_native_call_does_not_keep_a_signal(script: str, number: int, sta
         assert process.returncode == status
         assert words in output
         assert "Traceback" not in output
-        if status not in (0, 130):  # the grace period, plus the time of a step except the first
+        if (
+            status not in (0, 130) or "does not end" in words
+        ):  # the grace period, plus the time of a step except the first
             assert time.monotonic() - started > 0.7
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_after_a_signal_ends_at_once(first: int) -> None:
+    on_disk = "The checkpoint of step 2 is on disk, and the same command resumes from it.\n"
+    with ready(TWO_STEPS) as process:
+        assert process.stdout is not None
+        for _ in range(2):  # as torchrun passes on what the terminal has sent already
+            process.send_signal(first)
+            time.sleep(0.1)
+        assert process.stdout.readline() == "\n"
+        assert process.stdout.readline().endswith(on_disk)
+        time.sleep(0.6)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20)[0] == f"\nStopped by SIGINT. {on_disk}"
+        assert process.returncode == 130
 
 
 def test_a_validation_or_a_save_may_take_its_time() -> None:

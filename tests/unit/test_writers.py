@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_made_costs_lines_and_no_run(tmp_path: Path, log: 
     writer.write(2, {})
     writer.close()
     assert steps_in(tmp_path / "folder" / "skipped_updates.jsonl") == [2]
-    assert len(log) == 1 and "cannot be written (File exists); 1 line lost so far" in log[0]
+    assert len(log) == 1 and "cannot be written (Not a directory); 1 line lost so far" in log[0]
 
 
 def test_what_is_removed_in_mid_run_is_made_again_and_said(path: Path, log: list[str]) -> None:

@@ -42,6 +42,7 @@ from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.output import Checkpoint
 from torchtitan.config.system import Comm
 from torchtitan.errors import CheckpointError
+from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
 from torchtitan.parallel.object_collectives import all_gather_object, broadcast_from_rank_0, raise_on_all_ranks
 from torchtitan.parallel.process_group import failed_collective
@@ -102,6 +103,7 @@ class CheckpointManager:
         last_save_failed: whether the last save failed.
         step_on_disk: step of the checkpoint last loaded or saved; None if there is none.
         loaded_weights: whether `load` has filled the model.
+        former_configuration: of the start that saved the checkpoint from which this run resumes; empty for a new run.
 
     Raises:
         CheckpointError: the folder cannot be created.
@@ -135,6 +137,7 @@ class CheckpointManager:
         self.last_save_failed = False
         self.step_on_disk: int | None = None
         self.loaded_weights = False
+        self.former_configuration: Mapping[str, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._stager: Stager | None = None
         self._pending: Future[None] | None = None
@@ -218,6 +221,8 @@ class CheckpointManager:
         def read() -> tuple[TrainState, Metadata]:
             try:
                 manifest = read_manifest(path)
+                if resumes:
+                    self.former_configuration = manifest.configuration
                 return read_train_state(path, manifest.step), read_metadata(path, manifest.files)
             except CheckpointError as error:
                 raise CheckpointError(f"{path} cannot be loaded: {error}.") from None
@@ -286,7 +291,7 @@ class CheckpointManager:
         self.last_save_failed = False
         weights_only = last and self.config.last_save_model_weights_only
         train_state = {"weights_only": weights_only, "identity": self.identity, **state()}
-        if dist.get_rank() == 0 and not self.folder.exists():
+        if dist.get_rank() == 0 and is_removed(self.folder):
             logger.warning(f"{self.folder} was removed, with all checkpoints in it; creating it again")
         # Asking a new optimizer for its state makes it count a step.
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)

@@ -20,6 +20,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from torchtitan.errors import CheckpointError
+from torchtitan.launcher.processes import available_cores
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -201,8 +202,7 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 def threads_of_rank() -> int:
     """Threads in which a rank hashes files: its part of this machine's cores, at most `MOST_THREADS`."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_THREADS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(MOST_THREADS, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _fault(path: Path, expected: FileRecord) -> str:

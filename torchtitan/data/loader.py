@@ -94,13 +94,14 @@ class Loader:
     """Endless optimizer steps of batches for one data-parallel rank, prefetched by a thread.
 
     Attributes:
+        identity: of the data and what determines their order, as JSON.
         wait_seconds: total time that `next` has waited for a batch.
     """
 
     def __init__(self, corpus: Corpus, spec: BatchSpec, identity: Mapping[str, Any], prefetch: int) -> None:
         self._corpus = corpus
         self._spec = spec
-        self._identity = dict(identity)
+        self.identity = dict(identity)
         self._prefetch = prefetch
         self._waited_before = 0.0
         self._start([Row(corpus, number) for number in spec.local_rows])
@@ -121,8 +122,8 @@ class Loader:
         tokenizer = self._corpus.tokenizer
         return (
             f"{', '.join(mixture) if len(sources) > 1 else sources[0].name}"
-            f"{'' if self._identity['shuffle'] else ', not shuffled'}"
-            f"{', one document in 100 held out' if self._identity['hold_out'] else ''}"
+            f"{'' if self.identity['shuffle'] else ', not shuffled'}"
+            f"{', one document in 100 held out' if self.identity['hold_out'] else ''}"
             f"; {tokenizer.kind} tokenizer with {tokenizer.vocab_size:,} tokens"
         )
 
@@ -145,7 +146,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's position after the batches returned so far, as JSON, for `merge_states`."""
-        return {**self._identity, "epoch": epoch_of(self._positions), "positions": self._positions}
+        return {**self.identity, "epoch": epoch_of(self._positions), "positions": self._positions}
 
     @staticmethod
     def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -161,7 +162,7 @@ class Loader:
         Raises:
             CheckpointError: it was made with other data, another tokenizer, seed, batch size or sequence length.
         """
-        check_identity(self._identity, state)
+        check_identity(self.identity, state)
         self.close()
         self._waited_before = self.wait_seconds
         positions = state["positions"]

@@ -1,6 +1,7 @@
 """What a run writes to its dump folder, apart from checkpoints and metrics."""
 
 import contextlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,21 +10,27 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.config import JobConfig, to_toml
+from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
-from torchtitan.metrics.writers import JSONLWriter
+from torchtitan.metrics.writers import JSONLWriter, set_aside, step_of
+from torchtitan.parallel.object_collectives import broadcast_from_rank_0
+
+RECORDS = ("metrics.jsonl", "skipped_updates.jsonl", "events.jsonl", "samples.jsonl")
 
 
 class RunFolder:
-    """The files `config.toml`, `skipped_updates.jsonl`, `events.jsonl` (starts, checkpoints), `samples.jsonl` (texts of
-    the model) and `sample_ids/rank_R.jsonl` of a run.
+    """The files `config.toml`, `conversion.json`, `skipped_updates.jsonl`, `events.jsonl` (starts, checkpoints),
+    `samples.jsonl` (texts of the model) and `sample_ids/rank_R.jsonl` of a run.
 
     Args:
         config: the resolved configuration, including all decisions made at startup.
+        conversion: content of `conversion.json`; "" for none.
     """
 
-    def __init__(self, path: Path, config: JobConfig) -> None:
+    def __init__(self, path: Path, config: JobConfig, conversion: str = "") -> None:
         self.path = path
         self.config = config
+        self.conversion = conversion
         self._skipped_updates: JSONLWriter | None = None
         self._events: JSONLWriter | None = None
         self._samples: JSONLWriter | None = None
@@ -37,19 +44,33 @@ class RunFolder:
     def restore_config(self) -> None:
         """Rewrites `config.toml` if it was removed during the run."""
         path = self.path / "config.toml"
-        if dist.get_rank() == 0 and not path.exists():
+        if dist.get_rank() == 0 and is_removed(path):
             logger.warning(f"{path} was removed, perhaps with other files of this run; writing it again")
             with contextlib.suppress(OSError):
                 self.path.mkdir(parents=True, exist_ok=True)
                 self.write_config()
 
-    def open_records(self, step: int, sample_ids: bool) -> None:
-        """Call before the first step after `step`. Drops what earlier processes of the run recorded for later steps.
+    def begin(self, step: int, sample_ids: bool) -> None:
+        """Call when training is about to begin after `step`, and no earlier: a start that fails changes nothing here.
+        At step 0 it renames what another run has left, its configuration with its metrics. From `step` on, lines
+        replace those of earlier processes of this run. Collective.
 
         Args:
             sample_ids: whether this rank records sample ids.
         """
         rank = dist.get_rank()
+        if rank == 0:
+            records = [*(self.path / name for name in RECORDS), *self.path.glob("sample_ids/rank_*[0-9].jsonl")]
+            if step == 0 and any(path.exists() and path.stat().st_size for path in records):
+                others = ("config.toml", "conversion.json", "report.html")
+                set_aside([*records, *(self.path / name for name in others)])
+            self.write_config()
+            file = self.path / "conversion.json"
+            if self.conversion:
+                file.write_text(self.conversion, encoding="utf-8")
+            else:  # of an earlier run in this folder
+                file.unlink(missing_ok=True)
+        dist.barrier()
         if sample_ids:
             path = self.path / "sample_ids" / f"rank_{rank}.jsonl"
             path.parent.mkdir(exist_ok=True)
@@ -58,6 +79,20 @@ class RunFolder:
             self._skipped_updates = JSONLWriter(self.path / "skipped_updates.jsonl", step)
             self._events = JSONLWriter(self.path / "events.jsonl", step)
             self._samples = JSONLWriter(self.path / "samples.jsonl", step)
+
+    def recorded(self, step: int) -> set[str]:
+        """Keys of what is recorded for `step` in metrics.jsonl, and "samples" if there are some. Collective."""
+
+        def read() -> set[str]:
+            keys = set()
+            for name, extra in (("metrics.jsonl", ()), ("samples.jsonl", ("samples",))):
+                with contextlib.suppress(OSError), (self.path / name).open("rb") as lines:
+                    for line in lines:
+                        if line.endswith(b"\n") and b'"step": %d,' % step in line and step_of(line) == step:
+                            keys |= {*json.loads(line), *extra}
+            return keys
+
+        return broadcast_from_rank_0(read)
 
     def record_skipped_update(self, step: int, values: Mapping[str, Any]) -> None:
         """Acts on rank 0 only."""

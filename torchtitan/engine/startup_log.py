@@ -18,8 +18,8 @@ from torchtitan.logging import logger
 SLOW = 4  # times the time of a bf16 layer; slower than this is too slow even for experiments
 
 
-def log_conversion(engine: Engine, dump_folder: Path) -> None:
-    """Logs the precision of each linear layer and the rule that decided it; also writes `conversion.json`."""
+def log_conversion(engine: Engine) -> str:
+    """Logs the precision of each linear layer and the rule that decided it. Returns them as JSON, or ""."""
     if engine.phases is None:
         titles, reports = ["conversion to low precision"], [decisions_of(engine.converters)]
         text = to_json(reports[0])
@@ -27,18 +27,13 @@ def log_conversion(engine: Engine, dump_folder: Path) -> None:
         titles, reports = [phase.title for phase in engine.phases.phases], engine.phases.reports
         last_steps = [phase.last_step for phase in engine.phases.phases]
         text = phases_to_json(list(zip(last_steps, reports, strict=True)))
-    file = dump_folder / "conversion.json"
     for title, report in zip(titles, reports, strict=True):
         if report:
             logger.info(f"{title}:\n{to_table(report)}")
             logger.info(summary(report))
-    if dist.get_rank() == 0:
-        if any(reports):
-            file.write_text(text, encoding="utf-8")
-        else:  # of an earlier run in this folder
-            file.unlink(missing_ok=True)
     if engine.converted_model:
         logger.info(f"after conversion:\n{engine.converted_model}")
+    return text if any(reports) else ""
 
 
 def log_cost_of_low_precision(engine: Engine) -> None:

@@ -1,5 +1,6 @@
 """The runs of a ladder: a TOML file each, started as a user starts them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from torchtitan.evaluation.find_tasks import HELD_OUT
 from torchtitan.ladder.fit import Row
 from torchtitan.ladder.shapes import Shape, short
 from torchtitan.logging import Waiting
+from torchtitan.launcher.signals import STARTER, STOP_SIGNALS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "run_train.sh"
 
@@ -153,7 +155,8 @@ def write_files(rungs: Iterable[Rung]) -> None:
 def run(rung: Rung) -> None:
     """Trains, from the newest checkpoint if there is one. What the run says goes to a .log file beside its folder.
 
-    A signal to stop is passed on; the run saves a checkpoint, and this process exits.
+    A signal to stop is passed on; the run saves a checkpoint, and this process exits. The run does so too if this
+    process is killed.
 
     Raises:
         UserError: the run failed.
@@ -163,7 +166,7 @@ def run(rung: Rung) -> None:
     with log.open("a", encoding="utf-8") as output:
         process = subprocess.Popen(
             [str(SCRIPT)],
-            env={**os.environ, "PYTHON": sys.executable, "CONFIG_FILE": str(rung.file)},
+            env={**os.environ, "PYTHON": sys.executable, "CONFIG_FILE": str(rung.file), STARTER: str(os.getpid())},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the run through this process alone, as SIGTERM does
@@ -173,7 +176,7 @@ def run(rung: Rung) -> None:
             stopped.append(number)
             process.send_signal(signal.SIGTERM)
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
         try:
             with Waiting(rung.folder.name, rung.config.training.steps, "steps", rung.last_step):
                 status = process.wait()
@@ -181,11 +184,12 @@ def run(rung: Rung) -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
     if stopped:
-        print(f"Stopped during {rung.folder.name}. The same command goes on from there.", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the terminal is closed
+            print(f"Stopped during {rung.folder.name}. The same command goes on from there.", file=sys.stderr)
         sys.exit(128 + stopped[0])
     if status or rung.loss() is None:
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-        failed = f"the run {rung.folder.name} failed, or its loss is not finite; {log} ends with:"
+        failed = f"the run {rung.folder.name} failed, was stopped, or has no finite loss; {log} ends with:"
         raise UserError("\n".join([failed, *tail]))
 
 

@@ -1,6 +1,5 @@
 """torchrun's LocalElasticAgent with concise errors: which process failed, and what happens next."""
 
-import contextlib
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from torchtitan.compat.elastic import LocalElasticAgent
-from torchtitan.errors import EXIT_STATUS, INTERRUPTED
+from torchtitan.errors import EXIT_STATUS
 from torchtitan.launcher.rendezvous import OneMachine
 from torchtitan.launcher.signals import (
     GIVEN_UP,
@@ -32,8 +31,8 @@ LAST_WORDS = 6.0  # seconds; longer than a rank takes to find out which other ra
 class Agent(LocalElasticAgent):
     """Starts and monitors this machine's processes; after a failure restarts them while restarts are left.
 
-    A scheduler's preemption signal is forwarded. The processes then save and exit by themselves, however long that
-    takes; torchrun would kill them after 30 s.
+    Ctrl-C and a scheduler's preemption signal are forwarded. The processes then save and exit by themselves, however
+    long that takes; torchrun would kill them after 30 s.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -42,9 +41,8 @@ class Agent(LocalElasticAgent):
         if isinstance(spec.rdzv_handler, OneMachine):  # its store has a port of its own; torch 2.11 would name 29500
             spec.master_addr = spec.master_port = None
         self._asked = 0  # the stop signal received; 0 for none
-        self._starting = self._forking = self._interrupted = False
+        self._starting = False
         os.environ[LAUNCHER] = str(os.getpid())
-        set_signal_handlers((signal.SIGINT,), self._interrupt)
         set_signal_handlers(STOP_SIGNALS, self._forward)
         set_signal_handlers((GIVEN_UP,), self._hear_of_rank)
 
@@ -54,16 +52,14 @@ class Agent(LocalElasticAgent):
             return result
         finally:
             ignore_stop_signals()  # from here on only the exit statuses of the processes count
-            remove_empty(self._logs_specs.root_log_dir)
-
-    def _interrupt(self, number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
-        """Ctrl-C: torchrun ends the processes that it knows of, so not before it knows all of them."""
-        self._interrupted = True
-        if not self._forking:
-            raise SignalException("Ctrl-C", signal.Signals(number))
 
     def _forward(self, number: int, frame: FrameType | None = None) -> None:
-        self._asked = number
+        again, self._asked = number == signal.SIGINT == self._asked, number
+        if again and self._worker_group.state == WorkerState.HEALTHY:
+            raise SignalException("Ctrl-C", signal.SIGINT)  # torchrun ends the processes, whatever they do
+        self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
         state = self._worker_group.state
         if state == WorkerState.HEALTHY:
             self._remaining_restarts = 0
@@ -76,7 +72,8 @@ class Agent(LocalElasticAgent):
     def _hear_of_rank(self, number: int, frame: FrameType | None = None) -> None:
         """A rank got a stop signal. Ignored if it came from torchrun, which ends all ranks when one has failed."""
         if all(process.poll() in (None, 0, *(-stop for stop in STOP_SIGNALS)) for process in self._processes()):
-            self._forward(signal.SIGTERM)
+            self._asked = self._asked or signal.SIGTERM
+            self._pass_on(signal.SIGTERM)
 
     def _processes(self) -> list[Popen[bytes]]:
         context = cast(SubprocessContext | None, self._pcontext)
@@ -88,22 +85,18 @@ class Agent(LocalElasticAgent):
         super()._initialize_workers(worker_group)
         self._starting = False
         if self._asked:
-            self._forward(self._asked)
+            self._pass_on(self._asked)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._starting = True
-        self._forking = True
         # The processes inherit this. A KeyboardInterrupt during Python's startup would print a traceback: train.py
         # unblocks Ctrl-C once it can. Another thread of this process may still take it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             workers: dict[int, Any] = super()._start_workers(worker_group)
+            return workers
         finally:
-            self._forking = False
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        if self._interrupted:
-            self._interrupt()
-        return workers
 
     def _invoke_run(self, *arguments: Any) -> RunResult:
         try:
@@ -117,7 +110,7 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             rank, failure = root_cause(result.failures)
             # Restarting does not fix a user error, and a run that was asked to stop should not restart.
-            if failure.exitcode in (EXIT_STATUS, INTERRUPTED, *(128 + number for number in STOP_SIGNALS)):
+            if failure.exitcode in (EXIT_STATUS, *(128 + number for number in STOP_SIGNALS)):
                 self._remaining_restarts = 0
             message = _message(rank, failure.exitcode, self._remaining_restarts)
             if message and not (self._asked and -failure.exitcode in STOP_SIGNALS):
@@ -135,14 +128,6 @@ class Agent(LocalElasticAgent):
         """A process on another machine has failed. Ours are about to notice, and report it."""
         if self._pcontext is not None:
             self._pcontext.wait(LAST_WORDS)
-
-
-def remove_empty(folder: str) -> None:
-    """Removes torchrun's default log folder, except for folders that hold logs."""
-    if os.path.basename(folder).startswith("torchelastic_"):
-        for path, _, _ in os.walk(folder, topdown=False):
-            with contextlib.suppress(OSError):
-                os.rmdir(path)
 
 
 def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

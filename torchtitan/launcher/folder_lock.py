@@ -25,10 +25,20 @@ from torchtitan.logging import logger
 INTERVAL = 5.0  # seconds between two touches
 SILENCE = 30.0  # seconds without a touch after which a holder on another machine is presumed dead
 PATIENCE = 3.0  # seconds to wait for a holder on this machine to exit, as processes do after their launcher was killed
+VISIBLE = 10.0  # seconds within which a network file system shows other machines a new file
 HELD = (errno.EACCES, errno.EAGAIN)
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 LOCAL = (None, "localhost", "127.0.0.1", "::1")  # the same on every machine, so they identify no launcher
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def is_removed(path: Path) -> bool:
+    """Whether nothing is there any more; False where that cannot be seen, as without permissions."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno in GONE
+    return False
 
 
 class FolderLock:
@@ -70,6 +80,23 @@ class FolderLock:
                 f"{self.key}: {self.path} cannot be written ({error.strerror}); choose another folder."
             ) from None
         self._thread.start()
+
+    @property
+    def token(self) -> str:
+        """Identifies this holder, in the file."""
+        return str(self._me["id"])
+
+    def sees(self, token: str) -> bool:
+        """Whether this machine sees the folder that the holder with this token has locked. Call it in other processes
+        than the holder's. A network file system may show the file late."""
+        deadline = time.monotonic() + VISIBLE
+        while True:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                if json.loads(self.path.read_bytes()).get("id") == token:
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
 
     def __enter__(self) -> "FolderLock":
         return self

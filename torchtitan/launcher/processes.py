@@ -1,8 +1,31 @@
-"""How many processes a run has on this machine."""
+"""How many processes a run has on this machine, and how many cores they share."""
 
+import contextlib
 import os
+import resource
 
 from torchtitan.errors import ConfigError
+
+# Tasks of srun, mpirun, mpiexec. Variables with their number and their rank; how to start one task per machine.
+TASKS = {
+    "SLURM_NTASKS": ("SLURM_PROCID", "srun --ntasks-per-node=1"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "mpirun --map-by ppr:1:node"),
+    "PMI_SIZE": ("PMI_RANK", "mpiexec -ppn 1"),
+}
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    # macOS and Windows have no affinity.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def raise_limit_of_open_files() -> None:
+    """To the hard limit: each group of N ranks takes N connections, and the usual soft limit is 1,024. Processes that
+    this one starts inherit it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit besides
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def find_processes() -> int:
@@ -23,3 +46,24 @@ def find_processes() -> int:
     if 0 < gpus < processes:
         raise ConfigError(f"NGPU = {processes}, but this machine has only {gpus} GPUs; lower NGPU.")
     return processes
+
+
+def refuse_lone_tasks() -> None:
+    """Call in a process that would train alone, or start all processes of a run.
+
+    Raises:
+        ConfigError: it is one of several tasks of srun or mpirun, and each of them would do the same.
+    """
+    # The batch script and the interactive shell of a SLURM job see the number of its tasks, and have started none yet.
+    is_batch = os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ
+    is_script = is_batch or os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
+    for count, (rank, command) in TASKS.items():
+        if count == "SLURM_NTASKS" and is_script:
+            continue
+        tasks = os.environ.get(count, "")
+        if rank in os.environ and tasks.isdecimal() and int(tasks) > 1:
+            raise ConfigError(
+                f"this is one of {tasks} tasks ({count}), and each would be a run of its own; start one launcher per "
+                f"machine, which starts the processes there: {command} ./run_train.sh, on several machines with "
+                f"PET_NNODES and PET_RDZV_ENDPOINT (docs/multinode.md). For separate runs: unset {count}."
+            )

@@ -1,5 +1,5 @@
-"""Signals. Ctrl-C ends a process at once; SIGTERM, SIGUSR1 and SIGHUP ask the run to save and exit at the next step
-boundary."""
+"""Signals. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask the run to save and exit at the next step boundary; a second Ctrl-C
+ends it at once."""
 
 import contextlib
 import os
@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 # SIGHUP stays ignored under `nohup`. Read before a handler is set.
 STOP_SIGNALS = (
+    signal.SIGINT,
     signal.SIGTERM,
     signal.SIGUSR1,
     *([] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]),
 )
 # Environment variables that a launcher sets for its processes: its process id, and that this start is a restart.
 LAUNCHER, STARTED_AGAIN = "TORCHTITAN_LAUNCHER", "TORCHTITAN_STARTED_AGAIN"
+STARTER = "TORCHTITAN_STARTER"  # process id of a program that has started a launcher to train in its name
 GIVEN_UP = signal.SIGUSR2  # to the launcher, from a rank that was asked to stop before it could tell the others
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
+AGAIN = 0.5  # seconds after which Ctrl-C is a second one; torchrun passes on the one that the terminal sent to all
 OUTPUT = 1  # seconds for a message: output may be blocked, for example in a paused terminal
 
 
@@ -43,6 +46,7 @@ class Stop:
         agreed_on: the signal that all ranks stop for; 0 for none.
         progress: the trainer reports to it when steps begin and end.
         failed: set it if the process is about to exit anyway; a signal then ends it at once.
+        step_on_disk: returns the step of the newest checkpoint, or None; it is None itself until that is known.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -51,6 +55,8 @@ class Stop:
         self.agreed_on = 0
         self.progress = Progress()
         self.failed = False
+        self.step_on_disk: Callable[[], int | None] | None = None
+        self._first_signal: float | None = None
         self._group: dist.ProcessGroup | None = None
 
     def listen(self) -> None:
@@ -64,16 +70,20 @@ class Stop:
 
         threading.Thread(target=wait, daemon=True).start()
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # written in C, even while Python code cannot run
-        set_signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda *_: None)
+        set_signal_handlers(STOP_SIGNALS, lambda *_: None)
 
     def _take(self, number: int) -> None:
-        if number == signal.SIGINT or self.failed:
+        if number not in STOP_SIGNALS:
+            return
+        now = time.monotonic()
+        # Signals to this process only: one that another machine got does not make the first Ctrl-C here the second.
+        again = self._first_signal is not None and now - self._first_signal > AGAIN
+        if self.failed or (number == signal.SIGINT and (again or not self.has_trained)):
             # Files are written atomically or flushed line by line, so there is nothing to finish.
-            name = signal.Signals(number).name
-            self._say(f"\nStopped by {name}. The same command resumes from the last checkpoint, if there is one.")
+            self._say(f"\nStopped by {signal.Signals(number).name}. {self.on_disk}")
             exit_now(INTERRUPTED)
-        if number in STOP_SIGNALS:
-            self.request(number)
+        self._first_signal = self._first_signal or now
+        self.request(number)
 
     def request(self, number: int) -> None:
         """Requests that the run stop, for a signal to whichever rank. Only the first request counts."""
@@ -81,7 +91,11 @@ class Stop:
             return
         self.requested = number
         threading.Thread(target=self._watch_grace_period, daemon=True).start()
-        self._say(f"\n{self.name}: the run stops after this step, and saves a checkpoint if checkpoints are enabled.")
+        again = " Ctrl-C again ends it at once." if number == signal.SIGINT else ""
+        self._say(
+            f"\n{self.name}: the run stops after this step, and saves a checkpoint if checkpoints are enabled."
+            f"{again} {self.on_disk}"
+        )
 
     def _watch_grace_period(self) -> None:
         asked = time.monotonic()
@@ -101,15 +115,22 @@ class Stop:
             if self._group is None and os.environ.get(LAUNCHER) == str(os.getppid()):
                 os.kill(os.getppid(), GIVEN_UP)  # the other ranks do not know, and would wait for this one
             exit_now(0)
-        self._say(
-            f"Stopped by {self.name} during a step that does not end, so nothing is saved. The same command resumes "
-            "from the last checkpoint, if there is one."
-        )
+        self._say(f"Stopped by {self.name} during a step that does not end, so nothing is saved. {self.on_disk}")
         exit_now(128 + self.requested)
 
     def _say(self, message: str) -> None:
         if self.rank == 0:
             with_timeout(OUTPUT, lambda: print(message, file=sys.stderr, flush=True))
+
+    @property
+    def on_disk(self) -> str:
+        """Where the same command would resume, as far as this process knows."""
+        if self.step_on_disk is None:
+            return "The same command resumes from the last checkpoint, if there is one."
+        step = self.step_on_disk()
+        if step is None:
+            return "This run has saved no checkpoint yet, so the same command starts again."
+        return f"The checkpoint of step {step} is on disk, and the same command resumes from it."
 
     @property
     def has_trained(self) -> bool:
@@ -158,15 +179,25 @@ def ignore_stop_signals() -> None:
 
 def exit_with_launcher() -> None:
     """Makes this process exit when its launcher does, or it would block a new run in the same dump folder."""
+    _when_gone(int(os.environ.get(LAUNCHER, os.getppid())), lambda: exit_now(1))
+
+
+def stop_with_starter() -> None:
+    """Makes this process stop, as by SIGTERM, when a program that trains in its name has ended: nobody would."""
+    if STARTER in os.environ:
+        _when_gone(int(os.environ[STARTER]), lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def _when_gone(process: int, act: Callable[[], object]) -> None:
+    """Calls `act`, in a thread, when this process or the parent has ended."""
     parent = os.getppid()  # not the launcher, if that has exited already
-    launcher = int(os.environ.get(LAUNCHER, parent))
 
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):
             while os.getppid() == parent:
-                os.kill(launcher, 0)
+                os.kill(process, 0)
                 time.sleep(1)
-        exit_now(1)
+        act()
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -175,7 +206,7 @@ def exit_before_start(number: int) -> None:
     """Ends a launcher whose processes have not started: there is nothing to save."""
     with contextlib.suppress(OSError):  # runs in a signal handler, which may have interrupted a print
         os.write(2, f"Stopped by {signal.Signals(number).name} before the run started.\n".encode())
-    os._exit(0)
+    os._exit(INTERRUPTED if number == signal.SIGINT else 0)
 
 
 def exit_now(status: int) -> None:

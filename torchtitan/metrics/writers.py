@@ -5,13 +5,14 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.errors import ConfigError, counted
+from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
 
 Value = float | int | None
@@ -26,7 +27,7 @@ class Writer(Protocol):
 
 class JSONLWriter:
     """`metrics.jsonl`: one strict JSON object per line, written out at once. The first line creates the file, and so
-    does the next line after someone has removed it.
+    does the next line after someone has removed it. Before the first line nothing is changed: a start may fail.
 
     On resume, lines of steps after `start_step` are dropped, since those steps run again: a killed run wrote them after
     its last checkpoint. A line truncated by the kill is dropped too. A run from step 0 starts a new file, and renames
@@ -36,13 +37,8 @@ class JSONLWriter:
     """
 
     def __init__(self, path: Path, start_step: int | None) -> None:
-        if start_step is not None:
-            remove_left_overs(path)
-            if start_step == 0:
-                keep_earlier_file(path)
-            else:
-                drop_after(path, start_step)
         self.path = path
+        self.start_step = start_step
         self.lost_lines = 0
         self.file: FileIO | None = None
 
@@ -66,6 +62,13 @@ class JSONLWriter:
             logger.warning(
                 f"{self.path} was removed or replaced; its content is lost, and it continues from step {step}"
             )
+        elif self.start_step is not None:
+            remove_left_overs(self.path)
+            if self.start_step == 0:
+                set_aside([self.path])
+            else:
+                drop_after(self.path, self.start_step)
+            self.start_step = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = FileIO(self.path, "ab")
         return self.file
@@ -80,7 +83,7 @@ def _is_at(path: Path, file: FileIO) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError:
-        return False
+        return not is_removed(path)  # an open file can be written even if its folder denies permission
 
 
 def _append(file: FileIO, line: bytes) -> None:
@@ -95,15 +98,21 @@ def _append(file: FileIO, line: bytes) -> None:
         raise
 
 
-def keep_earlier_file(path: Path) -> None:
-    """Renames a non-empty file to the first free numbered name."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
+def set_aside(paths: Sequence[Path]) -> None:
+    """Renames the non-empty ones of these files: one number, the first that is free for all, tells them together."""
+    paths = [path for path in paths if path.exists() and path.stat().st_size]
+
+    def numbered(path: Path, number: int) -> Path:
+        return path.with_suffix(f".{number}{path.suffix}")
+
     number = 1
-    while (moved := path.with_suffix(f".{number}{path.suffix}")).exists():
+    while any(numbered(path, number).exists() for path in paths):
         number += 1
-    path.rename(moved)
-    logger.info(f"this run starts at step 0: renamed {path.name} of an earlier run to {moved.name}")
+    for path in paths:
+        path.rename(numbered(path, number))
+    if paths:
+        before, after = ", ".join(path.name for path in paths), ", ".join(numbered(path, number).name for path in paths)
+        logger.info(f"this run starts at step 0: renamed {before} of an earlier run to {after}")
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -180,7 +189,7 @@ class TensorBoardWriter:
         if self.broken:
             return
         try:
-            if not self.folder.exists():
+            if is_removed(self.folder):
                 logger.warning(f"{self.folder} was removed; its content is lost, and it continues from step {step}")
                 self.summary = self._begin(step)
             write()

@@ -1,11 +1,13 @@
 """Collectives of Python objects, so that all ranks decide the same."""
 
-from collections.abc import Callable
+import hashlib
+import platform
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torchtitan.errors import UserError
+from torchtitan.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
@@ -43,3 +45,26 @@ def raise_on_all_ranks(read: Callable[[], T], group: dist.ProcessGroup | None = 
         if failed is not None:
             raise failed from None
     return result  # type: ignore[return-value]
+
+
+def refuse_differences(values: Mapping[str, object], remedy: str) -> None:
+    """Checks that all ranks have the same values; a rank that leaves its machine's to another one passes none.
+
+    Raises:
+        ConfigError: on every rank, with the first name whose values differ, who has which, and the remedy.
+    """
+    texts = {name: str(value) for name, value in values.items()}
+    marks = all_gather_object(texts and hashlib.sha256(repr(sorted(texts.items())).encode()).digest())
+    if len({mark for mark in marks if mark}) < 2:  # so that thousands of equal names are not sent
+        return
+    first, *others = [
+        (f"rank {rank} on {machine}", theirs)
+        for rank, (machine, theirs) in enumerate(all_gather_object((platform.node(), texts)))
+        if theirs
+    ]
+    for where, theirs in others:
+        for name in [*first[1], *theirs]:
+            here, there = (values.get(name, "missing") for values in (first[1], theirs))
+            if here != there:
+                who = f"{here} on {first[0]}, {there} on {where}"
+                raise ConfigError(f"{name} differs between machines: {who}; {remedy}.")

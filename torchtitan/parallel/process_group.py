@@ -1,6 +1,7 @@
 """The process group: set up with a long timeout, which training shortens; failures name the lost rank."""
 
 import contextlib
+import ipaddress
 import os
 import pickle
 import re
@@ -18,7 +19,9 @@ from torchtitan.compat.distributed import default_store, flight_recorder_trace, 
 from torchtitan.config.system import Comm
 from torchtitan.device import Device
 from torchtitan.errors import ConfigError, LostRankError
+from torchtitan.launcher.processes import raise_limit_of_open_files
 from torchtitan.launcher.signals import Stop
+from torchtitan.logging import logger
 from torchtitan.parallel.heartbeat import LOST, Heartbeat
 
 _heartbeat: Heartbeat | None = None  # created at start: no new connection is possible once the store's machine is gone
@@ -32,6 +35,11 @@ def world_from_environment() -> tuple[int, int, int]:
         int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
     )
     return rank, local_rank, world_size
+
+
+def on_one_machine() -> bool:
+    """Whether all ranks run on this machine, as far as their launchers tell."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_from_environment()[2]
 
 
 def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop | None = None) -> None:
@@ -51,6 +59,8 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1" if comm.trace_buf_size else "0")
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     _stay_on_this_machine()
+    _warn_of_loopback()
+    raise_limit_of_open_files()
     if "RANK" not in os.environ:
         dist.init_process_group(device.backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         return
@@ -81,11 +91,26 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
 def _stay_on_this_machine() -> None:
     """If all ranks run on one machine, makes them listen on loopback only. By default gloo listens on the address of
     the host name, NCCL on that of a network interface."""
-    _, _, world_size = world_from_environment()
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_size:
+    if loopback and on_one_machine():
         for backend in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", loopback[0])
+
+
+def _warn_of_loopback() -> None:
+    """gloo listens on the address of this machine's name, which Debian and Ubuntu declare to be 127.0.1.1."""
+    if on_one_machine() or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    name = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        address = ""
+    if not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        logger.warning(
+            f"this machine's name, {name}, leads to {address or 'no address'}, where other machines cannot reach this "
+            "rank: set GLOO_SOCKET_IFNAME to a network interface that they reach, such as eth0, or correct /etc/hosts"
+        )
 
 
 def _rendezvous(store: dist.Store, rank: int, world_size: int, seconds: int) -> str:

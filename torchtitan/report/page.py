@@ -127,9 +127,20 @@ def _thinned(marks: list[Any]) -> list[Any]:
 def _start(start: Mapping[str, Any]) -> str:
     what = "resumed" if start["step"] else "started"
     processes = start.get("processes")
-    return f"{what} after step {start['step']:,}" + (
-        f", {counted(processes, 'process')}" if isinstance(processes, int) else ""
-    )
+    where = f"{what} after step {start['step']:,}"
+    if isinstance(processes, int):
+        where += f", {counted(processes, 'process')}"
+    return "; ".join([where, *_changes(start)])
+
+
+def _changes(start: Mapping[str, Any]) -> list[str]:
+    """The keys that this start has changed, with both values."""
+    changed = start.get("changed")
+    return [
+        f"{key} = {shown(values[1])} (was {shown(values[0])})"
+        for key, values in (changed.items() if isinstance(changed, dict) else ())
+        if isinstance(values, list) and len(values) == 2
+    ]
 
 
 def _not_finite(run: Run) -> list[int]:
@@ -247,7 +258,11 @@ def _summary(run: Run) -> list[dict[str, Any]]:
             f"{max(shares):.0%} of the device" if shares else "",
         ),
         ("Data wait", f"{statistics.fmean(waits):.1%}" if waits else None, "of the time"),
-        ("Restarts", str(restarts) if run.starts else None, ""),
+        (
+            "Restarts",
+            str(restarts) if run.starts else None,
+            "; ".join(f"from step {start['step']:,}: {change}" for start in run.starts for change in _changes(start)),
+        ),
     ]
     return [{"name": name, "value": value, "detail": detail} for name, value, detail in figures]
 
