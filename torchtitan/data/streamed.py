@@ -101,11 +101,13 @@ class ShardedStream:
 
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         if isinstance(position, list):
-            raise CheckpointError(
-                f"{self.name}: the checkpoint is from a version that gave whole shards to rows, so it does not tell "
-                "which documents are left of this epoch; restart the data with "
-                "--checkpoint.exclude_from_loading=dataloader."
-            )
+            if position[0] > 0:
+                raise CheckpointError(
+                    f"{self.name}: the checkpoint is from a version that gave whole shards to rows, some of which have "
+                    "begun another epoch while others have not; restart the data with "
+                    "--checkpoint.exclude_from_loading=dataloader."
+                )
+            return self.rest_of_shards(row, rows, seed, position)
         dealer = self.dealer
         if dealer is None or row in dealer.rows_served or (dealer.rows, dealer.seed) != (rows, seed):
             dealer = self.dealer = Dealer(self, rows, seed)
@@ -116,17 +118,36 @@ class ShardedStream:
     def endless(self, dealer: "Dealer", row: int) -> Iterator[Drawn]:
         while True:
             content, id, place = dealer.draw(row)
-            try:
-                document = Document(self.text_of(content), id)
-            except ValueError as error:
-                self.skipped.add(id, str(error))
-                document = Document("", id)
-            yield Drawn(document, place.epoch, place._asdict())
+            yield Drawn(self.document(content, id), place.epoch, place._asdict())
+
+    def rest_of_shards(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
+        """Goes on from a checkpoint of a version that gave whole shards to rows, or a part of one if there were fewer:
+        the rest of what it gave to this row in the first epoch, then the second epoch as it is dealt now."""
+        _, place, number, state = position
+        state = (number, state) if isinstance(state, dict) else state
+        shards, parts = len(self.shards), -(-rows // len(self.shards))
+        key = None if seed is None else mix64(mix64(seed))
+        while place < shards * parts:
+            part, shard = divmod(place if key is None else permute_index(place, shards * parts, key), shards)
+            for content, state_after in self.read(shard, number, state):
+                number += 1
+                id = f"{self.shards[shard]}:{number}"
+                if number % parts == part and self.wanted(id):
+                    yield Drawn(self.document(content, id), 0, [0, place, number, state_after])
+            place, number, state = place + rows, 0, None
+        yield from self.documents(row, rows, seed, Place(1, 0, 0, ())._asdict())
+
+    def document(self, content: Any, id: str) -> Document:
+        try:
+            return Document(self.text_of(content), id)
+        except ValueError as error:
+            self.skipped.add(id, str(error))
+            return Document("", id)
 
     def stream(self, rows: int, seed: int | None, start: Place | None) -> Iterator[Read]:
         """All documents, endlessly, from `start`."""
         epoch, number, opened, places = start or Place(0, 0, 0, ())
-        begun = number if start is None else None  # number of documents before this epoch, if it is read from its start
+        begun = None if opened else number  # number of documents before this epoch, if it is read from its start
         while True:
             key = None if seed is None else mix64(mix64(seed) + epoch)
             order = [p if key is None else permute_index(p, len(self.shards), key) for p in range(len(self.shards))]
