@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.data.index import Records, record_offsets
 from torchtitan.data.sources import Document, Stamp, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["JsonLines", "ParquetFiles", "Skipped", "check_columns", "text_of_line"]
 
-INDEX_CHUNK = 1 << 24  # bytes read at a time when searching for line ends
 LINES_LOOKED_AT = 20  # of each file, to check that the column exists
 LONGEST_LINE_LOOKED_AT = 1 << 26  # bytes
 SKIPS_LOGGED_SINGLY = 5
@@ -125,14 +125,13 @@ class JsonLines:
         self.skipped = Skipped(root.name if len(files) > 1 else files[0])
         self.arrays = [is_array(root / name) for name in files]
         self.stamps = [Stamp.of(root / name) for name in files]
-        # Byte offset of each record's start, plus the end of the last record of each file.
-        self.offsets = []
         for name, array in zip(files, self.arrays, strict=True):
             if not array:
                 check_columns(str(root / name), text_column, first_lines(root / name))
-            self.offsets.append(array_offsets(root / name) if array else line_offsets(root / name))
+        arrays = [number for number, array in enumerate(self.arrays) if array]
+        self.offsets = record_offsets(Records(root, files, self.stamps, arrays, array_offsets))
         self.ends = np.cumsum([len(offsets) - 1 for offsets in self.offsets])
-        for number in (number for number, array in enumerate(self.arrays) if array):
+        for number in arrays:
             first = (self.read(number, record) for record in range(min(len(self.offsets[number]) - 1, LINES_LOOKED_AT)))
             check_columns(str(root / files[number]), text_column, first)
 
@@ -197,19 +196,6 @@ def first_lines(path: Path) -> Iterator[bytes]:
         for _ in range(LINES_LOOKED_AT):
             if (line := file.readline(LONGEST_LINE_LOOKED_AT)).strip():
                 yield line
-
-
-def line_offsets(path: Path) -> "NDArray[np.int64]":
-    """(lines + 1) int64: the start of each line, and the end of the last."""
-    import numpy as np
-
-    found, position = [np.zeros(1, np.int64)], 0
-    with path.open("rb") as file:
-        while chunk := file.read(INDEX_CHUNK):
-            found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + position + 1)
-            position += len(chunk)
-    offsets = np.concatenate(found)
-    return offsets if offsets[-1] == position else np.append(offsets, position)
 
 
 class ParquetFiles:

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torchtitan.data.sources import Document, Drawn, Source, StreamedSource, TextFiles, digest
@@ -40,8 +41,20 @@ def permute_index(index: int, length: int, key: int) -> int:
             return index
 
 
+def rotated(place: int, length: int, rows: int, turn: int) -> int:
+    """The image of `place` under a permutation that rotates each complete block of `rows` places, by another number in
+    each block and turn; in turn 0 none."""
+    block, row = divmod(place, rows)
+    if turn == 0 or (block + 1) * rows > length:
+        return place
+    return block * rows + (row + mix64(mix64(turn) + block)) % rows
+
+
 class StridedSource:
     """Adapts a random-access source to a streamed one: row j of B reads documents j, j + B, ... of a permutation.
+
+    Without shuffling, documents stay in order, but later epochs give those of a block of B to other rows. Otherwise the
+    same rows would read short documents again and again, while others still read long ones.
 
     Args:
         source: the documents.
@@ -67,14 +80,17 @@ class StridedSource:
 
     def endless(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         length = len(self.source)
-        epoch, place = position or (0, row)
+        epoch, place = (0, row) if position is None else position[:2]
+        # Earlier versions never rotated: their positions have no third number, and their epochs end as they began.
+        turn = position[2] if position is not None and len(position) > 2 else 0
         while True:
             key = None if seed is None else mix64(mix64(seed) + epoch)
             while place < length:
-                index = place if key is None else permute_index(place, length, key)
+                index = rotated(place, length, rows, turn) if key is None else permute_index(place, length, key)
                 place += rows
-                yield Drawn(self.source[index], epoch, [epoch, place])
-            epoch, place = epoch + 1, row
+                yield Drawn(self.source[index], epoch, [epoch, place, turn] if key is None else [epoch, place])
+            epoch, place = epoch + 1, row if key is not None else place - length
+            turn = epoch
 
 
 class SplitSource:
@@ -98,8 +114,13 @@ class SplitSource:
         return self.source[index + index // (HELD_OUT_EVERY - 1)]
 
 
+def in_part(held_out: bool, id: str) -> bool:
+    """Whether a streamed document is in the held-out part, or else in the training part. The id decides."""
+    return (zlib.crc32(id.encode()) % HELD_OUT_EVERY == 0) == held_out
+
+
 class StreamedSplit:
-    """A streamed source in which the documents of the other part are empty. The id decides, on any reader."""
+    """A streamed source in which the documents of the other part are empty."""
 
     def __init__(self, source: StreamedSource, held_out: bool) -> None:
         self.source = source
@@ -112,7 +133,7 @@ class StreamedSplit:
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         for drawn in self.source.documents(row, rows, seed, position):
             document = drawn.document
-            if (zlib.crc32(document.id.encode()) % HELD_OUT_EVERY == 0) != self.held_out:
+            if not in_part(self.held_out, document.id):
                 document = replace(document, text="")
             yield drawn._replace(document=document)
 
@@ -124,7 +145,11 @@ def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source 
         DataError: there are fewer than a hundred documents.
     """
     if not hasattr(source, "__getitem__"):
-        return StreamedSplit(source, held_out)
+        if not hasattr(source, "only"):
+            return StreamedSplit(source, held_out)
+        # Dealing one part alone gives every row its share of it.
+        part: StreamedSource = source.only(partial(in_part, held_out), f"held-out part of {name}" if held_out else name)
+        return part
     if isinstance(source, TextFiles):
         # Split independently of the batch size, so that the held-out part depends only on the data.
         source = source.cut(4 * HELD_OUT_EVERY)
