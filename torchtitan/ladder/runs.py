@@ -19,8 +19,8 @@ from torchtitan.errors import ConfigError, UserError
 from torchtitan.evaluation.find_tasks import HELD_OUT
 from torchtitan.ladder.fit import Row
 from torchtitan.ladder.shapes import Shape, short
-from torchtitan.logging import Waiting
 from torchtitan.launcher.signals import STARTER, STOP_SIGNALS
+from torchtitan.logging import Waiting
 
 SCRIPT = Path(__file__).resolve().parents[2] / "run_train.sh"
 
