@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from torchtitan.cache import cache_folder
-from torchtitan.data.progress import Progress
 from torchtitan.data.sources import Stamp, digest
-from torchtitan.logging import logger
+from torchtitan.logging import Waiting, logger
 
 if TYPE_CHECKING:
     import numpy as np
@@ -126,18 +125,16 @@ def record_offsets(records: Records) -> "list[Offsets]":
 
     size = sum(stamp.size for stamp in records.stamps)
     parts = list(records.parts())
-    progress = Progress(f"looking for the records in {size / 1e9:,.1f} GB of {records.root}", len(parts))
+    doing = f"looking for the records in {size / 1e9:,.1f} GB of {records.root}"
     index = None
     if size >= WORTH_KEEPING:
         try:
-            index = kept_index(records, parts, progress)
+            with Waiting(doing, len(parts), "parts") as waiting:
+                index = kept_index(records, parts, waiting)
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
             say_once(f"each start looks for the records of {records.root}: the result cannot be kept ({error})")
     if index is None:
-        contents = []
-        for number, part in enumerate(parts):
-            progress.at(number)
-            contents.append(records.search(part))
+        contents = [records.search(part) for part in Waiting.over(parts, doing, "parts")]
         both = list(zip(contents, map(len, parts), strict=True))
         counts, offsets = [content[:n] for content, n in both], [content[n:] for content, n in both]
         index = np.concatenate([records.heading(parts, counts), *offsets])
@@ -150,7 +147,7 @@ def say_once(message: str) -> None:
     logger.info(message)
 
 
-def kept_index(records: Records, parts: Sequence[Sequence[Piece]], progress: Progress) -> "Offsets":
+def kept_index(records: Records, parts: Sequence[Sequence[Piece]], waiting: Waiting) -> "Offsets":
     """The index from the cache folder. Until it is there, each process searches a part that no other is searching."""
     import numpy as np
 
@@ -175,7 +172,7 @@ def kept_index(records: Records, parts: Sequence[Sequence[Piece]], progress: Pro
         working.mkdir(parents=True, exist_ok=True)
         wrote = False
         for number in left:
-            progress.at(number)
+            waiting.done = number
             wrote |= write_once(paths[number], paths[number].exists, partial(search, parts[number]))
         left = [number for number in left if not paths[number].exists()]
         if not left and write_once(working / "index", lambda: mapped(place, records) is not None, join, place):

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.data.progress import Progress
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
 from torchtitan.data.sources import Document, Drawn, Stamp, digest
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
-from torchtitan.logging import logger
+from torchtitan.logging import Waiting, logger
 
 __all__ = ["ShardedStream", "open_compressed_jsonl", "open_hub"]
 
@@ -288,15 +287,12 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
         try:
             with path.open("rb") as file, compr[infer_compression(path.name)](file, mode="rb") as lines:
                 stamps[shard].check(path, file)
-                progress = Progress(
-                    f"{path}: reading to document {number:,}, which plain JSONL would find at once",
-                    number,
-                )
-                for count, line in enumerate(lines, 1):
-                    if count > number:
-                        yield line, None
-                    else:
-                        progress.at(count)
+                doing = f"{path}: reading to where the run stopped, which plain JSONL would find at once"
+                with Waiting(doing, number, "documents") as waiting:
+                    for waiting.done, _ in enumerate(itertools.islice(lines, number), 1):
+                        pass
+                for count, line in enumerate(lines, number + 1):
+                    yield line, None
         except DataError:
             raise
         except Exception as error:  # each decoder has its own classes
