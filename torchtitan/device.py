@@ -81,6 +81,13 @@ def find_device(local_rank: int) -> Device:
     return Device("cuda", torch.cuda.get_device_name(device), device)
 
 
+def keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """For a tensor that another stream has allocated: its memory is not handed on, once the tensor is gone, before the
+    current stream has done what it was given until then."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream())
+
+
 def _end_expandable_segments_where_they_fail(device: torch.device) -> None:
     """Expandable segments, which run_train.sh asks for, need a driver with virtual memory; some sandboxes have none."""
     try:

@@ -95,6 +95,7 @@ def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
         setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)
     torch.cuda.Stream = torch.cuda.Event = torch.Event = _Stream  # type: ignore[assignment, misc]
     torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign, assignment]
     torch.cuda.default_generators = (torch.Generator(),)
     # Attention counts as random, because of dropout; a state of the generator is then an input of the graph.
     partitioners.has_recomputable_rng_ops = lambda fx_g: False
