@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["cubins", "in_compiled_code", "on_lowered", "operator_of", "resource_usage", "simulate"]
+__all__ = ["binaries", "in_compiled_code", "on_lowered", "operator_of", "resource_usage", "simulate"]
 
 
 class _Stream:
@@ -224,8 +224,8 @@ def operator_of(node: Any) -> str | None:
     return str(overload).removesuffix(".default") if overload is not None else node.node.python_kernel_name
 
 
-def cubins(source: str, name: str, all_configurations: bool) -> list[bytes]:
-    """Compiles a Triton kernel of the compiler's to binaries, one for each of its configurations, or the first."""
+def binaries(source: str, name: str, all_configurations: bool) -> list[dict[str, Any]]:
+    """Compiles a Triton kernel of the compiler's, in each of its configurations, or the first: "ptx" and "cubin"."""
     import triton
     from torch._inductor.codecache import PyCodeCache
     from triton.backends.compiler import GPUTarget
@@ -240,7 +240,7 @@ def cubins(source: str, name: str, all_configurations: bool) -> list[bytes]:
             target=GPUTarget("cuda", meta["cc"], 32),
             options=tuner._create_compile_options(config, meta),
         )
-        found.append(binary.asm["cubin"])
+        found.append(binary.asm)
     return found
 
 
