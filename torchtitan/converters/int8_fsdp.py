@@ -127,7 +127,7 @@ class ShardedWeight(torch.Tensor):
             return tuple(quantize(self.tensor, "rowwise")), ()
         if self.scale_inverse is None:  # before the first optimizer step
             self.scale_inverse = tensorwise_scale(self.tensor.abs().amax().float(), mesh).view(1, 1)
-        # Not a copy: its memory would belong to FSDP's copy-in stream, which reuses it before the compute stream reads it.
+        # Not a copy: FSDP's copy-in stream would reuse its memory before the compute stream has read it.
         return (quantize_with(self.tensor, self.scale_inverse),), (self.scale_inverse,)
 
     def fsdp_post_all_gather(
