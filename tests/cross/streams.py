@@ -539,7 +539,7 @@ def train(
     save: str | None = None,
     faults: Sequence[tuple[str, str, str]] = (),
 ) -> tuple[list[str], dict[str, int]]:
-    """What is wrong in three training steps of rank 0, and the operations on each stream.
+    """What is wrong in three training steps of rank 0, a validation after each, and the operations on each stream.
 
     Args:
         microbatches: of each step.
@@ -548,7 +548,7 @@ def train(
     """
     import steps
 
-    from torchtitan.engine.train_step import train_step
+    from torchtitan.engine.train_step import evaluate, train_step
 
     WRITTEN[torch.ops.fsdp.all_gather_copy_in.default] = "all_gather_output"
     shape = (2, 256)
@@ -564,6 +564,7 @@ def train(
             train_step(engine, batches, 1e-4, guard, number)
             for layer in steps.delayed_layers([engine.model]).values():
                 layer.has_scales = True
+            evaluate(engine, batches[:1], lambda: False)
             if checkpoints is not None:
                 checkpoints.save(number + 1, dict)
         if checkpoints is not None:
