@@ -82,14 +82,15 @@ def check_owned(folder: Path) -> None:
 
 
 def keep_compiled_code_private() -> None:
-    """Sets inductor's cache folder; call it before the first compilation. By default inductor uses a predictable path
-    in /tmp, and would load whatever another user has put there."""
-    from torchtitan.compat.inductor import default_cache_dir, keep_precompiled_headers_in  # imports the compiler
+    """Sets inductor's cache folder, and on GPUs what it must not generate; call it before the first compilation. By
+    default inductor uses a predictable path in /tmp, and would load whatever another user has put there."""
+    from torchtitan.compat import inductor  # imports the compiler
 
     given = os.environ.get(INDUCTOR)
     # The compiler sets it to its default when it is imported.
-    os.environ[INDUCTOR] = folder = _inductor_folder(None if given == default_cache_dir() else given)
-    keep_precompiled_headers_in(folder)
+    os.environ[INDUCTOR] = folder = _inductor_folder(None if given == inductor.default_cache_dir() else given)
+    inductor.keep_precompiled_headers_in(folder)
+    inductor.avoid_nan_instructions()
 
 
 def _inductor_folder(given: str | None) -> str:

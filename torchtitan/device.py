@@ -121,6 +121,13 @@ def _require_compiler() -> None:
         raise UserError(f"a run on a GPU needs {missing}, with which Triton builds its kernels; install {package}.")
 
 
+def keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """For a tensor that another stream has allocated: its memory is not handed on, once the tensor is gone, before the
+    current stream has done what it was given until then."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream())
+
+
 def _end_expandable_segments_where_they_fail(device: torch.device) -> None:
     """Expandable segments, which run_train.sh asks for, need a driver with virtual memory; some sandboxes have none."""
     try:

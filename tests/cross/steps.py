@@ -3,19 +3,25 @@
 Importing it changes the compiler for good, so the tests must not, not even to unpickle what a function returns.
 """
 
+import contextlib
 import dataclasses
+import functools
 import itertools
+import re
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
 from simulated import Report
+from torch._inductor.codegen import triton as triton_code
+from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchtitan.compat.lowering import in_compiled_code, resource_usage
+from torchtitan.compat import inductor
+from torchtitan.compat.lowering import binaries, in_compiled_code, resource_usage
 from torchtitan.config import ConfigManager
 from torchtitan.converters.amax_history import delayed_layers
 from torchtitan.converters.linear import LinearConverter
@@ -32,7 +39,7 @@ from torchtitan.data.loader import BatchSpec, build_batch
 from torchtitan.data.packing import Window
 from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check
-from torchtitan.engine.engine import build_engine, build_meshes
+from torchtitan.engine.engine import Engine, build_engine, build_meshes
 from torchtitan.engine.train_step import train_step
 from torchtitan.kernels import (
     grouped_int8_triton,
@@ -45,10 +52,10 @@ from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.quantize import SMALLEST_SCALE, WIDEST
 from torchtitan.models import MODELS
-from torchtitan.optim import state_formats
+from torchtitan.optim import muon, state_formats
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel import async_tensor
-from torchtitan.plan.lowering import Call, is_mask, record, spilled, spills
+from torchtitan.plan.lowering import Call, is_mask, kernels, record, spilled, spills
 from torchtitan.plan.simulation import fake_process_group
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +67,7 @@ ATTENTION_WITH_BIAS = {
 
 
 LOWERED = record()
+REDUCTION_FUNCTION = triton_code.get_triton_reduction_function
 NO_PASSES = {"_micro_pipeline_tp": False, "post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": None}
 
 
@@ -131,7 +139,29 @@ def train(
         world_size: ranks of the run, of which the others do not exist.
         layers: of the model; all are compiled as one.
     """
-    rows, seq_len = batches[0]
+    watch = Watch()
+    flags = ("--training.compile", *flags)
+    with build(flags, world_size, family, flavor, layers, batches[0]) as (engine, guard):
+        for number, shape in enumerate(batches):
+            batch = make_batch(shape, engine.config.training.document_mask)
+            with watch:
+                watch.report = Report(LOWERED, [], [], Counter(), 0)
+                train_step(engine, [batch], 1e-4, guard, number)
+            for layer in delayed_layers([engine.model]).values():
+                layer.has_scales = True  # real numbers would give it scales in the first step
+    report = watch.report
+    report.lowered = list(LOWERED)
+    if engine.fused_gemms is not None:
+        report.fused = engine.fused_gemms.count, engine.fused_gemms.separate
+    return report
+
+
+@contextlib.contextmanager
+def build(
+    flags: Sequence[str], world_size: int, family: str, flavor: str, layers: int, shape: tuple[int, int]
+) -> Iterator[tuple[Engine, UpdateGuard]]:
+    """What `train_step` needs, on fake tensors, which are made within this context, too."""
+    rows, seq_len = shape
     config = ConfigManager().parse_args(
         [
             f"--model.name={family}",
@@ -139,16 +169,16 @@ def train(
             f"--training.seq_len={seq_len}",
             f"--training.local_batch_size={rows}",
             "--training.mixed_precision_param=bfloat16",
-            "--training.compile",
             *flags,
         ]
     )
     torch.compiler.reset()
     LOWERED.clear()
-    spec, mode, watch = MODELS.get(family), FakeTensorMode(allow_non_fake_inputs=True), Watch()
+    spec, mode = MODELS.get(family), FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         device = find_device(0)
     dims = check(config, world_size, device.type)
+    holder = "cpu" if config.training.enable_cpu_offload else device.torch_device
     with fake_process_group(0, world_size):
         args = dataclasses.replace(spec.flavor(flavor), n_layers=layers)
         meshes = build_meshes(dims, device.type, args)
@@ -159,21 +189,9 @@ def train(
                 device,
                 args,
                 rows * dims.dp,
-                allocate=lambda model, stages, *_: [stage.to_empty(device=device.torch_device) for stage in stages],
+                allocate=lambda model, stages, *_: [stage.to_empty(device=holder) for stage in stages],
             )
-            guard = UpdateGuard(config.training, lambda *_: None)
-            for number, shape in enumerate(batches):
-                batch = make_batch(shape, config.training.document_mask)
-                with watch:
-                    watch.report = Report(LOWERED, [], [], Counter(), 0)
-                    train_step(engine, [batch], 1e-4, guard, number)
-                for layer in delayed_layers([engine.model]).values():
-                    layer.has_scales = True  # real numbers would give it scales in the first step
-    report = watch.report
-    report.lowered = list(LOWERED)
-    if engine.fused_gemms is not None:
-        report.fused = engine.fused_gemms.count, engine.fused_gemms.separate
-    return report
+            yield engine, UpdateGuard(config.training, lambda *_: None)
 
 
 def make_batch(shape: tuple[int, int], document_mask: bool, pin_memory: bool = True) -> Batch:
@@ -198,6 +216,43 @@ def spills_of(flags: Sequence[str]) -> dict[str, str]:
     for lowered in train(flags, batches=((1, 8192),)).lowered:
         found |= spills(lowered)
     return found
+
+
+NAN_INSTRUCTION = re.compile(r"m(?:in|ax)\.(?:\w+\.)*NaN")
+EIGHT_BITS = re.compile(r"out_ptr\d+': '\*(?:fp8|[iu]8)")
+
+
+def nan_instructions(flags: Sequence[str], avoided: bool = True) -> list[str]:
+    """Kernels of a step that write 8-bit numbers beside minima or maxima that keep NaN, of a compiler that uses these
+    as that of torch 2.14 and later does."""
+
+    @triton.jit
+    def minimum(a, b):  # type: ignore[no-untyped-def]
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+    @triton.jit
+    def maximum(a, b):  # type: ignore[no-untyped-def]
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+    overrides, pattern = triton_code.TritonOverrides, "tl.{}({}, {}, tl.PropagateNan.ALL)"
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (overrides, "minimum", staticmethod(functools.partial(pattern.format, "minimum"))),
+            (overrides, "maximum", staticmethod(functools.partial(pattern.format, "maximum"))),
+            (triton_helpers, "minimum", minimum),
+            (triton_helpers, "maximum", maximum),
+            (triton_code, "get_triton_reduction_function", REDUCTION_FUNCTION),
+            *(() if avoided else ((inductor, "avoid_nan_instructions", lambda: None),)),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        lowered = train(flags, layers=1, batches=((1, 512),)).lowered
+        return [
+            name
+            for graph in lowered
+            for name, kernel, source in kernels(graph)
+            if EIGHT_BITS.search(source)
+            and any(NAN_INSTRUCTION.search(binary["ptx"]) for binary in binaries(source, kernel, False))
+        ]
 
 
 def with_fault(fault: str) -> tuple[list[Call], list[Any], list[str]]:
@@ -286,9 +341,9 @@ def _spills_of_kernel(
     }
     source = ASTSource(kernel, signature, constants, aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    usage = resource_usage(binary.asm["cubin"])
-    fits = not spilled(usage) and binary.metadata.shared <= SHARED_MEMORY[capability]
-    return [] if fits else [f"{kernel.__name__} {constants} {options}: {usage} {binary.metadata.shared}"]
+    usage, nans = resource_usage(binary.asm["cubin"]), NAN_INSTRUCTION.findall(binary.asm["ptx"])
+    fits = not spilled(usage) and binary.metadata.shared <= SHARED_MEMORY[capability] and not nans
+    return [] if fits else [f"{kernel.__name__} {constants} {options}: {usage} {binary.metadata.shared} {nans}"]
 
 
 SHARED_MEMORY = {
@@ -327,6 +382,7 @@ torch.Generator = _NoGenerator  # type: ignore[misc, assignment]
 
 # What needs numbers: meshes, tables of codes, and the comparison of a converted layer with its copy.
 DeviceMesh._concatenate = staticmethod(_outside_fake_mode(DeviceMesh._concatenate))
+muon.sharding_of = _outside_fake_mode(muon.sharding_of)
 state_formats._table = _outside_fake_mode(state_formats._table)
 LinearConverter.check_swap = lambda self: None  # type: ignore[method-assign]
 # What needs several GPUs.

@@ -199,7 +199,7 @@ def test_int8_scales_changed_between_gather_and_use_change_nothing(recipe: Any, 
         weight.scale_inverse = (tensor.abs().amax() / 127).view(1, 1) if shards > 1 else None
         sent, metadata = weight.fsdp_pre_all_gather(Shards(shards), None, None, None, None)
         if weight.scale_inverse is not None:
-            weight.scale_inverse.mul_(7)  # the next step's scale
+            weight.scale_inverse = 7 * weight.scale_inverse  # the next step's
         if out is not None:  # FSDP2 reuses its memory
             out.row_data.copy_(sent[0])
         made = weight.fsdp_post_all_gather(sent, metadata, torch.bfloat16, out=out)

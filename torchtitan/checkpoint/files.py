@@ -91,7 +91,9 @@ class Writer(dcp.FileSystemWriter):
     """
 
     def __init__(self, path: Path, finished: Callable[[Files], None]) -> None:
-        super().__init__(path)
+        # The threads of `write_data` have no current GPU, so they copy each tensor before they read it: torch's copies
+        # ahead would be waited for on the streams of GPU 0.
+        super().__init__(path, per_thread_copy_ahead=0)
         self.finished = finished
         self.fs = self.hashing = HashingFileSystem()
 

@@ -5,10 +5,14 @@
 - `_inductor.config._micro_pipeline_tp`: fuses collectives with GEMMs (asynchronous tensor parallelism)
 - `_inductor.config.post_grad_custom_pre_pass`, `post_grad_custom_post_pass`: a pass before it, and one that counts what
   was fused
+- `_inductor.codegen.triton.get_triton_reduction_function`, `TritonOverrides`: what a kernel calls for the largest or
+  smallest of many numbers, and its code for that of two
+- `_inductor.virtualized.V`: the kernel that is being generated, which takes helper functions
 - `_inductor.codecache._HEADER_DIR`, `_HEADER_LOCK_DIR`: where precompiled C++ headers are
 - `_inductor.runtime.cache_dir_utils.default_cache_dir`: the folder that it uses unless it is told otherwise
 """
 
+import functools
 import os
 
 import torch
@@ -18,6 +22,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 __all__ = [
     "CustomGraphPass",
+    "avoid_nan_instructions",
     "default_cache_dir",
     "fuse_collectives_with_gemms",
     "get_hash_for_files",
@@ -30,6 +35,45 @@ def fuse_collectives_with_gemms(first_pass: CustomGraphPass, last_pass: CustomGr
     torch._inductor.config._micro_pipeline_tp = True
     torch._inductor.config.post_grad_custom_pre_pass = first_pass
     torch._inductor.config.post_grad_custom_post_pass = last_pass
+
+
+CHOICE = "tl.where(({0} {sign} {1}) | ({0} != {0}), {0}, {1})"
+REDUCTION = """
+@triton.jit
+def {{name}}(a, dim):
+    return tl.reduce(a, dim, {choose})
+"""
+
+
+def avoid_nan_instructions() -> None:
+    """On GPUs: generated kernels compare two numbers and choose, to the same result, where torch 2.14 and later use the
+    GPU's minimum and maximum that keep NaN. In kernels with these Triton writes wrong 8-bit numbers to transposed
+    results (triton-lang/triton#11111). In kernels of our own: `tl.where`, and no `propagate_nan`.
+
+    torchao does the same for two numbers (`torchao.float8._inductor_patch`), but not for reductions.
+    """
+    if not torch.cuda.is_available():
+        return
+    from torch._inductor.codegen import triton
+    from torch._inductor.virtualized import V
+
+    original = triton.get_triton_reduction_function
+    if hasattr(original, "__wrapped__"):  # done before
+        return
+    signs = {"min": "<", "max": ">"}
+
+    @functools.wraps(original)
+    def reduction_function(reduction_type: str) -> str:
+        if reduction_type not in signs:
+            return str(original(reduction_type))  # type: ignore[no-untyped-call]
+        choice = CHOICE.format("a", "b", sign=signs[reduction_type])
+        helpers = V.kernel.helper_functions
+        choose = helpers.add(f"\n@triton.jit\ndef {{name}}(a, b):\n    return {choice}\n", base_name="_choose")
+        return str(helpers.add(REDUCTION.format(choose=choose), base_name="_reduce"))
+
+    triton.get_triton_reduction_function = reduction_function
+    triton.TritonOverrides.minimum = staticmethod(functools.partial(CHOICE.format, sign="<"))  # type: ignore[method-assign]
+    triton.TritonOverrides.maximum = staticmethod(functools.partial(CHOICE.format, sign=">"))  # type: ignore[method-assign]
 
 
 def keep_precompiled_headers_in(folder: str) -> None:

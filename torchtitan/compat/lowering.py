@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["cubins", "in_compiled_code", "on_lowered", "operator_of", "resource_usage", "simulate"]
+__all__ = ["binaries", "in_compiled_code", "on_lowered", "operator_of", "resource_usage", "simulate"]
 
 
 class _Stream:
@@ -95,6 +95,7 @@ def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
         setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)
     torch.cuda.Stream = torch.cuda.Event = torch.Event = _Stream  # type: ignore[assignment, misc]
     torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign, assignment]
     torch.cuda.default_generators = (torch.Generator(),)
     # Attention counts as random, because of dropout; a state of the generator is then an input of the graph.
     partitioners.has_recomputable_rng_ops = lambda fx_g: False
@@ -223,8 +224,8 @@ def operator_of(node: Any) -> str | None:
     return str(overload).removesuffix(".default") if overload is not None else node.node.python_kernel_name
 
 
-def cubins(source: str, name: str, all_configurations: bool) -> list[bytes]:
-    """Compiles a Triton kernel of the compiler's to binaries, one for each of its configurations, or the first."""
+def binaries(source: str, name: str, all_configurations: bool) -> list[dict[str, Any]]:
+    """Compiles a Triton kernel of the compiler's, in each of its configurations, or the first: "ptx" and "cubin"."""
     import triton
     from torch._inductor.codecache import PyCodeCache
     from triton.backends.compiler import GPUTarget
@@ -239,7 +240,7 @@ def cubins(source: str, name: str, all_configurations: bool) -> list[bytes]:
             target=GPUTarget("cuda", meta["cc"], 32),
             options=tuner._create_compile_options(config, meta),
         )
-        found.append(binary.asm["cubin"])
+        found.append(binary.asm)
     return found
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from torchtitan.compat.dispatch import pytree
+from torchtitan.device import keep_for_current_stream
 from torchtitan.kernels.matmul_8bit import as_right
 from torchtitan.kernels.quantize import (
     LARGEST,
@@ -126,8 +127,8 @@ class ShardedWeight(torch.Tensor):
             return tuple(quantize(self.tensor, "rowwise")), ()
         if self.scale_inverse is None:  # before the first optimizer step
             self.scale_inverse = tensorwise_scale(self.tensor.abs().amax().float(), mesh).view(1, 1)
-        scale_inverse = self.scale_inverse.clone()  # belongs to this data, even if the weight's scale changes later
-        return (quantize_with(self.tensor, scale_inverse),), (scale_inverse,)
+        # Not a copy: FSDP's copy-in stream would reuse its memory before the compute stream has read it.
+        return (quantize_with(self.tensor, self.scale_inverse),), (self.scale_inverse,)
 
     def fsdp_post_all_gather(
         self,
@@ -139,12 +140,16 @@ class ShardedWeight(torch.Tensor):
     ) -> "tuple[GatheredWeight, tuple[torch.Tensor, ...]] | None":
         """The full weight, and the tensors whose memory FSDP2 frees after use."""
         if out is None:
-            weight = GatheredWeight.of([*outputs, *metadata], self.recipe, param_dtype)
+            tensors = [*outputs, *metadata]
+            if self.scale_inverse is not None:
+                tensors[1] = tensors[1].clone()  # the shard's own must not be refilled below
+            weight = GatheredWeight.of(tensors, self.recipe, param_dtype)
             return weight, tuple(tensor for tensor in weight.tensors() if tensor.dtype == torch.int8)
         # FSDP2 refilled the same memory. Tensors saved for the backward pass refer to it, so refill the rest as well.
         weight = out._local_tensor if isinstance(out, DTensor) else out  # type: ignore[assignment]
         for tensor, new in zip(weight.tensors()[len(outputs) :], metadata, strict=True):
             tensor.data.copy_(new)  # .data hides the write from autograd, as FSDP2 does
+            keep_for_current_stream(new)  # with CPU offload the copy-in stream has made it
         return None
 
 

@@ -289,9 +289,10 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
                 stamps[shard].check(path, file)
                 doing = f"{path}: reading to where the run stopped, which plain JSONL would find at once"
                 with Waiting(doing, number, "documents") as waiting:
-                    for waiting.done, _ in enumerate(itertools.islice(lines, number), 1):
-                        pass
-                for count, line in enumerate(lines, number + 1):
+                    for _ in itertools.islice(lines, number):
+                        waiting.done = count = count + 1
+                for line in lines:
+                    count += 1
                     yield line, None
         except DataError:
             raise

@@ -60,10 +60,11 @@ def amax_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def to_8_bits(exact, LARGEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
     """To nearest, ties to even; values beyond the range saturate. NaN becomes NaN, in int8 some number."""
-    exact = tl.clamp(exact, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    if FLOAT8:  # noqa: SIM108  # Triton compiles one branch
-        rounded = exact.to(tl.float8e4nv)
+    if FLOAT8:  # Triton compiles one branch
+        # NaN stays; see `avoid_nan_instructions`.
+        rounded = tl.where(exact > LARGEST, LARGEST, tl.where(exact < -LARGEST, -LARGEST, exact)).to(tl.float8e4nv)
     else:
+        exact = tl.clamp(exact, -LARGEST, LARGEST)
         rounded = ((exact + 12582912.0) - 12582912.0).to(tl.int8)  # sums of this size have no fraction
     return rounded
 

@@ -96,7 +96,7 @@ def _round(x):  # type: ignore[no-untyped-def]
 def _to_e4m3(x):  # type: ignore[no-untyped-def]
     """Numbers from 2^-9 to 448 to the nearest of the format. (The interpreter's cast rounds otherwise.)"""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    step = tl.maximum(power * 0.125, 2.0**-9, propagate_nan=tl.PropagateNan.ALL)
+    step = tl.maximum(power * 0.125, 2.0**-9)  # of NaN, the power is infinity
     return _round(tl.div_rn(x, step)) * step
 
 
@@ -116,7 +116,8 @@ def pack_kernel(  # type: ignore[no-untyped-def]
         numbers = _hadamard(numbers, SIGNS, ROWS * BLOCKS)
     numbers = tl.reshape(numbers, (ROWS * BLOCKS, 16))
     largest = tl.load(found).to(tl.float32, bitcast=True)
-    of_matrix = tl.maximum(tl.div_rn(largest, 448.0 * 6.0), SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+    of_matrix = tl.div_rn(largest, 448.0 * 6.0)
+    of_matrix = tl.where(of_matrix < SMALLEST, SMALLEST, of_matrix)  # NaN stays; see `avoid_nan_instructions`
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(tensor_scale, of_matrix)
 
@@ -126,7 +127,8 @@ def pack_kernel(  # type: ignore[no-untyped-def]
         amax = tl.reshape(tl.broadcast_to(amax, (ROWS // 16, 16, BLOCKS)), (ROWS * BLOCKS,))
     amax = amax.to(tl.float32, bitcast=True)
     of_blocks = tl.div_rn(tl.div_rn(amax, amax * 0 + 6.0), amax * 0 + of_matrix)
-    of_blocks = _to_e4m3(tl.clamp(of_blocks, 2.0**-9, 448.0, propagate_nan=tl.PropagateNan.ALL))
+    of_blocks = tl.where(of_blocks > 448.0, 448.0, tl.where(of_blocks < 2.0**-9, 2.0**-9, of_blocks))
+    of_blocks = _to_e4m3(of_blocks)
     factor = tl.div_rn(of_blocks * 0 + tl.div_rn(of_matrix * 0 + 1.0, of_matrix), of_blocks)
 
     exact = tl.clamp(numbers * factor[:, None], -6.0, 6.0)

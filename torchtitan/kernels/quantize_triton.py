@@ -45,7 +45,7 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]
         magnitudes = tl.abs(numbers).to(tl.int32, bitcast=True)
         by_column = tl.maximum(by_column, magnitudes)
         inverse = tl.max(magnitudes, 0).to(tl.float32, bitcast=True) * (1.0 / 127.0)
-        inverse = tl.maximum(inverse, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+        inverse = tl.where(inverse < SMALLEST, SMALLEST, inverse)  # NaN stays; see `avoid_nan_instructions`
         exact = tl.clamp(numbers * (1.0 / inverse), -127.0, 127.0)
         # To nearest, ties to even: sums of this size have no fraction. (Triton's interpreter has no rint. The clamp
         # keeps the multiplication from being fused with the addition, which would round once less.)

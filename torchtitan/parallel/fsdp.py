@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from torchtitan.compat.distributed import DefaultReduceScatter, reduce_scatter_of_one_rank_copies
+from torchtitan.device import keep_for_current_stream
 from torchtitan.errors import ConfigError
 
 
@@ -94,6 +95,7 @@ class _NoReduceScatter(DefaultReduceScatter):
             self._input = super().allocate(size, dtype=dtype, device=device)
             return self._input
         output, self._input = self._input, None
+        keep_for_current_stream(output)  # the compute stream, to which the memory belongs, waits only for the reduction
         return output
 
 

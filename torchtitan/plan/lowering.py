@@ -218,16 +218,20 @@ def spills(lowered: Lowered, all_configurations: bool = False) -> dict[str, str]
     Returns:
         For each kernel that spills registers to local memory, by name, the resources that it uses.
     """
-    from torchtitan.compat.lowering import cubins, resource_usage
+    from torchtitan.compat.lowering import binaries, resource_usage
 
     found = {}
-    sources = re.findall(r"(\w+) = async_compile\.triton\('(\w+)', '''(.*?)'''", lowered.code, re.S)
-    for name, kernel, source in sources:
-        for cubin in cubins(source, kernel, all_configurations):
-            usage = resource_usage(cubin)
+    for name, kernel, source in kernels(lowered):
+        for binary in binaries(source, kernel, all_configurations):
+            usage = resource_usage(binary["cubin"])
             if spilled(usage):
                 found[name] = " ".join(usage.split())
     return found
+
+
+def kernels(lowered: Lowered) -> list[tuple[str, str, str]]:
+    """The Triton kernels of lowered code: name there, name in the source, source."""
+    return re.findall(r"(\w+) = async_compile\.triton\('(\w+)', '''(.*?)'''", lowered.code, re.S)
 
 
 def spilled(usage: str) -> bool:
