@@ -78,13 +78,13 @@ def _run(arguments: argparse.Namespace) -> None:
         model,
         [[begin, *row] for row in ids],
         sampling,
-        tokenizer.eos_id,
+        tokenizer.stop_ids,
         use_cache=not arguments.no_cache,
-        emit=None if stream is None else lambda row: stream.add(None if row[0] == tokenizer.eos_id else row[0]),
+        emit=None if stream is None else lambda row: stream.add(None if row[0] in tokenizer.stop_ids else row[0]),
     )
     seconds = time.perf_counter() - started
     texts = [
-        tokenizer.decode_after(prompt, [id for id in row if id != tokenizer.eos_id])
+        tokenizer.decode_after(prompt, [id for id in row if id not in tokenizer.stop_ids])
         for prompt, row in zip(ids, new, strict=True)
     ]
     if stream is not None:

@@ -63,7 +63,7 @@ def build_trainer(
     torch.manual_seed(training.seed)
 
     # Tokenizer first: a wrong path fails before anything expensive begins.
-    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    tokenizer = load_tokenizer(config.model.tokenizer_path, training.add_bos, training.add_eos)
     args = find_model_args(config.model, tokenizer.vocab_size)
     tasks = find_tasks(config.evaluation, config.validation, training)
 

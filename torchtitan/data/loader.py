@@ -122,7 +122,7 @@ class Loader:
             f"{', '.join(mixture) if len(sources) > 1 else sources[0].name}"
             f"{'' if self._identity['shuffle'] else ', not shuffled'}"
             f"{', one document in 100 held out' if self._identity['hold_out'] else ''}"
-            f"; {tokenizer.kind} tokenizer with {tokenizer.vocab_size:,} tokens"
+            f"; {tokenizer.kind} tokenizer with {tokenizer.vocab_size:,} tokens; {tokenizer.boundaries}"
         )
 
     def wait(self, cancelled: Callable[[], object] = lambda: False) -> None:

@@ -30,7 +30,7 @@ class Sampler:
         prompts = [tokenizer.encode(prompt) for prompt in self.prompts]
         new: list[list[int]] = [[] for _ in prompts]
         for _ in range(NEW_TOKENS):
-            going = [row for row, ids in enumerate(new) if tokenizer.eos_id not in ids]
+            going = [row for row, ids in enumerate(new) if tokenizer.stop_ids.isdisjoint(ids)]
             if not going:
                 break
             chosen = self._scorer.next_tokens([[begin, *prompts[row], *new[row]] for row in going], should_stop)
@@ -39,6 +39,6 @@ class Sampler:
             for row, token in zip(going, chosen, strict=True):
                 new[row].append(token)
         return [
-            (text, tokenizer.decode_after(prompt, [token for token in ids if token != tokenizer.eos_id]))
+            (text, tokenizer.decode_after(prompt, [token for token in ids if token not in tokenizer.stop_ids]))
             for text, prompt, ids in zip(self.prompts, prompts, new, strict=True)
         ]
