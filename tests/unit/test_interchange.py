@@ -1,5 +1,6 @@
 """Importing and exporting weights, with `transformers` as the reference."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from tiny import nontrivial, nontrivial_llama
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from torchtitan.errors import CheckpointError
+from torchtitan.errors import CheckpointError, DataError
 from torchtitan.generation.open import open_model
 from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
 from torchtitan.interchange.export import export
@@ -350,6 +351,12 @@ def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
 
 
 TEXTS = ["def f(x):\n    return x + 1\n", "  two  spaces", "a", "", "été 日本 😀", "1234567 x'S"]
+TEXTS += [
+    "Gro\u0308ße ﬁn ½ \uff21 ™️ <0x0A>",
+    "a \t b \r\n",
+    "x" * 60 + "  " * 30,
+    Path(json.__file__).read_text(encoding="utf-8"),
+]
 
 
 def tiktoken_file(folder: Path) -> Path:
@@ -363,12 +370,48 @@ def tiktoken_file(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["shipped", "tiktoken", "tokenizers"])
+AS_WRITTEN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+SENTENCEPIECE = {
+    "BPE with its defaults": {"model_type": "bpe"},
+    "unigram with its defaults": {"model_type": "unigram"},
+    "Llama 2": {"model_type": "bpe", "byte_fallback": True, "split_digits": True, **AS_WRITTEN},
+    "T5": {"model_type": "unigram", "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "byte_fallback": True},
+    "no prefix, NFKC": {"model_type": "bpe", "byte_fallback": True, "add_dummy_prefix": False},
+    "case folding, pieces with blanks": {
+        "model_type": "unigram",
+        "normalization_rule_name": "nmt_nfkc_cf",
+        "split_by_whitespace": False,
+    },
+    "symbols of its own": {"model_type": "bpe", "user_defined_symbols": ["<sep>", "def "], "control_symbols": ["<c>"]},
+    "letters": {"model_type": "char"},
+}
+
+
+def sentencepiece_model(path: Path, settings: dict[str, Any]) -> Path:
+    import sentencepiece
+
+    texts = Path("docs/data.md").read_text(encoding="utf-8").splitlines() + ["Größe été 日本 한국어 Привет ©"] * 9
+    size = 100 if settings.get("model_type") == "char" else 500
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=(model := io.BytesIO()),
+        minloglevel=2,
+        hard_vocab_limit=False,
+        **{"vocab_size": size, **settings},
+    )
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["shipped", "tiktoken", "tokenizers", *SENTENCEPIECE])
 def test_transformers_gets_the_same_tokens(kind: str, tmp_path: Path) -> None:
     from torchtitan.data import load_tokenizer
     from torchtitan.interchange.tokenizer_files import tokenizer_files
 
-    path = None if kind == "shipped" else str(tiktoken_file(tmp_path))
+    if kind in SENTENCEPIECE:
+        path = str(sentencepiece_model(tmp_path / "tokenizer.model", SENTENCEPIECE[kind]))
+    else:
+        path = None if kind == "shipped" else str(tiktoken_file(tmp_path))
     if kind == "tokenizers":
         (tmp_path / "json").mkdir()
         for name, content in tokenizer_files(path).items():
@@ -377,9 +420,43 @@ def test_transformers_gets_the_same_tokens(kind: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     for name, content in tokenizer_files(path).items():
         (tmp_path / "out" / name).write_bytes(content)
+    (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')  # beside it, as in an export
     ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
     for text in TEXTS:
         ids = ours.encode(text)
-        assert theirs(text)["input_ids"] == [ours.bos_id, *ids]
-        assert theirs.decode(ids) == text
+        assert theirs(text)["input_ids"] == [*([] if ours.bos_id is None else [ours.bos_id]), *ids]
+        if kind not in SENTENCEPIECE or kind == "Llama 2":
+            assert theirs.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "word"}, "transformers lacks its algorithm"),
+        ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "transformers would give the text '.*' other ids"),
+    ],
+)
+def test_a_tokenizer_that_transformers_cannot_have_is_not_exported(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    from torchtitan.interchange.tokenizer_files import tokenizer_files
+
+    path = sentencepiece_model(tmp_path / "tokenizer.model", settings)
+    with pytest.raises(DataError, match=f"^model.tokenizer_path: .* cannot be exported, because {message}"):
+        tokenizer_files(str(path))
+
+
+def test_of_two_tokenizers_in_a_folder_the_one_in_use_is_exported(tmp_path: Path) -> None:
+    """With the chat template, but not the class, that the folder names."""
+    from torchtitan.interchange.tokenizer_files import tokenizer_files
+
+    sentencepiece_model(tmp_path / "tokenizer.model", SENTENCEPIECE["Llama 2"])
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_files(None)["tokenizer.json"])
+    config = {"tokenizer_class": "LlamaTokenizer", "chat_template": "{{ x }}", "add_bos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    files = tokenizer_files(str(tmp_path))
+    assert len(json.loads(files["tokenizer.json"])["model"]["vocab"]) == 500
+    written = json.loads(files["tokenizer_config.json"])
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (written["chat_template"], written["add_bos_token"]) == ("{{ x }}", False)

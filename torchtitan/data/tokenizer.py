@@ -170,13 +170,13 @@ class Boundaries:
         Raises:
             DataError: a declared token does not exist, or there is no EOS, or no BOS that `add_bos` wants.
         """
-        config, generation = self.beside(CONFIG), self.beside(GENERATION)
+        config, generation = json_beside(self.file, CONFIG), json_beside(self.file, GENERATION)
         listed = generation.get("eos_token_id")
         stops = [id for id in (listed if isinstance(listed, list) else [listed]) if type(id) is int]
         generated = {"bos_token": generation["bos_token_id"]} if "bos_token_id" in generation else {}
         declared = {
             CONFIG: config,
-            SPECIAL_TOKENS: self.beside(SPECIAL_TOKENS),
+            SPECIAL_TOKENS: json_beside(self.file, SPECIAL_TOKENS),
             self.file.name: own,
             GENERATION: {**generated, **({"eos_token": stops[0]} if stops else {})},
         }
@@ -218,23 +218,28 @@ class Boundaries:
             )
         return {"bos_id": bos, "eos_id": eos, "add_eos": self.add_eos, "stop_ids": frozenset({eos, *stops})}
 
-    def beside(self, name: str) -> dict[str, Any]:
-        """The JSON object in the file with this name beside the tokenizer; empty if there is none.
 
-        Raises:
-            DataError: it is damaged.
-        """
-        folder = self.file.parent.parent if self.file.parent.name == "original" else self.file.parent
-        path = folder / name
-        if self.file == SHIPPED or not path.is_file():
-            return {}
-        try:
-            content = json.loads(path.read_bytes())
-            if not isinstance(content, dict):
-                raise ValueError("not a JSON object")
-            return content
-        except (OSError, ValueError, RecursionError) as error:
-            raise DataError(f"model.tokenizer_path: {path} is damaged ({error}); correct or remove it.") from None
+def main_folder(file: Path) -> Path:
+    """The folder with the other files of a tokenizer's model."""
+    return file.parent.parent if file.parent.name == "original" else file.parent
+
+
+def json_beside(file: Path, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` beside a tokenizer; empty if there is none.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    path = main_folder(file) / name
+    if file == SHIPPED or not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+        return content
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"model.tokenizer_path: {path} is damaged ({error}); correct or remove it.") from None
 
 
 def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Boundaries) -> Tokenizer:
