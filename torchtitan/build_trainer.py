@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.checkpoint import CheckpointManager
+from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer, identity_of
 from torchtitan.config import JobConfig
 from torchtitan.config.output import Checkpoint
 from torchtitan.data import build_loader, build_validation_loader, load_tokenizer
@@ -23,6 +24,7 @@ from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import scorer_of_run
 from torchtitan.interchange import Exchange, published
+from torchtitan.interchange.tokenizer_files import tokenizer_files
 from torchtitan.launcher.folder_lock import FolderLock
 from torchtitan.launcher.signals import Stop
 from torchtitan.models import MODELS
@@ -111,7 +113,15 @@ def build_trainer(
     prompts = validation.sample_prompts if validation.enabled else []
 
     # Checkpoint.
-    spec = MODELS.get(config.model.name)
+    spec, copy = MODELS.get(config.model.name), dump_folder / COPY
+    boundaries = (training.add_bos, training.add_eos)
+    if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # or it would fail at the end
+        write = functools.partial(tokenizer_files, config.model.tokenizer_path, *boundaries)
+        raise_on_all_ranks(write if dist.get_rank() == 0 else lambda: None)
+    exchange = Exchange(
+        published(spec, args, str(copy), training.seq_len, *boundaries),
+        None if "tokenizer" in config.checkpoint.exclude_from_loading else tokenizer,
+    )
     folder = RunFolder(dump_folder, config)
     checkpoints = CheckpointManager(
         config.checkpoint,
@@ -124,7 +134,8 @@ def build_trainer(
             "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(dims)},
             "configuration": dataclasses.asdict(config),
         },
-        exchange=Exchange(published(spec, args, config.model.tokenizer_path, training.seq_len)),
+        exchange=exchange,
+        tokenizer=identity_of(tokenizer),
         on_saved=lambda step: folder.record_event(step, "checkpoint"),
         last_step=training.steps,
     )
@@ -147,6 +158,8 @@ def build_trainer(
     )
     trainer.load_checkpoint()
     folder.write_config()
+    if dist.get_rank() == 0:
+        copy_tokenizer(config.model.tokenizer_path, copy)
     return trainer
 
 

@@ -18,8 +18,10 @@ from tiny import nontrivial, nontrivial_llama
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from torchtitan.data import load_tokenizer
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.generation.open import open_model
+from torchtitan.interchange import Exchange
 from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
 from torchtitan.interchange.export import export
 from torchtitan.interchange.load import load_weights
@@ -329,6 +331,22 @@ def test_a_tokenizer_with_more_ids_than_the_model(tmp_path: Path) -> None:
         open_model(tmp_path / "out", torch.device("cpu"), torch.float32)
 
 
+def test_a_small_tokenizer_is_not_that_of_a_large_embedding(tmp_path: Path) -> None:
+    """Such as the default one, where weights come without a tokenizer."""
+    args = LlamaArgs(dim=8, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=8, vocab_size=9000)
+    folder = exported(nontrivial_llama(args), tmp_path / "out")
+    source = find_source(folder, published(args).naming)
+    assert source is not None
+    exchange = Exchange(published(args), load_tokenizer(None))
+    exchange.load(source, {})  # the folder has the same
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"model\.tokenizer_path: .* embeddings for 9000 tokens, but .* only 4096"
+    ):
+        exchange.load(source, {})
+
+
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
     """A published model becomes a checkpoint, which becomes a published model with the same bits."""
@@ -405,7 +423,6 @@ def sentencepiece_model(path: Path, settings: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("kind", ["shipped", "tiktoken", "tokenizers", *SENTENCEPIECE])
 def test_transformers_gets_the_same_tokens(kind: str, tmp_path: Path) -> None:
-    from torchtitan.data import load_tokenizer
     from torchtitan.interchange.tokenizer_files import tokenizer_files
 
     if kind in SENTENCEPIECE:

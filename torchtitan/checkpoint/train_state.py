@@ -19,6 +19,7 @@ PARTS = {
     "dataloader": dict,
     "converters": dict,
     "precision_schedule": list,
+    "tokenizer": dict,
 }
 
 

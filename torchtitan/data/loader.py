@@ -199,6 +199,7 @@ def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         f"{key} (now {mine[part]}, in the checkpoint {theirs.get(part)})"
         for part, key in IDENTITY_KEYS.items()
         if mine[part] != theirs.get(part)
+        and not (part == "tokenizer" and mine["tokenizer_ids"] == theirs.get("tokenizer_ids"))  # the same, another file
     ]
     if differ or len(theirs.get("positions", {})) != mine["global_batch_size"]:
         raise CheckpointError(
@@ -241,6 +242,7 @@ def build_loader(
     identity = {
         "data": digest(data),
         "tokenizer": tokenizer.fingerprint,
+        "tokenizer_ids": tokenizer.ids_fingerprint,
         "seed": training.seed,
         "shuffle": training.shuffle,
         "hold_out": hold_out,

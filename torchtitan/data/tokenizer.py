@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,17 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 GENERATION = "generation_config.json"
+BESIDE = (CONFIG, SPECIAL_TOKENS, GENERATION, "chat_template.jinja")
+
+# Text whose ids tell tokenizers apart, but not two files of the same one.
+PROBE = (
+    "The quick brown fox jumps over the lazy dog, doesn't it? Yes: 1234567890 times in 2,048 days (99.5%).",
+    "import os\n\n\ndef main(path: str) -> int:\n    return len(os.listdir(path)) + 0xFF\n\nif __name__ == '__main__':",
+    "Nevertheless, the committee's unprecedented recommendations were internationally acknowledged yesterday.",
+    '#include <stdio.h>\nint main(void) { printf("%d items", 42); return 0; } // https://example.org/?q=a&b=c_d-e',
+    "Größere Städte, où l'été naïf s'achève; mañana será otro. Привет, как дела? 東京の天気は晴れです。 한국어 문장",
+    '{"name": "value", "list": [1, 2.5, null, true]} <p class=\'x\'>Text</p> $E = mc^2$ @user #tag',
+)
 
 MOST_IDS_PER_TOKEN = 16  # gaps are common, but an embedding has a row for each id
 
@@ -83,6 +95,12 @@ class Tokenizer:
         """The text of ids that follow `context`. By itself, sentencepiece's decoder takes a blank off their
         beginning."""
         return self.decode([*context, *ids])[len(self.decode(context)) :]
+
+    @cached_property
+    def ids_fingerprint(self) -> str:
+        """Changes with the ids of texts, and with their number: the same for two files of one tokenizer."""
+        ids = [self.vocab_size, *(self.encode(text) for text in PROBE)]
+        return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
     @property
     def boundaries(self) -> str:
