@@ -52,6 +52,7 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    from torchtitan.data.tokenizer import require_characters
     from torchtitan.device import find_device
     from torchtitan.generation.open import choose_dtype, open_model
     from torchtitan.generation.sample import Sampling, generate
@@ -66,6 +67,8 @@ def _run(arguments: argparse.Namespace) -> None:
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts_file) if arguments.prompts_file else [])]
     if not prompts:
         raise ConfigError("there is no prompt; set --prompt or --prompts-file (an empty prompt starts a new document).")
+    for prompt in prompts:
+        require_characters(prompt, "--prompt or --prompts-file")
     device = find_device(0).torch_device
     dtype = choose_dtype(arguments.dtype, device)
     model, tokenizer, *_ = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)

@@ -144,6 +144,14 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
         inputs = tokenizer(row["prompt"], return_tensors="pt")
         theirs = judge.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
         assert theirs[0, inputs["input_ids"].shape[1] :].tolist() == row["tokens"]
+    # Any token in the list of generation_config.json ends the text.
+    listed = {"eos_token_id": [2, results["hf"][0]["tokens"][3]]}
+    (folder / "generation_config.json").write_text(json.dumps(listed))
+    (folder / "SHA256SUMS").unlink()
+    result = python("scripts/generate.py", "--checkpoint", folder, *flags, "--out", tmp_path / "out.jsonl")
+    row = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    first = results["hf"][0]["tokens"].index(listed["eos_token_id"][1])
+    assert row["tokens"] == results["hf"][0]["tokens"][: first + 1]
 
 
 def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
@@ -176,6 +184,7 @@ def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
         (("--checkpoint", "docs"), "there is no prompt"),
         (("--checkpoint", "docs", "--prompt", "a", "--top-p", "0"), "--top-p must be above 0"),
         (("--checkpoint", "docs", "--prompts-file", "/nowhere"), "No such file"),
+        (("--checkpoint", "docs", "--prompt", "a\udcff"), "'a\\udcff' holds half of a surrogate pair"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(flags: tuple[str, ...], words: str) -> None:

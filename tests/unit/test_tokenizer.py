@@ -191,6 +191,24 @@ def test_what_is_no_tokenizer(tmp_path: Path, make: Callable[[Path], object], me
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"(\p{L}+\s?)+$"}, "behavior": "Isolated",
+                            "invert": False}}, "retry-limit-in-match"),
+        ({"pre_tokenizer": None, "normalizer": {"type": "Replace", "pattern": {"Regex": "( +)+-"}, "content": ""}},
+         "retry-limit-in-match"),
+        ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [], "post_processor": None},
+         "vocabulary is empty"),
+    ],
+)  # fmt: skip
+def test_a_hostile_tokenizer_json(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    file = tokenizer_json(tmp_path / "tokenizer.json", ["</s>"])
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(DataError, match=f"^model.tokenizer_path: .*damaged .*{message}"):
+        load_tokenizer(str(file))
+
+
 def test_ids_far_beyond_the_number_of_tokens(tmp_path: Path) -> None:
     file = tokenizer_json(tmp_path / "tokenizer.json", ["</s>"])
     content = json.loads(file.read_text())

@@ -2,18 +2,20 @@
 
 import base64
 import binascii
+import functools
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan.errors import DataError
 
 __all__ = ["Tokenizer", "load_tokenizer"]
+
+T = TypeVar("T")
 
 SHIPPED = Path(__file__).parent / "assets" / "python_stdlib_4k.model"
 KINDS = "a sentencepiece model, a Hugging Face tokenizer.json or a tiktoken-style tokenizer.model"
@@ -96,7 +98,7 @@ class Tokenizer:
         beginning."""
         return self.decode([*context, *ids])[len(self.decode(context)) :]
 
-    @cached_property
+    @functools.cached_property
     def ids_fingerprint(self) -> str:
         """Changes with the ids of texts, and with their number: the same for two files of one tokenizer."""
         ids = [self.vocab_size, *(self.encode(text) for text in PROBE)]
@@ -138,6 +140,14 @@ def load_tokenizer(path: str | None, add_bos: bool | None = None, add_eos: bool 
     if TIKTOKEN_LINE.fullmatch(content[:4096].split(b"\n", 1)[0]):
         return load_tiktoken(file, content, fingerprint, limits)
     return load_sentencepiece(file, content, fingerprint, limits)
+
+
+def require_characters(text: str, where: str) -> None:
+    """Raises a DataError if a text holds half of a surrogate pair, which no tokenizer takes and no screen shows."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise DataError(
+            f"{where}: {text!a:.60} holds half of a surrogate pair, which is not a character; remove it."
+        )
 
 
 def find_file(path: Path) -> Path:
@@ -302,10 +312,16 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Bou
 def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Boundaries) -> Tokenizer:
     import tokenizers
 
-    try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except ValueError as error:
-        raise damaged(file, "a tokenizer.json", error) from error
+    def attempt(act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except BaseException as error:
+            # Its library limits how long a regular expression may search, and panics.
+            if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
+                raise damaged(file, "a tokenizer.json", error) from None
+            raise
+
+    tokenizer = attempt(lambda: tokenizers.Tokenizer.from_buffer(content))
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if not ids:
         raise damaged(file, "a tokenizer.json", "its vocabulary is empty")
@@ -315,6 +331,8 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Bounda
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # True means: encode text that spells a special token as ordinary text
+    for letter in ("a", "Z", "0", " ", "\n", "-", "é", "語"):  # runs, on which a regular expression may never end
+        attempt(functools.partial(tokenizer.encode, letter * 100 + "\x01"))
     template = tokenizer.encode("a")  # with what the file itself adds to a text
     added = template.special_tokens_mask
     own = {"bos_token": template.ids[0]} if added[:1] == [1] else {}
@@ -324,7 +342,7 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Bounda
         vocab_size=max(ids) + 1,
         **limits.of(tokenizer.token_to_id, max(ids) + 1, own, common=True),
         fingerprint=fingerprint,
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        encode=lambda text: attempt(lambda: tokenizer.encode(text, add_special_tokens=False).ids),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         piece=lambda id: tokenizer.id_to_token(id) or "",
     )

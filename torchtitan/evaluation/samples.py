@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokenizer import Tokenizer, require_characters
 from torchtitan.evaluation.scoring import Scorer, ShouldStop
 
 NEW_TOKENS = 64
@@ -15,9 +15,14 @@ class Sampler:
     Args:
         prompts: each the start of a document.
         tokenizer, scorer: of the model.
+
+    Raises:
+        DataError: a prompt is not text.
     """
 
     def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, scorer: Scorer) -> None:
+        for prompt in prompts:
+            require_characters(prompt, "validation.sample_prompts")
         self.prompts = prompts
         self._tokenizer = tokenizer
         self._scorer = scorer
