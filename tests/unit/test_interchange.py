@@ -339,6 +339,9 @@ def test_a_small_tokenizer_is_not_that_of_a_large_embedding(tmp_path: Path) -> N
     assert source is not None
     exchange = Exchange(published(args), load_tokenizer(None))
     exchange.load(source, {})  # the folder has the same
+    other = str(tiktoken_file(tmp_path))
+    with pytest.raises(CheckpointError, match=r"^model\.tokenizer_path: the weights in .* made with another tokenizer"):
+        Exchange(published(args), load_tokenizer(other)).load(source, {})
     for file in folder.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(
@@ -355,6 +358,8 @@ def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
     checkpoint = import_weights(first, tmp_path / "checkpoint", family if family == "llama3" else None, None)
     saved = saved_model(checkpoint.parent)
     assert saved.args == model
+    with pytest.raises(CheckpointError, match=r"^--tokenizer-path: the weights in .* made with another tokenizer"):
+        import_weights(first, tmp_path / "other", family, str(tiktoken_file(tmp_path)))
     command = ("scripts/convert_to_hf.py", checkpoint, tmp_path / "second")
     assert python(*command).returncode == 0
     one, other = load_file(first / "model.safetensors"), load_file(tmp_path / "second" / "model.safetensors")
@@ -373,7 +378,7 @@ TEXTS += [
     "Gro\u0308ße ﬁn ½ \uff21 ™️ <0x0A>",
     "a \t b \r\n",
     "x" * 60 + "  " * 30,
-    Path(json.__file__).read_text(encoding="utf-8"),
+    *Path("LICENSE").read_text(encoding="utf-8").split("\n\n"),
 ]
 
 
@@ -408,7 +413,7 @@ SENTENCEPIECE = {
 def sentencepiece_model(path: Path, settings: dict[str, Any]) -> Path:
     import sentencepiece
 
-    texts = Path("docs/data.md").read_text(encoding="utf-8").splitlines() + ["Größe été 日本 한국어 Привет ©"] * 9
+    texts = Path("LICENSE").read_text(encoding="utf-8").splitlines() + ["Größe été 日本 한국어 Привет ©"] * 9
     size = 100 if settings.get("model_type") == "char" else 500
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
@@ -445,6 +450,27 @@ def test_transformers_gets_the_same_tokens(kind: str, tmp_path: Path) -> None:
         assert theirs(text)["input_ids"] == [*([] if ours.bos_id is None else [ours.bos_id]), *ids]
         if kind not in SENTENCEPIECE or kind == "Llama 2":
             assert theirs.decode(ids) == text
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_prompts_begin_as_documents_did(add_bos: bool, tmp_path: Path) -> None:
+    """Where a key decides otherwise than the tokenizer's files, and generation_config.json has several EOS."""
+    from torchtitan.interchange.tokenizer_files import tokenizer_files
+
+    (tmp_path / "own").mkdir()
+    (tmp_path / "out").mkdir()
+    for name, content in tokenizer_files(None, add_bos=not add_bos).items():
+        (tmp_path / "own" / name).write_bytes(content)
+    (tmp_path / "own" / "tokenizer.model").unlink()
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": not add_bos}
+    (tmp_path / "own" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "own" / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    model = replace(published(SMALL), tokenizer_path=str(tmp_path / "own"), add_bos=add_bos)
+    for name, content in model.files(torch.float32).items():
+        (tmp_path / "out" / name).write_bytes(content)
+    ids = AutoTokenizer.from_pretrained(tmp_path / "out")("a")["input_ids"]
+    assert ids == ([1] if add_bos else []) + load_tokenizer(None).encode("a")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 9]
 
 
 @pytest.mark.parametrize(

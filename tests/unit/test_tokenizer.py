@@ -236,6 +236,7 @@ DECLARED = {"bos_token": "[BEGIN]", "eos_token": {"content": "[END]"}}
         ({"generation_config.json": {"bos_token_id": 2, "eos_token_id": [3, 1]}}, {}, ("[BEGIN]", "[END]")),
         ({"tokenizer_config.json": DECLARED, "generation_config.json": {"bos_token_id": 0}}, {}, ("[BEGIN]", "[END]")),
         ({"tokenizer_config.json": {"bos_token": None, "eos_token": "</s>"}}, {}, (None, "</s>")),
+        ({"tokenizer_config.json": {"bos_token": "", "eos_token": "</s>"}}, {}, (None, "</s>")),
         ({"tokenizer_config.json": {**DECLARED, "add_bos_token": False}}, {}, (None, "[END]")),
         ({"tokenizer_config.json": {"add_bos_token": False}}, {}, (None, "</s>")),
         ({"tokenizer_config.json": {**DECLARED, "bos_token": "[END]"}}, {}, (None, "[END]")),

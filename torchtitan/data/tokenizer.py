@@ -145,9 +145,7 @@ def load_tokenizer(path: str | None, add_bos: bool | None = None, add_eos: bool 
 def require_characters(text: str, where: str) -> None:
     """Raises a DataError if a text holds half of a surrogate pair, which no tokenizer takes and no screen shows."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise DataError(
-            f"{where}: {text!a:.60} holds half of a surrogate pair, which is not a character; remove it."
-        )
+        raise DataError(f"{where}: {text!a:.60} holds half of a surrogate pair, which is not a character; remove it.")
 
 
 def find_file(path: Path) -> Path:
@@ -214,8 +212,10 @@ class Boundaries:
                 if key not in tokens:
                     continue
                 token = tokens[key].get("content") if isinstance(tokens[key], dict) else tokens[key]
+                if token in (None, ""):
+                    return None
                 id = token_to_id(token) if isinstance(token, str) else token
-                if token is None or (type(id) is int and 0 <= id < vocab_size):
+                if type(id) is int and 0 <= id < vocab_size:
                     return id
                 raise DataError(
                     f"model.tokenizer_path: the {where} with {self.file} declares the {key} {token!r:.60}, which "

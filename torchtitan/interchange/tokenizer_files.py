@@ -47,6 +47,8 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
     Raises:
         DataError: there is no tokenizer, or `transformers` cannot give the same ids.
     """
+    from tokenizers import Tokenizer as FastTokenizer
+
     tokenizer = load_tokenizer(path, add_bos, add_eos)
     file = SHIPPED if path is None else find_file(Path(path).expanduser())
     content, folder = file.read_bytes(), main_folder(file)
@@ -62,8 +64,13 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
     made = {}
     if tokenizer.kind == "tokenizers":
         made["tokenizer.json"] = content
-        declared = load_tokenizer(path).bos_id == tokenizer.bos_id  # else a key decides otherwise
-        config |= theirs if declared else {**theirs, **{key: config[key] for key in ("bos_token", "add_bos_token")}}
+        if load_tokenizer(path).bos_id != tokenizer.bos_id:  # a key decides otherwise than the files
+            fast = FastTokenizer.from_str(json.dumps({**json.loads(content), "post_processor": None}))
+            if tokenizer.bos_id is not None:
+                _begin_with(fast, config["bos_token"], tokenizer.bos_id)
+            made["tokenizer.json"] = fast.to_str().encode()
+            theirs = {**theirs, **{key: config[key] for key in ("bos_token", "add_bos_token")}}
+        config |= theirs
         if (folder / SPECIAL_TOKENS).is_file():
             made[SPECIAL_TOKENS] = (folder / SPECIAL_TOKENS).read_bytes()
     else:
