@@ -375,7 +375,7 @@ def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
 
 TEXTS = ["def f(x):\n    return x + 1\n", "  two  spaces", "a", "", "été 日本 😀", "1234567 x'S"]
 TEXTS += [
-    "Gro\u0308ße ﬁn ½ \uff21 ™️ <0x0A>",
+    "Gro\u0308ße ﬁn ½ \uff21 ™️ <0x0A> \uff76\uff9e\uff8a\uff9f",
     "a \t b \r\n",
     "x" * 60 + "  " * 30,
     *Path("LICENSE").read_text(encoding="utf-8").split("\n\n"),

@@ -93,7 +93,7 @@ def _begin_with(fast: "FastTokenizer", bos: str, bos_id: int) -> None:
     from tokenizers import processors
 
     fast.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, bos_id)]
+        single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
     )
 
 
@@ -129,7 +129,8 @@ def _texts() -> Iterator[str]:
     yield from ("Größe ﬁn ½ \uff21\uff22 ™ \uff11 Ⅷ", "東京とソウル、서울", "Привет, мир", "שָׁלוֹם", "شَّمس")
     yield from ("\U0001f469\u200d\U0001f467 \u2122\ufe0f", "é e\u0301")
     yield unicodedata.normalize("NFD", "Tiếng Việt đẹp quá, naïve façade, 한국어")
-    letters = (chr(code) for code in range(32, 0xFFF0) if unicodedata.category(chr(code)) not in ("Cs", "Co", "Cn"))
+    category = unicodedata.ucd_3_2_0.category  # newer characters are not in the tables of every library
+    letters = (chr(code) for code in range(32, 0xFFF0) if category(chr(code)) not in ("Cs", "Co", "Cn"))
     while block := list(itertools.islice(letters, 64)):
         yield "y".join(block).replace(SPACE, "")
 
@@ -232,7 +233,7 @@ def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
     from sentencepiece import SentencePieceProcessor
     from tokenizers import Regex, normalizers
 
-    apart = [normalizers.Replace(Regex(r"(?!\A)(?=[\p{M}\u200c\u200d\uff9e\uff9f]|(?<=\r)\n)"), APART)]
+    apart = [normalizers.Replace(Regex(r"(?!\A)(?=[\p{M}\u0e33\u0eb3\u200c\u200d\uff9e\uff9f]|(?<=\r)\n)"), APART)]
     if SentencePieceProcessor(model_proto=content).normalize("e\u0301").strip(SPACE) != "\u00e9":
         return apart
     marks: set[str] = set()
@@ -242,7 +243,10 @@ def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
             parts = decomposed[1:] if composed == letter else letter  # or another code of a mark
             marks.update(mark for mark in parts if unicodedata.category(mark)[0] == "M")
     others = Regex(rf"(?!\A)(?=[\p{{M}}&&[^{''.join(sorted(marks))}]])")
-    return [normalizers.Replace(others, APART), normalizers.NFC(), *apart]
+    kana = [letter + mark for letter in map(chr, range(0xFF66, 0xFF9E)) for mark in "\uff9e\uff9f\u3099\u309a"]
+    voiced = [(pair, one) for pair in kana if len(one := unicodedata.normalize("NFKC", pair)) == 1]
+    halfwidth = [normalizers.Replace(pair, one) for pair, one in voiced]  # NFC does not compose these
+    return [*halfwidth, normalizers.Replace(others, APART), normalizers.NFC(), *apart]
 
 
 def _tiktoken_as_json(pieces: dict[bytes, int]) -> "FastTokenizer":
