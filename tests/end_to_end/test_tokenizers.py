@@ -66,19 +66,19 @@ def test_what_is_exported_is_the_tokenizer_of_the_weights(run: Path, tmp_path: P
         assert theirs("def decode(self): return")["input_ids"] == ours.encode("def decode(self): return")  # and no BOS
         assert theirs.chat_template == "{{ x }}"
         assert json.loads((folder / "config.json").read_text())["bos_token_id"] is None
-    shutil.rmtree(tmp_path / "moved" / "run" / "tokenizer")
-    shutil.copytree(tmp_path / "moved" / "gone", tmp_path / "moved" / "run" / "tokenizer")
+    shutil.rmtree(tmp_path / "moved" / "run" / "tokenizer_copy")
+    shutil.copytree(tmp_path / "moved" / "gone", tmp_path / "moved" / "run" / "tokenizer_copy")
     checkpoint = tmp_path / "moved" / "run" / "checkpoint" / "step-2"
-    shutil.move(run / "run" / "tokenizer", run / "run" / "hidden")  # its dump folder is recorded, too
+    shutil.move(run / "run" / "tokenizer_copy", run / "run" / "hidden")  # its dump folder is recorded, too
     try:
         status, output = script("scripts/convert_to_hf.py", checkpoint, tmp_path / "third")
-        assert status == 2 and "is neither in a folder tokenizer near it nor at" in output, output
+        assert status == 2 and "is neither in a folder tokenizer_copy near it nor at" in output, output
         status, output = script(
             "scripts/convert_to_hf.py", checkpoint, tmp_path / "third", "--tokenizer-path", run / "own"
         )
         assert status == 0, output
     finally:
-        shutil.move(run / "run" / "hidden", run / "run" / "tokenizer")
+        shutil.move(run / "run" / "hidden", run / "run" / "tokenizer_copy")
 
 
 @pytest.mark.parametrize("command", ["scripts/generate.py --prompt def --checkpoint", "-m torchtitan.evaluate"])
@@ -108,7 +108,7 @@ def test_a_run_goes_on_and_starts_only_with_the_same_tokenizer(run: Path, tmp_pa
     more = (into(tmp_path / "run"), "--training.steps=3")
     output = refused(*more, f"--model.tokenizer_path={run / 'other'}", "--checkpoint.exclude_from_loading=dataloader")
     assert f"model.tokenizer_path: {tmp_path / 'run' / 'checkpoint' / 'step-2'} was made with another tok" in output
-    assert f"set --model.tokenizer_path={tmp_path / 'run' / 'tokenizer'}; or" in output
+    assert f"set --model.tokenizer_path={tmp_path / 'run' / 'tokenizer_copy'}; or" in output
     output = refused(*more, f"--model.tokenizer_path={run / 'own'}", "--training.add_bos")
     assert "training.add_bos, training.add_eos or the files beside the tokenizer have changed: " in output
     train_here(*RUN, *more, f"--model.tokenizer_path={tmp_path / 'json'}")

@@ -12,7 +12,7 @@ from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import logger
 
 Identity = Mapping[str, Any]
-COPY = "tokenizer"  # folder, in the dump folder or beside checkpoints that belong to no run
+COPY = "tokenizer_copy"  # folder, in the dump folder or beside checkpoints that belong to no run
 FAR_SMALLER = 2  # embeddings per token; vocabularies are padded by less
 BOUNDARIES = ("bos_id", "eos_id", "add_eos")
 # A step-N folder lies in `checkpoint.folder` in the dump folder.
@@ -37,18 +37,16 @@ def copy_tokenizer(path: str | None, folder: Path) -> None:
         path: as `model.tokenizer_path`.
     """
     file = SHIPPED if path is None else find_file(Path(path).expanduser())
-    if folder.resolve() in file.resolve().parents:
+    if file.resolve().parent == folder.resolve():
         return
-    made = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
     is_json = file.read_bytes().lstrip()[:1] == b"{"
-    shutil.copyfile(file, made / ("tokenizer.json" if is_json else "tokenizer.model"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.model", "tokenizer.json", *BESIDE):
+        (folder / name).unlink(missing_ok=True)
+    shutil.copyfile(file, folder / ("tokenizer.json" if is_json else "tokenizer.model"))
     for name in BESIDE if file != SHIPPED else ():
         if (main_folder(file) / name).is_file():
-            shutil.copyfile(main_folder(file) / name, made / name)
-    shutil.rmtree(folder, ignore_errors=True)
-    made.rename(folder)
+            shutil.copyfile(main_folder(file) / name, folder / name)
 
 
 def find_tokenizer(checkpoint: Path, identity: Identity, configuration: Any) -> str | None:
