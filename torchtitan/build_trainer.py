@@ -19,6 +19,7 @@ from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.model_args import describe_parametrization, find_model_args
 from torchtitan.engine.run_folder import RunFolder
 from torchtitan.engine.startup_log import log_conversion, log_cost_of_low_precision
+from torchtitan.errors import DataError
 from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.samples import Sampler
@@ -65,7 +66,13 @@ def build_trainer(
     torch.manual_seed(training.seed)
 
     # Tokenizer first: a wrong path fails before anything expensive begins.
-    tokenizer = load_tokenizer(config.model.tokenizer_path, training.add_bos, training.add_eos)
+    spec, copy = MODELS.get(config.model.name), dump_folder / COPY
+    try:
+        tokenizer = load_tokenizer(config.model.tokenizer_path, training.add_bos, training.add_eos)
+    except DataError as error:
+        raise DataError(
+            f"{error} That of the run in {dump_folder} is in {copy}." if copy.is_dir() else str(error)
+        ) from None
     args = find_model_args(config.model, tokenizer.vocab_size)
     tasks = find_tasks(config.evaluation, config.validation, training)
 
@@ -113,7 +120,6 @@ def build_trainer(
     prompts = validation.sample_prompts if validation.enabled else []
 
     # Checkpoint.
-    spec, copy = MODELS.get(config.model.name), dump_folder / COPY
     boundaries = (training.add_bos, training.add_eos)
     if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # or it would fail at the end
         write = functools.partial(tokenizer_files, config.model.tokenizer_path, *boundaries)
