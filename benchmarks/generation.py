@@ -69,7 +69,7 @@ def compare(arguments: argparse.Namespace, folder: Path, device: torch.device, d
     ours = open_model(folder, device, dtype).model
     theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     theirs = theirs.to(device).eval()
-    nothing = -1  # no token ends the text
+    nothing: tuple[int, ...] = ()  # no token ends the text
     rows = []
     for batch in map(int, arguments.batches.split(",")):
         prompts = torch.randint(tokenizer.vocab_size, (batch, arguments.prompt), generator=torch.Generator())

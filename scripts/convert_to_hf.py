@@ -15,6 +15,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path, help="folder to create; must not exist")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--tokenizer-path", help="default: the model's own")
     parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
     arguments = parser.parse_args()
     import torch
@@ -24,7 +25,7 @@ def main() -> None:
 
     with one_process(arguments.custom_import):
         saved = saved_model(arguments.checkpoint)
-        model = saved.published()
+        model = saved.published(arguments.tokenizer_path)
         require_no_bias(saved.weight(name) for name in model.unpublished)
         export(arguments.out, model.shapes, saved.weight, model, getattr(torch, arguments.dtype))
 

@@ -52,6 +52,7 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    from torchtitan.data.tokenizer import require_characters
     from torchtitan.device import find_device
     from torchtitan.generation.open import choose_dtype, open_model
     from torchtitan.generation.sample import Sampling, generate
@@ -66,6 +67,8 @@ def _run(arguments: argparse.Namespace) -> None:
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts_file) if arguments.prompts_file else [])]
     if not prompts:
         raise ConfigError("there is no prompt; set --prompt or --prompts-file (an empty prompt starts a new document).")
+    for prompt in prompts:
+        require_characters(prompt, "--prompt or --prompts-file")
     device = find_device(0).torch_device
     dtype = choose_dtype(arguments.dtype, device)
     model, tokenizer, *_ = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
@@ -78,13 +81,13 @@ def _run(arguments: argparse.Namespace) -> None:
         model,
         [[begin, *row] for row in ids],
         sampling,
-        tokenizer.eos_id,
+        tokenizer.stop_ids,
         use_cache=not arguments.no_cache,
-        emit=None if stream is None else lambda row: stream.add(None if row[0] == tokenizer.eos_id else row[0]),
+        emit=None if stream is None else lambda row: stream.add(None if row[0] in tokenizer.stop_ids else row[0]),
     )
     seconds = time.perf_counter() - started
     texts = [
-        tokenizer.decode_after(prompt, [id for id in row if id != tokenizer.eos_id])
+        tokenizer.decode_after(prompt, [id for id in row if id not in tokenizer.stop_ids])
         for prompt, row in zip(ids, new, strict=True)
     ]
     if stream is not None:

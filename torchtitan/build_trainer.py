@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.checkpoint import CheckpointManager
+from torchtitan.checkpoint.tokenizer import COPY, identity_of
 from torchtitan.config import JobConfig
 from torchtitan.config.output import Checkpoint
 from torchtitan.data import build_loader, build_validation_loader, load_tokenizer
@@ -21,12 +22,13 @@ from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.model_args import describe_parametrization, find_model_args
 from torchtitan.engine.run_folder import RunFolder
 from torchtitan.engine.startup_log import log_conversion, log_cost_of_low_precision
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, DataError
 from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import scorer_of_run
 from torchtitan.interchange import Exchange, published
+from torchtitan.interchange.tokenizer_files import tokenizer_files
 from torchtitan.launcher.folder_lock import FolderLock
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
@@ -69,7 +71,13 @@ def build_trainer(
     torch.manual_seed(training.seed)
 
     # Tokenizer first: a wrong path fails before anything expensive begins.
-    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    spec, copy = MODELS.get(config.model.name), dump_folder / COPY
+    try:
+        tokenizer = load_tokenizer(config.model.tokenizer_path, training.add_bos, training.add_eos)
+    except DataError as error:
+        raise DataError(
+            f"{error} That of the run in {dump_folder} is in {copy}." if copy.is_dir() else str(error)
+        ) from None
     args = find_model_args(config.model, tokenizer.vocab_size)
     tasks = find_tasks(config.evaluation, config.validation, training)
 
@@ -126,7 +134,14 @@ def build_trainer(
     prompts = validation.sample_prompts if validation.enabled else []
 
     # Checkpoint.
-    spec = MODELS.get(config.model.name)
+    boundaries = (training.add_bos, training.add_eos)
+    if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # or it would fail at the end
+        write = functools.partial(tokenizer_files, config.model.tokenizer_path, *boundaries)
+        raise_on_all_ranks(write if dist.get_rank() == 0 else lambda: None)
+    exchange = Exchange(
+        published(spec, args, str(copy), training.seq_len, *boundaries),
+        None if "tokenizer" in config.checkpoint.exclude_from_loading else tokenizer,
+    )
     folder = RunFolder(dump_folder, config, conversion)
     checkpoints = CheckpointManager(
         config.checkpoint,
@@ -139,7 +154,8 @@ def build_trainer(
             "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(dims)},
             "configuration": dataclasses.asdict(config),
         },
-        exchange=Exchange(published(spec, args, config.model.tokenizer_path, training.seq_len)),
+        exchange=exchange,
+        tokenizer=identity_of(tokenizer),
         on_saved=lambda step: folder.record_event(step, "checkpoint"),
         last_step=training.steps,
         save_timeout_seconds=config.comm.save_timeout_seconds,

@@ -162,7 +162,7 @@ def test_samples_are_what_the_checkpoint_writes(samples_of_one: Path, tmp_path: 
             for line in samples[first : first + 3]:
                 ids = [1, *opened.tokenizer.encode(line["prompt"])]
                 # One row at a time, and no cache: the model sees the last 64 tokens at most.
-                new = generate(opened.model, [ids], Sampling(64 - len(ids)), opened.tokenizer.eos_id)[0]
+                new = generate(opened.model, [ids], Sampling(64 - len(ids)), opened.tokenizer.stop_ids)[0]
                 text = opened.tokenizer.decode([id for id in new if id != opened.tokenizer.eos_id])
                 assert line["text"].startswith(text)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -238,7 +238,10 @@ def test_a_state_of_other_data_or_batch_is_refused(corpus: Path) -> None:
     with pytest.raises(CheckpointError, match=r"validation\.enabled"):
         loaders_of(training_on(corpus), ROWS, 1)[0].load_state_dict({**state, "hold_out": True})
     with pytest.raises(CheckpointError, match=r"model\.tokenizer_path"):
-        loaders_of(training_on(corpus), ROWS, 1)[0].load_state_dict({**state, "tokenizer": "another"})
+        loaders_of(training_on(corpus), ROWS, 1)[0].load_state_dict(
+            {**state, "tokenizer": "another", "tokenizer_ids": "others"}
+        )
+    loaders_of(training_on(corpus), ROWS, 1)[0].load_state_dict({**state, "tokenizer": "another file of the same"})
     half = loaders_of(training_on(corpus), ROWS, 2)[0].state_dict()
     with pytest.raises(CheckpointError, match="rows are missing"):
         loaders_of(training_on(corpus), ROWS, 1)[0].load_state_dict(half)

@@ -220,6 +220,7 @@ def test_solved_examples_are_the_first_others(tmp_path: Path) -> None:
             "line 1: ans",
         ),
         ('{"text": "one"}', (), "line 1: text must have at least two words"),
+        ('{"text": "one \\ud800two"}', (), "holds half of a surrogate pair"),
         ('{"prompt": "one"}', (), "line 1: its fields (prompt) match no known format"),
         ("", (), "is empty"),
         ('{"text": "a b"}', {"num_fewshot": 1}, "evaluation.num_fewshot = 1 needs 2 examples"),

@@ -70,7 +70,7 @@ def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
 def test_rows_of_several_lengths_get_what_the_model_alone_gives_each(variant: str, use_cache: bool) -> None:
     model = llama(VARIANTS[variant])
     rows = prompts(3, 17, 1, 9)
-    found = generate(model, rows, Sampling(40), EOS, use_cache)
+    found = generate(model, rows, Sampling(40), [EOS], use_cache)
     assert found == [greedy(model, row, 40) for row in rows]
     assert greedy(model, rows[0], 5) == found[0][:5]  # the model is restored
 
@@ -80,9 +80,9 @@ def test_a_row_that_has_ended_says_no_more() -> None:
     (row,) = prompts(5)
     ends_at = greedy(model, row, 40)[3]
     shown: list[list[int | None]] = []
-    other, mine = prompts(7)[0], generate(model, [row], Sampling(40), ends_at)[0]
+    other, mine = prompts(7)[0], generate(model, [row], Sampling(40), [EOS, ends_at])[0]
     assert mine == greedy(model, row, 40)[: mine.index(ends_at) + 1]
-    both = generate(model, [row, other], Sampling(40), ends_at, emit=shown.append)
+    both = generate(model, [row, other], Sampling(40), [EOS, ends_at], emit=shown.append)
     assert both[0] == mine
     assert [step[0] for step in shown] == mine + [None] * (len(shown) - len(mine))
 
@@ -105,7 +105,7 @@ def test_sampling_follows_the_probabilities_it_is_told_to() -> None:
 
 def test_a_seed_gives_a_text() -> None:
     model, rows = llama(SMALL), prompts(4)
-    texts = [generate(model, rows, Sampling(20, temperature=2.0, seed=seed), EOS) for seed in (1, 1, 2)]
+    texts = [generate(model, rows, Sampling(20, temperature=2.0, seed=seed), [EOS]) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -145,6 +145,14 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
         inputs = tokenizer(row["prompt"], return_tensors="pt")
         theirs = judge.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
         assert theirs[0, inputs["input_ids"].shape[1] :].tolist() == row["tokens"]
+    # Any token in the list of generation_config.json ends the text.
+    listed = {"eos_token_id": [2, results["hf"][0]["tokens"][3]]}
+    (folder / "generation_config.json").write_text(json.dumps(listed))
+    (folder / "SHA256SUMS").unlink()
+    result = python("scripts/generate.py", "--checkpoint", folder, *flags, "--out", tmp_path / "out.jsonl")
+    row = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    first = results["hf"][0]["tokens"].index(listed["eos_token_id"][1])
+    assert row["tokens"] == results["hf"][0]["tokens"][: first + 1]
 
 
 def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
@@ -177,6 +185,7 @@ def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
         (("--checkpoint", "docs"), "there is no prompt"),
         (("--checkpoint", "docs", "--prompt", "a", "--top-p", "0"), "--top-p must be above 0"),
         (("--checkpoint", "docs", "--prompts-file", "/nowhere"), "No such file"),
+        (("--checkpoint", "docs", "--prompt", "a\udcff"), "'a\\udcff' holds half of a surrogate pair"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(flags: tuple[str, ...], words: str) -> None:

@@ -1,5 +1,6 @@
 """Importing and exporting weights, with `transformers` as the reference."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -17,8 +18,10 @@ from tiny import nontrivial, nontrivial_llama
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from torchtitan.errors import CheckpointError
+from torchtitan.data import load_tokenizer
+from torchtitan.errors import CheckpointError, DataError
 from torchtitan.generation.open import open_model
+from torchtitan.interchange import Exchange
 from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
 from torchtitan.interchange.export import export
 from torchtitan.interchange.load import load_weights
@@ -328,6 +331,25 @@ def test_a_tokenizer_with_more_ids_than_the_model(tmp_path: Path) -> None:
         open_model(tmp_path / "out", torch.device("cpu"), torch.float32)
 
 
+def test_a_small_tokenizer_is_not_that_of_a_large_embedding(tmp_path: Path) -> None:
+    """Such as the default one, where weights come without a tokenizer."""
+    args = LlamaArgs(dim=8, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=8, vocab_size=9000)
+    folder = exported(nontrivial_llama(args), tmp_path / "out")
+    source = find_source(folder, published(args).naming)
+    assert source is not None
+    exchange = Exchange(published(args), load_tokenizer(None))
+    exchange.load(source, {})  # the folder has the same
+    other = str(tiktoken_file(tmp_path))
+    with pytest.raises(CheckpointError, match=r"^model\.tokenizer_path: the weights in .* made with another tokenizer"):
+        Exchange(published(args), load_tokenizer(other)).load(source, {})
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"model\.tokenizer_path: .* embeddings for 9000 tokens, but .* only 4096"
+    ):
+        exchange.load(source, {})
+
+
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
     """A published model becomes a checkpoint, which becomes a published model with the same bits."""
@@ -336,6 +358,8 @@ def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
     checkpoint = import_weights(first, tmp_path / "checkpoint", family if family == "llama3" else None, None)
     saved = saved_model(checkpoint.parent)
     assert saved.args == model
+    with pytest.raises(CheckpointError, match=r"^--tokenizer-path: the weights in .* made with another tokenizer"):
+        import_weights(first, tmp_path / "other", family, str(tiktoken_file(tmp_path)))
     command = ("scripts/convert_to_hf.py", checkpoint, tmp_path / "second")
     assert python(*command).returncode == 0
     one, other = load_file(first / "model.safetensors"), load_file(tmp_path / "second" / "model.safetensors")
@@ -350,6 +374,12 @@ def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
 
 
 TEXTS = ["def f(x):\n    return x + 1\n", "  two  spaces", "a", "", "été 日本 😀", "1234567 x'S"]
+TEXTS += [
+    "Gro\u0308ße ﬁn ½ \uff21 ™️ <0x0A> \uff76\uff9e\uff8a\uff9f",
+    "a \t b \r\n",
+    "x" * 60 + "  " * 30,
+    *Path("LICENSE").read_text(encoding="utf-8").split("\n\n"),
+]
 
 
 def tiktoken_file(folder: Path) -> Path:
@@ -363,12 +393,47 @@ def tiktoken_file(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["shipped", "tiktoken", "tokenizers"])
+AS_WRITTEN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+SENTENCEPIECE = {
+    "BPE with its defaults": {"model_type": "bpe"},
+    "unigram with its defaults": {"model_type": "unigram"},
+    "Llama 2": {"model_type": "bpe", "byte_fallback": True, "split_digits": True, **AS_WRITTEN},
+    "T5": {"model_type": "unigram", "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "byte_fallback": True},
+    "no prefix, NFKC": {"model_type": "bpe", "byte_fallback": True, "add_dummy_prefix": False},
+    "case folding, pieces with blanks": {
+        "model_type": "unigram",
+        "normalization_rule_name": "nmt_nfkc_cf",
+        "split_by_whitespace": False,
+    },
+    "symbols of its own": {"model_type": "bpe", "user_defined_symbols": ["<sep>", "def "], "control_symbols": ["<c>"]},
+    "letters": {"model_type": "char"},
+}
+
+
+def sentencepiece_model(path: Path, settings: dict[str, Any]) -> Path:
+    import sentencepiece
+
+    texts = Path("LICENSE").read_text(encoding="utf-8").splitlines() + ["Größe été 日本 한국어 Привет ©"] * 9
+    size = 100 if settings.get("model_type") == "char" else 500
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=(model := io.BytesIO()),
+        minloglevel=2,
+        hard_vocab_limit=False,
+        **{"vocab_size": size, **settings},
+    )
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["shipped", "tiktoken", "tokenizers", *SENTENCEPIECE])
 def test_transformers_gets_the_same_tokens(kind: str, tmp_path: Path) -> None:
-    from torchtitan.data import load_tokenizer
     from torchtitan.interchange.tokenizer_files import tokenizer_files
 
-    path = None if kind == "shipped" else str(tiktoken_file(tmp_path))
+    if kind in SENTENCEPIECE:
+        path = str(sentencepiece_model(tmp_path / "tokenizer.model", SENTENCEPIECE[kind]))
+    else:
+        path = None if kind == "shipped" else str(tiktoken_file(tmp_path))
     if kind == "tokenizers":
         (tmp_path / "json").mkdir()
         for name, content in tokenizer_files(path).items():
@@ -377,9 +442,64 @@ def test_transformers_gets_the_same_tokens(kind: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     for name, content in tokenizer_files(path).items():
         (tmp_path / "out" / name).write_bytes(content)
+    (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')  # beside it, as in an export
     ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
     for text in TEXTS:
         ids = ours.encode(text)
-        assert theirs(text)["input_ids"] == [ours.bos_id, *ids]
-        assert theirs.decode(ids) == text
+        assert theirs(text)["input_ids"] == [*([] if ours.bos_id is None else [ours.bos_id]), *ids]
+        if kind not in SENTENCEPIECE or kind == "Llama 2":
+            assert theirs.decode(ids) == text
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_prompts_begin_as_documents_did(add_bos: bool, tmp_path: Path) -> None:
+    """Where a key decides otherwise than the tokenizer's files, and generation_config.json has several EOS."""
+    from torchtitan.interchange.tokenizer_files import tokenizer_files
+
+    (tmp_path / "own").mkdir()
+    (tmp_path / "out").mkdir()
+    for name, content in tokenizer_files(None, add_bos=not add_bos).items():
+        (tmp_path / "own" / name).write_bytes(content)
+    (tmp_path / "own" / "tokenizer.model").unlink()
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": not add_bos}
+    (tmp_path / "own" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "own" / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    model = replace(published(SMALL), tokenizer_path=str(tmp_path / "own"), add_bos=add_bos)
+    for name, content in model.files(torch.float32).items():
+        (tmp_path / "out" / name).write_bytes(content)
+    ids = AutoTokenizer.from_pretrained(tmp_path / "out")("a")["input_ids"]
+    assert ids == ([1] if add_bos else []) + load_tokenizer(None).encode("a")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 9]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "word"}, "transformers lacks its algorithm"),
+        ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "transformers would give the text '.*' other ids"),
+    ],
+)
+def test_a_tokenizer_that_transformers_cannot_have_is_not_exported(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    from torchtitan.interchange.tokenizer_files import tokenizer_files
+
+    path = sentencepiece_model(tmp_path / "tokenizer.model", settings)
+    with pytest.raises(DataError, match=f"^model.tokenizer_path: .* cannot be exported, because {message}"):
+        tokenizer_files(str(path))
+
+
+def test_of_two_tokenizers_in_a_folder_the_one_in_use_is_exported(tmp_path: Path) -> None:
+    """With the chat template, but not the class, that the folder names."""
+    from torchtitan.interchange.tokenizer_files import tokenizer_files
+
+    sentencepiece_model(tmp_path / "tokenizer.model", SENTENCEPIECE["Llama 2"])
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_files(None)["tokenizer.json"])
+    config = {"tokenizer_class": "LlamaTokenizer", "chat_template": "{{ x }}", "add_bos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    files = tokenizer_files(str(tmp_path))
+    assert len(json.loads(files["tokenizer.json"])["model"]["vocab"]) == 500
+    written = json.loads(files["tokenizer_config.json"])
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (written["chat_template"], written["add_bos_token"]) == ("{{ x }}", False)

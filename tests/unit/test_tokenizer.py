@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers
+from data_helpers import close, global_batches, loaders_of, training_on
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -190,6 +191,24 @@ def test_what_is_no_tokenizer(tmp_path: Path, make: Callable[[Path], object], me
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"(\p{L}+\s?)+$"}, "behavior": "Isolated",
+                            "invert": False}}, "retry-limit-in-match"),
+        ({"pre_tokenizer": None, "normalizer": {"type": "Replace", "pattern": {"Regex": "( +)+-"}, "content": ""}},
+         "retry-limit-in-match"),
+        ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [], "post_processor": None},
+         "vocabulary is empty"),
+    ],
+)  # fmt: skip
+def test_a_hostile_tokenizer_json(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    file = tokenizer_json(tmp_path / "tokenizer.json", ["</s>"])
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(DataError, match=f"^model.tokenizer_path: .*damaged .*{message}"):
+        load_tokenizer(str(file))
+
+
 def test_ids_far_beyond_the_number_of_tokens(tmp_path: Path) -> None:
     file = tokenizer_json(tmp_path / "tokenizer.json", ["</s>"])
     content = json.loads(file.read_text())
@@ -202,3 +221,86 @@ def test_ids_far_beyond_the_number_of_tokens(tmp_path: Path) -> None:
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^model\.tokenizer_path: there is no file or folder .*missing"):
         load_tokenizer(str(tmp_path / "missing"))
+
+
+DECLARED = {"bos_token": "[BEGIN]", "eos_token": {"content": "[END]"}}
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "expected"),
+    [
+        # Common names decide only where nothing is declared.
+        ({}, {}, ("<s>", "</s>")),
+        ({"tokenizer_config.json": DECLARED}, {}, ("[BEGIN]", "[END]")),
+        ({"special_tokens_map.json": DECLARED}, {}, ("[BEGIN]", "[END]")),
+        ({"generation_config.json": {"bos_token_id": 2, "eos_token_id": [3, 1]}}, {}, ("[BEGIN]", "[END]")),
+        ({"tokenizer_config.json": DECLARED, "generation_config.json": {"bos_token_id": 0}}, {}, ("[BEGIN]", "[END]")),
+        ({"tokenizer_config.json": {"bos_token": None, "eos_token": "</s>"}}, {}, (None, "</s>")),
+        ({"tokenizer_config.json": {"bos_token": "", "eos_token": "</s>"}}, {}, (None, "</s>")),
+        ({"tokenizer_config.json": {**DECLARED, "add_bos_token": False}}, {}, (None, "[END]")),
+        ({"tokenizer_config.json": {"add_bos_token": False}}, {}, (None, "</s>")),
+        ({"tokenizer_config.json": {**DECLARED, "bos_token": "[END]"}}, {}, (None, "[END]")),
+        (
+            {"tokenizer_config.json": {**DECLARED, "bos_token": "[END]", "add_bos_token": True}},
+            {},
+            ("[END]", "[END]"),
+        ),
+        # The keys decide before the files.
+        ({"tokenizer_config.json": {**DECLARED, "add_bos_token": False}}, {"add_bos": True}, ("[BEGIN]", "[END]")),
+        ({"tokenizer_config.json": DECLARED}, {"add_bos": False}, (None, "[END]")),
+        ({"tokenizer_config.json": DECLARED}, {"add_eos": False}, ("[BEGIN]", None)),
+    ],
+)
+def test_documents_begin_and_end_as_the_files_declare(
+    tmp_path: Path, files: dict[str, object], options: dict[str, bool], expected: tuple[str | None, str | None]
+) -> None:
+    content = json.loads(tokenizer_json(tmp_path / "tokenizer.json", ["<s>", "</s>", "[BEGIN]", "[END]"]).read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "post_processor": None}))
+    for name, declared in files.items():
+        (tmp_path / name).write_text(json.dumps(declared))
+    tokenizer = load_tokenizer(str(tmp_path), **options)
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n' * 20)
+    loaders = loaders_of(training_on(tmp_path / "corpus.jsonl", seq_len=5), 1, 1, tokenizer=tokenizer)
+    (row,) = global_batches(loaders, 1)[0].tolist()
+    said = loaders[0].description
+    close(loaders)
+    bos, eos = expected
+    document = [token for token in (bos, "a", eos) if token is not None]
+    assert [tokenizer.piece(id) for id in row] == (document * 3)[:6]
+    assert all(
+        f"{what} {token!r} (" in said if token else f"no {what}" in said
+        for what, token in zip(("BOS", "EOS"), expected, strict=True)
+    )
+
+
+def test_a_sentencepiece_model_begins_as_its_folder_says(tmp_path: Path) -> None:
+    sentencepiece_file(tmp_path / "tokenizer.model", vocab_size=60)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (None, 2, {2, 7})
+    sentencepiece_file(tmp_path / "tokenizer.model", vocab_size=60, bos_id=-1)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert load_tokenizer(str(tmp_path)).bos_id is None
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        ({"tokenizer_config.json": '{"eos_token": "<other>"}'}, {}, "declares the eos_token '<other>', which"),
+        ({"generation_config.json": '{"eos_token_id": 99999999}'}, {}, "declares the eos_token 99999999, which"),
+        ({"tokenizer_config.json": '{"eos_token": null}'}, {}, "has no end-of-document token"),
+        ({"tokenizer_config.json": '{"add_bos_token": "no"}'}, {}, "add_bos_token is 'no', not true or false"),
+        ({"tokenizer_config.json": "[]"}, {}, "tokenizer_config.json is damaged"),
+        ({"tokenizer_config.json": '{"bos_token": null}'}, {"add_bos": True}, "^training.add_bos: .* has no BOS token"),
+        ({"tokenizer_config.json": '{"bos_token": null}'}, {"add_eos": False}, "^training.add_eos = false: documents"),
+    ],
+)
+def test_declarations_that_cannot_hold(
+    tmp_path: Path, files: dict[str, str], options: dict[str, bool], message: str
+) -> None:
+    tokenizer_json(tmp_path / "tokenizer.json", ["</s>"])
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(str(tmp_path), **options)

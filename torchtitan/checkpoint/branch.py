@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from torchtitan.checkpoint.folder import saved_steps, step_folder
 from torchtitan.checkpoint.manifest import damage, read_manifest
+from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer, find_tokenizer
 from torchtitan.config.manager import tables_to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.config.training import LRScheduler
@@ -41,7 +42,8 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None) 
     manifest = read_manifest(checkpoint)
     step, tables = manifest.step, manifest.configuration
     try:
-        if json.loads((checkpoint / "train_state.json").read_bytes())["weights_only"]:
+        state = json.loads((checkpoint / "train_state.json").read_bytes())
+        if state["weights_only"]:
             raise CheckpointError(f"{checkpoint} holds only weights, so training cannot continue from it.")
         steps: int = tables["training"]["steps"]
         schedule = TypeAdapter(LRScheduler).validate_python(tables["lr_scheduler"])
@@ -63,6 +65,9 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None) 
     if not (folder / saved_in).resolve().is_relative_to(folder):  # it would be the run's own
         saved_in = Checkpoint.folder
         branch["checkpoint"]["folder"] = saved_in
+    if "tokenizer" in state and tables["model"]["tokenizer_path"] is not None:  # which may be relative, or gone
+        copy_tokenizer(find_tokenizer(checkpoint, state["tokenizer"], tables), folder / COPY)
+        branch["model"] = {**tables["model"], "tokenizer_path": str(folder / COPY)}
     shutil.copytree(checkpoint, folder / saved_in / checkpoint.name)
     (folder / BRANCH).write_text(tables_to_toml(branch), encoding="utf-8")
     return folder / BRANCH

@@ -38,6 +38,7 @@ from torchtitan.checkpoint.folder import (
 )
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state_dict import load_optimizer_tensors, model_tensors, optimizer_tensors
+from torchtitan.checkpoint.tokenizer import check_tokenizer
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.output import Checkpoint
 from torchtitan.config.system import Comm
@@ -95,6 +96,7 @@ class CheckpointManager:
         about: further manifest entries: the run's `configuration`, and for people the layout; JSON-able.
         on_saved: called on rank 0 with the step of each checkpoint once it is on disk, perhaps in another thread.
         exchange: for `initial_load_path` and `last_save_in_hf`.
+        tokenizer: identity of the run's tokenizer; a checkpoint of another one is refused.
         last_step: of the run; a checkpoint of it that holds only the weights is all that a finished run needs.
         save_timeout_seconds: of the collectives of saves and exports.
 
@@ -121,6 +123,7 @@ class CheckpointManager:
         exchange: Exchange[Any] | None = None,
         last_step: int | None = None,
         save_timeout_seconds: int = Comm.save_timeout_seconds,
+        tokenizer: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.exchange = exchange
@@ -132,6 +135,7 @@ class CheckpointManager:
         self.about = dict(about or {})
         self.on_saved = on_saved
         self.last_step = last_step
+        self.tokenizer = tokenizer
         self.excluded = set(config.exclude_from_loading)
         self.failed_saves = 0
         self.last_save_failed = False
@@ -218,18 +222,23 @@ class CheckpointManager:
             resumes: it is one of this run.
         """
 
-        def read() -> tuple[TrainState, Metadata]:
+        def read() -> tuple[TrainState, Metadata, Any]:
             try:
                 manifest = read_manifest(path)
                 if resumes:
                     self.former_configuration = manifest.configuration
-                return read_train_state(path, manifest.step), read_metadata(path, manifest.files)
+                state = read_train_state(path, manifest.step)
+                return state, read_metadata(path, manifest.files), manifest.configuration
             except CheckpointError as error:
                 raise CheckpointError(f"{path} cannot be loaded: {error}.") from None
 
-        state, metadata = raise_on_all_ranks(read)
+        state, metadata, configuration = raise_on_all_ranks(read)
         if not weights_only:
             check_identity(path, state["identity"], self.identity)
+        mine = self.tokenizer
+        if mine is not None and self.excluded.isdisjoint({"model", "tokenizer"}):
+            goes_on = not weights_only and "dataloader" not in self.excluded
+            raise_on_all_ranks(lambda: check_tokenizer(path, state, configuration, mine, goes_on))
         finished = self.last_step is not None and state["step"] >= self.last_step
         if state["weights_only"] and not weights_only and not (resumes and finished):
             raise CheckpointError(
@@ -290,7 +299,8 @@ class CheckpointManager:
         self.wait()
         self.last_save_failed = False
         weights_only = last and self.config.last_save_model_weights_only
-        train_state = {"weights_only": weights_only, "identity": self.identity, **state()}
+        tokenizer = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
+        train_state = {"weights_only": weights_only, "identity": self.identity, **tokenizer, **state()}
         if dist.get_rank() == 0 and is_removed(self.folder):
             logger.warning(f"{self.folder} was removed, with all checkpoints in it; creating it again")
         # Asking a new optimizer for its state makes it count a step.

@@ -20,6 +20,7 @@ PARTS = {
     "converters": dict,
     "loss_scale": float,
     "precision_schedule": list,
+    "tokenizer": dict,
 }
 
 

@@ -101,6 +101,10 @@ class Checkpoint:
     keep_latest_k: Annotated[NonNegativeInt, Doc("Number of checkpoints to keep; 0 keeps all, 1 is refused.")] = 10
     load_step: Annotated[int, Doc("Step to resume from when a command is first started; -1: the newest.")] = -1
     exclude_from_loading: Annotated[
-        list[str], Doc("Parts not to load when a command is first started: model, optimizer, dataloader, train_state.")
+        list[str],
+        Doc(
+            "Parts not to load when a command is first started: model, optimizer, dataloader, train_state; tokenizer: "
+            "do not compare it."
+        ),
     ] = field(default_factory=list)
     enable_first_step_checkpoint: Annotated[bool, Doc("Also save after step 1, to detect a full disk early.")] = False

@@ -186,6 +186,11 @@ class Training:
         "text"
     )
     shuffle: Annotated[bool, Doc("Shuffle the documents, in a different order each epoch.")] = True
+    add_bos: Annotated[
+        bool | None,
+        Doc("Begin each document with the tokenizer's BOS token; none: as the tokenizer's files declare."),
+    ] = None
+    add_eos: Annotated[bool, Doc("End each document with the tokenizer's EOS token.")] = True
     document_mask: Annotated[bool, Doc("Mask attention across document boundaries within a packed sequence.")] = False
     record_sample_ids: Annotated[
         bool, Doc("For debugging: write the document ids of each batch to sample_ids/ in the dump folder.")

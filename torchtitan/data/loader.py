@@ -124,7 +124,7 @@ class Loader:
             f"{', '.join(mixture) if len(sources) > 1 else sources[0].name}"
             f"{'' if self.identity['shuffle'] else ', not shuffled'}"
             f"{', one document in 100 held out' if self.identity['hold_out'] else ''}"
-            f"; {tokenizer.kind} tokenizer with {tokenizer.vocab_size:,} tokens"
+            f"; {tokenizer.kind} tokenizer with {tokenizer.vocab_size:,} tokens; {tokenizer.boundaries}"
         )
 
     def wait(self, cancelled: Callable[[], object] = lambda: False) -> None:
@@ -201,6 +201,7 @@ def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         f"{key} (now {mine[part]}, in the checkpoint {theirs.get(part)})"
         for part, key in IDENTITY_KEYS.items()
         if mine[part] != theirs.get(part)
+        and not (part == "tokenizer" and mine["tokenizer_ids"] == theirs.get("tokenizer_ids"))  # the same, another file
     ]
     if differ or len(theirs.get("positions", {})) != mine["global_batch_size"]:
         raise CheckpointError(
@@ -243,6 +244,7 @@ def build_loader(
     identity = {
         "data": digest(data),
         "tokenizer": tokenizer.fingerprint,
+        "tokenizer_ids": tokenizer.ids_fingerprint,
         "seed": training.seed,
         "shuffle": training.shuffle,
         "hold_out": hold_out,

@@ -162,7 +162,7 @@ class SourceStream:
             tokens.append(tokenizer.bos_id)
         for piece in pieces_of(document.text):
             tokens.extend(tokenizer.encode(piece))
-        if document.ends:
+        if document.ends and tokenizer.add_eos:
             tokens.append(tokenizer.eos_id)
         return tokens
 

@@ -2,16 +2,20 @@
 
 import base64
 import binascii
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from torchtitan.errors import DataError
 
 __all__ = ["Tokenizer", "load_tokenizer"]
+
+T = TypeVar("T")
 
 SHIPPED = Path(__file__).parent / "assets" / "python_stdlib_4k.model"
 KINDS = "a sentencepiece model, a Hugging Face tokenizer.json or a tiktoken-style tokenizer.model"
@@ -20,8 +24,25 @@ REMEDY = "set another model.tokenizer_path, or none for the shipped tokenizer"
 # Where downloaded model folders store their tokenizer; the first that exists is used.
 FILES_IN_FOLDER = ("tokenizer.model", "original/tokenizer.model", "tokenizer.json")
 
+# For a tokenizer.json whose folder declares no BOS or EOS.
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
+
+# Files of transformers beside a tokenizer that declare BOS and EOS.
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+GENERATION = "generation_config.json"
+BESIDE = (CONFIG, SPECIAL_TOKENS, GENERATION, "chat_template.jinja")
+
+# Text whose ids tell tokenizers apart, but not two files of the same one.
+PROBE = (
+    "The quick brown fox jumps over the lazy dog, doesn't it? Yes: 1234567890 times in 2,048 days (99.5%).",
+    "import os\n\n\ndef main(path: str) -> int:\n    return len(os.listdir(path)) + 0xFF\n\nif __name__ == '__main__':",
+    "Nevertheless, the committee's unprecedented recommendations were internationally acknowledged yesterday.",
+    '#include <stdio.h>\nint main(void) { printf("%d items", 42); return 0; } // https://example.org/?q=a&b=c_d-e',
+    "Größere Städte, où l'été naïf s'achève; mañana será otro. Привет, как дела? 東京の天気は晴れです。 한국어 문장",
+    '{"name": "value", "list": [1, 2.5, null, true]} <p class=\'x\'>Text</p> $E = mc^2$ @user #tag',
+)
 
 MOST_IDS_PER_TOKEN = 16  # gaps are common, but an embedding has a row for each id
 
@@ -51,8 +72,10 @@ class Tokenizer:
     Attributes:
         kind: "sentencepiece", "tokenizers" or "tiktoken".
         vocab_size: largest id + 1.
-        bos_id: id at the beginning of a document, if the tokenizer has one.
+        bos_id: id at the beginning of a document, if documents begin with one.
         eos_id: id at the end of a document.
+        add_eos: whether documents end with it in training.
+        stop_ids: ids that end generated text: `eos_id`, and those in a generation_config.json.
         fingerprint: changes with the content of the tokenizer file.
         encode: text to ids, without BOS and EOS. Text that spells a special token is encoded as ordinary text.
         decode: ids to text.
@@ -63,6 +86,8 @@ class Tokenizer:
     vocab_size: int
     bos_id: int | None
     eos_id: int
+    add_eos: bool
+    stop_ids: frozenset[int]
     fingerprint: str
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
@@ -73,12 +98,31 @@ class Tokenizer:
         beginning."""
         return self.decode([*context, *ids])[len(self.decode(context)) :]
 
+    @functools.cached_property
+    def ids_fingerprint(self) -> str:
+        """Changes with the ids of texts, and with their number: the same for two files of one tokenizer."""
+        ids = [self.vocab_size, *(self.encode(text) for text in PROBE)]
+        return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
-def load_tokenizer(path: str | None) -> Tokenizer:
+    @property
+    def boundaries(self) -> str:
+        """What documents begin and end with, for people."""
+
+        def name(what: str, id: int | None) -> str:
+            return f"no {what}" if id is None else f"{what} {self.piece(id)!r} ({id})"
+
+        return f"{name('BOS', self.bos_id)}, {name('EOS', self.eos_id if self.add_eos else None)}"
+
+
+def load_tokenizer(path: str | None, add_bos: bool | None = None, add_eos: bool = True) -> Tokenizer:
     """Loads the tokenizer in a file or folder; None loads the bundled one.
 
+    Args:
+        add_bos, add_eos: as in the [training] section.
+
     Raises:
-        DataError: the file is missing, damaged, of another kind, or has no end-of-document token.
+        DataError: the file is missing, damaged, of another kind, or has no end-of-document token; or a BOS is wanted
+            that it does not have.
     """
     file = SHIPPED if path is None else find_file(Path(path).expanduser())
     try:
@@ -90,11 +134,18 @@ def load_tokenizer(path: str | None) -> Tokenizer:
             f"model.tokenizer_path: {file} is only a Git LFS pointer; download the file with `git lfs pull`."
         )
     fingerprint = hashlib.sha256(content).hexdigest()[:16]
+    limits = Boundaries(file, add_bos, add_eos)
     if content.lstrip()[:1] == b"{":
-        return load_tokenizers(file, content, fingerprint)
+        return load_tokenizers(file, content, fingerprint, limits)
     if TIKTOKEN_LINE.fullmatch(content[:4096].split(b"\n", 1)[0]):
-        return load_tiktoken(file, content, fingerprint)
-    return load_sentencepiece(file, content, fingerprint)
+        return load_tiktoken(file, content, fingerprint, limits)
+    return load_sentencepiece(file, content, fingerprint, limits)
+
+
+def require_characters(text: str, where: str) -> None:
+    """Raises a DataError if a text holds half of a surrogate pair, which no tokenizer takes and no screen shows."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise DataError(f"{where}: {text!a:.60} holds half of a surrogate pair, which is not a character; remove it.")
 
 
 def find_file(path: Path) -> Path:
@@ -118,14 +169,108 @@ def damaged(file: Path, kind: str, reason: object) -> DataError:
     return DataError(f"model.tokenizer_path: {file} looks like {kind} but is damaged ({reason}); {REMEDY}.")
 
 
-def without_eos(file: Path) -> DataError:
-    return DataError(
-        f"model.tokenizer_path: {file} has no end-of-document token (such as {' or '.join(EOS_NAMES)}); "
-        "documents would have no boundary. Add one, or use another tokenizer."
-    )
+@dataclass(frozen=True)
+class Boundaries:
+    """What documents begin and end with: as the keys say, or else as the files beside the tokenizer declare, or else
+    the tokenizer file itself, or else by common names."""
+
+    file: Path
+    add_bos: bool | None
+    add_eos: bool
+
+    def of(
+        self,
+        token_to_id: Callable[[str], int | None],
+        vocab_size: int,
+        own: Mapping[str, int | None],
+        common: bool = False,
+    ) -> dict[str, Any]:
+        """Those fields of a `Tokenizer`.
+
+        Args:
+            token_to_id: id of a vocabulary entry.
+            vocab_size: of the tokenizer.
+            own: "bos_token" and "eos_token" as far as the tokenizer file declares them.
+            common: whether common names decide if nothing is declared.
+
+        Raises:
+            DataError: a declared token does not exist, or there is no EOS, or no BOS that `add_bos` wants.
+        """
+        config, generation = json_beside(self.file, CONFIG), json_beside(self.file, GENERATION)
+        listed = generation.get("eos_token_id")
+        stops = [id for id in (listed if isinstance(listed, list) else [listed]) if type(id) is int]
+        generated = {"bos_token": generation["bos_token_id"]} if "bos_token_id" in generation else {}
+        declared = {
+            CONFIG: config,
+            SPECIAL_TOKENS: json_beside(self.file, SPECIAL_TOKENS),
+            self.file.name: own,
+            GENERATION: {**generated, **({"eos_token": stops[0]} if stops else {})},
+        }
+
+        def find(key: str, names: tuple[str, ...]) -> int | None:
+            for where, tokens in declared.items():
+                if key not in tokens:
+                    continue
+                token = tokens[key].get("content") if isinstance(tokens[key], dict) else tokens[key]
+                if token in (None, ""):
+                    return None
+                id = token_to_id(token) if isinstance(token, str) else token
+                if type(id) is int and 0 <= id < vocab_size:
+                    return id
+                raise DataError(
+                    f"model.tokenizer_path: the {where} with {self.file} declares the {key} {token!r:.60}, which "
+                    f"{self.file.name} does not have; correct it, or name another tokenizer file."
+                )
+            return next((id for id in map(token_to_id, names) if id is not None), None)
+
+        eos = find("eos_token", EOS_NAMES if common else ())
+        if eos is None:
+            raise DataError(
+                f"model.tokenizer_path: {self.file} has no end-of-document token (such as {' or '.join(EOS_NAMES)}); "
+                "documents would have no boundary. Add one, or use another tokenizer."
+            )
+        bos = None if self.add_bos is False else find("bos_token", BOS_NAMES if common else ())
+        if self.add_bos and bos is None:
+            raise DataError(f"training.add_bos: {self.file} has no BOS token; use another tokenizer, or unset the key.")
+        if self.add_bos is None:
+            added = config.get("add_bos_token")
+            if not isinstance(added, bool | None):
+                raise damaged(self.file, "a tokenizer", f"{CONFIG}: add_bos_token is {added!r:.60}, not true or false")
+            # One token that ends documents, and is also named for BOS, stands once between them.
+            if added is False or (bos == eos and added is not True and not (common and "bos_token" in own)):
+                bos = None
+        if bos is None and not self.add_eos:
+            raise DataError(
+                "training.add_eos = false: documents would have no boundary, because they do not begin with a BOS; "
+                "unset it, or set training.add_bos = true."
+            )
+        return {"bos_id": bos, "eos_id": eos, "add_eos": self.add_eos, "stop_ids": frozenset({eos, *stops})}
 
 
-def load_sentencepiece(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
+def main_folder(file: Path) -> Path:
+    """The folder with the other files of a tokenizer's model."""
+    return file.parent.parent if file.parent.name == "original" else file.parent
+
+
+def json_beside(file: Path, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` beside a tokenizer; empty if there is none.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    path = main_folder(file) / name
+    if file == SHIPPED or not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+        return content
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"model.tokenizer_path: {path} is damaged ({error}); correct or remove it.") from None
+
+
+def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Boundaries) -> Tokenizer:
     from sentencepiece import SentencePieceProcessor
 
     try:
@@ -134,8 +279,7 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str) -> Tokenize
         processor = SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
         raise DataError(f"model.tokenizer_path: {file} is not {KINDS}, or is damaged; {REMEDY}.") from error
-    if processor.eos_id() < 0:
-        raise without_eos(file)
+    own = {"bos_token": processor.bos_id(), "eos_token": processor.eos_id()}
     space = "\u2581"
 
     def encode(text: str) -> list[int]:
@@ -153,8 +297,11 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str) -> Tokenize
     return Tokenizer(
         kind="sentencepiece",
         vocab_size=processor.vocab_size(),
-        bos_id=processor.bos_id() if processor.bos_id() >= 0 else None,
-        eos_id=processor.eos_id(),
+        **limits.of(
+            lambda name: id if processor.id_to_piece(id := processor.piece_to_id(name)) == name else None,
+            processor.vocab_size(),
+            {key: id if id >= 0 else None for key, id in own.items()},
+        ),
         fingerprint=fingerprint,
         encode=encode if lossless else processor.encode,
         decode=processor.decode,
@@ -162,53 +309,46 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str) -> Tokenize
     )
 
 
-def load_tokenizers(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
+def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Boundaries) -> Tokenizer:
     import tokenizers
 
-    try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except ValueError as error:
-        raise damaged(file, "a tokenizer.json", error) from error
+    def attempt(act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except BaseException as error:
+            # Its library limits how long a regular expression may search, and panics.
+            if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
+                raise damaged(file, "a tokenizer.json", error) from None
+            raise
+
+    tokenizer = attempt(lambda: tokenizers.Tokenizer.from_buffer(content))
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    if not ids:
+        raise damaged(file, "a tokenizer.json", "its vocabulary is empty")
     if max(ids) >= MOST_IDS_PER_TOKEN * len(ids):
         raise damaged(file, "a tokenizer.json", f"its {len(ids):,} tokens have ids up to {max(ids):,}")
     # The file may enable these for chats and classifiers; here every token of a text counts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # True means: encode text that spells a special token as ordinary text
-    bos_name, eos_name = names_beside(file)
-    eos_id = first_known(tokenizer.token_to_id, (*EOS_NAMES, eos_name))
-    if eos_id is None:
-        raise without_eos(file)
+    for letter in ("a", "Z", "0", " ", "\n", "-", "é", "語"):  # runs, on which a regular expression may never end
+        attempt(functools.partial(tokenizer.encode, letter * 100 + "\x01"))
+    template = tokenizer.encode("a")  # with what the file itself adds to a text
+    added = template.special_tokens_mask
+    own = {"bos_token": template.ids[0]} if added[:1] == [1] else {}
+    own |= {"eos_token": template.ids[-1]} if added[-1:] == [1] and len(added) > 1 else {}
     return Tokenizer(
         kind="tokenizers",
         vocab_size=max(ids) + 1,
-        bos_id=first_known(tokenizer.token_to_id, (*BOS_NAMES, bos_name)),
-        eos_id=eos_id,
+        **limits.of(tokenizer.token_to_id, max(ids) + 1, own, common=True),
         fingerprint=fingerprint,
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        encode=lambda text: attempt(lambda: tokenizer.encode(text, add_special_tokens=False).ids),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         piece=lambda id: tokenizer.id_to_token(id) or "",
     )
 
 
-def first_known(token_to_id: Callable[[str], int | None], names: tuple[str | None, ...]) -> int | None:
-    ids = [token_to_id(name) for name in names if name is not None]
-    return next((id for id in ids if id is not None), None)
-
-
-def names_beside(file: Path) -> tuple[str | None, str | None]:
-    """Names of BOS and EOS in the tokenizer_config.json next to a Hugging Face tokenizer.json."""
-    try:
-        config = json.loads((file.parent / "tokenizer_config.json").read_bytes())
-        tokens = [config.get(key) for key in ("bos_token", "eos_token")]
-    except (OSError, ValueError, AttributeError):
-        return None, None
-    bos, eos = (token.get("content") if isinstance(token, dict) else token for token in tokens)
-    return bos, eos
-
-
-def load_tiktoken(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
+def load_tiktoken(file: Path, content: bytes, fingerprint: str, limits: Boundaries) -> Tokenizer:
     import tiktoken
 
     pieces = tiktoken_pieces(file, content)
@@ -217,8 +357,11 @@ def load_tiktoken(file: Path, content: bytes, fingerprint: str) -> Tokenizer:
     return Tokenizer(
         kind="tiktoken",
         vocab_size=encoding.n_vocab,
-        bos_id=special["<|begin_of_text|>"],
-        eos_id=special["<|end_of_text|>"],
+        **limits.of(
+            special.get,
+            encoding.n_vocab,
+            {"bos_token": special["<|begin_of_text|>"], "eos_token": special["<|end_of_text|>"]},
+        ),
         fingerprint=fingerprint,
         encode=lambda text: [id for part in cut_long_runs(text) for id in encoding.encode_ordinary(part)],
         decode=encoding.decode,

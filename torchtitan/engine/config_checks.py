@@ -25,7 +25,7 @@ from torchtitan.optim.parameters import WITHOUT_DECAY
 from torchtitan.parallel.dims import ParallelDims, find_dims
 from torchtitan.parallel.layout_checks import check_model, check_pipeline, check_schedule
 
-PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state"]
+PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state", "tokenizer"]
 
 
 def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
@@ -65,6 +66,7 @@ class RunFolder:
                 others = ("config.toml", "conversion.json", "report.html")
                 set_aside([*records, *(self.path / name for name in others)])
             self.write_config()
+            copy_tokenizer(self.config.model.tokenizer_path, self.path / COPY)
             file = self.path / "conversion.json"
             if self.conversion:
                 file.write_text(self.conversion, encoding="utf-8")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan.data.tokenizer import require_characters
 from torchtitan.errors import DataError
 from torchtitan.evaluation.tasks import Choice, LastWord
 
@@ -41,6 +42,7 @@ def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
             entry = json.loads(line)
             if not isinstance(entry, dict):
                 raise ValueError("not a JSON object")
+            require_characters(json.dumps(entry, ensure_ascii=False), f"{key}: {path}, line {number}")
             kind = kind or _kind(entry)
             if missing := [name for name in FORMATS[kind].fields if name not in entry]:
                 raise ValueError(f"{', '.join(missing)} missing, which {kind} requires")

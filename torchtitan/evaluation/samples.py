@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokenizer import Tokenizer, require_characters
 from torchtitan.evaluation.scoring import Scorer, ShouldStop
 
 NEW_TOKENS = 64
@@ -15,9 +15,14 @@ class Sampler:
     Args:
         prompts: each the start of a document.
         tokenizer, scorer: of the model.
+
+    Raises:
+        DataError: a prompt is not text.
     """
 
     def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, scorer: Scorer) -> None:
+        for prompt in prompts:
+            require_characters(prompt, "validation.sample_prompts")
         self.prompts = prompts
         self._tokenizer = tokenizer
         self._scorer = scorer
@@ -30,7 +35,7 @@ class Sampler:
         prompts = [tokenizer.encode(prompt) for prompt in self.prompts]
         new: list[list[int]] = [[] for _ in prompts]
         for _ in range(NEW_TOKENS):
-            going = [row for row, ids in enumerate(new) if tokenizer.eos_id not in ids]
+            going = [row for row, ids in enumerate(new) if tokenizer.stop_ids.isdisjoint(ids)]
             if not going:
                 break
             chosen = self._scorer.next_tokens([[begin, *prompts[row], *new[row]] for row in going], should_stop)
@@ -39,6 +44,6 @@ class Sampler:
             for row, token in zip(going, chosen, strict=True):
                 new[row].append(token)
         return [
-            (text, tokenizer.decode_after(prompt, [token for token in ids if token != tokenizer.eos_id]))
+            (text, tokenizer.decode_after(prompt, [token for token in ids if token not in tokenizer.stop_ids]))
             for text, prompt, ids in zip(self.prompts, prompts, new, strict=True)
         ]

@@ -7,6 +7,7 @@ import torch
 
 from torchtitan.checkpoint.folder import saved_steps
 from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
+from torchtitan.checkpoint.tokenizer import check_published_tokenizer
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.convert import find_model, saved_model
@@ -62,7 +63,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
         with torch.no_grad():
             for name, tensor in Waiting.over(list(model.state_dict().items()), "loading the model", "weights"):
                 tensor.copy_(saved.weight(name))
-        tokenizer = load_tokenizer(tokenizer_path or saved.tokenizer_path)
+        tokenizer = load_tokenizer(saved.tokenizer_path(tokenizer_path), **saved.boundaries)
         _require_embeddings(tokenizer, saved.args)
         step = read_manifest(saved.checkpoint).step
         return OpenedModel(model, tokenizer, saved.seq_len or None, step, saved.checkpoint)
@@ -76,6 +77,8 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
     model = _empty(spec, source.args, device, dtype)
     load_weights(dict(model.named_parameters()), source)
     tokenizer = load_tokenizer(tokenizer_path or str(path))
+    if tokenizer_path:
+        check_published_tokenizer(path, tokenizer, source.args.vocab_size, "--tokenizer-path", ", or leave it out")
     _require_embeddings(tokenizer, source.args)
     return OpenedModel(model, tokenizer, longest_sequence(path), 0, path)
 

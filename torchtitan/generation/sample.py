@@ -1,6 +1,6 @@
 """Generates tokens that follow a prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,15 +66,16 @@ def generate(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    eos_id: int,
+    stop_ids: Collection[int],
     use_cache: bool = True,
     emit: Callable[[list[int | None]], None] | None = None,
 ) -> list[list[int]]:
-    """New tokens for each prompt, up to and including the end-of-document token.
+    """New tokens for each prompt, up to and including the first of `stop_ids`.
 
     Args:
         model: one of `torchtitan.models`, not sharded.
         prompts: token ids, at least one each.
+        stop_ids: end a row, such as the end-of-document token.
         use_cache: False recomputes all tokens for each new one: the same result, but slow.
         emit: receives each row's new token as soon as it is sampled; None for finished rows.
     """
@@ -82,7 +83,8 @@ def generate(
     longest = max(map(len, prompts))
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     # Rows are right-aligned. Left padding is harmless: rotary attention depends only on distances.
-    tokens = torch.tensor([[eos_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(sampling.seed)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     new: list[list[int]] = [[] for _ in prompts]
@@ -102,7 +104,7 @@ def generate(
                 ids += [] if id is None else [id]
             if emit is not None:
                 emit(row)
-            ended |= chosen == eos_id
+            ended |= torch.isin(chosen, stops)
             if ended.all():
                 break
     return new

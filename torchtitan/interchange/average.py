@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchtitan.checkpoint.files import Writer, first_line, read_metadata
 from torchtitan.checkpoint.folder import publish, saved_steps, step_folder, temporary_folder
 from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer, same_ids
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.convert import SavedModel, saved_model
 from torchtitan.logging import Waiting
@@ -43,17 +44,23 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
     for model in models[1:]:
         if model.args != first.args:
             raise CheckpointError(f"{model.checkpoint} is of another model than {first.checkpoint}.")
+        if model.tokenizer and first.tokenizer and not same_ids(model.tokenizer, first.tokenizer):
+            raise CheckpointError(f"{model.checkpoint} was made with another tokenizer than {first.checkpoint}.")
     tensors = [_tensors(model, ema) for model in models]
     weights = {name: torch.empty(size, dtype=torch.float32, device="meta") for name, (_, size) in tensors[0].items()}
     manifests = [read_manifest(model.checkpoint) for model in models]
     step = max(manifest.step for manifest in manifests)
     state = {"weights_only": True, "identity": dataclasses.asdict(first.args), "step": step}
+    if first.tokenizer is not None:
+        state["tokenizer"] = first.tokenizer
     about = {
         "versions": {"torch": torch.__version__},
         "configuration": manifests[0].configuration,
         "average": {"of": [str(model.checkpoint) for model in models], "ema": ema},
     }
     out.mkdir(parents=True, exist_ok=True)
+    if first.tokenizer is not None:
+        copy_tokenizer(first.tokenizer_path(), out / COPY)
     writer = Writer(temporary_folder(out, step), lambda files: publish(out, step, state, about, files))
     try:
         with Waiting("averaging"):

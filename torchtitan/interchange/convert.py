@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,19 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
 from torchtitan.checkpoint.folder import publish, saved_steps, step_folder, temporary_folder
 from torchtitan.checkpoint.manifest import damage, read_manifest
+from torchtitan.checkpoint.tokenizer import (
+    COPY,
+    Identity,
+    check_published_tokenizer,
+    copy_tokenizer,
+    find_tokenizer,
+    identity_of,
+    same_ids,
+)
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, INTERRUPTED, CheckpointError, UserError
+from torchtitan.data.tokenizer import load_tokenizer
+from torchtitan.errors import EXIT_STATUS, INTERRUPTED, CheckpointError, DataError, UserError
 from torchtitan.interchange.model import PublishedModel, published
 from torchtitan.interchange.sources import Source, find_source, longest_sequence, wrong_sums
 from torchtitan.logging import Waiting
@@ -56,7 +67,8 @@ class SavedModel:
         checkpoint: its folder.
         spec: of its family.
         args: its sizes.
-        tokenizer_path: as `model.tokenizer_path` of the run.
+        tokenizer: what identifies that of the run; None: an old checkpoint.
+        configuration: of the run.
         seq_len: of the run.
         weight: reads one by its name.
     """
@@ -64,17 +76,48 @@ class SavedModel:
     checkpoint: Path
     spec: ModelSpec
     args: ModelArgs
-    tokenizer_path: str | None
+    tokenizer: Identity | None
+    configuration: Mapping[str, Any]
     seq_len: int
     weight: Callable[[str], torch.Tensor]
 
-    def published(self) -> PublishedModel:
-        """The published form of the model.
+    @property
+    def boundaries(self) -> dict[str, Any]:
+        """`add_bos` and `add_eos` of the run."""
+        section = self.configuration["training"]
+        return {key: section[key] for key in ("add_bos", "add_eos") if key in section}
+
+    def tokenizer_path(self, given: str | None = None) -> str | None:
+        """Where the tokenizer is, as `model.tokenizer_path`.
+
+        Args:
+            given: with --tokenizer-path.
 
         Raises:
-            CheckpointError: its family does not define one.
+            UserError: it is another one, or the run's is gone.
         """
-        model = published(self.spec, self.args, self.tokenizer_path, self.seq_len)
+        if self.tokenizer is None:
+            path: str | None = given or self.configuration["model"]["tokenizer_path"]
+            return path
+        if given is None:
+            return find_tokenizer(self.checkpoint, self.tokenizer, self.configuration)
+        if not same_ids(identity_of(load_tokenizer(given)), self.tokenizer):
+            raise CheckpointError(
+                f"--tokenizer-path: {self.checkpoint} was made with another tokenizer than {given}; leave it out."
+            )
+        return given
+
+    def published(self, tokenizer_path: str | None = None) -> PublishedModel:
+        """The published form of the model.
+
+        Args:
+            tokenizer_path: given with --tokenizer-path.
+
+        Raises:
+            CheckpointError: its family does not define one, or its tokenizer is gone.
+        """
+        path = self.tokenizer_path(tokenizer_path)
+        model = published(self.spec, self.args, path, self.seq_len, **self.boundaries)
         if model is None:
             raise CheckpointError(f"{self.checkpoint}: its model family has no published weight names (ModelSpec.hf).")
         return model
@@ -99,12 +142,13 @@ def saved_model(checkpoint: Path) -> SavedModel:
         )
     manifest = read_manifest(checkpoint)
     metadata = read_metadata(checkpoint, manifest.files)
-    identity = read_train_state(checkpoint, manifest.step)["identity"]
+    state = read_train_state(checkpoint, manifest.step)
     try:
         section, seq_len = manifest.configuration["model"], int(manifest.configuration["training"]["seq_len"])
         spec = MODELS.get(section["name"])
-        args = TypeAdapter(type(next(iter(spec.flavors.values())))).validate_python(identity)
-        tokenizer_path = section["tokenizer_path"]
+        args = TypeAdapter(type(next(iter(spec.flavors.values())))).validate_python(state["identity"])
+        if not isinstance(section["tokenizer_path"], str | None):
+            raise TypeError("tokenizer_path")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint} does not record the model that it belongs to ({error!r}).") from None
 
@@ -116,7 +160,7 @@ def saved_model(checkpoint: Path) -> SavedModel:
             dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnlyPlanner(), no_dist=True)
         return tensors[name]
 
-    return SavedModel(checkpoint, spec, args, tokenizer_path, seq_len, weight)
+    return SavedModel(checkpoint, spec, args, state.get("tokenizer"), manifest.configuration, seq_len, weight)
 
 
 class ReadWhenWritten(dcp.DefaultSavePlanner):
@@ -174,7 +218,13 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         tensors[weight] = torch.empty(shape, dtype=dtype, device="meta")
     for weight, shape in model.unpublished.items():
         tensors[weight] = torch.empty(shape, device="meta")
+    tokenizer = None
+    with contextlib.suppress(DataError) if tokenizer_path is None else contextlib.nullcontext():
+        tokenizer = load_tokenizer(path)
     state = {"weights_only": True, "identity": dataclasses.asdict(source.args), "step": 0}
+    if tokenizer is not None:
+        check_published_tokenizer(folder, tokenizer, source.args.vocab_size, "--tokenizer-path", ", or leave it out")
+        state["tokenizer"] = identity_of(tokenizer)
     about = {
         "versions": {"torch": torch.__version__},
         "configuration": {
@@ -183,6 +233,8 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         },
     }
     out.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        copy_tokenizer(path, out / COPY)
     writer = Writer(temporary_folder(out, 0), lambda files: publish(out, 0, state, about, files))
     try:
         with Waiting(f"converting {folder}"):

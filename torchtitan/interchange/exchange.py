@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torchtitan.checkpoint.tokenizer import check_published_tokenizer
+from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.export import export, require_no_bias
 from torchtitan.interchange.load import load_weights
@@ -20,10 +22,12 @@ class Exchange:
 
     Args:
         model: of the run; None if its family does not define its published weight names.
+        tokenizer: of the run, which folders to load must have; None: any.
     """
 
-    def __init__(self, model: PublishedModel | None) -> None:
+    def __init__(self, model: PublishedModel | None, tokenizer: Tokenizer | None = None) -> None:
         self.model = model
+        self.tokenizer = tokenizer
 
     def find(self, folder: Path) -> Source | None:
         """A folder in Hugging Face's or Meta's format, opened; None if it is neither.
@@ -43,11 +47,17 @@ class Exchange:
         """Fills this rank's weights.
 
         Raises:
-            CheckpointError: on every rank, if the folder contains another model or cannot be read.
+            CheckpointError: on every rank, if the folder contains another model or tokenizer, or cannot be read.
         """
         assert self.model is not None  # checked by find
-        model = self.model
+        model, tokenizer = self.model, self.tokenizer
         raise_on_all_ranks(lambda: model.check(source))
+        if tokenizer is not None:
+            remedy = "; or, to train these weights on other ids, set --checkpoint.exclude_from_loading=tokenizer"
+            size = model.args.vocab_size
+            raise_on_all_ranks(
+                lambda: check_published_tokenizer(source.folder, tokenizer, size, "model.tokenizer_path", remedy)
+            )
         weights = {name: tensor for name, tensor in tensors.items() if name in model.shapes}
         raise_on_all_ranks(lambda: load_weights(weights, source))
         logger.info(f"loaded the weights of {source.folder}")

@@ -28,6 +28,7 @@ class PublishedModel:
         build: creates the module from the sizes.
         tokenizer_path: as `model.tokenizer_path`.
         seq_len: the longest sequence that the model was trained on; 0: not known.
+        add_bos, add_eos: as in the [training] section.
     """
 
     naming: HuggingFaceNaming
@@ -35,6 +36,8 @@ class PublishedModel:
     build: Callable[[Any], Decoder]
     tokenizer_path: str | None
     seq_len: int
+    add_bos: bool | None = None
+    add_eos: bool = True
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -80,21 +83,31 @@ class PublishedModel:
         Args:
             dtype: of the weights.
         """
-        tokenizer = load_tokenizer(self.tokenizer_path)
+        tokenizer = load_tokenizer(self.tokenizer_path, self.add_bos, self.add_eos)
         config = self.naming.to_config(self.args)
         scaling = config.get("rope_scaling") or {}
         original = scaling.get("original_max_position_embeddings", 0)
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        stops = [tokenizer.eos_id, *sorted(tokenizer.stop_ids - {tokenizer.eos_id})]
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": stops if len(stops) > 1 else tokenizer.eos_id}
         # A run on sequences that need no scaling says nothing about the length that scaling is for.
         longest = int(scaling["factor"] * original) if self.seq_len <= original and scaling else self.seq_len
         config |= {"torch_dtype": str(dtype)[6:], **ids, **({"max_position_embeddings": longest} if longest else {})}
         return {
             CONFIG: json.dumps(config, indent=2).encode(),
             "generation_config.json": json.dumps(ids, indent=2).encode(),
-            **tokenizer_files(self.tokenizer_path),
+            **tokenizer_files(self.tokenizer_path, self.add_bos, self.add_eos),
         }
 
 
-def published(spec: ModelSpec, args: ModelArgs, tokenizer_path: str | None, seq_len: int) -> PublishedModel | None:
+def published(
+    spec: ModelSpec,
+    args: ModelArgs,
+    tokenizer_path: str | None,
+    seq_len: int,
+    add_bos: bool | None = None,
+    add_eos: bool = True,
+) -> PublishedModel | None:
     """The published form of a model of these sizes; None if the family does not define its published weight names."""
-    return None if spec.hf is None else PublishedModel(spec.hf, args, spec.build, tokenizer_path, seq_len)
+    if spec.hf is None:
+        return None
+    return PublishedModel(spec.hf, args, spec.build, tokenizer_path, seq_len, add_bos, add_eos)

@@ -1,69 +1,257 @@
-"""The tokenizer of a run as files that `transformers` reads."""
+"""The tokenizer of a run as files that `transformers` reads, with the same ids."""
 
 import itertools
 import json
+import re
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.data.tokenizer import (
+    CONFIG,
     LLAMA3_SPLIT,
     SHIPPED,
+    SPECIAL_TOKENS,
     Tokenizer,
     find_file,
+    json_beside,
     llama3_special_tokens,
     load_tokenizer,
+    main_folder,
     tiktoken_pieces,
 )
+from torchtitan.errors import DataError
 
-# Files that are usually published next to a tokenizer.
-BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
+
+SPACE = "\u2581"  # in sentencepiece's vocabularies
+# Unassigned, so no tokenizer knows it. Between two characters it keeps them apart: they are not one grapheme.
+APART = "\ufff0"
+PROTECTED = "\ufff1"
+# Beside the tokenizer, and about how it is used in chats rather than about its ids.
+CHAT_TEMPLATE = "chat_template.jinja"
+KEPT_KEYS = ("chat_template", "model_max_length")
+# Types of pieces in a sentencepiece model.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+UNIGRAM, BPE, CHAR = 1, 2, 4
 
 
-def tokenizer_files(path: str | None) -> dict[str, bytes]:
+def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool = True) -> dict[str, bytes]:
     """Files by name.
 
     Args:
-        path: as `model.tokenizer_path`; None is the bundled tokenizer.
+        path, add_bos, add_eos: as for `load_tokenizer`.
 
     Raises:
-        DataError: there is no tokenizer.
+        DataError: there is no tokenizer, or `transformers` cannot give the same ids.
     """
-    tokenizer = load_tokenizer(path)
+    from tokenizers import Tokenizer as FastTokenizer
+
+    tokenizer = load_tokenizer(path, add_bos, add_eos)
     file = SHIPPED if path is None else find_file(Path(path).expanduser())
-    content = file.read_bytes()
-    beside = {name: (file.parent / name).read_bytes() for name in BESIDE if (file.parent / name).is_file()}
-    match tokenizer.kind:
-        case "tokenizers":
-            made = {"tokenizer.json": content, "tokenizer_config.json": _config("PreTrainedTokenizerFast", tokenizer)}
-        case "sentencepiece":
-            made = {"tokenizer.model": content, "tokenizer_config.json": _config("LlamaTokenizer", tokenizer)}
-        case _:
-            made = {
-                "tokenizer.json": _tiktoken_as_json(tiktoken_pieces(file, content)),
-                "tokenizer_config.json": _config("PreTrainedTokenizerFast", tokenizer),
-            }
-    return {**made, **beside}
-
-
-def _config(kind: str, tokenizer: Tokenizer) -> bytes:
-    content = {
-        "tokenizer_class": kind,
+    content, folder = file.read_bytes(), main_folder(file)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # others would replace what tokenizer.json says
         "clean_up_tokenization_spaces": False,
         "bos_token": None if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id),
         "eos_token": tokenizer.piece(tokenizer.eos_id),
+        "add_bos_token": tokenizer.bos_id is not None,  # documents begin with it, so prompts must too
+        "add_eos_token": False,
     }
-    if kind == "LlamaTokenizer":
-        content |= {
-            "add_bos_token": tokenizer.bos_id is not None,  # documents begin with it, so prompts must too
-            "add_eos_token": False,
-            "add_prefix_space": tokenizer.piece(tokenizer.encode("a")[0]).startswith("\u2581"),
-            "legacy": False,
-        }
-    return json.dumps(content, indent=2).encode()
+    theirs = json_beside(file, CONFIG)
+    made = {}
+    if tokenizer.kind == "tokenizers":
+        made["tokenizer.json"] = content
+        if load_tokenizer(path).bos_id != tokenizer.bos_id:  # a key decides otherwise than the files
+            fast = FastTokenizer.from_str(json.dumps({**json.loads(content), "post_processor": None}))
+            if tokenizer.bos_id is not None:
+                _begin_with(fast, config["bos_token"], tokenizer.bos_id)
+            made["tokenizer.json"] = fast.to_str().encode()
+            theirs = {**theirs, **{key: config[key] for key in ("bos_token", "add_bos_token")}}
+        config |= theirs
+        if (folder / SPECIAL_TOKENS).is_file():
+            made[SPECIAL_TOKENS] = (folder / SPECIAL_TOKENS).read_bytes()
+    else:
+        if tokenizer.kind == "sentencepiece":
+            made["tokenizer.model"] = content
+            fast = _sentencepiece_as_json(file, content, tokenizer)
+        else:
+            fast = _tiktoken_as_json(tiktoken_pieces(file, content))
+        _require_same_ids(file, fast, tokenizer)
+        if tokenizer.bos_id is not None:
+            _begin_with(fast, config["bos_token"], tokenizer.bos_id)
+        made["tokenizer.json"] = fast.to_str().encode()
+        config |= {key: theirs[key] for key in KEPT_KEYS if key in theirs}
+    if file != SHIPPED and (folder / CHAT_TEMPLATE).is_file():
+        made[CHAT_TEMPLATE] = (folder / CHAT_TEMPLATE).read_bytes()
+    return {**made, CONFIG: json.dumps(config, indent=2).encode()}
 
 
-def _tiktoken_as_json(pieces: dict[bytes, int]) -> bytes:
+def _begin_with(fast: "FastTokenizer", bos: str, bos_id: int) -> None:
+    from tokenizers import processors
+
+    fast.post_processor = processors.TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
+    )
+
+
+def _require_same_ids(file: Path, fast: "FastTokenizer", tokenizer: Tokenizer) -> None:
+    """
+    Raises:
+        DataError: the two differ on a text.
+    """
+    fast.encode_special_tokens = True  # as here: text that spells a special token is ordinary text
+    pieces = (tokenizer.piece(id).replace(SPACE, " ") for id in range(tokenizer.vocab_size))
+    for text in itertools.chain(_texts(), pieces):
+        theirs, ours = fast.encode(text, add_special_tokens=False).ids, tokenizer.encode(text)
+        # A text that spells a special token is not text there.
+        if theirs != ours and not re.fullmatch("<.*>", text):
+            raise DataError(
+                f"model.tokenizer_path: {file} cannot be exported, because transformers would give the text "
+                f"{text!r:.60} other ids; train with a tokenizer.json instead, or switch the export off."
+            )
+    fast.encode_special_tokens = False
+
+
+def _texts() -> Iterator[str]:
+    yield from (
+        "",
+        " ",
+        "  a",
+        "a  ",
+        " a b  c\td\n\n e\r\n",
+        "x" * 50 + " " * 50 + "=" * 50,
+        f"a{SPACE}b{SPACE}{SPACE}c",
+    )
+    yield from ("The cat's 12,345 hats (50%).\n", "def f(x):\n    return x + 1\n\n\nclass A:\n\tpass\n", "<s> </s>")
+    yield from ("Größe ﬁn ½ \uff21\uff22 ™ \uff11 Ⅷ", "東京とソウル、서울", "Привет, мир", "שָׁלוֹם", "شَّمس")
+    yield from ("\U0001f469\u200d\U0001f467 \u2122\ufe0f", "é e\u0301")
+    yield unicodedata.normalize("NFD", "Tiếng Việt đẹp quá, naïve façade, 한국어")
+    category = unicodedata.ucd_3_2_0.category  # newer characters are not in the tables of every library
+    letters = (chr(code) for code in range(32, 0xFFF0) if category(chr(code)) not in ("Cs", "Co", "Cn"))
+    while block := list(itertools.islice(letters, 64)):
+        yield "y".join(block).replace(SPACE, "")
+
+
+def _sentencepiece_as_json(file: Path, content: bytes, tokenizer: Tokenizer) -> "FastTokenizer":
+    """A sentencepiece model in the format of the `tokenizers` library: its pieces, algorithm, and treatment of blanks.
+
+    Raises:
+        DataError: that library does not have its algorithm.
+    """
+    try:
+        from sentencepiece import sentencepiece_model_pb2
+    except Exception as error:  # protobuf is missing, or too old for this file
+        raise DataError(
+            f"exporting a sentencepiece model takes a newer protobuf ({error}); run `pip install --upgrade protobuf`."
+        ) from error
+    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as FastTokenizer
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(content)  # type: ignore[attr-defined]  # made at import
+    rules, training = model.normalizer_spec, model.trainer_spec
+    if training.model_type not in (UNIGRAM, BPE, CHAR):
+        raise DataError(
+            f"model.tokenizer_path: {file} cannot be exported, because transformers lacks its algorithm (words); "
+            "train with another tokenizer, or switch the export off."
+        )
+    # Where a U+2581 in a text is not a blank, blanks stand for themselves, also in the vocabulary.
+    lossless = tokenizer.decode(tokenizer.encode(SPACE)) == SPACE
+    space = " " if lossless or not rules.escape_whitespaces else SPACE
+    spelled = [piece.piece.replace(SPACE, " ") if lossless else piece.piece for piece in model.pieces]
+    special = [id for id, piece in enumerate(model.pieces) if piece.type in (UNKNOWN, CONTROL)]
+    user_defined = [spelled[id] for id, piece in enumerate(model.pieces) if piece.type == USER_DEFINED]
+    splits = []
+    if training.model_type == UNIGRAM:
+        vocabulary = [(name, piece.score) for name, piece in zip(spelled, model.pieces, strict=True)]
+        fast = FastTokenizer(models.Unigram(vocabulary, training.unk_id, training.byte_fallback))
+        # That library would find special tokens and bytes in a text that spells their names.
+        names = ["<0x[0-9A-F]{2}>", *(re.escape(spelled[id]) for id in special)]
+        splits.append(pre_tokenizers.Split(Regex(f"(?=(?:{'|'.join(names)}))."), "merged_with_previous"))
+    else:
+        merges = _merges(spelled, model.pieces) if training.model_type == BPE else []
+        fast = FastTokenizer(
+            models.BPE(
+                vocab={piece: id for id, piece in enumerate(spelled)},
+                merges=merges,
+                unk_token=spelled[training.unk_id],
+                fuse_unk=True,
+                byte_fallback=training.byte_fallback,
+                ignore_merges=bool(user_defined),
+            )
+        )
+
+    steps: list[Any] = []
+    if rules.precompiled_charsmap:
+        steps = [*_composing(tokenizer, content), normalizers.Precompiled(rules.precompiled_charsmap)]
+        steps.append(normalizers.Replace(APART, ""))
+        if lossless:
+            steps = [normalizers.Replace(SPACE, PROTECTED), *steps, normalizers.Replace(PROTECTED, SPACE)]
+    if rules.remove_extra_whitespaces:
+        blanks = (" {2,}", " "), (r"\A | \z", "")
+        steps += [normalizers.Replace(Regex(pattern), to) for pattern, to in blanks]
+    if rules.add_dummy_prefix:
+        steps.append(normalizers.Prepend(" "))
+    if space == SPACE:
+        steps.append(normalizers.Replace(" ", SPACE))
+    fast.normalizer = normalizers.Sequence(steps)
+    if user_defined:  # are never split or merged
+        pattern = "|".join(map(re.escape, sorted(user_defined, key=len, reverse=True)))
+        splits.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    if splits:
+        fast.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    decoding: list[Any] = [] if lossless else [decoders.Replace(SPACE, " ")]
+    decoding += [decoders.ByteFallback()] * training.byte_fallback
+    decoding.append(decoders.Fuse())
+    if rules.add_dummy_prefix:
+        decoding.append(decoders.Strip(" ", 1, 0))
+    fast.decoder = decoders.Sequence(decoding)
+    fast.add_special_tokens([AddedToken(spelled[id], special=True, normalized=False) for id in special])
+    return fast
+
+
+def _merges(spelled: list[str], pieces: Any) -> list[tuple[str, str]]:
+    """The merges of a BPE model, best score first. Of several merges that produce the same piece, the one with the
+    longest left half is the one that runs of one character take."""
+    scores = {name: piece.score for name, piece in zip(spelled, pieces, strict=True) if piece.type == NORMAL}
+    ranked = [
+        (-score, id, cut, name)
+        for id, (name, score) in enumerate(scores.items())
+        for cut in range(len(name) - 1, 0, -1)
+        if name[:cut] in scores and name[cut:] in scores
+    ]
+    ranked.sort(key=lambda merge: (merge[0], merge[1], -merge[2]))
+    return [(name[:cut], name[cut:]) for _, _, cut, name in ranked]
+
+
+def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
+    """What must precede a table of sentencepiece's normalizer in the `tokenizers` library, which applies it to
+    graphemes: compose a letter and its marks if the table does, and take the rest apart. Marks that compose with no
+    letter keep their order, which NFC would change."""
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import Regex, normalizers
+
+    apart = [normalizers.Replace(Regex(r"(?!\A)(?=[\p{M}\u0e33\u0eb3\u200c\u200d\uff9e\uff9f]|(?<=\r)\n)"), APART)]
+    if SentencePieceProcessor(model_proto=content).normalize("e\u0301").strip(SPACE) != "\u00e9":
+        return apart
+    marks: set[str] = set()
+    for letter in map(chr, range(0x20000)):  # beyond, no character decomposes into marks
+        decomposed, composed = (unicodedata.normalize(form, letter) for form in ("NFD", "NFC"))
+        if decomposed != letter and len(composed) == 1:
+            parts = decomposed[1:] if composed == letter else letter  # or another code of a mark
+            marks.update(mark for mark in parts if unicodedata.category(mark)[0] == "M")
+    others = Regex(rf"(?!\A)(?=[\p{{M}}&&[^{''.join(sorted(marks))}]])")
+    kana = [letter + mark for letter in map(chr, range(0xFF66, 0xFF9E)) for mark in "\uff9e\uff9f\u3099\u309a"]
+    voiced = [(pair, one) for pair in kana if len(one := unicodedata.normalize("NFKC", pair)) == 1]
+    halfwidth = [normalizers.Replace(pair, one) for pair, one in voiced]  # NFC does not compose these
+    return [*halfwidth, normalizers.Replace(others, APART), normalizers.NFC(), *apart]
+
+
+def _tiktoken_as_json(pieces: dict[bytes, int]) -> "FastTokenizer":
     """Llama 3's tokenizer in the format of the `tokenizers` library."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as FastTokenizer
 
     spelled = dict(zip(range(256), _byte_letters(), strict=True))
@@ -86,11 +274,7 @@ def _tiktoken_as_json(pieces: dict[bytes, int]) -> bytes:
     fast.decoder = decoders.ByteLevel()
     special = llama3_special_tokens(len(pieces))
     fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
-    begin = "<|begin_of_text|>"
-    fast.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=[(begin, special[begin])]
-    )
-    return fast.to_str().encode()
+    return fast
 
 
 def _halves(piece: bytes, pieces: dict[bytes, int]) -> tuple[bytes, bytes]:

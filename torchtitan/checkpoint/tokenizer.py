@@ -1,0 +1,150 @@
+"""The tokenizer of a run: what identifies it is in the `train_state.json` of its checkpoints, and a copy of its files
+in the dump folder."""
+
+import contextlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan.data.tokenizer import BESIDE, SHIPPED, Tokenizer, find_file, load_tokenizer, main_folder
+from torchtitan.errors import CheckpointError, DataError
+from torchtitan.logging import logger
+
+Identity = Mapping[str, Any]
+COPY = "tokenizer_copy"  # folder, in the dump folder or beside checkpoints that belong to no run
+FAR_SMALLER = 2  # embeddings per token; vocabularies are padded by less
+BOUNDARIES = ("bos_id", "eos_id", "add_eos")
+# A step-N folder lies in `checkpoint.folder` in the dump folder.
+LEVELS = 4
+
+
+def identity_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """JSON."""
+    keys = ("fingerprint", "ids_fingerprint", "vocab_size", *BOUNDARIES)
+    return {key: getattr(tokenizer, key) for key in keys}
+
+
+def same_ids(one: Identity, other: Identity) -> bool:
+    """Whether two tokenizers are the same file, or give the same ids from different files."""
+    return any(one[key] == other.get(key) for key in ("fingerprint", "ids_fingerprint"))
+
+
+def copy_tokenizer(path: str | None, folder: Path) -> None:
+    """Copies a tokenizer and the files beside it that say how it is used into `folder`, in place of what is there.
+
+    Args:
+        path: as `model.tokenizer_path`.
+    """
+    file = SHIPPED if path is None else find_file(Path(path).expanduser())
+    if file.resolve().parent == folder.resolve():
+        return
+    is_json = file.read_bytes().lstrip()[:1] == b"{"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.model", "tokenizer.json", *BESIDE):
+        (folder / name).unlink(missing_ok=True)
+    shutil.copyfile(file, folder / ("tokenizer.json" if is_json else "tokenizer.model"))
+    for name in BESIDE if file != SHIPPED else ():
+        if (main_folder(file) / name).is_file():
+            shutil.copyfile(main_folder(file) / name, folder / name)
+
+
+def find_tokenizer(checkpoint: Path, identity: Identity, configuration: Any) -> str | None:
+    """Where the tokenizer of a checkpoint is: the copy near it, or in the run's dump folder, or the path that the run
+    had; as `model.tokenizer_path`.
+
+    Args:
+        identity: from its train state.
+        configuration: from its manifest.
+
+    Raises:
+        CheckpointError: none of these is that tokenizer.
+    """
+    places: list[str | None] = [str(parent / COPY) for parent in [*checkpoint.resolve().parents][:LEVELS]]
+    with contextlib.suppress(KeyError, TypeError):
+        places.append(str(Path(configuration["job"]["dump_folder"]) / COPY))
+    with contextlib.suppress(KeyError, TypeError):
+        places.append(configuration["model"]["tokenizer_path"])
+    for place in places:
+        with contextlib.suppress(DataError):
+            if (place is None or Path(place).expanduser().exists()) and same_ids(
+                identity_of(load_tokenizer(place)), identity
+            ):
+                return place
+    last = "shipped here" if places[-1] is None else f"at {places[-1]}"
+    raise CheckpointError(
+        f"the tokenizer of {checkpoint} (fingerprint {identity.get('fingerprint')!s:.20}) is neither in a folder "
+        f"{COPY} near it nor {last}; name it with --tokenizer-path, or put its files into {places[1]}."
+    )
+
+
+def check_tokenizer(
+    checkpoint: Path, state: Mapping[str, Any], configuration: Any, mine: Identity, goes_on: bool
+) -> None:
+    """Checks that a checkpoint was made with the run's tokenizer; warns if an old one does not say.
+
+    Args:
+        state: its train state.
+        configuration: from its manifest.
+        mine: of the run's tokenizer.
+        goes_on: the data are continued, so BOS and EOS must be the same, too.
+
+    Raises:
+        CheckpointError: it was not.
+    """
+    theirs = state.get("tokenizer")
+    if theirs is None:
+        file = state.get("dataloader", {}).get("tokenizer")  # of versions that saved no more
+        if file not in (None, mine["fingerprint"]):
+            logger.warning(f"{checkpoint} was perhaps made with another tokenizer: its file had the hash {file}")
+        return
+    if not same_ids(mine, theirs):
+        try:
+            remedy = f"set --model.tokenizer_path={find_tokenizer(checkpoint, theirs, configuration)}"
+        except CheckpointError:
+            remedy = "set model.tokenizer_path to its tokenizer"
+        raise CheckpointError(
+            f"model.tokenizer_path: {checkpoint} was made with another tokenizer, of "
+            f"{theirs.get('vocab_size')!s:.20} tokens; this run's has {mine['vocab_size']}. {remedy}; or, to train "
+            "these weights on other ids, set --checkpoint.exclude_from_loading=tokenizer."
+        )
+    if goes_on and (changed := [key for key in BOUNDARIES if theirs.get(key) != mine[key]]):
+        was, now = ([f"{key} {values.get(key)}" for key in changed] for values in (theirs, mine))
+        raise CheckpointError(
+            f"training.add_bos, training.add_eos or the files beside the tokenizer have changed: {checkpoint} has "
+            f"{', '.join(was)}, this run {', '.join(now)}. Change it back, or set "
+            "--checkpoint.exclude_from_loading=tokenizer."
+        )
+
+
+def check_published_tokenizer(
+    folder: Path, tokenizer: Tokenizer, vocab_size: int | None, key: str, remedy: str
+) -> None:
+    """Checks that weights in a published folder were made with this tokenizer: by the tokenizer in the folder, or, if
+    there is none, by the number of embeddings.
+
+    Args:
+        vocab_size: number of embeddings.
+        key: names the tokenizer in messages.
+        remedy: what else to do, in messages.
+
+    Raises:
+        CheckpointError: they were not.
+    """
+    own = None
+    with contextlib.suppress(DataError):
+        find_file(folder)
+        try:
+            own = load_tokenizer(str(folder))
+        except DataError as error:
+            logger.warning(f"the tokenizer in {folder} cannot be compared with this one: {error}")
+    if own is not None and not same_ids(identity_of(own), identity_of(tokenizer)):
+        raise CheckpointError(
+            f"{key}: the weights in {folder} were made with another tokenizer, which is there and has "
+            f"{own.vocab_size} tokens; this one has {tokenizer.vocab_size}. Set it to {folder}{remedy}."
+        )
+    if own is None and vocab_size is not None and tokenizer.vocab_size * FAR_SMALLER < vocab_size:
+        raise CheckpointError(
+            f"{key}: the weights in {folder} have embeddings for {vocab_size} tokens, but the tokenizer has only "
+            f"{tokenizer.vocab_size}, so it is not theirs. Set it to their tokenizer{remedy}."
+        )
