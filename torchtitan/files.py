@@ -17,7 +17,6 @@ NOT_FILES = {
     stat.S_IFSOCK: "it is a socket, not a file",
     stat.S_IFCHR: "it is a device, not a file",
     stat.S_IFBLK: "it is a device, not a file",
-    stat.S_IFDIR: "it is a folder, not a file",
 }
 
 
@@ -43,14 +42,16 @@ def expand(path: str) -> str:
 
 def local_path(path: str) -> Path:
     """`expand` as a Path: the `type` of an argument."""
+    if not path:  # such as an unset shell variable
+        raise PathError("a path must not be empty.")
     return Path(expand(path))
 
 
 def regular_file(path: Path) -> Path:
-    """The path itself, if a file is there. Opening a named pipe would wait forever, and a device may have no end.
+    """The path itself, for a file or folder. Opening a named pipe would wait forever, and a device may have no end.
 
     Raises:
-        OSError: nothing is there, or it is not a file.
+        OSError: nothing is there, or neither of them.
     """
     if reason := NOT_FILES.get(stat.S_IFMT(path.stat().st_mode)):
         raise OSError(errno.EINVAL, reason, str(path))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.errors import DataError
+from torchtitan.files import PathError, local_path, regular_file
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -80,9 +81,9 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     Raises:
         DataError: the file is missing, damaged, of another kind, or has no end-of-document token.
     """
-    file = SHIPPED if path is None else find_file(Path(path).expanduser())
+    file = SHIPPED if path is None else find_file(path)
     try:
-        content = file.read_bytes()
+        content = regular_file(file).read_bytes()
     except OSError as error:
         raise DataError(f"model.tokenizer_path: cannot read {file} ({error.strerror}); {REMEDY}.") from error
     if content.startswith(b"version https://git-lfs"):
@@ -97,12 +98,16 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     return load_sentencepiece(file, content, fingerprint)
 
 
-def find_file(path: Path) -> Path:
-    if path.is_file():
-        return path
-    if not path.is_dir():
+def find_file(name: str) -> Path:
+    try:
+        path = local_path(name)
+    except PathError as error:
+        raise DataError(f"model.tokenizer_path: {error}") from None
+    if not path.exists():
         raise DataError(f"model.tokenizer_path: there is no file or folder {path}; {REMEDY}.")
-    named = [path / name for name in FILES_IN_FOLDER if (path / name).is_file()]
+    if not path.is_dir():
+        return path
+    named = [path / name for name in FILES_IN_FOLDER if (path / name).exists()]
     others = sorted(path.glob("*.model"))
     if named:
         return named[0]
@@ -200,7 +205,7 @@ def first_known(token_to_id: Callable[[str], int | None], names: tuple[str | Non
 def names_beside(file: Path) -> tuple[str | None, str | None]:
     """Names of BOS and EOS in the tokenizer_config.json next to a Hugging Face tokenizer.json."""
     try:
-        config = json.loads((file.parent / "tokenizer_config.json").read_bytes())
+        config = json.loads(regular_file(file.parent / "tokenizer_config.json").read_bytes())
         tokens = [config.get(key) for key in ("bos_token", "eos_token")]
     except (OSError, ValueError, AttributeError):
         return None, None

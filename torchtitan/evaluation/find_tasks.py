@@ -12,6 +12,7 @@ from torchtitan.errors import ConfigError, DataError, nearest
 from torchtitan.evaluation.embedded import EMBEDDED, make
 from torchtitan.evaluation.formats import read_examples
 from torchtitan.evaluation.tasks import Choice, LastWords, MultipleChoice, Task, Text
+from torchtitan.files import PathError, local_path
 
 HELD_OUT = "held_out"
 TEXT = "text:"
@@ -67,7 +68,10 @@ def _examples(entry: str, evaluation: Evaluation, name_of: Callable[[str], str])
     if entry in EMBEDDED:
         examples = make(entry)
     else:
-        path = Path(entry).expanduser()
+        try:
+            path = local_path(entry)
+        except PathError as error:
+            raise ConfigError(f"{key}: {error}") from None
         if not path.exists():
             known = [*EMBEDDED, HELD_OUT]
             raise ConfigError(

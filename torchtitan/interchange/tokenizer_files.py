@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 
 from torchtitan.data.tokenizer import (
     LLAMA3_SPLIT,
@@ -28,7 +27,7 @@ def tokenizer_files(path: str | None) -> dict[str, bytes]:
         DataError: there is no tokenizer.
     """
     tokenizer = load_tokenizer(path)
-    file = SHIPPED if path is None else find_file(Path(path).expanduser())
+    file = SHIPPED if path is None else find_file(path)
     content = file.read_bytes()
     beside = {name: (file.parent / name).read_bytes() for name in BESIDE if (file.parent / name).is_file()}
     match tokenizer.kind:
