@@ -48,6 +48,21 @@ def test_lists_are_one_comma_separated_value() -> None:
     assert ConfigManager().parse_args(["--mx.filter_fqns="]).mx.filter_fqns == []
 
 
+def test_a_list_that_begins_with_a_bracket_is_json() -> None:
+    prompts = ConfigManager().parse_args(['--validation.sample_prompts= ["a, b", " c"]']).validation.sample_prompts
+    assert prompts == ["a, b", " c"]
+    assert ConfigManager().parse_args(["--float8.filter_fqns=[]"]).float8.filter_fqns == []
+    assert ConfigManager().parse_args(["--optimizer.muon_coefficients=[3, -4.5, 2]"]).optimizer.muon_coefficients == [
+        3.0,
+        -4.5,
+        2.0,
+    ]
+    old_name = ConfigManager().parse_args(['--experimental.pipeline_parallel_split_points=["layers.2"]'])
+    assert old_name.parallelism.pipeline_parallel_split_points == ["layers.2"]
+    [problem] = problems_of("--model.converters=" + "[" * 100_000)
+    assert problem.startswith("--model.converters begins with [, so it must be JSON") and len(problem) < 300
+
+
 def test_defaults_are_not_shared_between_configurations() -> None:
     ConfigManager().parse_args([]).model.converters.append("float8")
     assert ConfigManager().parse_args([]).model.converters == []
@@ -125,6 +140,14 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
         (["--training.steps=5", "6"], "Command line: unexpected argument '6'; write flags as --section.key=value."),
         (["--training.steps"], "Command line: argument --training.steps: expected one argument."),
         (["--job.config_file"], "Command line: argument --job.config_file: expected one argument."),
+        (["--job.description=\udcff"], r"--job.description is not Unicode text: '\udcff'."),
+        (
+            ['--validation.sample_prompts=["a, b"'],
+            '--validation.sample_prompts begins with [, so it must be JSON, such as ["a", "b, c"] '
+            "(Expecting ',' delimiter: line 1 column 8 (char 7)).",
+        ),
+        (['--model.converters=["mx", 1]'], "--model.converters must be a list of strings, not ['mx', 1]."),
+        ([r'--model.converters=["\ud800"]'], r"""--model.converters is not Unicode text: '["\\ud800"]'."""),
     ],
 )
 def test_bad_command_line(argv: list[str], message: str) -> None:

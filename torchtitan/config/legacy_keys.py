@@ -57,7 +57,7 @@ def parse_text(value: Any) -> Any:
     """The value that a flag's text represents."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"True": True, "False": False, "none": None, "None": None}.get(value, value)
 
 

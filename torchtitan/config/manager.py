@@ -145,7 +145,8 @@ def _of_table(table: dict[str, Any], section: str, key: str) -> Any:
 def print_help(config_class: type[JobConfig]) -> None:
     """Prints every key with its help, type and default."""
     print("usage: train.py [--job.config_file FILE.toml] [--section.key=value ...]\n")
-    print("Flags override the TOML file, which overrides the defaults. Separate the items of a list by commas.")
+    print("Flags override the TOML file, which overrides the defaults. Separate the items of a list by commas; a list")
+    print('that begins with [ is JSON, whose items may hold commas: --section.key=\'["a, b", "c"]\'.')
     print("Booleans: --section.key or --section.no_key (or =true, =false).")
     keys = fields_by_key(config_class)
     for section in dataclasses.fields(config_class):
