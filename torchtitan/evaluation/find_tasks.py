@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan.config.training import Evaluation, Training, Validation
 from torchtitan.data.datasets import documents_of, held_out_documents
+from torchtitan.data.paths import VALIDATION
 from torchtitan.data.sources import Document
 from torchtitan.errors import ConfigError, DataError, nearest
 from torchtitan.evaluation.embedded import EMBEDDED, make
@@ -53,7 +54,7 @@ def find_tasks(
         elif entry.startswith(TEXT):
             path = entry.removeprefix(TEXT)
             column = "text" if validation is None else validation.text_column
-            tasks.append(_text(Path(path).stem, documents_of(path, column, key), evaluation.limit, key))
+            tasks.append(_text(Path(path).stem, documents_of(path, column, key, VALIDATION), evaluation.limit, key))
         else:
             tasks.append(_examples(entry, evaluation, name_of))
     names = [task.name for task in tasks]

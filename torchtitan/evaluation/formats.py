@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.errors import DataError
 from torchtitan.evaluation.tasks import Choice, LastWord
+from torchtitan.files import regular_file
 
 
 class Format(NamedTuple):
@@ -27,7 +28,7 @@ def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
         DataError: the file is missing or empty, or a line cannot be used.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = regular_file(path).read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise DataError(f"{key}: {path} cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError as error:
