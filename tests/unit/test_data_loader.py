@@ -1,20 +1,25 @@
 """The sequence of global batches: the same for every layout, and resumable."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from runs import all_equal
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data import Loader, build_loader, build_validation_loader, packing
+from torchtitan.data import Document, Loader, build_loader, build_validation_loader, packing
+from torchtitan.data.strided import StridedSource
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 
 ROWS = 8
@@ -102,6 +107,63 @@ def test_an_epoch_reads_every_document_once_and_the_next_in_another_order(tmp_pa
     assert {id for row in rows for id in row[12:24]} == every
     unshuffled = sample_ids(loaders_of(training_on(corpus, shuffle=False), 4, 1), 20)
     assert unshuffled[1][:3] == ["corpus.jsonl:2", "corpus.jsonl:6", "corpus.jsonl:10"]
+
+
+class Numbers:
+    """Documents without files; the text is the index."""
+
+    fingerprint = ""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Document:
+        return Document(str(index), str(index))
+
+
+@settings(deadline=None)
+@given(length=st.integers(1, 300), rows=st.integers(1, 70), seed=st.sampled_from([None, 0]))
+def test_every_epoch_of_all_rows_has_each_document_once(length: int, rows: int, seed: int | None) -> None:
+    length += rows
+    epochs: dict[int, list[int]] = {}
+    for row in range(rows):
+        source = StridedSource(Numbers(length), "")
+        drawn = list(itertools.islice(source.documents(row, rows, seed, None), 3 * -(-length // rows)))
+        resumed = source.documents(row, rows, seed, json.loads(json.dumps(drawn[len(drawn) // 2].position)))
+        for one, again in zip(drawn[len(drawn) // 2 + 1 :], resumed, strict=False):
+            assert one == again
+        for one in drawn:
+            epochs.setdefault(one.epoch, []).append(int(one.document.id))
+    for epoch in (0, 1, 2) if length % rows == 0 else (0, 1):
+        assert sorted(epochs[epoch]) == list(range(length))
+
+
+@pytest.mark.parametrize("length", [64, 65, 71])
+def test_without_shuffling_no_document_waits_for_a_long_one_in_its_row(length: int) -> None:
+    """Every eighth document is 100 times as long as the others, and there are eight rows."""
+    size = {index: 100 if index % 8 == 0 else 1 for index in range(length)}
+    rows = [StridedSource(Numbers(length), "").documents(row, 8, None, None) for row in range(8)]
+    busy_until, read = [0] * 8, Counter[int]()
+    for now in range(10 * sum(size.values()) // 8):
+        for row in range(8):
+            if busy_until[row] == now:
+                index = int(next(rows[row]).document.id)
+                read[index] += 1
+                busy_until[row] += size[index]
+    assert min(read[index] for index in range(length)) >= 5 and max(read.values()) <= 20
+
+
+def test_an_unshuffled_epoch_of_a_version_before_ends_as_it_began() -> None:
+    source = StridedSource(Numbers(20), "")
+    rows = [source.documents(row, 4, None, [3, 8 + row]) for row in range(4)]  # it gave a row the same each epoch
+    rest = [[int(next(row).document.id) for _ in range(3)] for row in rows]
+    assert rest == [[8 + row, 12 + row, 16 + row] for row in range(4)]
+    following = [[next(row) for _ in range(5)] for row in rows]
+    assert sorted(int(one.document.id) for row in following for one in row) == list(range(20))
+    assert {one.epoch for row in following for one in row} == {4}
 
 
 def test_windows_hold_whole_documents_between_bos_and_eos(tmp_path: Path) -> None:

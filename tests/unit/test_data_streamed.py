@@ -7,22 +7,26 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from runs import all_equal
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data import Loader, build_validation_loader
+from torchtitan.data import Drawn, Loader, build_validation_loader, streamed
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import StreamedSource
-from torchtitan.data.streamed import ShardedStream
+from torchtitan.data.streamed import ShardedStream, stream_of_dataset
 from torchtitan.data.strided import split
-from torchtitan.errors import DataError
+from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import logger
 
 SHARDS, DOCUMENTS = 5, 25  # documents per shard
@@ -65,6 +69,120 @@ def test_rows_share_the_documents_without_a_gap_or_a_repeat(c4: Training, rows: 
     assert len({document.id for document in every}) == SHARDS * DOCUMENTS
     expected = [story(shard * 100 + number) for shard in range(SHARDS) for number in range(DOCUMENTS)]
     assert sorted(document.text for document in every) == sorted(expected)
+
+
+def stream_of(sizes: Sequence[int], opened: "list[int] | None" = None) -> ShardedStream:
+    """Shards of documents "shard:number", without files."""
+
+    def read(shard: int, number: int, state: Any) -> Iterator[tuple[str, None]]:
+        if opened is not None:
+            opened.append(shard)
+        return ((f"{shard}:{count}", None) for count in range(number + 1, sizes[shard] + 1))
+
+    names = [str(shard) for shard in range(len(sizes))]
+    return ShardedStream(names, [size + 10 for size in sizes], read, str, "fake", list(sizes))
+
+
+def drawn_by(stream: ShardedStream, rows: int, seed: int | None, times: int) -> list[list[Drawn]]:
+    """The first documents of each row; the rows draw in turn."""
+    drawers = [stream.documents(row, rows, seed, None) for row in range(rows)]
+    return [list(of_row) for of_row in zip(*([next(one) for one in drawers] for _ in range(times)), strict=True)]
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any),
+    rows=st.integers(1, 70),
+    seed=st.sampled_from([None, 0, 1, 2]),
+)
+@example(sizes=[400, 20], rows=2, seed=0)
+@example(sizes=[400, 20], rows=64, seed=0)
+@example(sizes=[0, 30, 0, 1], rows=31, seed=5)
+def test_each_document_is_read_once_an_epoch(sizes: list[int], rows: int, seed: int | None) -> None:
+    rows = min(rows, sum(sizes))
+    opened: list[int] = []
+    times = -(-3 * sum(sizes) // rows)
+    of_rows = drawn_by(stream_of(sizes, opened), rows, seed, times)
+    every = sorted(f"{shard}:{count + 1}" for shard, size in enumerate(sizes) for count in range(size))
+    for epoch in range(3):
+        assert sorted(one.document.id for row in of_rows for one in row if one.epoch == epoch) == every
+    in_order = [row[time].epoch for time in range(times) for row in of_rows]
+    assert 0 not in in_order[sum(sizes) + rows :]  # rows that draw equally often begin an epoch together
+    assert len(opened) <= 4 * len(sizes), "the rows of a process share one reader"
+    if seed is not None and sum(sizes) > 20:
+        orders = [[one.document.id for row in of_rows for one in row if one.epoch == epoch] for epoch in (0, 1)]
+        assert orders[0] != orders[1] or rows == 1
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) >= 5),
+    seed=st.sampled_from([None, 3]),
+    served=st.lists(st.integers(0, 4), min_size=1, max_size=150),
+    most_waiting=st.sampled_from([0, 200, 1 << 28]),
+    data=st.data(),
+)
+def test_a_row_gets_the_same_whatever_other_rows_a_process_serves_and_wherever_it_resumes(
+    sizes: list[int], seed: int | None, served: list[int], most_waiting: int, data: st.DataObject
+) -> None:
+    expected = drawn_by(stream_of(sizes), 5, seed, len(served))
+    stream = stream_of(sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streamed, "MOST_WAITING", most_waiting)
+        had, places = dict.fromkeys(range(5), 0), dict[int, Any]().fromkeys(range(5))
+        resumed = data.draw(st.sets(st.integers(0, len(served))))
+        for time, row in enumerate(served):
+            if time == 0 or time in resumed:
+                mine = set(served) if time % 2 else {row}  # other rows than before
+                drawers = {one: stream.documents(one, 5, seed, places[one]) for one in sorted(mine)}
+            if row not in drawers:
+                drawers[row] = stream.documents(row, 5, seed, places[row])
+            one = next(drawers[row])
+            assert one == expected[row][had[row]]
+            had[row] += 1
+            places[row] = json.loads(json.dumps(one.position))
+
+
+@pytest.mark.parametrize("rows", [1, 6, 64])
+def test_an_epoch_of_tokens_reads_shards_of_unequal_size_once(rows: int, tmp_path: Path) -> None:
+    for shard, size in enumerate((400, 20, 0)):
+        write_jsonl(tmp_path / f"{shard}.jsonl.gz", range(shard * 1000, shard * 1000 + size))
+    numbers = [*range(400), *range(1000, 1020)]
+    tokens = sum(len(TOKENIZER.encode(story(number))) + 2 for number in numbers)
+    loaders = loaders_of(training_on(tmp_path), rows, 1)
+    seen = Counter(id for row in sample_ids(loaders, tokens // (32 * rows)) for id in row)
+    close(loaders)
+    assert len(seen) >= 420 - rows
+    assert sum(count > 1 for count in seen.values()) <= rows
+    small = sum(count for id, count in seen.items() if id.startswith("1."))
+    assert small / seen.total() == pytest.approx(20 / 420, abs=0.02)
+
+
+def test_a_stream_of_the_hub_is_dealt_and_resumed_like_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(streamed, "DOCUMENTS_PER_STATE", 7)
+    for shard, size in enumerate((40, 5, 23)):
+        write_jsonl(tmp_path / f"{shard}.jsonl", range(shard * 100, shard * 100 + size))
+    files = [str(tmp_path / f"{shard}.jsonl") for shard in range(3)]
+    dataset = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
+    of_rows = drawn_by(stream_of_dataset(dataset, "hub", "text"), 4, 0, 40)
+    texts = [one.document.text for row in of_rows for one in row if one.epoch == 1]
+    numbers = [shard * 100 + number for shard, size in enumerate((40, 5, 23)) for number in range(size)]
+    assert sorted(texts) == sorted(map(story, numbers))
+    for row in range(4):
+        place = json.loads(json.dumps(of_rows[row][10 + row].position))
+        again = stream_of_dataset(dataset, "hub", "text").documents(row, 4, 0, place)
+        assert [next(again).document for _ in range(20)] == [one.document for one in of_rows[row][11 + row : 31 + row]]
+
+
+def test_a_position_of_the_version_that_gave_shards_to_rows_is_refused(c4: Training) -> None:
+    loader = loaders_of(c4, 4, 1)[0]
+    state = loader.state_dict()
+    for position in state["positions"].values():
+        position["sources"] = [[[0, 1, 5, {"examples_iterable": {}}], 100, 3]]
+    with pytest.raises(CheckpointError, match=r"gave whole shards to rows.*exclude_from_loading=dataloader"):
+        loader.load_state_dict(state)
 
 
 def test_a_bad_line_is_skipped(
@@ -120,7 +238,7 @@ def test_other_records_under_the_same_name_are_other_data(tmp_path: Path) -> Non
 def test_errors_name_what_is_wrong(tmp_path: Path, c4: Training) -> None:
     with pytest.raises(DataError, match="no text column 'body'; its columns are text, url"):
         loaders_of(training_on(c4.dataset_path, text_column="body"), 1, 1)
-    with pytest.raises(DataError, match="too few documents for the 300 rows"):
+    with pytest.raises(DataError, match=r"too few documents \(125\) for the 300 rows"):
         loaders_of(training_on(c4.dataset_path), 300, 1)[0].next()
     (tmp_path / "plain.json.gz").write_text("not compressed")
     with pytest.raises(DataError, match=r"plain\.json\.gz cannot be read"):
@@ -133,7 +251,7 @@ def test_a_shard_damaged_in_the_middle_is_an_error_of_a_later_batch(tmp_path: Pa
     second = tmp_path / "1.json.gz"
     second.write_bytes(second.read_bytes()[:-5000])
     loader = loaders_of(training_on(tmp_path, shuffle=False, seq_len=2048), 2, 1)[0]
-    with pytest.raises(DataError, match="cannot continue reading shard 1"):
+    with pytest.raises(DataError, match=r"1\.json\.gz cannot be read after line 19,\d+ \(EOFError"):
         for _ in range(200):
             loader.next()
 
@@ -142,7 +260,7 @@ def test_a_hub_data_set_that_cannot_be_reached() -> None:
     program = (
         "from torchtitan.config.training import Training\n"
         "from torchtitan.data.datasets import training_sources\n"
-        "from torchtitan.errors import DataError\n"
+        "from torchtitan.errors import CheckpointError, DataError\n"
         "for training in (Training(dataset='c4'), Training(dataset_path='nobody/nothing-like-this')):\n"
         "    try: training_sources(training, 1, False)\n"
         "    except DataError as error: print(error)\n"

@@ -84,12 +84,9 @@ class SourceStream:
         self.progress = position, tokens
         self.progress_before = self.progress  # before the current document was drawn
         self.tokens = array("i")  # of the current document: 4 bytes each, instead of 36 in a list
-        self.offset = 0  # number of them already in windows
+        self.offset = offset  # number of them already in windows
         self.sample_id = ""
         self.epoch = 0  # in which the current document was drawn
-        if offset:
-            self.draw()
-            self.offset = offset
 
     def state(self) -> list[Any]:
         """JSON: the source's position before the current document, and how much of that document is used up."""
@@ -98,6 +95,10 @@ class SourceStream:
     def next_window(self) -> Window:
         length = self.corpus.seq_len + 1
         window = Window([], [], [])
+        # A document is drawn as late as possible, so that a source knows all of a rank's rows when it begins to read.
+        if (resumed_at := self.offset) > len(self.tokens):
+            self.draw()
+            self.offset = resumed_at
         while True:
             part = self.tokens[self.offset : self.offset + length - len(window.tokens)]
             if part:

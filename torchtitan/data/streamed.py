@@ -1,111 +1,237 @@
-"""Data read sequentially through `datasets`: from the Hub, or compressed files. Shards are dealt to rows."""
+"""Data that can only be read in sequence: from the Hub, or compressed files. Documents are dealt to rows one by one."""
 
+import bisect
 import itertools
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from torchtitan.data.progress import Progress
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
 from torchtitan.data.sources import Document, Drawn, Stamp, digest
 from torchtitan.data.strided import mix64, permute_index
-from torchtitan.errors import DataError
+from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import logger
 
 __all__ = ["ShardedStream", "open_compressed_jsonl", "open_hub"]
 
+SHARDS_AT_ONCE = 8  # of shuffled data, so that a batch mixes several shards; each open one costs memory
+MOST_WAITING = 1 << 28  # bytes of documents that have been read and whose rows do not need them yet
+DOCUMENTS_PER_STATE = 100  # `datasets` takes 20 us to copy its state
+
+# Reads a shard from after document `number`, which was read with `state`: each document with the state after it.
+ReadShard = Callable[[int, int, Any], Iterator[tuple[Any, Any]]]
+
+
+class Place(NamedTuple):
+    """Where a stream resumes; JSON.
+
+    Attributes:
+        epoch: how often all shards have been read.
+        number: of documents read, in all epochs.
+        opened: number of shards opened in this epoch.
+        shards: of each open shard, its index in the order of this epoch, the number of documents read, the state.
+    """
+
+    epoch: int
+    number: int
+    opened: int
+    shards: Sequence[tuple[int, int, Any]]
+
+
+class Read(NamedTuple):
+    """A document, as read, its id, and the place after it."""
+
+    content: Any
+    id: str
+    place: Place
+
 
 class ShardedStream:
-    """Shards of a streamed dataset, shuffled in each epoch and dealt to rows as complete shards.
+    """Shards that can only be read in sequence. Each document of all shards is dealt to one row, once in an epoch.
 
-    With fewer shards than rows, several rows read the same shard and each uses its own part of the documents.
+    In each epoch the shards are shuffled, and several are open at once; each document is the next of an open shard,
+    chosen at random in proportion to their sizes. Each block of `rows` documents of this stream gives one to each row,
+    rotated by a random number: otherwise a row could get all long documents of periodic data. The stream goes on over
+    the end of an epoch, so `rows` need not divide the number of documents.
+
+    The rows of a process share one reader, as long as they stay near each other.
 
     Args:
-        dataset: a `datasets.IterableDataset`.
+        shards: the name of each shard, for ids.
+        sizes: of the shards, in any unit.
+        read: opens a shard.
+        text_of: the text of a document as read; raises ValueError if there is none, and the document is skipped.
         name: for messages.
         identity: JSON that identifies the data.
-        text_of: the text of a record; raises ValueError if there is none, and the record is skipped.
-        root, files: of local data, the file of each shard, relative to a folder.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        shards: Sequence[str],
+        sizes: Sequence[int],
+        read: ReadShard,
+        text_of: Callable[[Any], str],
         name: str,
         identity: object,
-        text_of: Callable[[dict[str, Any]], str],
-        root: Path = Path(),
-        files: Sequence[str] = (),
     ) -> None:
-        self.dataset = dataset
+        self.shards = shards
+        self.sizes = sizes
+        self.read = read
+        self.text_of = text_of
         self.name = name
         self.identity = identity
-        self.text_of = text_of
-        self.root = root
-        self.files = files
-        self.stamps = [Stamp.of(root / file) for file in files]
         self.skipped = Skipped(name)
+        self.dealer: Dealer | None = None
 
     @property
     def fingerprint(self) -> str:
-        return digest([self.identity, self.dataset.num_shards])
+        return digest([self.identity, len(self.shards)])
 
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
-        shards = self.dataset.num_shards
-        parts = -(-rows // shards)  # rows that share a shard, if there are too few
-        # `number` documents of the shard have been read; `state` is where `datasets` resumes.
-        epoch, place, number, state = position or (0, row, 0, None)
-        found = position is not None
+        if isinstance(position, list):
+            raise CheckpointError(
+                f"{self.name}: the checkpoint is from a version that gave whole shards to rows, so it does not tell "
+                "which documents are left of this epoch; restart the data with "
+                "--checkpoint.exclude_from_loading=dataloader."
+            )
+        dealer = self.dealer
+        if dealer is None or row in dealer.rows_served or (dealer.rows, dealer.seed) != (rows, seed):
+            dealer = self.dealer = Dealer(self, rows, seed)
+        dealer.rows_served.add(row)
+        dealer.places[row] = None if position is None else Place(**position)
+        return self.endless(dealer, row)
+
+    def endless(self, dealer: "Dealer", row: int) -> Iterator[Drawn]:
+        while True:
+            content, id, place = dealer.draw(row)
+            try:
+                document = Document(self.text_of(content), id)
+            except ValueError as error:
+                self.skipped.add(id, str(error))
+                document = Document("", id)
+            yield Drawn(document, place.epoch, place._asdict())
+
+    def stream(self, rows: int, seed: int | None, start: Place | None) -> Iterator[Read]:
+        """All documents, endlessly, from `start`."""
+        epoch, number, opened, places = start or Place(0, 0, 0, ())
+        begun = number if start is None else None  # number of documents before this epoch, if it is read from its start
         while True:
             key = None if seed is None else mix64(mix64(seed) + epoch)
-            while place < shards * parts:
-                part, shard = divmod(place if key is None else permute_index(place, shards * parts, key), shards)
-                for record, state_after in self.records(shard, state):
-                    number += 1
-                    if number % parts == part:
-                        found = True
-                        # The id decides what is held out, so it may not depend on where the files are.
-                        where = self.files[shard] if self.files else f"{self.name}[{shard}]"
-                        document = self.document(record, f"{where}:{number}")
-                        yield Drawn(document, epoch, [epoch, place, number, state_after])
-                place, number, state = place + rows, 0, None
-            if not found:
+            order = [p if key is None else permute_index(p, len(self.shards), key) for p in range(len(self.shards))]
+            if not opened:
+                opened = 1 if key is None else min(SHARDS_AT_ONCE, len(order))
+                places = [(place, 0, None) for place in range(opened)]
+            places = [(place, count, state) for place, count, state in places]
+            open_shards = [self.read(order[place], count, state) for place, count, state in places]
+            while places:
+                turn = chosen([self.sizes[order[place]] for place, _, _ in places], mix64((key or 0) + number))
+                place, count, _ = places[turn]
+                if (document := next(open_shards[turn], None)) is not None:
+                    content, state = document
+                    places[turn], number = (place, count + 1, state), number + 1
+                    # The id decides what is held out, so it may not depend on where the files are.
+                    id = f"{self.shards[order[place]]}:{count + 1}"
+                    yield Read(content, id, Place(epoch, number, opened, tuple(places)))
+                elif opened < len(order):
+                    places[turn], open_shards[turn] = (opened, 0, None), self.read(order[opened], 0, None)
+                    opened += 1
+                else:
+                    del places[turn], open_shards[turn]
+            if begun is not None and number - begun < rows:
                 raise DataError(
-                    f"{self.name} has too few documents for the {rows} rows of a global batch; "
+                    f"{self.name} has too few documents ({number - begun}) for the {rows} rows of a global batch; "
                     "lower the batch size or add documents."
                 )
-            epoch, place, found = epoch + 1, row, False
+            begun, epoch, opened = number, epoch + 1, 0
 
-    def records(self, shard: int, state: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-        """The records of a shard, each with the state after it; resumes from `state` if given."""
-        if self.files:
-            self.check_unchanged(shard)
-        stream = self.dataset.shard(num_shards=self.dataset.num_shards, index=shard)
-        if state is not None:
-            stream.load_state_dict(state)
-        records = iter(stream)
-        while True:
-            try:
-                record = next(records, None)
-            except Exception as error:  # from the network, a decoder or a parser; each library has its own classes
-                raise DataError(f"{self.name}: cannot continue reading shard {shard} ({brief(error)}).") from error
-            if record is None:
-                return
-            yield record, stream.state_dict()
 
-    def check_unchanged(self, shard: int) -> None:
-        path = self.root / self.files[shard]
-        try:
-            with path.open("rb") as file:
-                self.stamps[shard].check(path, file)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}).") from error
+def chosen(sizes: Sequence[int], number: int) -> int:
+    """Which of several parts contains `number`, modulo their sum."""
+    ends = list(itertools.accumulate(sizes))
+    return bisect.bisect(ends, number % ends[-1])
 
-    def document(self, record: dict[str, Any], id: str) -> Document:
-        try:
-            return Document(self.text_of(record), id)
-        except ValueError as error:
-            self.skipped.add(id, str(error))
-            return Document("", id)
+
+def row_of(number: int, rows: int) -> int:
+    """The row that gets document `number` of a stream."""
+    return (number + mix64(number // rows)) % rows
+
+
+@dataclass
+class Reader:
+    """A stream that is read once for several rows.
+
+    Attributes:
+        documents: the stream.
+        after: for each row, the number of documents at the start of the stream that it has had already.
+        waiting: for each row, its documents that were read and not drawn yet.
+        size: of all those, in bytes.
+    """
+
+    documents: Iterator[Read]
+    after: dict[int, int]
+    waiting: dict[int, "deque[Read]"]
+    size: int = 0
+
+
+@dataclass
+class Dealer:
+    """Deals a stream to the rows of one process, and reads it as few times as the memory for waiting documents allows.
+
+    What a row gets does not depend on the other rows that are served.
+
+    Attributes:
+        places: where the rows resume that have no reader yet.
+        drawn: the place of each row.
+    """
+
+    source: ShardedStream
+    rows: int
+    seed: int | None
+    rows_served: set[int] = field(default_factory=set)
+    places: dict[int, Place | None] = field(default_factory=dict)
+    drawn: dict[int, Place | None] = field(default_factory=dict)
+    readers: dict[int, Reader] = field(default_factory=dict)
+
+    def draw(self, row: int) -> Read:
+        """The next document of a row."""
+        if row in self.places:
+            self.start()
+        reader = self.readers[row]
+        waiting = reader.waiting[row]
+        while not waiting:
+            if reader.size > MOST_WAITING:
+                self.release_slowest(reader)
+            read = next(reader.documents)
+            of = row_of(read.place.number - 1, self.rows)
+            if of in reader.waiting and read.place.number > reader.after[of]:
+                reader.waiting[of].append(read)
+                reader.size += sys.getsizeof(read.content)
+        read = waiting.popleft()
+        reader.size -= sys.getsizeof(read.content)
+        self.drawn[row] = read.place
+        return read
+
+    def start(self) -> None:
+        """Starts a reader for all rows without one, at the first document that any of them needs."""
+        after = {row: place.number if place else 0 for row, place in self.places.items()}
+        start = self.places[min(after, key=lambda row: after[row])]
+        documents = self.source.stream(self.rows, self.seed, start)
+        reader = Reader(documents, after, {row: deque() for row in after})
+        self.drawn |= self.places
+        self.readers |= dict.fromkeys(after, reader)
+        self.places = {}
+
+    def release_slowest(self, reader: Reader) -> None:
+        """Takes the row with the most waiting documents from a reader. It will get another reader."""
+        sizes = {row: sum(sys.getsizeof(read.content) for read in reads) for row, reads in reader.waiting.items()}
+        slowest = max(sizes, key=lambda row: sizes[row])
+        reader.size -= sizes[slowest]
+        del reader.waiting[slowest], self.readers[slowest]
+        self.places[slowest] = self.drawn[slowest]
 
 
 def brief(error: BaseException) -> str:
@@ -119,21 +245,36 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
         name: of the file or folder, for messages.
         root: folder that `files` are relative to.
     """
-    import datasets
+    from fsspec.compression import compr
+    from fsspec.utils import infer_compression
 
-    datasets.disable_progress_bars()
-    # Read as lines of text, so that an invalid JSON line only affects itself.
-    paths = [f"{root}/{file}" for file in files]
-    try:
-        lines = datasets.load_dataset("text", data_files=paths, split="train", streaming=True)
-        first = [record["text"] for record in itertools.islice(lines, LINES_LOOKED_AT)]
-    except Exception as error:
-        raise DataError(f"{name} cannot be read ({brief(error)}).") from error
-    check_columns(name, text_column, first)
-    sizes = [[file, (Path(root) / file).stat().st_size] for file in files]
-    return ShardedStream(
-        lines, name, sizes, lambda record: text_of_line(record["text"], text_column), Path(root), files
-    )
+    paths = [Path(root) / file for file in files]
+    stamps = [Stamp.of(path) for path in paths]
+
+    def read(shard: int, number: int, state: Any) -> Iterator[tuple[bytes, Any]]:
+        path = paths[shard]
+        count = 0
+        try:
+            with path.open("rb") as file, compr[infer_compression(path.name)](file, mode="rb") as lines:
+                stamps[shard].check(path, file)
+                progress = Progress(f"{path}: looking for document {number:,}, where the checkpoint is", number)
+                for count, line in enumerate(lines, 1):
+                    if count > number:
+                        yield line, None
+                    else:
+                        progress.at(count)
+        except DataError:
+            raise
+        except Exception as error:  # each decoder has its own classes
+            raise DataError(f"{path} cannot be read after line {count:,} ({brief(error)}).") from error
+
+    def text_of(line: bytes) -> str:
+        return text_of_line(line, text_column) if line.strip() else ""
+
+    lines = (line for shard in range(len(files)) for line, _ in read(shard, 0, None))
+    check_columns(name, text_column, itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
+    sizes = [[file, stamp.size] for file, stamp in zip(files, stamps, strict=True)]
+    return ShardedStream(files, [stamp.size for stamp in stamps], read, text_of, name, sizes)
 
 
 def open_hub(path: str, text_column: str, part: str = "train") -> ShardedStream:
@@ -159,11 +300,31 @@ def open_hub(path: str, text_column: str, part: str = "train") -> ShardedStream:
         raise DataError(f"the data set {path} on the Hub is empty.")
     if not isinstance(column_of(first, text_column), str):
         raise missing_column(path, text_column, sorted(first))
+    return stream_of_dataset(dataset, path, text_column)
 
-    def text_of(record: dict[str, Any]) -> str:
-        text = column_of(record, text_column)
+
+def stream_of_dataset(dataset: Any, name: str, text_column: str) -> ShardedStream:
+    """The documents of a `datasets.IterableDataset`, under the name of its source."""
+
+    def read(shard: int, number: int, state: Any) -> Iterator[tuple[Any, Any]]:
+        begin = 0
+        try:
+            records = dataset.shard(num_shards=dataset.num_shards, index=shard)
+            if state is not None:
+                begin, of_dataset = state
+                records.load_state_dict(of_dataset)
+            for count, record in enumerate(records, begin + 1):
+                if count % DOCUMENTS_PER_STATE == 0:
+                    state = count, records.state_dict()
+                if count > number:
+                    yield column_of(record, text_column), state
+        except Exception as error:  # from the network, a decoder or a parser; each library has its own classes
+            raise DataError(f"{name}: cannot continue reading shard {shard} ({brief(error)}).") from error
+
+    def text_of(text: Any) -> str:
         if not isinstance(text, str):
             raise ValueError(f"no text in column {text_column!r}")
         return text
 
-    return ShardedStream(dataset, path, path, text_of)
+    shards = [f"{name}[{shard}]" for shard in range(dataset.num_shards)]
+    return ShardedStream(shards, [1] * len(shards), read, text_of, name, name)

@@ -40,8 +40,20 @@ def permute_index(index: int, length: int, key: int) -> int:
             return index
 
 
+def rotated(place: int, length: int, rows: int, turn: int) -> int:
+    """The image of `place` under a permutation that rotates each complete block of `rows` places, by another number in
+    each block and turn; in turn 0 none."""
+    block, row = divmod(place, rows)
+    if turn == 0 or (block + 1) * rows > length:
+        return place
+    return block * rows + (row + mix64(mix64(turn) + block)) % rows
+
+
 class StridedSource:
     """Adapts a random-access source to a streamed one: row j of B reads documents j, j + B, ... of a permutation.
+
+    Without shuffling, documents stay in order, but later epochs give those of a block of B to other rows. Otherwise the
+    same rows would read short documents again and again, while others still read long ones.
 
     Args:
         source: the documents.
@@ -67,14 +79,17 @@ class StridedSource:
 
     def endless(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         length = len(self.source)
-        epoch, place = position or (0, row)
+        epoch, place = (0, row) if position is None else position[:2]
+        # Earlier versions never rotated: their positions have no third number, and their epochs end as they began.
+        turn = position[2] if position is not None and len(position) > 2 else 0
         while True:
             key = None if seed is None else mix64(mix64(seed) + epoch)
             while place < length:
-                index = place if key is None else permute_index(place, length, key)
+                index = rotated(place, length, rows, turn) if key is None else permute_index(place, length, key)
                 place += rows
-                yield Drawn(self.source[index], epoch, [epoch, place])
-            epoch, place = epoch + 1, row
+                yield Drawn(self.source[index], epoch, [epoch, place, turn] if key is None else [epoch, place])
+            epoch, place = epoch + 1, row if key is not None else place - length
+            turn = epoch
 
 
 class SplitSource:
