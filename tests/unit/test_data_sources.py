@@ -231,11 +231,17 @@ COMPRESSORS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
 def test_lines_are_skipped_alike_whatever_compresses_them(suffix: str, tmp_path: Path, log: list[str]) -> None:
     mark = b"\xef\xbb\xbf"
     lines = [mark + b'{"text": "first"}', b"", b'{"text": "\xff"}', mark + '{"text": "zwölf\u2028"}'.encode(), b"{"]
-    (tmp_path / f"a.jsonl{suffix}").write_bytes(COMPRESSORS.get(suffix, bytes)(b"\n".join([*lines, b""])))
+    content, compress = b"\n".join([*lines, b""]), COMPRESSORS.get(suffix, bytes)
+    file = tmp_path / f"a.jsonl{suffix}"
+    file.write_bytes(compress(content[:20]) + compress(content[20:]))  # as two joined files
     read = [document.text for document in documents_of(str(tmp_path), "text") if document.text]
     assert read == ["first", "zwölf\u2028"]
     skipped = [line.partition(" (")[0].rpartition(":")[2] for line in log if "skipped a.jsonl" in line]
     assert skipped == ["3", "5"]
+    if suffix:
+        file.write_bytes(compress(content)[:-5])
+        with pytest.raises(DataError, match=rf"a\.jsonl{suffix} cannot be read after line \d+ \(EOFError"):
+            list(documents_of(str(tmp_path), "text"))
 
 
 def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torchtitan.data.records import JsonLines, open_arrow, open_parquet
 from torchtitan.data.sources import Source, StreamedSource, TextFiles
-from torchtitan.data.streamed import open_compressed_jsonl, open_hub
+from torchtitan.data.streamed import CODECS, open_compressed_jsonl, open_hub
 from torchtitan.errors import DataError
 from torchtitan.files import local_path, regular_file
 from torchtitan.logging import logger
@@ -36,7 +36,7 @@ RECORDS = {
         (".jsonl", ".json", ".ndjson", ".jsonlines"), lambda _, root, files, column: JsonLines(root, files, column)
     ),
     "compressed JSONL": Format(
-        (".gz", ".bz2", ".xz", ".zst"),
+        tuple(CODECS),
         lambda path, root, files, column: open_compressed_jsonl(path, str(root), files, column),
     ),
     "Parquet": Format((".parquet",), open_parquet),
