@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import ConfigError
-from torchtitan.files import expand, local_path
+from torchtitan.files import expand, local_path, regular_file
 
 
 def main() -> None:
@@ -111,12 +111,14 @@ def _read_prompts(path: Path) -> list[str]:
     def read(line: str) -> str:
         try:
             value: Any = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return line
         return value if isinstance(value, str) else line
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular_file(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"--prompts-file: {path} cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompts-file: {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     return [read(line) for line in text.splitlines() if line.strip()]

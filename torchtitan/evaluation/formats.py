@@ -75,9 +75,16 @@ def _choice(context: str, choices: list[str], gold: int) -> Choice:
     return Choice(context, tuple(choices), gold)
 
 
+def _without_marks(line: str) -> str:
+    # After the last closing bracket there is no mark. To look for its end from each opening one would be slow.
+    marked, end, rest = line.rpartition("]")
+    return re.sub(r"\[.*?\]", "", marked + end) + rest
+
+
 def _hellaswag(entry: Mapping[str, Any]) -> Choice:
     def clean(text: str) -> str:  # marks of the WikiHow pages
-        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+        lines = text.strip().replace(" [title]", ". ").split("\n")
+        return "\n".join(map(_without_marks, lines)).replace("  ", " ")
 
     context = f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}"
     return _choice(clean(context), [clean(ending) for ending in entry["endings"]], int(entry["label"]))
