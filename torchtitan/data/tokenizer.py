@@ -2,11 +2,13 @@
 
 import base64
 import binascii
+import codecs
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from torchtitan.errors import DataError
@@ -69,6 +71,17 @@ class Tokenizer:
     decode: Callable[[list[int]], str]
     piece: Callable[[int], str]
 
+    def encode_rest(self, text: str) -> list[int]:
+        """The ids of text that goes on after other text, without the blank that some tokenizers (Llama 2's) put in
+        front of a text."""
+        line_end = self.encode("\n")
+        ids = self.encode("\n" + text) if self.prepends_blank else []
+        return ids[len(line_end) :] if ids and ids[: len(line_end)] == line_end else self.encode(text)
+
+    @cached_property
+    def prepends_blank(self) -> bool:
+        return self.encode("\na")[len(self.encode("\n")) :] != self.encode("a")
+
     def decode_after(self, context: list[int], ids: list[int]) -> str:
         """The text of ids that follow `context`. By itself, sentencepiece's decoder takes a blank off their
         beginning."""
@@ -91,6 +104,7 @@ def load_tokenizer(path: str | None) -> Tokenizer:
             f"model.tokenizer_path: {file} is only a Git LFS pointer; download the file with `git lfs pull`."
         )
     fingerprint = hashlib.sha256(content).hexdigest()[:16]
+    content = content.removeprefix(codecs.BOM_UTF8)
     if content.lstrip()[:1] == b"{":
         return load_tokenizers(file, content, fingerprint)
     if TIKTOKEN_LINE.fullmatch(content[:4096].split(b"\n", 1)[0]):
@@ -98,9 +112,9 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     return load_sentencepiece(file, content, fingerprint)
 
 
-def find_file(name: str) -> Path:
+def find_file(name: str | Path) -> Path:
     try:
-        path = local_path(name)
+        path = local_path(str(name))
     except PathError as error:
         raise DataError(f"model.tokenizer_path: {error}") from None
     if not path.exists():
