@@ -40,7 +40,7 @@ RECORDS = {
         lambda path, root, files, column: open_compressed_jsonl(path, str(root), files, column),
     ),
     "Parquet": Format((".parquet",), open_parquet),
-    "Arrow": Format((".arrow",), open_arrow),
+    "Arrow": Format((".arrow", ".feather"), open_arrow),
 }
 KINDS = {suffix: kind for kind, format in RECORDS.items() for suffix in format.suffixes}
 NOT_TEXT = {".csv", ".tsv", ".pdf", ".rtf"}  # though all or much of it is characters
