@@ -209,6 +209,21 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
     assert len(trained) > 600 and validated and not trained & validated
 
 
+def test_rows_share_the_held_out_documents_and_the_others_without_a_gap_or_a_repeat() -> None:
+    """Of few held-out documents, rows would get none if they were dealt together with the others."""
+    whole = stream_of([700, 300, 500])
+    drawn = {}
+    for held_out, rows in ((True, 7), (False, 6)):
+        part = cast(ShardedStream, split(whole, held_out, ""))
+        of_rows = drawn_by(part, rows, 0, 1500 * 2 // rows)
+        ids = [[one.document.id for row in of_rows for one in row if one.epoch == epoch] for epoch in (0, 1)]
+        assert len(ids[0]) == len(set(ids[0])) and {one.document.id for row in of_rows for one in row} == set(ids[0])
+        assert all(row[0].epoch == 0 for row in of_rows)
+        drawn[held_out] = set(ids[0])
+    assert 7 <= len(drawn[True]) < 30 and not drawn[True] & drawn[False]
+    assert len(drawn[True] | drawn[False]) == 1500
+
+
 def test_what_is_held_out_does_not_depend_on_where_the_files_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,7 +175,8 @@ class Training:
         Doc("Data set by name: python_stdlib, c4, c4_validation, c4_test, or one registered by a custom_import."),
     ] = "python_stdlib"
     dataset_path: Annotated[
-        DataPath | None, Doc("Overrides dataset: a JSONL, Parquet, Arrow or text file, a folder or pattern of them, or a Hub id.")
+        DataPath | None,
+        Doc("Overrides dataset: a JSONL, Parquet, Arrow or text file, a folder or pattern of them, or a Hub id."),
     ] = None
     dataset_mixture: Annotated[
         list[str],

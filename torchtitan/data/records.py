@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.data.index import Records, record_offsets
 from torchtitan.data.sources import Document, Stamp, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["JsonLines", "Skipped", "TableFiles", "check_columns", "open_arrow", "open_parquet", "text_of_line"]
 
-INDEX_CHUNK = 1 << 24  # bytes read at a time when searching for line ends
 LINES_LOOKED_AT = 20  # of each file, to check that the column exists
 LONGEST_LINE_LOOKED_AT = 1 << 26  # bytes
 SKIPS_LOGGED_SINGLY = 5
@@ -126,22 +126,21 @@ class JsonLines:
         self.skipped = Skipped(root.name if len(files) > 1 else files[0])
         self.arrays = [is_array(root / name) for name in files]
         self.stamps = [Stamp.of(root / name) for name in files]
-        # Byte offset of each record's start, plus the end of the last record of each file.
-        self.offsets = []
-        without_records = []
-        for path, array in zip((root / name for name in files), self.arrays, strict=True):
-            if array:
-                self.offsets.append(array_offsets(path))
-            first = self.first_elements(len(self.offsets) - 1) if array else first_lines(path)
-            if first:
-                check_columns(str(path), text_column, first)
-            else:
-                without_records.append(path)
-            if not array:
-                self.offsets.append(line_offsets(path))
-        if len(without_records) == len(files):
-            check_columns(str(without_records[0]), text_column, [])
+        has_records = False  # files without any beside others do not matter
+        for name, array in zip(files, self.arrays, strict=True):
+            if first := [] if array else first_lines(root / name):
+                check_columns(str(root / name), text_column, first)
+                has_records = True
+        arrays = [number for number, array in enumerate(self.arrays) if array]
+        self.offsets = record_offsets(Records(root, files, self.stamps, arrays, array_offsets))
         self.ends = np.cumsum([len(offsets) - 1 for offsets in self.offsets])
+        for number in arrays:
+            if size := min(len(self.offsets[number]) - 1, LINES_LOOKED_AT):
+                first = [self.read(number, record) for record in range(size)]
+                check_columns(str(root / files[number]), text_column, first)
+                has_records = True
+        if not has_records:
+            check_columns(str(root / files[0]), text_column, [])
 
     @property
     def fingerprint(self) -> str:
@@ -160,9 +159,6 @@ class JsonLines:
         except ValueError as error:
             self.skipped.add(id, str(error))
             return Document("", id)
-
-    def first_elements(self, file: int) -> list[bytes]:
-        return [self.read(file, element) for element in range(min(len(self.offsets[file]) - 1, LINES_LOOKED_AT))]
 
     def read(self, file: int, line: int) -> bytes:
         """The bytes of a record in a file."""
@@ -209,19 +205,6 @@ def first_lines(path: Path) -> list[bytes]:
         while len(lines) < LINES_LOOKED_AT and (line := file.readline(LONGEST_LINE_LOOKED_AT)):
             lines += [line] if line.strip() else []
     return lines
-
-
-def line_offsets(path: Path) -> "NDArray[np.int64]":
-    """(lines + 1) int64: the start of each line, and the end of the last."""
-    import numpy as np
-
-    found, position = [np.zeros(1, np.int64)], 0
-    with path.open("rb") as file:
-        while chunk := file.read(INDEX_CHUNK):
-            found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + position + 1)
-            position += len(chunk)
-    offsets = np.concatenate(found)
-    return offsets if offsets[-1] == position else np.append(offsets, position)
 
 
 class TableFiles:

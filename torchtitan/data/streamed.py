@@ -1,6 +1,7 @@
 """Data that can only be read in sequence: from the Hub, or compressed files. Documents are dealt to rows one by one."""
 
 import bisect
+import copy
 import importlib
 import io
 import itertools
@@ -34,7 +35,7 @@ class Place(NamedTuple):
 
     Attributes:
         epoch: how often all shards have been read.
-        number: of documents read, in all epochs.
+        number: of documents dealt, in all epochs.
         opened: number of shards opened in this epoch.
         shards: of each open shard, its index in the order of this epoch, the number of documents read, the state.
     """
@@ -87,12 +88,19 @@ class ShardedStream:
         self.text_of = text_of
         self.name = name
         self.identity = identity
+        self.wanted: Callable[[str], object] = bool  # by id
         self.skipped = Skipped(name)
         self.dealer: Dealer | None = None
 
     @property
     def fingerprint(self) -> str:
         return digest([self.identity, len(self.shards)])
+
+    def only(self, wanted: Callable[[str], object], name: str) -> "ShardedStream":
+        """The documents whose id is wanted, dealt as if there were no others; `name` is for messages."""
+        part = copy.copy(self)
+        part.wanted, part.name, part.dealer = wanted, name, None
+        return part
 
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         if isinstance(position, list):
@@ -135,10 +143,12 @@ class ShardedStream:
                 place, count, _ = places[turn]
                 if (document := next(open_shards[turn], None)) is not None:
                     content, state = document
-                    places[turn], number = (place, count + 1, state), number + 1
+                    places[turn] = (place, count + 1, state)
                     # The id decides what is held out, so it may not depend on where the files are.
                     id = f"{self.shards[order[place]]}:{count + 1}"
-                    yield Read(content, id, Place(epoch, number, opened, tuple(places)))
+                    if self.wanted(id):
+                        number += 1
+                        yield Read(content, id, Place(epoch, number, opened, tuple(places)))
                 elif opened < len(order):
                     places[turn], open_shards[turn] = (opened, 0, None), self.read(order[opened], 0, None)
                     opened += 1
@@ -303,7 +313,10 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
         try:
             with path.open("rb") as file, CODECS[path.suffix.lower()](file) as lines:
                 stamps[shard].check(path, file)
-                progress = Progress(f"{path}: looking for document {number:,}, where the checkpoint is", number)
+                progress = Progress(
+                    f"{path}: reading to document {number:,}, which plain JSONL would find at once",
+                    number,
+                )
                 for count, line in enumerate(lines, 1):
                     if count > number:
                         yield line, None

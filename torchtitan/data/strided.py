@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torchtitan.data.sources import Document, Drawn, Source, StreamedSource, TextFiles, digest
@@ -113,8 +114,13 @@ class SplitSource:
         return self.source[index + index // (HELD_OUT_EVERY - 1)]
 
 
+def in_part(held_out: bool, id: str) -> bool:
+    """Whether a streamed document is in the held-out part, or else in the training part. The id decides."""
+    return (zlib.crc32(id.encode()) % HELD_OUT_EVERY == 0) == held_out
+
+
 class StreamedSplit:
-    """A streamed source in which the documents of the other part are empty. The id decides, on any reader."""
+    """A streamed source in which the documents of the other part are empty."""
 
     def __init__(self, source: StreamedSource, held_out: bool) -> None:
         self.source = source
@@ -127,7 +133,7 @@ class StreamedSplit:
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         for drawn in self.source.documents(row, rows, seed, position):
             document = drawn.document
-            if (zlib.crc32(document.id.encode()) % HELD_OUT_EVERY == 0) != self.held_out:
+            if not in_part(self.held_out, document.id):
                 document = replace(document, text="")
             yield drawn._replace(document=document)
 
@@ -139,7 +145,11 @@ def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source 
         DataError: there are fewer than a hundred documents.
     """
     if not hasattr(source, "__getitem__"):
-        return StreamedSplit(source, held_out)
+        if not hasattr(source, "only"):
+            return StreamedSplit(source, held_out)
+        # Dealing one part alone gives every row its share of it.
+        part: StreamedSource = source.only(partial(in_part, held_out), f"held-out part of {name}" if held_out else name)
+        return part
     if isinstance(source, TextFiles):
         # Split independently of the batch size, so that the held-out part depends only on the data.
         source = source.cut(4 * HELD_OUT_EVERY)

@@ -1,0 +1,149 @@
+"""The index of records: right wherever files are cut, made once by all processes together, kept in the cache folder."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import write_jsonl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from torchtitan.data import index, progress
+from torchtitan.data.index import Records, record_offsets
+from torchtitan.data.records import JsonLines, array_offsets
+from torchtitan.data.sources import Stamp
+from torchtitan.errors import DataError
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every index is kept, and files are searched in parts of 100 bytes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(index, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(index, "PART", 100)
+    return tmp_path / "cache" / "torchtitan" / "records"
+
+
+@settings(deadline=None)
+@given(
+    contents=st.lists(st.text(st.sampled_from("ab\n"), max_size=60), min_size=1, max_size=5),
+    array=st.integers(0, 5),
+    part=st.integers(1, 80),
+    chunk=st.integers(1, 20),
+    kept=st.booleans(),
+)
+@example(contents=["aaaaaaaaaaaa"], array=5, part=5, chunk=3, kept=True)
+def test_offsets_are_those_of_lines_wherever_files_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[str], array: int, part: int, chunk: int, kept: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    expected = []
+    for number, content in enumerate(contents):
+        text = json.dumps([{"text": content}] * 3) if number == array else content
+        (folder / str(number)).write_text(text)
+        starts = np.cumsum([0, *map(len, text.splitlines(keepends=True))])
+        expected.append([1, *(1 + n * (len(text) // 3) for n in (1, 2)), len(text)] if number == array else starts)
+    files = [str(number) for number in range(len(contents))]
+    stamps = [Stamp.of(folder / name) for name in files]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(index, "PART", part)
+        patch.setattr(index, "CHUNK", chunk)
+        patch.setattr(index, "WORTH_KEEPING", 0 if kept else 1 << 30)
+        for _ in range(2):
+            arrays = [array] if array < len(files) else []
+            found = record_offsets(Records(folder, files, stamps, arrays, array_offsets))
+            assert [list(map(int, offsets)) for offsets in found] == [list(map(int, offsets)) for offsets in expected]
+
+
+def test_another_start_reads_the_index_and_a_changed_file_is_searched_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", range(30))
+    assert len(JsonLines(tmp_path, ["a.jsonl"], "text")) == 30
+    [kept] = cache.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "line_offsets", None)
+        source = JsonLines(tmp_path, ["a.jsonl"], "text")
+        assert len(source) == 30 and source[29].text.startswith("Story 29:")
+        assert not source.offsets[0].flags.writeable  # mapped, not read into memory
+    write_jsonl(path, range(100, 130))  # as many bytes as before, or other ones
+    os.utime(path, ns=(1, 1))
+    assert JsonLines(tmp_path, ["a.jsonl"], "text")[0].text.startswith("Story 100:")
+    assert list(cache.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("damage", [b"", b"12345678", b"x" * 80])
+def test_a_damaged_index_or_what_a_killed_process_left_is_made_again(
+    damage: bytes, cache: Path, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", range(30))
+    source = JsonLines(tmp_path, ["a.jsonl"], "text")
+    [kept] = cache.iterdir()
+    records = Records(tmp_path, ["a.jsonl"], source.stamps, [], array_offsets)
+    kept.write_bytes(damage)
+    working = kept.with_name(f"{kept.name}-{records.identity}")
+    working.mkdir()
+    (working / "0.new").write_bytes(b"begun by a process that was killed")
+    assert len(JsonLines(tmp_path, ["a.jsonl"], "text")) == 30
+    assert list(cache.iterdir()) == [kept]
+
+
+def test_processes_search_a_part_each(cache: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        write_jsonl(tmp_path / f"{number}.jsonl", range(100))
+    program = f"""
+        import time
+        from pathlib import Path
+        from torchtitan.data import index
+        from torchtitan.data.records import JsonLines
+        index.WORTH_KEEPING, index.PART = 0, 1000
+        searched, search = 0, index.line_offsets
+        def line_offsets(file, start, stop):
+            global searched
+            searched += stop - start
+            time.sleep(0.01)
+            return search(file, start, stop)
+        index.line_offsets = line_offsets
+        print(input())
+        print(len(JsonLines(Path({str(tmp_path)!r}), ["0.jsonl", "1.jsonl", "2.jsonl"], "text")), searched)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) for _ in range(3)
+    ]
+    for process in processes:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("\n")  # answered once the imports are done
+        process.stdout.readline()
+    ended = [list(map(int, process.communicate(timeout=60)[0].split())) for process in processes]
+    assert [documents for documents, _ in ended] == [300] * 3
+    size = sum((tmp_path / f"{number}.jsonl").stat().st_size for number in range(3))
+    assert sum(searched for _, searched in ended) == size
+    assert sum(searched > 0 for _, searched in ended) > 1
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_without_a_cache_folder_each_start_searches_and_says_so_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    write_jsonl(tmp_path / "a.jsonl", range(30))
+    for _ in range(2):
+        assert len(JsonLines(tmp_path, ["a.jsonl"], "text")) == 30
+    assert sum("the result cannot be kept" in line for line in log) == 1
+    assert any(f"looking for the records in 0.0 GB of {tmp_path}: 50%, about" in line for line in log)
+
+
+def test_a_file_that_changes_while_it_is_searched_is_an_error(cache: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", range(30))
+    records = Records(tmp_path, ["a.jsonl"], [Stamp.of(path)], [], array_offsets)
+    write_jsonl(path, range(31))
+    with pytest.raises(DataError, match="was changed while the run is reading it"):
+        record_offsets(records)
