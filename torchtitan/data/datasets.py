@@ -6,8 +6,9 @@ from itertools import takewhile
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.packing import Weighted
-from torchtitan.data.paths import TRAIN, VALIDATION, open_path
+from torchtitan.data.paths import open_path
 from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, python_stdlib
+from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split
 from torchtitan.errors import DataError
@@ -34,7 +35,7 @@ def open_c4_test(path: str | None, text_column: str) -> Source | StreamedSource:
 BUILT_IN: dict[str, OpenDataset] = {
     "python_stdlib": lambda path, text_column: python_stdlib(),
     "c4": lambda path, text_column: open_path("allenai/c4/en", text_column),
-    "c4_validation": lambda path, text_column: open_hub("allenai/c4/en", text_column, "validation"),
+    "c4_validation": lambda path, text_column: open_hub("allenai/c4/en", text_column, VALIDATION),
     "c4_test": open_c4_test,
 }
 DATASETS: Registry[OpenDataset] = Registry("data set", "training.dataset", {**BUILT_IN})

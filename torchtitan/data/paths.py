@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from torchtitan.data.records import JsonLines, open_arrow, open_parquet
 from torchtitan.data.sources import Source, StreamedSource, TextFiles
+from torchtitan.data.splits import TRAIN, by_split, for_part
 from torchtitan.data.streamed import CODECS, open_compressed_jsonl, open_hub
 from torchtitan.errors import DataError
 from torchtitan.files import local_path, regular_file
 from torchtitan.logging import logger
 
-__all__ = ["TRAIN", "VALIDATION", "open_path"]
+__all__ = ["open_path"]
 
 
 class Format(NamedTuple):
@@ -53,15 +54,6 @@ ABOUT_DATA = {"readme", "license", "licence", "notice", "citation", "changelog",
 OF_SAVE_TO_DISK = {"state.json", "dataset_dict.json"}  # beside the Arrow files of `datasets`
 LEFT_OUT = {"_SUCCESS"}  # written by Spark beside its output files
 
-TRAIN, VALIDATION, TEST = "training", "validation", "test"
-# Words in names of files and folders that `datasets`, too, takes for splits.
-SPLITS = {
-    **dict.fromkeys(("train", "training"), TRAIN),
-    **dict.fromkeys(("validation", "valid", "val", "dev", "heldout", "holdout"), VALIDATION),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), TEST),
-}
-# The splits that are read for each purpose: the first that exists. None: files without a split in their name.
-WANTED: dict[str, tuple[str | None, ...]] = {TRAIN: (TRAIN, None), VALIDATION: (VALIDATION, TEST, None)}
 SPLIT_TEXT = {"", ".txt", ".text", ".raw", ".tokens"}  # in a folder of code, test.py and train.py are no splits
 
 
@@ -86,7 +78,7 @@ def open_path(path: str, text_column: str, part: str = TRAIN) -> Source | Stream
         elif glob.has_magic(path):
             root, files = files_of_pattern(place)
         elif looks_like_hub_id(path):
-            return open_hub(path, text_column)
+            return open_hub(path, text_column, part)
         else:
             raise DataError(f"there is no file or folder {path}.")
         files = [name for name in files if regular_file(root / name).stat().st_size]
@@ -173,29 +165,18 @@ def kind_of(name: str) -> str:
 
 def of_part(path: str, kind: str, files: list[str], part: str) -> list[str]:
     """Of the files of a folder those that are for `part`, if their names tell. Logs which are left out."""
-    of_split: dict[str | None, list[str]] = {}
-    for name in files:
-        of_split.setdefault(split_of(name), []).append(name)
+    of_split = by_split(files)
     prose = TRAIN in of_split and Path(files[0]).suffix.lower() in SPLIT_TEXT
     if None in of_split and not (kind in RECORDS or prose):
         return files
-    split = next((split for split in WANTED[part] if split in of_split), None)
-    chosen = of_split.get(split, files)
-    if aside := sorted(set(files) - set(chosen)):
+    split, read = for_part(of_split, part) or ("", files)
+    if aside := sorted(set(files) - set(read)):
         logger.info(
-            f"{path}: only its {split or 'unmarked'} files are read, {len(chosen)} of {len(files)} "
-            f"({abbreviated(chosen)}); left out: {abbreviated(aside)}; name files, or a pattern such as "
-            f"{path}/*{Path(files[0]).suffix}, to read others"
+            f"{path}: only its {split} files are read, {len(read)} of {len(files)} ({abbreviated(read)}); "
+            f"left out: {abbreviated(aside)}; to read others, name files, or a pattern such as "
+            f"{path}/*{Path(files[0]).suffix}"
         )
-    return chosen
-
-
-def split_of(name: str) -> str | None:
-    """The split that the name of a file, or else of a folder around it, tells; None if it tells none, or several."""
-    for part in reversed(Path(name).parts):
-        if splits := {SPLITS[word] for word in re.findall(r"[a-z]+", part.lower()) if word in SPLITS}:
-            return splits.pop() if len(splits) == 1 else None
-    return None
+    return read
 
 
 def check_text(file: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 from torchtitan.data.progress import Progress
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
 from torchtitan.data.sources import Document, Drawn, Stamp, digest
+from torchtitan.data.splits import TRAIN, by_split, for_part
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import logger
@@ -336,25 +337,30 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
     return ShardedStream(files, [stamp.size for stamp in stamps], read, text_of, name, sizes)
 
 
-def open_hub(path: str, text_column: str, part: str = "train") -> ShardedStream:
+def open_hub(path: str, text_column: str, part: str = TRAIN) -> ShardedStream:
     """A dataset on the Hub, streamed.
 
     Args:
         path: `owner/name`, or `owner/name/configuration`.
-        part: name of the split.
+        part: what the documents are for; decides the split.
     """
     import datasets
 
     owner, name, *configuration = path.split("/")
     logger.info(f"opening {path} on the Hugging Face Hub")
     try:
-        dataset = datasets.load_dataset(f"{owner}/{name}", *configuration, split=part, streaming=True)
-        first = next(iter(dataset), None)
+        splits = datasets.load_dataset(f"{owner}/{name}", *configuration, streaming=True)
+        _, names = for_part(by_split(splits), part) or ("", list(splits))
+        split = min(names, key=len)  # "train" rather than "train_sft"
+        first = next(iter(dataset := splits[split]), None)
     except Exception as error:
         raise DataError(
             f"there is no file or folder {path}, and it cannot be opened as a data set on the Hub ({brief(error)}); "
             "check the spelling, the network, and HF_TOKEN or HF_HUB_OFFLINE if they are set."
         ) from error
+    if len(splits) > 1:
+        aside = ", ".join(name for name in splits if name != split)
+        logger.info(f"{path}: only its split {split} is read; left out: {aside}")
     if first is None:
         raise DataError(f"the data set {path} on the Hub is empty.")
     if not isinstance(column_of(first, text_column), str):

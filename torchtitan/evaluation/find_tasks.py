@@ -7,8 +7,8 @@ from typing import Any
 
 from torchtitan.config.training import Evaluation, Training, Validation
 from torchtitan.data.datasets import documents_of, held_out_documents
-from torchtitan.data.paths import VALIDATION
 from torchtitan.data.sources import Document
+from torchtitan.data.splits import VALIDATION
 from torchtitan.errors import ConfigError, DataError, nearest
 from torchtitan.evaluation.embedded import EMBEDDED, make
 from torchtitan.evaluation.formats import read_examples
