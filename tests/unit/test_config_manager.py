@@ -109,6 +109,11 @@ def test_file_that_is_not_toml(text: str, tmp_path: Path) -> None:
     assert re.fullmatch(rf"{re.escape(str(tmp_path))}/run.toml: invalid TOML: .+\(at .+\)\.", problem)
 
 
+def test_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    [problem] = problems_of(write(tmp_path, "[model]\nconverters = " + "[" * 200_000))
+    assert problem == f"{tmp_path / 'run.toml'}: invalid TOML: nested too deeply."
+
+
 def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbf[training]\nsteps = 3\n")
     assert ConfigManager().parse_args([f"--job.config_file={tmp_path / 'bom.toml'}"]).training.steps == 3

@@ -120,6 +120,8 @@ def read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: not UTF-8 text (invalid byte at offset {error.start}).") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: invalid TOML: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: invalid TOML: nested too deeply.") from None
     except PathError as error:
         raise ConfigError(f"job.config_file: {error}") from None
 
