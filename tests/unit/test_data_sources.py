@@ -387,7 +387,7 @@ def test_of_a_folder_the_kind_that_the_data_are_is_read(tmp_path: Path, log: lis
     (tmp_path / "README.md").write_text("about " * 1000)
     (tmp_path / "notes.txt").write_text("beside\n")
     assert texts(tmp_path) == [story(0), story(1)]
-    assert log == [f"INFO {tmp_path}: 1 JSONL files are read; skipped: README.md, notes.txt"]
+    assert log == [f"INFO {tmp_path}: skipped beside the JSONL files: README.md, notes.txt"]
     books = tmp_path / "books"
     books.mkdir()
     (books / "a.txt").write_text("long " * 100)

@@ -9,6 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan.data.progress import Progress
 from torchtitan.data.records import JsonLines, open_arrow, open_parquet
 from torchtitan.data.sources import Source, StreamedSource, TextFiles
 from torchtitan.data.splits import TRAIN, by_split, for_part
@@ -41,7 +42,7 @@ RECORDS = {
         lambda path, root, files, column: open_compressed_jsonl(path, str(root), files, column),
     ),
     "Parquet": Format((".parquet",), open_parquet),
-    "Arrow": Format((".arrow", ".feather"), open_arrow),
+    "Arrow": Format((".arrow",), open_arrow),
 }
 KINDS = {suffix: kind for kind, format in RECORDS.items() for suffix in format.suffixes}
 NOT_TEXT = {".csv", ".tsv", ".pdf", ".rtf"}  # though all or much of it is characters
@@ -89,8 +90,10 @@ def open_path(path: str, text_column: str, part: str = TRAIN) -> Source | Stream
             files = of_part(str(place), kind, files, part)
         if kind in RECORDS:
             return RECORDS[kind].open(str(place), root, files, text_column)
-        for name in files:
+        progress = Progress(f"{path}: looking whether its files are text", len(files))
+        for number, name in enumerate(files):
             check_text(root / name)
+            progress.at(number)
         return TextFiles(root, files)
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read ({error.strerror}).") from error
@@ -154,7 +157,7 @@ def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]
         raise DataError(f"{path} holds files of several kinds ({found}); name one, or files of one kind by a pattern.")
     aside = sorted(set(files) - set(of_kind[kind]))
     if aside:
-        logger.info(f"{path}: {len(of_kind[kind])} {kind} files are read; skipped: {abbreviated(aside)}")
+        logger.info(f"{path}: skipped beside the {kind} files: {abbreviated(aside)}")
     return kind, of_kind[kind]
 
 
@@ -173,8 +176,7 @@ def of_part(path: str, kind: str, files: list[str], part: str) -> list[str]:
     if aside := sorted(set(files) - set(read)):
         logger.info(
             f"{path}: only its {split} files are read, {len(read)} of {len(files)} ({abbreviated(read)}); "
-            f"left out: {abbreviated(aside)}; to read others, name files, or a pattern such as "
-            f"{path}/*{Path(files[0]).suffix}"
+            f"left out: {abbreviated(aside)}; to read others, name a file such as {path}/{aside[0]}, or a pattern"
         )
     return read
 

@@ -297,7 +297,7 @@ def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str) 
 
 
 def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str) -> TableFiles:
-    """Arrow files, as streams (`save_to_disk` and the cache of `datasets`) or with random access (Feather)."""
+    """Arrow files, as streams (`save_to_disk` and the cache of `datasets`) or with an index."""
     import pyarrow as pa
 
     tables = {}
