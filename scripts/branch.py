@@ -26,9 +26,11 @@ def main() -> int:
         parser.error("--decay-steps must be above 0")
     from torchtitan.checkpoint.branch import make_branch
     from torchtitan.errors import EXIT_STATUS, UserError
+    from torchtitan.logging import Waiting
 
     try:
-        config = make_branch(arguments.checkpoint, arguments.decay_steps, arguments.folder)
+        with Waiting("copying the checkpoint"):
+            config = make_branch(arguments.checkpoint, arguments.decay_steps, arguments.folder)
     except (UserError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return EXIT_STATUS

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from torchtitan.data.datasets import DATASETS, documents_of
 from torchtitan.errors import EXIT_STATUS, UserError
 from torchtitan.files import local_path
+from torchtitan.logging import Waiting
 
 SENTENCE_BYTES = 4096  # the trainer takes text in sentences; ours are groups of whole lines up to this length
 
@@ -79,7 +80,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"--documents must be above 0, not {arguments.documents}")
     try:
         documents = islice(documents_of(arguments.dataset, arguments.text_column), arguments.documents)
-        model = train((document.text for document in documents), arguments.vocab_size)
+        with Waiting("training the tokenizer"):
+            model = train((document.text for document in documents), arguments.vocab_size)
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_bytes(model)
     except (UserError, OSError, RuntimeError) as error:

@@ -127,6 +127,7 @@ def build_trainer(
         exchange=Exchange(published(spec, args, config.model.tokenizer_path, training.seq_len)),
         on_saved=lambda step: folder.record_event(step, "checkpoint"),
         last_step=training.steps,
+        save_timeout_seconds=config.comm.save_timeout_seconds,
     )
     closing.callback(checkpoints.wait)
     float32_instead = training.mixed_precision_param == "auto" and config.training.mixed_precision_param == "float32"

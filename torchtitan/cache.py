@@ -18,8 +18,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan"
 
 
+_of_this_process: dict[tuple[str, str], dict[str, Any]] = {}  # by cache folder and name
+
+
 def cached_results(name: str) -> dict[str, Any]:
-    """Earlier runs' measurements by key; empty if the file is missing or unreadable."""
+    """Measurements by key: those in the file, if it can be read, and those that only this process keeps."""
+    return {**_saved_results(name), **_of_this_process.get((os.environ.get("XDG_CACHE_HOME", ""), name), {})}
+
+
+def _saved_results(name: str) -> dict[str, Any]:
     try:
         found = json.loads((cache_folder() / name).read_text())
     except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home folder
@@ -27,13 +34,16 @@ def cached_results(name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def cache_result(name: str, key: str, value: float) -> None:
-    """Caches a measurement for later runs. If that fails, they measure again."""
+def cache_result(name: str, key: str, value: float, keep: bool = True) -> None:
+    """Caches a measurement, for later runs too if `keep`. If that fails, they measure again."""
+    if not keep:
+        _of_this_process.setdefault((os.environ.get("XDG_CACHE_HOME", ""), name), {})[key] = value
+        return
     try:
         file = cache_folder() / name
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({**cached_results(name), key: value}, indent=1))
+        temporary.write_text(json.dumps({**_saved_results(name), key: value}, indent=1))
         temporary.replace(file)
     except (OSError, RuntimeError):
         pass

@@ -1,19 +1,27 @@
 """The device a process computes on, and its properties."""
 
+import contextlib
 import ctypes
+import functools
 import os
 import resource
+import shutil
 import sys
+import sysconfig
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
-from torchtitan.errors import nearest
+from torchtitan.errors import UserError, nearest
 from torchtitan.logging import logger
 
 HAS_TRITON = find_spec("triton") is not None  # for our kernels on GPUs; torch for CUDA comes with it on Linux
+TASKS = Path("/proc/self/task")
+BUSY = 0.2  # threads that wait for a core, on average
+NVIDIA_DEVICES = Path("/dev")
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 # From oneDNN's developer guide, "CPU dispatcher control".
@@ -70,15 +78,47 @@ class Device:
 
 
 def find_device(local_rank: int) -> Device:
-    """The GPU with this process's local rank, or the CPU if there are no GPUs; initialized."""
+    """The GPU with this process's local rank, or the CPU if there are no GPUs; initialized.
+
+    Raises:
+        UserError: there are GPUs, but this torch cannot use them, or there is no C compiler, which Triton needs.
+    """
     if not torch.cuda.is_available():
+        _refuse_unusable_gpus()
         _keep_freed_memory()
         _warn_of_unknown_isa()
         return Device("cpu", _cpu_name(), torch.device("cpu"))
+    _require_compiler()
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     _end_expandable_segments_where_they_fail(device)
     return Device("cuda", torch.cuda.get_device_name(device), device)
+
+
+def _refuse_unusable_gpus() -> None:
+    """A driver that is too old, or a torch for CPUs, must not make a run train on the CPU without a word."""
+    if not any(NVIDIA_DEVICES.glob("nvidia[0-9]*")) or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+        return
+    reason = f"torch {torch.__version__} is built without CUDA"
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+    raise UserError(
+        f"this machine has NVIDIA GPUs, but torch cannot use them: {reason}. Fix that, or set CUDA_VISIBLE_DEVICES= "
+        "(empty) to train on the CPU."
+    )
+
+
+def _require_compiler() -> None:
+    """Triton compiles the launcher of each kernel with a C compiler; even an uncompiled run has such kernels."""
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), None)
+    if compiler is None or not header.exists():
+        missing = f"the headers of Python ({header})" if compiler else "a C compiler (gcc)"
+        package = f"python{sysconfig.get_python_version()}-dev" if compiler else "gcc"
+        raise UserError(f"a run on a GPU needs {missing}, with which Triton builds its kernels; install {package}.")
 
 
 def _end_expandable_segments_where_they_fail(device: torch.device) -> None:
@@ -103,6 +143,12 @@ def _keep_freed_memory() -> None:
     libc.mallopt(trim_threshold, -1)
 
 
+def onednn_limit() -> str:
+    """The instruction set that ONEDNN_MAX_CPU_ISA limits oneDNN to, one of `ONEDNN_ISAS`."""
+    name = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    return name if name in ONEDNN_ISAS else "DEFAULT"
+
+
 def _warn_of_unknown_isa() -> None:
     """oneDNN silently ignores an unknown name and uses every instruction set of the CPU."""
     name = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
@@ -113,10 +159,43 @@ def _warn_of_unknown_isa() -> None:
 
 
 def _cpu_name() -> str:
+    import platform
+
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of this CPU under Linux's names; empty on other systems."""
+    return frozenset(f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split())  # on x86; on ARM
+
+
+def _cpuinfo(field: str) -> str:
     try:
         with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        import platform
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
+    except OSError:
+        return ""
 
-        return platform.processor() or platform.machine()
+
+class CoreMeter:
+    """Tells whether other processes use the cores that this one's threads need."""
+
+    def __init__(self) -> None:
+        self.since, self.delay = perf_counter(), _seconds_without_a_core()
+
+    def threads_waiting(self) -> float:
+        """How many threads of this process, on average since the last call, were ready to run but had no core."""
+        since, delay = self.since, self.delay
+        self.since, self.delay = perf_counter(), _seconds_without_a_core()
+        return (self.delay - delay) / (self.since - since)
+
+
+def _seconds_without_a_core() -> float:
+    """Total over this process's threads; 0 where the system does not say."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in TASKS.iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended
+                total += int((task / "schedstat").read_text().split()[1])
+    return total / 1e9

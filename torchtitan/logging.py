@@ -4,9 +4,13 @@ import contextlib
 import logging
 import os
 import sys
-from typing import Any, TextIO, cast
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO, TypeVar, cast
 
 logger = logging.getLogger("torchtitan")
+T = TypeVar("T")
 
 # Their messages are of no use to users: torchao kernels not built for this torch, a deprecation inside torchao.
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
@@ -63,6 +67,57 @@ class ConsoleFormatter(logging.Formatter):
         return f"{self.rank_prefix}{level} {line}"
 
 
+class Waiting:
+    """Context of something slow, which says every `INTERVAL` seconds how far it has come: as a log line within a run,
+    else on stderr.
+
+    Args:
+        what: is going on, such as "plan".
+        total: number of its parts; None if unknown.
+        unit: what the parts are, in the plural.
+        count: tells how many are finished; by default the attribute `done`, which the caller increments.
+    """
+
+    INTERVAL = 10.0  # seconds
+
+    def __init__(
+        self, what: str, total: int | None = None, unit: str = "", count: Callable[[], int] | None = None
+    ) -> None:
+        self.what, self.total, self.unit, self.done = what, total, unit, 0
+        self._count = count or (lambda: self.done)
+        self._start, self._ended = time.monotonic(), threading.Event()
+
+    @classmethod
+    def over(cls, items: Sequence[T], what: str, unit: str) -> Iterator[T]:
+        """The items, one by one; each counts as finished when the next one is asked for."""
+        with cls(what, len(items), unit) as waiting:
+            for item in items:
+                yield item
+                waiting.done += 1
+
+    def __enter__(self) -> "Waiting":
+        threading.Thread(target=self._report, daemon=True, name="progress").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _report(self) -> None:
+        while not self._ended.wait(self.INTERVAL):
+            line = f"{self.what}: {self.text()}"
+            if logger.handlers:
+                logger.info(line)
+            else:
+                print(line, file=sys.stderr, flush=True)
+
+    def text(self) -> str:
+        """Parts so far, time so far, and time left if that can be told."""
+        seconds, done = time.monotonic() - self._start, self._count()
+        parts = f"{done} of {self.total} {self.unit}, " if self.total else ""
+        left = seconds / done * (self.total - done) if self.total and 0 < done < self.total else 0
+        return f"{parts}{seconds:.0f} s so far" + (f", about {left:.0f} s left" if left else "")
+
+
 def init_logging(rank: int, world_size: int, color: bool) -> None:
     """Sends the "torchtitan" logger to stdout: INFO and above on rank 0, WARNING and above on the others.
 
@@ -77,6 +132,11 @@ def init_logging(rank: int, world_size: int, color: bool) -> None:
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False  # or a library that configures the root logger would print our lines twice
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler prints a line at each start and stop
+    silence_profiler()
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def silence_profiler() -> None:
+    """Keeps torch's profiler from printing lines at each start and stop; call it before its first use."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")

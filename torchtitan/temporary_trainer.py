@@ -10,6 +10,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.output import Checkpoint
 from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.logging import Waiting
 from torchtitan.trainer import Trainer
 
 
@@ -32,5 +33,8 @@ def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
         )
         device = find_device(0)
         dims = check(config, 1, device.type)
-        with build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
+        with (
+            build_trainer(config, dims, global_batch_size(config, dims), device) as trainer,
+            Waiting("short run", config.training.steps, "steps", lambda: trainer.step),
+        ):
             yield trainer

@@ -248,6 +248,7 @@ class Trainer:
             "dataloader": self.loader.merge_states(states),
             **({"precision_schedule": phases.schedule} if phases is not None else {}),
             "converters": converter_state(self.engine),
+            "loss_scale": self.engine.loss_scale,
         }
 
     def load_checkpoint(self) -> None:
@@ -266,7 +267,8 @@ class Trainer:
             if "dataloader" in state:
                 check_kind(state["dataloader"], {"positions": self.loader.state_dict()["positions"]}, "dataloader")
                 self.loader.load_state_dict(state["dataloader"])
-            load_converter_state(self.engine, state.get("converters", {}))
+            scale = state.get("loss_scale", self.engine.loss_scale)  # checkpoints of earlier versions lack it
+            load_converter_state(self.engine, state.get("converters", {}), scale)
 
     def _before_loading(self, state: Mapping[str, Any]) -> None:
         """Enters the checkpoint's precision phase; warns if its schedule was different."""

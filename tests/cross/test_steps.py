@@ -148,6 +148,8 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     assert not report.masks and not any(graph.masks for graph in report.lowered)
     waits = [wait for wait in report.waits if not (name in WAITS_FOR_THE_SKIP and "optimizer.py" in wait)]
     assert not waits
+    products = [call for graph in report.lowered for call in graph.calls if ".mm" in call.operator]
+    assert not any(call.operands[0].dtype == "float32" for call in products)  # those run without tensor cores
     if ASYNC in case.flags:
         # The sum before a backward reduce-scatter is that of several GEMMs; float8 gathers gradients before its cast.
         assert report.fused == ((4, 4) if "float8" in name else (6, 2))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import TINY, into, losses, train
+from runs import TINY, grad_norms, into, losses, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from workers import in_processes
@@ -112,6 +112,21 @@ def test_a_checkpoint_holds_the_histories_of_all_stages_and_deals_them_to_anothe
     )
 
 
+BOUND = ("--model.converters=float8", "--float8.enable_fsdp_float8_all_gather", "--float8.weight_scale=bound")
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, pytest.param(BOUND, marks=pytest.mark.full)], ids=["delayed", "bound"])
+def test_scales_do_not_depend_on_the_number_of_ranks_that_saved_them(recipe: tuple[str, ...], tmp_path: Path) -> None:
+    """Gradients contain the loss scale, which grows with the data-parallel ranks: 4 times as large here."""
+    flags = (*RUN, *recipe, "--training.global_batch_size=8", "--float8.filter_fqns=")
+    for ranks in (1, 4):
+        folder = into(tmp_path / str(ranks))
+        train(*flags, "--training.local_batch_size=8", "--training.steps=4", folder)
+        train(*flags, f"--training.local_batch_size={8 // ranks}", "--training.steps=5", folder, processes=ranks)
+    assert grad_norms(tmp_path / "4")[-1] == pytest.approx(grad_norms(tmp_path / "1")[-1], rel=3e-3)
+    assert losses(tmp_path / "4")[5] == pytest.approx(losses(tmp_path / "1")[5], abs=1e-3)
+
+
 def test_runs_without_the_recipe_ignore_histories_and_runs_with_it_begin_without(tmp_path: Path) -> None:
     flags = (*RUN, into(tmp_path), "--checkpoint.interval=2", "--training.local_batch_size=4")
     assert "no amax history" not in train(*flags, *DELAYED, "--training.steps=2")
@@ -121,11 +136,10 @@ def test_runs_without_the_recipe_ignore_histories_and_runs_with_it_begin_without
 
 
 def test_recipes_that_keep_other_numbers_of_a_layer_follow_each_other(tmp_path: Path) -> None:
-    bound = ("--float8.enable_fsdp_float8_all_gather", "--float8.weight_scale=bound")
     flags = (*RUN, into(tmp_path), "--checkpoint.interval=2", "--training.local_batch_size=4")
-    train(*flags, "--model.converters=float8", *bound, "--training.steps=2")
+    train(*flags, *BOUND, "--training.steps=2")
     assert "no amax history of 14 of 14 layers" in train(*flags, *DELAYED, "--training.steps=4")
-    output = train(*flags, "--model.converters=float8", *bound, "--training.steps=6")
+    output = train(*flags, *BOUND, "--training.steps=6")
     assert "the checkpoint lacks some bounds" in output and "betas have changed" not in output
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
 

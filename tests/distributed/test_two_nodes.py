@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from runs import ROOT, TINY, Run, checkpoint_steps, failure, into, last_step, losses, started, train
+from runs import ROOT, SMALL, TINY, Run, checkpoint_steps, failure, into, last_step, losses, started, train
 
 STEPS = 16
 ONE_ROW = (*TINY, "--training.local_batch_size=1")
@@ -168,25 +168,41 @@ def test_a_rank_that_lives_but_does_not_come_is_named_with_its_reason(hook: str,
     assert "Traceback" not in output
 
 
+SLOW_WRITER = """
+import os, time, tiny
+from torchtitan.checkpoint import files
+from torchtitan.interchange import export
+def slow(write, rank):
+    def hang(*arguments, **options):
+        if os.environ["RANK"] == rank:
+            time.sleep(SECONDS)
+        return write(*arguments, **options)
+    return hang
+files.Writer.write_data = slow(files.Writer.write_data, "1")
+export.save_file = slow(export.save_file, "0")
+"""
+
+
+@pytest.mark.full
+def test_a_slow_rank_may_save_and_export_for_longer_than_a_step(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_WRITER.replace("SECONDS", "3"))
+    flags = ("--experimental.custom_import=slow", "--comm.train_timeout_seconds=1", "--checkpoint.interval=2")
+    more = ("--training.steps=4", "--checkpoint.last_save_in_hf", "--checkpoint.enable_checkpoint")
+    output = train(*SMALL, *flags, *more, into(tmp_path), processes=2, folder=tmp_path)
+    assert "training finished after step 4" in output
+    assert (tmp_path / "checkpoint" / "step-4-hf" / "model.safetensors").exists()
+
+
 @pytest.mark.full
 def test_a_rank_that_hangs_in_a_save_is_named(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(
-        "import os, time, tiny\n"
-        "from torchtitan.checkpoint.files import Writer\n"
-        "write = Writer.write_data\n"
-        "def hang(self, *arguments):\n"
-        "    if os.environ['RANK'] == '1':\n"
-        "        time.sleep(1000)\n"
-        "    return write(self, *arguments)\n"
-        "Writer.write_data = hang\n"
-    )
-    slow = ("--experimental.custom_import=slow", "--comm.train_timeout_seconds=2", "--checkpoint.interval=3")
+    (tmp_path / "slow.py").write_text(SLOW_WRITER.replace("SECONDS", "1000"))
+    slow = ("--experimental.custom_import=slow", "--comm.save_timeout_seconds=2", "--checkpoint.interval=3")
     with two_nodes(*FLAGS, *slow, into(tmp_path), folder=tmp_path) as nodes:
         index, _ = wait_for_rank(nodes, 0)
         status, output = nodes[index].finish()
     assert status == 1, output
-    assert "a collective took longer than comm.train_timeout_seconds = 2. Rank 1 is at " in output
-    assert "slow.py:6, in hang" in output
+    assert "a collective took longer than comm.save_timeout_seconds = 2. Rank 1 is at " in output
+    assert "slow.py:8, in hang" in output
     assert "could not be saved" not in output and "Traceback" not in output
 
 

@@ -148,19 +148,36 @@ def test_outliers_are_skipped_and_a_resumed_run_skips_the_same(poisoned: Path, m
     assert_equal_bit_for_bit(tensors_of(poisoned / "parts", 28), tensors_of(poisoned / "whole", 28))
 
 
-def test_amaxes_of_an_outlier_set_no_scales(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STEPS", "[24]")
-    monkeypatch.setenv("HOW", "1e6")
-    delayed = ("--model.converters=float8,poison", "--float8.recipe_name=delayed")
-    precise = ("--training.mixed_precision_param=bfloat16", "--training.skip_grad_norm_outliers=20")
-    flags = (*FLAGS, *delayed, *precise, "--checkpoint.interval=23")
-    train_here(*flags, into(poisoned), "--training.steps=24")
-    assert [line["step"] for line in lines_of(poisoned / "skipped_updates.jsonl")] == [24]
+@pytest.mark.parametrize(
+    ("how", "step", "flags"),
+    [
+        ("1e6", 24, ["--training.skip_grad_norm_outliers=20"]),  # the host decides
+        ("1e30", 3, []),  # the device does: the sum of squares is infinite, the numbers are not
+    ],
+)
+def test_amaxes_of_a_skipped_update_set_no_scales(
+    how: str, step: int, flags: list[str], poisoned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPS", f"[{step}]")
+    monkeypatch.setenv("HOW", how)
+    delayed = ("--model.converters=float8,poison", "--float8.recipe_name=delayed", "--float8.filter_fqns=")
+    precise = ("--training.mixed_precision_param=bfloat16", f"--checkpoint.interval={step - 1}")
+    train_here(*FLAGS, *delayed, *precise, *flags, into(poisoned), f"--training.steps={step}")
+    assert [line["step"] for line in lines_of(poisoned / "skipped_updates.jsonl")] == [step]
     before, after = (
-        json.loads((poisoned / "checkpoint" / f"step-{step}" / "train_state.json").read_text())["converters"]
-        for step in (23, 24)
+        json.loads((poisoned / "checkpoint" / f"step-{number}" / "train_state.json").read_text())["converters"]
+        for number in (step - 1, step)
     )
     assert before == after and before["float8"]
+
+
+def test_a_skipped_update_moves_no_bias_of_experts(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "[3]")
+    monkeypatch.setenv("HOW", "nan")
+    train_here(*FLAGS, into(poisoned), "--model.name=sparse", "--model.flavor=deep", "--training.steps=3")
+    assert_equal_bit_for_bit(tensors_of(poisoned, 2), tensors_of(poisoned, 3))
+    biases = [tensor for name, tensor in tensors_of(poisoned, 3).items() if name.endswith("expert_bias")]
+    assert biases and all(bias.any() and abs(bias.mean()) < 1e-8 for bias in biases)
 
 
 def test_one_good_step_begins_the_count_anew(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:

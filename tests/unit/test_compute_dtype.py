@@ -1,15 +1,14 @@
 """training.mixed_precision_param = auto."""
 
-import time
-from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.engine import compute_dtype
 from torchtitan.engine.compute_dtype import decide_compute_dtype
-from torchtitan.kernels.cpu_speed import _is_faster
+from torchtitan.kernels import cpu_speed
 
 
 def config(folder: Path, *flags: str) -> JobConfig:
@@ -36,13 +35,24 @@ def test_a_resumed_run_stays_in_what_it_began_with(tmp_path: Path, monkeypatch: 
     assert decide_compute_dtype(config(tmp_path), "cpu").training.mixed_precision_param == "float32"
 
 
-def test_a_few_interrupted_gemms_decide_nothing() -> None:
-    """As on a busy machine, where each may lose the core for several milliseconds."""
-    calls = count(1)
-    slow = 0.005
-
-    def often_interrupted() -> None:
-        time.sleep(slow if next(calls) % 4 else 0)
-
-    assert _is_faster(often_interrupted, than=lambda: time.sleep(0.001))
-    assert not _is_faster(lambda: time.sleep(slow), than=lambda: time.sleep(0.001))
+@pytest.mark.parametrize(
+    ("flags", "limit", "bfloat16", "int8"),
+    [
+        ("avx2 avx512f avx512_vnni avx512_bf16", "", True, True),
+        ("avx2 avx512f avx512_vnni avx512_bf16", "avx512_core_vnni", False, True),
+        ("avx2 avx512f avx512_vnni avx512_bf16", "no such name", True, True),
+        ("avx2 avx512f avx512_vnni avx512_bf16 amx_bf16 amx_int8", "AVX2", False, False),
+        ("avx2 avx512f avx512_vnni", "", False, True),  # Cascade Lake
+        ("avx2 avx_vnni avx_ne_convert", "", False, True),  # laptops
+        ("avx2", "", False, False),
+        ("asimd asimddp bf16 i8mm", "AVX2", True, True),  # the limit means nothing on ARM
+        ("", "", False, False),  # macOS has no /proc/cpuinfo
+    ],
+)
+def test_instructions_decide_and_not_the_speed_of_the_moment(
+    flags: str, limit: str, bfloat16: bool, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_speed, "cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert cpu_speed._has_instructions(torch.bfloat16) == bfloat16
+    assert cpu_speed._has_instructions(torch.int8) == int8

@@ -113,6 +113,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "mx.use_fp8_dim1_cast_triton_kernel": (True, False),
     "comm.init_timeout_seconds": (300, 10),
     "comm.train_timeout_seconds": (100, 10),
+    "comm.save_timeout_seconds": (1800, 10),
     "comm.trace_buf_size": (20000, 0),
     "memory_estimation.enabled": (False, True),
     "memory_estimation.disable_fake_mode": (False, True),

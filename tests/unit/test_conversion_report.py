@@ -219,26 +219,30 @@ def test_products_of_a_step_are_counted_and_missing_ones_found(name: str, recomp
         step()
 
 
-def test_measured_filter_converts_only_what_wins_and_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_measured_filter_remembers_only_what_a_quiet_machine_measured(
+    busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     from torchtitan.converters import measured_filter
 
     ratios = {(64, 64, 128): 2.0}
     asked = []
 
-    def speedup(converter: Any, m: int, k: int, n: int, experts: int) -> float:
+    def speedup(converter: Any, m: int, k: int, n: int, experts: int) -> tuple[float, bool]:
         asked.append((m, k, n))
-        return ratios.get((m, k, n), 0.5)
+        return ratios.get((m, k, n), 0.5), busy
 
     monkeypatch.setattr(measured_filter, "speedup", speedup)
     section = Int8(filter_fqns=["auto_filter_measured"])
-    for _ in range(2):  # the second time from the file
+    for _ in range(2):  # the second time from the cache
         (converter,) = apply_converters(tiny_llama(), ["int8"], lambda _: section, CPU)
         assert isinstance(converter, LinearConverter)
         chosen = {decision.fqn.split(".")[-1] for decision in converter.decisions if decision.converted}
         assert chosen == {"w1", "w3"}
     assert len(asked) == len(set(asked)) == 5
-    assert list(tmp_path.rglob("*.json"))
+    assert any(tmp_path.rglob("*.json")) == (not busy)
+    assert any("the machine was busy" in line for line in log) == busy
 
 
 @pytest.mark.parametrize("device", ["H100", ""])
@@ -305,4 +309,4 @@ def test_each_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_speedup_is_measured_for_real() -> None:
     from torchtitan.converters.measured_filter import speedup
 
-    assert 0.01 < speedup(Float8Converter(Float8(), CPU), 64, 64, 64) < 100
+    assert 0.01 < speedup(Float8Converter(Float8(), CPU), 64, 64, 64)[0] < 100

@@ -103,10 +103,10 @@ def test_measured_filter_times_a_layer_of_experts(monkeypatch: pytest.MonkeyPatc
 
     real, asked = measured_filter.speedup, []
 
-    def speedup(converter: LinearConverter, m: int, k: int, n: int, experts: int = 0) -> float:
+    def speedup(converter: LinearConverter, m: int, k: int, n: int, experts: int = 0) -> tuple[float, bool]:
         asked.append((m, k, n, experts))
-        assert 0.001 < real(converter, 16, k, n, experts) < 1000
-        return 0.5 if experts else 2.0
+        assert 0.001 < real(converter, 16, k, n, experts)[0] < 1000
+        return 0.5 if experts else 2.0, False
 
     monkeypatch.setattr(measured_filter, "speedup", speedup)
     found = decisions_on(dataclasses.replace(ROWWISE, filter_fqns=[AUTO_FILTER_MEASURED]))

@@ -10,6 +10,7 @@ from runs import all_equal
 
 from torchtitan.config.training import Training
 from torchtitan.data import Loader
+from torchtitan.data.datasets import parse_entry
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 
 
@@ -102,6 +103,24 @@ def test_another_weight_is_other_data(tmp_path: Path) -> None:
 def test_an_entry_that_makes_no_sense(entry: str) -> None:
     with pytest.raises(DataError, match=r"^training\.dataset_mixture: .*is not `name or path:weight`"):
         loaders_of(training_on(None, dataset_mixture=["python_stdlib:1", entry]), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "parts"),
+    [
+        ("a.jsonl:0.5", ("a.jsonl", "", "")),
+        ("a.jsonl@web:0.5", ("a.jsonl", "", "web")),
+        ("a.jsonl#page.text@web:0.5", ("a.jsonl", "page.text", "web")),
+        ("user@host/a#1.jsonl:0.5", ("user@host/a#1.jsonl", "", "")),  # exists
+    ],
+)
+def test_sources_can_be_named(
+    entry: str, parts: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user@host").mkdir()
+    (tmp_path / "user@host" / "a#1.jsonl").touch()
+    assert parse_entry(entry) == (*parts, 0.5)
 
 
 def test_an_entry_that_is_not_there(tmp_path: Path) -> None:

@@ -1,8 +1,13 @@
 """How a process describes its device."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from torchtitan import device
 from torchtitan.device import find_device
+from torchtitan.errors import UserError
 
 
 @pytest.mark.parametrize(("name", "told"), [("AVX512_CORE", False), ("avx2", False), ("AVX512CORE", True)])
@@ -12,3 +17,42 @@ def test_an_unknown_instruction_set_is_told(
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", name)
     find_device(0)
     assert ("knows no such name (did you mean AVX512_CORE?)" in caplog.text) == told
+
+
+@pytest.mark.parametrize(
+    ("cuda", "reason"), [(None, "is built without CUDA"), ("13.0", "The NVIDIA driver on your system is too old")]
+)
+def test_gpus_that_torch_cannot_use_stop_the_run(
+    cuda: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight processes would train on the CPU without a word."""
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update.")
+
+    monkeypatch.setattr(device, "NVIDIA_DEVICES", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidiactl").touch()
+    assert find_device(0).type == "cpu"  # the driver is installed, but there is no GPU
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(UserError, match=f"{reason}.*CUDA_VISIBLE_DEVICES= "):
+        find_device(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert find_device(0).type == "cpu"
+
+
+@pytest.mark.parametrize(("missing", "remedy"), [("compiler", "install gcc"), ("header", r"install python3\.\d+-dev")])
+def test_a_gpu_without_a_compiler_is_refused_at_the_start(
+    missing: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    if missing == "compiler":
+        monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    else:
+        monkeypatch.setattr(device.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(UserError, match=remedy):
+        find_device(0)

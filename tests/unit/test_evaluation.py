@@ -25,7 +25,7 @@ from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import DataError, UserError
 from torchtitan.evaluation.embedded import CONTEXT, EMBEDDED, EXAMPLES, make
 from torchtitan.evaluation.evaluator import Evaluator
-from torchtitan.evaluation.find_tasks import find_tasks
+from torchtitan.evaluation.find_tasks import find_tasks, short_names
 from torchtitan.evaluation.formats import read_examples
 from torchtitan.evaluation.requests import Encoder, Request, pack
 from torchtitan.evaluation.scoring import scorer_of_model
@@ -296,11 +296,25 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return python("-m", "torchtitan.evaluate", *arguments, "--custom-import", "tiny")
 
 
+def test_sources_have_names_in_metrics_and_no_paths(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "x.jsonl", tmp_path / "b" / "x.jsonl", tmp_path / "b" / "y.jsonl"]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert short_names([*map(str, paths), "web", "allenai/c4/en"]) == [
+        "a/x.jsonl",
+        "b/x.jsonl",
+        "y.jsonl",
+        "web",
+        "allenai/c4/en",
+    ]
+
+
 def test_results_in_the_loop(trained: Path) -> None:
     lines = [line for line in lines_of(trained / "run" / "metrics.jsonl") if "evaluation_seconds" in line]
     assert [line["step"] for line in lines] == [2, 4]
     for source in ("one", "two"):
-        key = f"held_out/{trained / source}.jsonl/bits_per_byte"
+        key = f"held_out/{source}.jsonl/bits_per_byte"
         assert lines[1][key] < lines[0][key]
     assert 0 < lines[1]["evaluation_share"] < 1
     assert lines[0]["arc/chance"] == pytest.approx((1 / 3 + 1 / 4 + 1 / 5 + 1 / 3 + 1 / 4) / 5)

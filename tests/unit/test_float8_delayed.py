@@ -268,6 +268,13 @@ def test_state_goes_through_json_exactly_and_into_another_length() -> None:
     assert whole.model.state_dict().keys() == {"0.weight", "2.weight", "2.bias"}
 
 
+def test_amaxes_of_gradients_follow_the_loss_scale() -> None:
+    saved, loaded = Trained(), Trained()
+    saved.step(3.0)
+    loaded.converter.load_state_dict([loaded.model], saved.converter.state_dict([saved.model]), 4.0)
+    assert torch.equal(loaded.first.history, saved.first.history * torch.tensor([[1.0], [1.0], [4.0]]))
+
+
 def test_layers_without_a_history_begin_with_dynamic_scales() -> None:
     whole, resumed = Trained(), Trained()
     whole.step(1.0)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.config.low_precision import Int8
@@ -104,3 +105,39 @@ def test_a_single_shard_is_quantized_once_a_step(group: None, recipe: str) -> No
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     amax = "torchtitan.amax_both.default" if recipe == "rowwise" else "torchtitan.amax.default"
     assert [count[amax] for count in counts] == [3, 0, 0] and [other[amax] for other in others] == [3, 3, 3]
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.experts = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts(self.dense(x))
+
+
+def test_the_next_block_and_its_experts_are_gathered_while_a_block_computes(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    blocks = [Sparse() for _ in range(4)]
+    model = nn.Sequential(*blocks)
+    experts = [block.experts for block in blocks]
+    fsdp.apply_fsdp(model, list(blocks), mesh, torch.float32, torch.float32, True, experts=experts, expert_mesh=mesh)
+    events: list[str] = []
+    gather = FSDPParamGroup.unshard
+
+    def unshard(group: FSDPParamGroup, *arguments: object) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            events.append(f"gather {group._module_fqn}")
+        gather(group, *arguments)
+
+    monkeypatch.setattr(FSDPParamGroup, "unshard", unshard)
+    for number, block in enumerate(blocks):
+        block.dense.register_forward_pre_hook(lambda *_, n=number: events.append(f"forward {n}"))
+        block.experts.register_full_backward_pre_hook(lambda *_, n=number: events.append(f"backward {n}"))
+    model(torch.randn(8, WIDTH, requires_grad=True)).sum().backward()
+    for number in range(3):
+        assert events.index(f"gather {number + 1}.experts") < events.index(f"forward {number}")
+        again = events.index("backward 3")
+        assert events.index(f"gather {number}.experts", again - 4) < events.index(f"backward {number + 1}")

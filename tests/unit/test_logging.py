@@ -1,10 +1,12 @@
 """What each rank prints."""
 
 import logging
+import time
+from typing import Any
 
 import pytest
 
-from torchtitan.logging import NOISY_LOGGERS, init_logging, logger
+from torchtitan.logging import NOISY_LOGGERS, Waiting, init_logging, logger
 
 pytestmark = pytest.mark.usefixtures("log")  # restores the logger
 
@@ -24,6 +26,21 @@ def test_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert info.endswith(" all is well") and info[:4].isdigit()
     assert warning.startswith("WARNING ") and warning.endswith(" look here")
     assert error.startswith("ERROR ") and error.endswith(" it broke")
+
+
+def test_something_slow_says_how_far_it_has_come(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(Waiting, "INTERVAL", 0.05)
+    monkeypatch.setattr(logger, "handlers", [])
+    for number in Waiting.over(range(4), "plan", "simulations"):
+        time.sleep(0.25 if number == 1 else 0)
+    init_logging(rank=0, world_size=1, color=False)
+    with Waiting("export"):
+        time.sleep(0.15)
+    captured = capsys.readouterr()
+    assert "plan: 1 of 4 simulations, 0 s so far, about" in captured.err  # no log: stderr
+    assert "export: 0 s so far\n" in captured.out and not captured.err.count("export")
+    time.sleep(0.1)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_rank_0_of_several(capsys: pytest.CaptureFixture[str]) -> None:

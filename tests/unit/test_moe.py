@@ -16,6 +16,7 @@ from torchtitan.config.training import Training
 from torchtitan.engine.engine import allocate
 from torchtitan.engine.expert_balance import add_balance_loss
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.exact_gemm import ExactLinear
 from torchtitan.kernels.grouped_gemm import grouped_linear
 from torchtitan.models.moe import MoE, MoEArgs
 
@@ -150,6 +151,20 @@ def test_the_balance_loss_has_the_gradient_of_its_formula() -> None:
     assert 1 < float(loss.detach()) / 3 < ARGS.n_experts
     added = torch.autograd.grad(loss, model.router.gate.weight)[0] * coefficient * scale
     torch.testing.assert_close(found, added, rtol=1e-4, atol=1e-6)
+
+
+def test_a_routers_gemm_on_tensor_cores_is_as_exact_as_in_float32() -> None:
+    """Its result to float32's rounding, its gradients to bfloat16's, as the cast of float32 gradients would be."""
+    x, weight, grad = torch.randn(64, 32), torch.randn(16, 32), torch.randn(64, 16)
+    results = []
+    for function in (ExactLinear.apply, lambda x, weight: F.linear(x.float(), weight.float())):
+        leaves = [tensor.bfloat16().requires_grad_() for tensor in (x, weight)]
+        out = function(*leaves)
+        assert out.dtype == torch.float32
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    for found, expected in zip(*results, strict=True):
+        exact = 1e-6 if found.dtype == torch.float32 else torch.finfo(torch.bfloat16).eps
+        torch.testing.assert_close(found, expected, rtol=exact, atol=exact)
 
 
 def test_with_parameters_in_host_memory_the_biases_are_on_the_device() -> None:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # CPU seconds while nothing is computed, in a separate process, so that its OpenMP threads are known.
 PROGRAM = """
 import json, time, torch
+from torchtitan import device
 from torchtitan.engine import openmp_threads
 from torchtitan.logging import init_logging
 
@@ -29,7 +30,7 @@ init_logging(0, 1, False)
 torch.set_num_threads(2)
 x, seconds, lacking = torch.ones(1 << 18), [], 0.0
 openmp_threads.INTERVAL = 0.01
-openmp_threads._seconds_without_a_core = lambda: lacking * time.perf_counter()
+device._seconds_without_a_core = lambda: lacking * time.perf_counter()
 with openmp_threads.limit_spinning():
     for lacking in (0.0, 1.0, 0.0, 1.0):
         time.sleep(0.1)

@@ -50,6 +50,19 @@ def test_lines_come_at_growing_intervals_and_after_long_steps_later(
     assert "kill -USR2" in line and "py-spy dump --pid" in line
 
 
+def test_a_start_says_every_few_seconds_what_it_does(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "STARTING", 0.1)
+    progress = Progress()
+    with watch_progress(progress, rank=0):
+        wait_for_lines(log, 1)
+        progress.begins()
+        wait_for_lines(log, 2)
+        progress.ends()
+        time.sleep(0.2)
+    assert log[0].startswith("INFO starting: 0 s so far; at unit/test_watchdog.py")
+    assert log[-1].startswith("INFO the first step: ") and len(log) < 5
+
+
 def test_a_place_names_the_statement_and_what_it_has_called() -> None:
     places: list[str] = []
     timer = threading.Timer(0.1, lambda: places.append(main_thread_location()))

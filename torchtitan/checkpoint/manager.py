@@ -6,6 +6,7 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -39,6 +40,7 @@ from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state_dict import load_optimizer_tensors, model_tensors, optimizer_tensors
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.output import Checkpoint
+from torchtitan.config.system import Comm
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
 from torchtitan.parallel.object_collectives import all_gather_object, broadcast_from_rank_0, raise_on_all_ranks
@@ -55,7 +57,13 @@ class Exchange(Protocol[S]):
 
     def load(self, source: S, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
-    def export(self, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None: ...
+    def export(
+        self,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+    ) -> None: ...
 
 
 class Stager(DefaultStager):
@@ -87,6 +95,7 @@ class CheckpointManager:
         on_saved: called on rank 0 with the step of each checkpoint once it is on disk, perhaps in another thread.
         exchange: for `initial_load_path` and `last_save_in_hf`.
         last_step: of the run; a checkpoint of it that holds only the weights is all that a finished run needs.
+        save_timeout_seconds: of the collectives of saves and exports.
 
     Attributes:
         failed_saves: number of failed saves so far.
@@ -109,6 +118,7 @@ class CheckpointManager:
         on_saved: Callable[[int], None] = lambda step: None,
         exchange: Exchange[Any] | None = None,
         last_step: int | None = None,
+        save_timeout_seconds: int = Comm.save_timeout_seconds,
     ) -> None:
         self.config = config
         self.exchange = exchange
@@ -129,8 +139,8 @@ class CheckpointManager:
         self._stager: Stager | None = None
         self._pending: Future[None] | None = None
         if config.enable_checkpoint:
-            if config.async_mode != "disabled":  # its thread's collectives need a group of their own
-                self._group = dist.new_group(backend="gloo")
+            # Ranks write at different speeds, for longer than a training step may take.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=save_timeout_seconds))
             if dist.get_rank() == 0:
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)
@@ -289,12 +299,13 @@ class CheckpointManager:
             if self.config.async_mode != "disabled" and not last:
                 self._pending = self._start(tensors, writer, step)
                 return
-            dcp.save(tensors, storage_writer=writer)
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
         except (CheckpointException, OSError, RuntimeError) as failure:
             if failed_collective(failure):  # a lost rank, not a failed save
                 raise
             error = failure
         self._finish(step, error)
+        dist.barrier(self._group)  # rank 0 has deleted old checkpoints, for which collectives of a step would not wait
 
     def export(self, step: int) -> None:
         """Exports the weights after the last step for Hugging Face, if configured and not done yet.
@@ -306,7 +317,8 @@ class CheckpointManager:
             return
         folder = exported_folder(self.folder, step)
         if not broadcast_from_rank_0(folder.exists):
-            self.exchange.export(folder, model_tensors(self.model), getattr(torch, self.config.export_dtype))
+            dtype = getattr(torch, self.config.export_dtype)
+            self.exchange.export(folder, model_tensors(self.model), dtype, self._group)
 
     def save_before_stop(self, step: int, state: Callable[[], TrainState]) -> bool:
         """Saves after `step` unless that is done, and waits. Returns whether the step is on disk."""

@@ -72,6 +72,9 @@ class Comm:
 
     init_timeout_seconds: Annotated[Seconds, Doc("Timeout of collectives during startup and the first step.")] = 300
     train_timeout_seconds: Annotated[Seconds, Doc("Timeout of collectives after the first step.")] = 100
+    save_timeout_seconds: Annotated[
+        Seconds, Doc("How long ranks wait for each other to write a checkpoint or an export.")
+    ] = 1800
     trace_buf_size: Annotated[Entries, Doc("Number of collectives that the flight recorder keeps; 0 turns it off.")] = (
         20000
     )

@@ -181,8 +181,8 @@ class Training:
     dataset_mixture: Annotated[
         list[str],
         Doc(
-            "Weighted mixture, overrides both: entries `name or path:weight`, or `path#column:weight`; weights are "
-            "fractions of tokens."
+            "Weighted mixture, overrides both: entries `name or path:weight`, `path#column:weight` or "
+            "`path@name:weight` (its name in logs and metrics); weights are fractions of tokens."
         ),
     ] = field(default_factory=list)
     text_column: Annotated[NotEmpty, Doc("Text column of JSON and Parquet files; a.b for field b of column a.")] = (

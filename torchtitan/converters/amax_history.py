@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtitan.compat.torchao_float8 import amax_to_scale
 from torchtitan.converters.amax import all_reduce_max
-from torchtitan.converters.float8_delayed import DelayedLinear
+from torchtitan.converters.float8_delayed import OUT_GRAD, DelayedLinear
 from torchtitan.logging import logger
 
 
@@ -27,7 +27,11 @@ class Histories:
 
     @torch.no_grad()
     def after_step(
-        self, models: Sequence[nn.Module], learning_rate: float | None, group: dist.ProcessGroup | None
+        self,
+        models: Sequence[nn.Module],
+        learning_rate: float | None,
+        group: dist.ProcessGroup | None,
+        skip: torch.Tensor | None = None,
     ) -> None:
         """Appends the amaxes of a step unless its update was skipped. Collective over the group.
 
@@ -41,7 +45,8 @@ class Histories:
             amax = all_reduce_max(torch.stack(amaxes), group).view(len(layers), 3, 1)
             history = torch.stack([layer.history for layer in layers])
             amax = torch.where((amax > 0) & amax.isfinite(), amax, history[..., :1])
-            history = torch.cat([amax, history[..., :-1]], -1)
+            new = torch.cat([amax, history[..., :-1]], -1)
+            history = new if skip is None else torch.where(skip > 0, history, new)
             torch._foreach_copy_([layer.history for layer in layers], list(history))
             self.set_scales(layers)
         torch._foreach_zero_(amaxes)
@@ -68,14 +73,19 @@ class Histories:
         return {fqn: layer.history.tolist() for fqn, layer in delayed_layers(models).items()}
 
     @torch.no_grad()
-    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
         """Restores the histories. A layer without one uses dynamic scales until it has one; a history of another length
-        is truncated, or continues from what there is."""
+        is truncated, or continues from what there is.
+
+        Args:
+            gradient_ratio: factor on the amaxes of output gradients.
+        """
         layers = delayed_layers(models)
         # A checkpoint of another recipe may have numbers for a layer that are no histories.
         state = {fqn: saved for fqn, saved in state.items() if all(isinstance(row, list) for row in saved)}
         for fqn in layers.keys() & state.keys():
             saved = torch.tensor(state[fqn])[:, : layers[fqn].history.shape[1]]
+            saved[OUT_GRAD] *= gradient_ratio
             layers[fqn].history[:, : saved.shape[1]] = saved
         if layers:
             self.set_scales(list(layers.values()))

@@ -211,11 +211,13 @@ class Float8Converter(LinearConverter):
         if self.precompute or self.scaling_state is not None:
             self.group = stage_group(mesh)
 
-    def after_step(self, models: Sequence[nn.Module], learning_rate: float | None) -> None:
+    def after_step(
+        self, models: Sequence[nn.Module], learning_rate: float | None, skip: torch.Tensor | None = None
+    ) -> None:
         """Computes the delayed scales or weight bounds of the next step."""
         if self.scaling_state is not None:
-            self.scaling_state.after_step(models, learning_rate, self.group)
-        super().after_step(models, learning_rate)
+            self.scaling_state.after_step(models, learning_rate, self.group, skip)
+        super().after_step(models, learning_rate, skip)
 
     def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
         """Delayed scaling saturates infinities; a dynamic scale would turn them into NaN."""
@@ -224,6 +226,6 @@ class Float8Converter(LinearConverter):
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
         return None if self.scaling_state is None else self.scaling_state.state_dict(models)
 
-    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
         if self.scaling_state is not None:
-            self.scaling_state.load_state_dict(models, state)
+            self.scaling_state.load_state_dict(models, state, gradient_ratio)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchtitan.compat.dispatch import in_backward_pass
 from torchtitan.converters.linear import EMULATED_BLOCKS, LayerGemms, LinearConverter, ProfilerOp
 from torchtitan.errors import ConfigError
-from torchtitan.logging import logger
+from torchtitan.logging import logger, silence_profiler
 from torchtitan.parallel.pipeline import Passes
 
 T = TypeVar("T")
@@ -126,6 +126,7 @@ def _compare(
 
 
 def _profiled() -> profile:
+    silence_profiler()  # scripts have not called init_logging
     return profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=False)
 
 

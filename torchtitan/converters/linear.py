@@ -202,8 +202,15 @@ class LinearConverter:
     def connect(self, mesh: DeviceMesh) -> None:
         """Called once after `convert`, with the mesh (pp, dp_replicate, fsdp, tp)."""
 
-    def after_step(self, models: Sequence[nn.Module], learning_rate: float | None) -> None:
-        """`post_optimizer_hook` with the learning rate of the update; None if the update was skipped."""
+    def after_step(
+        self, models: Sequence[nn.Module], learning_rate: float | None, skip: torch.Tensor | None = None
+    ) -> None:
+        """`post_optimizer_hook` with what it needs to know of the update.
+
+        Args:
+            learning_rate: None if the host knows that the update was skipped.
+            skip: a scalar on the device, above 0 if the update was skipped; None if it was not.
+        """
         self.post_optimizer_hook(models)
 
     def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
@@ -216,8 +223,13 @@ class LinearConverter:
         there is no such state."""
         return None
 
-    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Restores a `state_dict` merged over all ranks; {} if the checkpoint has none."""
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
+        """Restores a `state_dict` merged over all ranks; {} if the checkpoint has none.
+
+        Args:
+            gradient_ratio: this run's loss scale over that of the run that saved it. Gradients inside the backward pass
+                contain the loss scale, which depends on the layout and the batch size.
+        """
 
     def check_swap(self) -> None:
         """Compares a converted layer of each kind with its bf16 copy, forward and backward.

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from time import perf_counter
@@ -14,6 +13,7 @@ from torch import nn
 
 from torchtitan.cache import cache_result, cached_results, keep_compiled_code_private
 from torchtitan.compat.dynamo import recompile_limit
+from torchtitan.device import BUSY, CoreMeter
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
-RESULTS = "measured_products.json"
+RESULTS = "measured_gemms.json"
 ROUNDS = 7
 FEW_ROWS, SOME_ROWS = 32, 1024
 HEAD_START = 10_000_000  # cycles of the device, about 5 ms: enough for the host to launch 20 passes
@@ -73,22 +73,26 @@ def _cached_speedup(converter: "LinearConverter", m: int, k: int, n: int, expert
         logger.info(f"{converter.description} at ({m}, {k}, {n}) has not been measured on {where}; it counts as faster")
         return math.inf
     if known is None:
-        known = speedup(converter, m, k, n, experts)
+        known, busy = speedup(converter, m, k, n, experts)
         logger.info(
             f"measured: {converter.description} at ({m}, {k}, {n}) is {known:.2f} x the speed of "
             f"{name_of(target.dtype)}"
+            + (", for this run only: the machine was busy, so the next run measures again" if busy else "")
         )
-        cache_result(RESULTS, key, known)
+        cache_result(RESULTS, key, known, keep=not busy)
     return known
 
 
-def speedup(converter: "LinearConverter", m: int, k: int, n: int, experts: int = 0) -> float:
-    """High-precision time divided by low-precision time, forward and backward of one layer; medians of interleaved
-    rounds."""
-    target = converter.target
-    seconds = layer_seconds([None, converter], m, k, n, dtype=target.dtype, experts=experts, compiled=target.compile)
-    high_seconds, low_seconds = (statistics.median(map(sum, times)) for times in seconds)
-    return high_seconds / low_seconds
+def speedup(converter: "LinearConverter", m: int, k: int, n: int, experts: int = 0) -> tuple[float, bool]:
+    """High-precision time divided by low-precision time, forward and backward of one layer, from the fastest of several
+    interleaved rounds; and whether other processes used the CPU meanwhile."""
+    target, meter = converter.target, CoreMeter()
+    seconds = layer_seconds(
+        [None, converter], m, k, n, dtype=target.dtype, experts=experts, compiled=target.compile, meter=meter
+    )
+    busy = meter.threads_waiting() > BUSY
+    high_seconds, low_seconds = (min(map(sum, times)) for times in seconds)
+    return high_seconds / low_seconds, busy
 
 
 def slowness(converter: "LinearConverter", dtype: torch.dtype) -> list[float]:
@@ -102,7 +106,7 @@ def slowness(converter: "LinearConverter", dtype: torch.dtype) -> list[float]:
         for rows in (FEW_ROWS, min(m, SOME_ROWS)):
             high, low = (
                 min(map(sum, times))
-                for times in layer_seconds([None, converter], rows, k, n, rounds=2, dtype=dtype, experts=experts)
+                for times in layer_seconds([None, converter], rows, k, n, rounds=3, dtype=dtype, experts=experts)
             )
             if rows == FEW_ROWS and low > HOPELESS * high:
                 break
@@ -140,6 +144,7 @@ def layer_seconds(
     dtype: torch.dtype = torch.bfloat16,
     compiled: bool = False,
     experts: int = 0,
+    meter: CoreMeter | None = None,
 ) -> list[list[tuple[float, float]]]:
     """(forward, backward) seconds of one layer in `dtype`, for each converter (None: unconverted) and round.
 
@@ -147,6 +152,7 @@ def layer_seconds(
 
     Args:
         experts: of a layer of experts with m rows each; 0 for an ordinary layer.
+        meter: is started after the warm-up.
     """
     target = next(converter.target for converter in converters if converter is not None)
     device = "cuda" if target.device_type == "cuda" else "cpu"
@@ -176,6 +182,8 @@ def layer_seconds(
             seconds(forward)
     if device == "cuda":
         seconds = functools.partial(_device_seconds, x=x, out_grad=out_grad)
+    if meter is not None:
+        meter.threads_waiting()
     found = [[seconds(forward) for forward in forwards] for _ in range(rounds)]
     return [list(column) for column in zip(*found, strict=True)]
 

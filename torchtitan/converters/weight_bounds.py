@@ -72,9 +72,14 @@ class WeightBounds:
 
     @torch.no_grad()
     def after_step(
-        self, models: Sequence[nn.Module], learning_rate: float | None, group: dist.ProcessGroup | None
+        self,
+        models: Sequence[nn.Module],
+        learning_rate: float | None,
+        group: dist.ProcessGroup | None,
+        skip: torch.Tensor | None = None,
     ) -> None:
-        """Updates the bounds after an optimizer step. Every `every` steps, measures instead; collective then.
+        """Updates the bounds after an optimizer step. Every `every` steps, measures instead; collective then. (If the
+        device skips a step, the bound grows all the same; it is still a bound.)
 
         Raises:
             TrainingError: a weight has exceeded its bound.
@@ -104,8 +109,9 @@ class WeightBounds:
         bounds = zip(self.layers, self.bounds.tolist(), strict=True)
         return {layer: [bound, self.age, *self.betas] for layer, bound in bounds}
 
-    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Restores the bounds. If any is missing, the first step measures each weight as it is gathered."""
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
+        """Restores the bounds, which no gradient enters. If any is missing, the first step measures each weight as it
+        is gathered."""
         weights = float8_all_gather_weights(models)
         if not weights:
             return

@@ -83,25 +83,32 @@ def open_training(training: Training) -> list[Opened]:
     key = "training.dataset_mixture"
     entries = map(parse_entry, training.dataset_mixture)
     return [
-        (name, open_name_or_path(key, name, column or training.text_column), weight) for name, column, weight in entries
+        (name or path, open_name_or_path(key, path, column or training.text_column), weight)
+        for path, column, name, weight in entries
     ]
 
 
-def parse_entry(entry: str) -> tuple[str, str, float]:
-    """Name or path, column ("" if not named), and weight of a mixture entry."""
-    name, _, number = entry.rpartition(":")
+def parse_entry(entry: str) -> tuple[str, str, str, float]:
+    """Dataset or path, column, name for logs and metrics, and weight of a mixture entry; "" for what it lacks."""
+    path, _, number = entry.rpartition(":")
     try:
         weight = float(number)
     except ValueError:
-        name = ""
-    if not name or not 0 < weight < float("inf"):
+        path = ""
+    if not path or not 0 < weight < float("inf"):
         raise DataError(
             f"training.dataset_mixture: {entry!r} is not `name or path:weight` with a weight above 0, "
-            "such as `python_stdlib:0.7`, or `path#column:weight`."
+            "such as `python_stdlib:0.7`, or `path#column:weight`; `path@name:weight` names a source in metrics."
         )
-    path, hash, column = name.rpartition("#")
-    of_column = hash and path and column and not os.path.exists(os.path.expanduser(name))
-    return (path, column, weight) if of_column else (name, "", weight)
+    path, name = _cut(path, "@")
+    path, column = _cut(path, "#")
+    return path, column, name, weight
+
+
+def _cut(path: str, mark: str) -> tuple[str, str]:
+    """`path` without what follows the last mark, and that; the mark may also belong to a path that exists."""
+    before, _, after = path.rpartition(mark)
+    return (before, after) if before and after and not os.path.exists(os.path.expanduser(path)) else (path, "")
 
 
 def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]:

@@ -15,7 +15,7 @@ from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 
 ComputeDtype = Literal["bfloat16", "float32"]
 
-SLOW_BFLOAT16 = "bfloat16 GEMMs are slower than float32 ones on this CPU"
+SLOW_BFLOAT16 = "this CPU has no bfloat16 instructions, so bfloat16 GEMMs would be slower"
 
 
 def decide_compute_dtype(config: JobConfig, device_type: str) -> JobConfig:

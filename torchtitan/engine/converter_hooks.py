@@ -21,11 +21,11 @@ def saturated_nonfinite(engine: Engine) -> torch.Tensor | None:
     return torch.stack(found).any() if found else None
 
 
-def after_optimizer_step(engine: Engine, learning_rate: float | None) -> None:
-    """Calls the converters' hooks. `learning_rate` is None if the host knows that the optimizer step was skipped."""
+def after_optimizer_step(engine: Engine, learning_rate: float | None, skip: torch.Tensor | None) -> None:
+    """Calls the converters' hooks, with the arguments of `LinearConverter.after_step`."""
     for converter in engine.converters:
         if isinstance(converter, LinearConverter):
-            converter.after_step([engine.model], learning_rate)
+            converter.after_step([engine.model], learning_rate, skip)
         else:
             converter.post_optimizer_hook([engine.model])
 
@@ -45,11 +45,16 @@ def converter_state(engine: Engine) -> dict[str, Any]:
     }
 
 
-def load_converter_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Loads `converter_state` from a checkpoint; ignores converters that this run does not have."""
+def load_converter_state(engine: Engine, state: Mapping[str, Any], loss_scale: float) -> None:
+    """Loads `converter_state` from a checkpoint; ignores converters that this run does not have.
+
+    Args:
+        loss_scale: `Engine.loss_scale` of the run that saved it.
+    """
+    ratio = engine.loss_scale / loss_scale
     for converter in engine.converters:
         if isinstance(converter, LinearConverter):
-            converter.load_state_dict([engine.model], state.get(converter.name, {}))
+            converter.load_state_dict([engine.model], state.get(converter.name, {}), ratio)
 
 
 def steps_to_check(engine: Engine, first_step: int) -> set[int]:

@@ -115,11 +115,15 @@ def _number(layer: tuple[str, object]) -> int:
 
 
 @torch.no_grad()
-def balance_experts(model: nn.Module, mesh: DeviceMesh, config: MoEConfig) -> Mapping[str, torch.Tensor]:
-    """Call after each optimizer step: updates the biases. Collective.
+def balance_experts(
+    model: nn.Module, mesh: DeviceMesh, config: MoEConfig, skip: torch.Tensor | None = None
+) -> Mapping[str, torch.Tensor]:
+    """Call after each optimizer step: updates the biases, and centers them, since only their differences matter.
+    Collective.
 
     Args:
         mesh: (pp, dp_replicate, fsdp, tp).
+        skip: a scalar on the device; above 0, the biases stay as they are.
 
     Returns:
         By path, (E + 1,) float64 of the global batch: rows of each expert, and the summed entropy of the router.
@@ -135,5 +139,7 @@ def balance_experts(model: nn.Module, mesh: DeviceMesh, config: MoEConfig) -> Ma
         mixture.statistics.zero_()
         if config.balance == "bias":
             load = statistics[:-1]
-            mixture.expert_bias += config.bias_update_speed * (load.mean() - load).sign()
+            new = mixture.expert_bias + config.bias_update_speed * (load.mean() - load).sign()
+            new = (new - new.mean()).to(mixture.expert_bias.dtype)
+            mixture.expert_bias.copy_(new if skip is None else torch.where(skip > 0, mixture.expert_bias, new))
     return dict(zip(found, seen, strict=True))

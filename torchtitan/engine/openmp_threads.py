@@ -5,16 +5,14 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from time import perf_counter
 
 import torch
 
+from torchtitan.device import BUSY, TASKS, CoreMeter
 from torchtitan.logging import logger
 
-TASKS = Path("/proc/self/task")
 INTERVAL = 0.5  # seconds
-BUSY, QUIET = 0.2, 0.05  # average number of threads that are ready to run but have no core
+QUIET = 0.05  # threads that wait for a core, on average
 
 
 @contextlib.contextmanager
@@ -44,11 +42,9 @@ def limit_spinning() -> Iterator[None]:
 def _watch(ended: threading.Event) -> None:
     quiet: threading.Event | None = None  # set it to end the idle threads
     said, last = False, 0.0
-    before, delay_before = perf_counter(), _seconds_without_a_core()
+    meter = CoreMeter()
     while not ended.wait(INTERVAL):
-        now, delay = perf_counter(), _seconds_without_a_core()
-        lacking = (delay - delay_before) / (now - before)
-        before, delay_before = now, delay
+        lacking = meter.threads_waiting()
         if quiet is None and min(lacking, last) > BUSY:  # for two intervals in a row
             quiet = threading.Event()
             threading.Thread(target=_keep_idle_threads, args=(quiet,), daemon=True).start()
@@ -82,12 +78,3 @@ def _libgomps() -> list[ctypes.CDLL]:
             return [ctypes.CDLL(path) for path in sorted({line.split()[-1] for line in lines if "/libgomp" in line})]
     except OSError:
         return []
-
-
-def _seconds_without_a_core() -> float:
-    """Total time that this process's threads were ready to run but had no core."""
-    total = 0
-    for task in TASKS.iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended
-            total += int((task / "schedstat").read_text().split()[1])
-    return total / 1e9

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torchtitan.converters import LinearConverter
 from torchtitan.converters.conversion_report import phases_to_json, schedule_line, summary, to_json, to_table
 from torchtitan.converters.measured_filter import slowness
+from torchtitan.device import BUSY, CoreMeter
 from torchtitan.engine.conversion import decisions_of
 from torchtitan.engine.engine import Engine
 from torchtitan.kernels.cpu_gemm import cpu_kernel
@@ -45,11 +46,15 @@ def log_cost_of_low_precision(engine: Engine) -> None:
         return
     dtype = engine.config.training.mixed_precision_param
     for converter in engine.converters:
+        meter = CoreMeter()
         if not isinstance(converter, LinearConverter) or not (ratios := slowness(converter, getattr(torch, dtype))):
             continue
+        busy = meter.threads_waiting() > BUSY
         found = f"{min(ratios):.1f} to {max(ratios):.1f} times as long as in {dtype}"
         line = f"{converter.name} {converter.recipe}: its layers take {found} on this CPU"
-        if max(ratios) > SLOW:
+        if busy:
+            logger.info(f"{line}, as measured beside other processes; on a quiet machine this may differ")
+        elif max(ratios) > SLOW:
             logger.warning(f"{line}; use {converter.name} on a GPU, or expect steps to take that much longer")
         else:
             logger.info(f"{line}{cpu_kernel(converter.gemms.op.operation)}")

@@ -71,8 +71,8 @@ def train_step(
             # Not the optimizer's, which may leave parameters alone.
             engine.model.zero_grad()
 
-    after_optimizer_step(engine, learning_rate if stepped else None)
-    engine.expert_statistics.update(balance_experts(engine.model, engine.meshes.mesh, engine.config.moe))
+    after_optimizer_step(engine, learning_rate if stepped else None, skip)
+    engine.expert_statistics.update(balance_experts(engine.model, engine.meshes.mesh, engine.config.moe, skip))
     return loss, grad_norm
 
 

@@ -13,6 +13,7 @@ from torchtitan.launcher.progress import COLLECTIVE, Progress, main_thread_locat
 from torchtitan.logging import logger
 from torchtitan.parallel.heartbeat import PATIENCE, Heartbeat, with_timeout
 
+STARTING = 10.0  # seconds between lines until the first step has finished
 FIRST = 60.0  # seconds without a finished step until the first warning; each further one takes twice as long
 MOST = 4  # locations that a warning names
 
@@ -20,7 +21,8 @@ MOST = 4  # locations that a warning names
 @contextlib.contextmanager
 def watch_progress(progress: Progress, rank: int) -> Iterator[None]:
     """Wraps a run. Rank 0 reports for all ranks, whose locations it reads from the store. A step is unexpectedly long
-    if it takes over FIRST seconds and over twice as long as any before it, including saves and validation."""
+    if it takes over FIRST seconds and over twice as long as any before it, including saves and validation. What comes
+    before the first step, and that step, which compiles, are reported in any case."""
     stop = threading.Event()
     if rank == 0:
         threading.Thread(target=_watch, args=(progress, stop), daemon=True, name="watch").start()
@@ -31,14 +33,18 @@ def watch_progress(progress: Progress, rank: int) -> Iterator[None]:
 
 
 def _watch(progress: Progress, stop: threading.Event) -> None:
-    ended, due = progress.ended, FIRST
-    while not stop.wait(min(1.0, FIRST / 4)):
+    ended, due, starting = progress.ended, FIRST, STARTING
+    while not stop.wait(min(1.0, FIRST / 4, STARTING / 4)):
         if progress.ended != ended:
             ended = progress.ended
             due = max(FIRST, 2 * progress.longest_interval) if progress.steps > 1 else FIRST
         elif (elapsed := time.monotonic() - ended) > due:
             logger.warning(f"no step has finished for {elapsed:.0f} s. {_places()}")
             due = 2 * elapsed
+        elif progress.steps == 0 and elapsed > starting:
+            what = "starting" if progress.began is None else "the first step"
+            logger.info(f"{what}: {elapsed:.0f} s so far; at {main_thread_location()}")
+            starting = elapsed + STARTING
 
 
 def _places() -> str:

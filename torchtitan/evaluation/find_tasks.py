@@ -47,9 +47,10 @@ def find_tasks(
                     "validation.dataset_path."
                 )
             named = held_out_documents(validation, training)
+            names = short_names([name for name, _ in named])
             tasks += [
                 _text(HELD_OUT if len(named) == 1 else f"{HELD_OUT}/{name}", documents, evaluation.limit, key)
-                for name, documents in named
+                for name, (_, documents) in zip(names, named, strict=True)
             ]
         elif entry.startswith(TEXT):
             path = entry.removeprefix(TEXT)
@@ -61,6 +62,19 @@ def find_tasks(
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{key}: two tasks are named {twice}; rename one of the files, or remove it.")
     return tasks
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """The shortest ends of paths that differ from each other, for metrics; names that are no paths stay."""
+    parts = [Path(name).parts if Path(name).exists() else (name,) for name in names]
+
+    def end_of(path: tuple[str, ...]) -> str:
+        others = list(parts)
+        others.remove(path)
+        lengths = range(1, len(path) + 1)
+        return "/".join(next((path[-n:] for n in lengths if path[-n:] not in [other[-n:] for other in others]), path))
+
+    return list(map(end_of, parts))
 
 
 def _examples(entry: str, evaluation: Evaluation, name_of: Callable[[str], str]) -> Task:

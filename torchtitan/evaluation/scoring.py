@@ -22,6 +22,7 @@ from torchtitan.engine.engine import Engine
 from torchtitan.engine.train_step import forward
 from torchtitan.errors import ConfigError
 from torchtitan.evaluation.requests import Request, Score, pack
+from torchtitan.logging import Waiting
 from torchtitan.parallel.collectives import all_gather
 from torchtitan.parallel.fsdp import reshard
 from torchtitan.protocols import IGNORE_INDEX, Decoder
@@ -123,7 +124,8 @@ class Scorer:
         totals = torch.zeros(len(requests), columns, dtype=torch.float64, device=self.device)
         lengths = [len(request.tokens) - 1 for request in requests]
         length = self._row_length(max(lengths), sum(lengths))
-        for numbers in self._batches(pack(requests, length), self.rows(length)):
+        batches = list(self._batches(pack(requests, length), self.rows(length)))
+        for numbers in Waiting.over(batches, "evaluation", "batches"):
             if should_stop():
                 reshard(self.stages)
                 return None

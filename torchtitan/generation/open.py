@@ -14,6 +14,7 @@ from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import published
 from torchtitan.interchange.sources import longest_sequence, wrong_sums
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
+from torchtitan.logging import Waiting
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.moe import reset_buffers
 from torchtitan.protocols import Decoder, ModelArgs
@@ -59,7 +60,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
         saved = saved_model(path)
         model = _empty(saved.spec, saved.args, device, dtype)
         with torch.no_grad():
-            for name, tensor in model.state_dict().items():
+            for name, tensor in Waiting.over(list(model.state_dict().items()), "loading the model", "weights"):
                 tensor.copy_(saved.weight(name))
         tokenizer = load_tokenizer(tokenizer_path or saved.tokenizer_path)
         _require_embeddings(tokenizer, saved.args)

@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
 from torchtitan.generation.cache import cached
+from torchtitan.kernels.attention_gpu import ANY_LENGTH
 from torchtitan.protocols import Decoder
 
 
@@ -84,7 +86,7 @@ def generate(
     generator = torch.Generator(device).manual_seed(sampling.seed)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     new: list[list[int]] = [[] for _ in prompts]
-    with cached(model, longest + sampling.max_new_tokens, padding) as cache:
+    with sdpa_kernel(ANY_LENGTH), cached(model, longest + sampling.max_new_tokens, padding) as cache:
         given = tokens
         for _ in range(sampling.max_new_tokens):
             if not use_cache:

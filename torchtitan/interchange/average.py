@@ -15,6 +15,7 @@ from torchtitan.checkpoint.folder import publish, saved_steps, step_folder, temp
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.convert import SavedModel, saved_model
+from torchtitan.logging import Waiting
 
 STATE = "optimizer.state."
 """Begins the names of optimizer state: STATE + weight + ".ema" is a moving average (`optimizer.ema_decay`)."""
@@ -55,7 +56,8 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     writer = Writer(temporary_folder(out, step), lambda files: publish(out, step, state, about, files))
     try:
-        dcp.save(weights, storage_writer=writer, planner=_Mean(models, tensors))
+        with Waiting("averaging"):
+            dcp.save(weights, storage_writer=writer, planner=_Mean(models, tensors))
     except (CheckpointException, OSError, RuntimeError) as error:
         shutil.rmtree(temporary_folder(out, step), ignore_errors=True)
         raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error

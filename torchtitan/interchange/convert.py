@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, CheckpointError, UserError
 from torchtitan.interchange.model import PublishedModel, published
 from torchtitan.interchange.sources import Source, find_source, longest_sequence, wrong_sums
+from torchtitan.logging import Waiting
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.hf_config import WrongModelType
 from torchtitan.protocols import ModelArgs
@@ -109,7 +111,9 @@ def saved_model(checkpoint: Path) -> SavedModel:
     def weight(name: str) -> torch.Tensor:
         saved: TensorStorageMetadata = metadata.state_dict_metadata[name]  # type: ignore[assignment]  # a tensor
         tensors = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
-        dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnlyPlanner(), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` says so
+            dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnlyPlanner(), no_dist=True)
         return tensors[name]
 
     return SavedModel(checkpoint, spec, args, tokenizer_path, seq_len, weight)
@@ -181,7 +185,8 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     out.mkdir(parents=True, exist_ok=True)
     writer = Writer(temporary_folder(out, 0), lambda files: publish(out, 0, state, about, files))
     try:
-        dcp.save(tensors, storage_writer=writer, planner=ReadWhenWritten(source, model.unpublished))
+        with Waiting(f"converting {folder}"):
+            dcp.save(tensors, storage_writer=writer, planner=ReadWhenWritten(source, model.unpublished))
     except (CheckpointException, OSError, RuntimeError) as error:
         shutil.rmtree(temporary_folder(out, 0), ignore_errors=True)
         raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error

@@ -52,8 +52,17 @@ class Exchange:
         raise_on_all_ranks(lambda: load_weights(weights, source))
         logger.info(f"loaded the weights of {source.folder}")
 
-    def export(self, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    def export(
+        self,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         """Writes a new folder for `transformers`.
+
+        Args:
+            group: in which ranks wait while others write.
 
         Raises:
             CheckpointError: on every rank, if the folder exists or writing failed.
@@ -63,4 +72,4 @@ class Exchange:
         biases = [tensor for name, tensor in tensors.items() if name in model.unpublished]
         raise_on_all_ranks(lambda: require_no_bias(biases))
         shapes = {name: tensor.shape for name, tensor in tensors.items() if name in model.shapes}
-        export(folder, shapes, tensors.__getitem__, model, dtype)
+        export(folder, shapes, tensors.__getitem__, model, dtype, group=group)

@@ -1,5 +1,6 @@
 """Exports a model as a folder that `transformers`, and tools built on it, can read."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -19,7 +20,7 @@ from torchtitan.checkpoint.manifest import sha256_of
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import INDEX, SUMS
-from torchtitan.logging import logger
+from torchtitan.logging import Waiting, logger
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
 
 LARGEST_FILE = 5 * 10**9  # bytes, as in `save_pretrained`
@@ -50,6 +51,7 @@ def export(
     model: PublishedModel,
     dtype: torch.dtype,
     largest_file: int = LARGEST_FILE,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes the folder. All ranks call it. Ranks that shard the same weights gather them one at a time, and each holds
     the weights of its current file until the file is written. The folder gets its final name once everything is on
@@ -61,13 +63,16 @@ def export(
         weight: returns one by its name: a DTensor if it is sharded.
         dtype: of the weights in the folder.
         largest_file: bytes.
+        group: in which ranks wait while others write, which takes longer than a training step may; default: the
+            default group.
 
     Raises:
         UserError: on every rank, if writing failed or the tokenizer is gone.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     on_rank_0 = dist.get_rank() == 0
-    _attempt(folder, lambda: _make(folder, temporary) if on_rank_0 else None)
+    attempt = functools.partial(_attempt, folder, group)
+    attempt(lambda: _make(folder, temporary) if on_rank_0 else None)
     groups = _groups({name: prod(shape) * dtype.itemsize for name, shape in shapes.items()})
     rounds = [part for sizes, ranks in groups for part in _divide(sizes, ranks, largest_file)]
     count = sum(map(len, rounds))
@@ -76,7 +81,7 @@ def export(
     index: dict[str, str] = {}
     sums: dict[str, str] = {}
     failures: list[Exception] = []
-    for files in rounds:
+    for files in Waiting.over(rounds, f"exporting to {folder}", "files"):
         mine, content = "", {}
         for file in files:
             file_name = f"model-{next(numbers):05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
@@ -92,14 +97,14 @@ def export(
                     for theirs, part in zip(model.naming.names_of(name, full.shape), parts, strict=True):
                         there = model.naming.to_transformers(name, part, model.args.head_dim)
                         content[theirs] = there.cpu().contiguous()
-        if content and not failures:
+        if content:
             try:
                 save_file(content, temporary / mine, metadata={"format": "pt"})
                 sums[mine] = sha256_of(temporary / mine)
-            except (OSError, SafetensorError) as error:  # do not raise yet: the others wait for this rank's shards
+            except (OSError, SafetensorError) as error:
                 failures.append(error)
-    _attempt(folder, lambda: _raise_first(failures))
-    sums = {name: digest for part in all_gather_object(sums) for name, digest in part.items()}
+        attempt(lambda: _raise_first(failures))
+    sums = {name: digest for part in all_gather_object(sums, group) for name, digest in part.items()}
 
     def finish() -> None:
         written = model.files(dtype)
@@ -115,7 +120,7 @@ def export(
         temporary.rename(folder)
         sync(folder.parent)
 
-    _attempt(folder, lambda: finish() if on_rank_0 else None)
+    attempt(lambda: finish() if on_rank_0 else None)
     logger.info(f"exported the weights for Hugging Face transformers to {folder}")
 
 
@@ -153,8 +158,8 @@ def _make(folder: Path, temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _attempt(folder: Path, act: Callable[[], None]) -> None:
-    """Runs `act` on this rank.
+def _attempt(folder: Path, group: dist.ProcessGroup | None, act: Callable[[], None]) -> None:
+    """Runs `act` on this rank; the ranks wait for each other.
 
     Raises:
         UserError: on every rank, if `act` fails on any.
@@ -167,7 +172,7 @@ def _attempt(folder: Path, act: Callable[[], None]) -> None:
             reason = getattr(error, "strerror", None) or error
             raise CheckpointError(f"{folder} could not be written ({reason}).") from None
 
-    raise_on_all_ranks(attempt)
+    raise_on_all_ranks(attempt, group)
 
 
 def _raise_first(failures: list[Exception]) -> None:

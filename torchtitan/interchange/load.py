@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.sources import Source
+from torchtitan.logging import Waiting
 from torchtitan.models.init import local_box
 
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
@@ -19,7 +20,7 @@ def load_weights(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
     Raises:
         CheckpointError: a weight is not a floating-point tensor, or cannot be read.
     """
-    for name, tensor in tensors.items():
+    for name, tensor in Waiting.over(list(tensors.items()), f"loading {source.folder}", "weights"):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         try:
             part = source.read(name, local_box(tensor))

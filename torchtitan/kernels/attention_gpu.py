@@ -9,11 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchtitan.cache import keep_compiled_code_private
 
 BLOCK = 128  # queries and keys of a block
+# For texts of many lengths. cuDNN's kernel, which torch prefers on recent GPUs, builds a plan for each new length
+# (pytorch #155958) and is wrong on B200 with few key heads (pytorch #193893).
+ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def causal_attention_gpu(

@@ -18,6 +18,7 @@ from torchtitan.errors import ConfigError, UserError
 from torchtitan.evaluation.find_tasks import HELD_OUT
 from torchtitan.ladder.fit import Row
 from torchtitan.ladder.shapes import Shape, short
+from torchtitan.logging import Waiting
 
 SCRIPT = Path(__file__).resolve().parents[2] / "run_train.sh"
 
@@ -70,6 +71,10 @@ class Rung:
             if key.startswith(HELD_OUT) and key.endswith("/bits_per_byte") and isinstance(value, float)
         }
         return statistics.fmean(found.values()) if found else None
+
+    def last_step(self) -> int:
+        """The last step that the run has reported."""
+        return max((step for entry in self.entries() if isinstance(step := entry.get("step"), int)), default=0)
 
     def flops_per_second(self, processes: int) -> float | None:
         """The median over its reports; None if it has not trained."""
@@ -170,7 +175,8 @@ def run(rung: Rung) -> None:
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            status = process.wait()
+            with Waiting(rung.folder.name, rung.config.training.steps, "steps", rung.last_step):
+                status = process.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

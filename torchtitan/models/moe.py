@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from typing_extensions import Self
 
+from torchtitan.kernels.exact_gemm import exact_linear
 from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear
 from torchtitan.kernels.swiglu import Activation, swiglu
 from torchtitan.models.args import TransformerArgs
@@ -145,7 +145,7 @@ class Router(nn.Module):
         Returns:
             (B, S, k) float32 weights and int64 numbers of the chosen experts; (B, S, E) float32 scores.
         """
-        logits = F.linear(x.float(), self.gate.weight.float())
+        logits = exact_linear(x, self.gate.weight)
         scores = logits.softmax(-1) if self.args.score == "softmax" else logits.sigmoid()
         chosen = (scores.detach() + bias).topk(self.args.top_k, dim=-1).indices
         if self.balance_loss is not None and torch.is_grad_enabled():

@@ -4,6 +4,7 @@ One process is a single shard, DDP replicates a single shard. So every layout ru
 float32 weights and gradients around a computation in `param_dtype`.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -60,6 +61,8 @@ def apply_fsdp(
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
+    if experts:
+        _prefetch_experts(blocks, experts)
     model.stay_gathered = [model, *(() if reshard_after_forward else (*blocks, *experts))]  # type: ignore[assignment]
     single = [*blocks, model] if mesh.size(-1) == 1 else []
     if expert_mesh is not None and expert_mesh.size(-1) == 1:
@@ -67,6 +70,16 @@ def apply_fsdp(
     if reduce_scatter_of_one_rank_copies():
         for module in single:
             module.set_custom_reduce_scatter(_NoReduceScatter())  # type: ignore[operator]  # an FSDPModule now
+
+
+def _prefetch_experts(blocks: list[nn.Module], experts: Sequence[nn.Module]) -> None:
+    """Gathers the next block and its experts while a block computes. By default FSDP gathers one group ahead in the
+    backward pass, which is that of the experts of the same block, and in the forward pass as far ahead as the host is,
+    which waits in each block for the numbers of rows."""
+    groups: Any = [[block, *(module for module in block.modules() if module in experts)] for block in blocks]
+    for group, next_group in itertools.pairwise(groups):
+        group[0].set_modules_to_forward_prefetch(next_group)
+        next_group[0].set_modules_to_backward_prefetch(group[::-1])
 
 
 class _NoReduceScatter(DefaultReduceScatter):

@@ -10,10 +10,14 @@ from torchtitan.errors import UserError
 T = TypeVar("T")
 
 
-def all_gather_object(value: T) -> list[T]:
-    """The values of all ranks, in rank order, on every rank."""
+def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks, in rank order, on every rank.
+
+    Args:
+        group: of all ranks, such as one with a longer timeout; None for the default group.
+    """
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -24,8 +28,8 @@ def broadcast_from_rank_0(read: Callable[[], T]) -> T:
     return values[0]  # type: ignore[return-value]
 
 
-def raise_on_all_ranks(read: Callable[[], T]) -> T:
-    """Calls `read` on every rank and returns this rank's result.
+def raise_on_all_ranks(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Calls `read` on every rank and returns this rank's result. The ranks wait for each other, in `group`.
 
     Raises:
         UserError: on every rank, if it was raised on any.
@@ -35,7 +39,7 @@ def raise_on_all_ranks(read: Callable[[], T]) -> T:
         result = read()
     except UserError as failure:
         error = failure
-    for failed in all_gather_object(error):
+    for failed in all_gather_object(error, group):
         if failed is not None:
             raise failed from None
     return result  # type: ignore[return-value]

@@ -164,7 +164,8 @@ def _describe_failure(message: str, comm: Comm) -> str:
     if milliseconds is None:
         return "lost the connection to another rank."
     seconds = int(milliseconds[1]) // 1000
-    key = "train" if seconds == comm.train_timeout_seconds else "init"
+    keys = {comm.init_timeout_seconds: "init", comm.save_timeout_seconds: "save", comm.train_timeout_seconds: "train"}
+    key = keys.get(seconds, "init")
     return f"a collective took longer than comm.{key}_timeout_seconds = {seconds}."
 
 

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
+_inner_names: dict[type, str] = {}  # of the tensor inside a subclass
+
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside a subclass that customizes FSDP's all-gather; any other tensor unchanged."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor
-    (name, *_), _ = tensor.__tensor_flatten__()
-    inner: torch.Tensor = getattr(tensor, name)
+    if type(tensor) not in _inner_names:  # once: torchao's float8 weight waits for the device in it
+        (_inner_names[type(tensor)], *_), _ = tensor.__tensor_flatten__()
+    inner: torch.Tensor = getattr(tensor, _inner_names[type(tensor)])
     return inner
 
 

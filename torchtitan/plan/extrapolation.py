@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torchtitan.config import JobConfig
+from torchtitan.logging import Waiting
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.pipeline import stages_of
 from torchtitan.plan.devices import PlannedDevice
@@ -186,11 +187,20 @@ def period_of_layers(config: JobConfig) -> int:
     return int(option) if config.activation_checkpoint.mode == "selective" and option.isdecimal() else 1
 
 
-def measure(job: Job) -> list[Measures]:
-    """What the rank of each pipeline stage holds and sends, with a single key ("peak",) for memory."""
-    simulate = functools.cache(
-        lambda part: _simulation(job, part, lambda it: it.simulate(job.simulated_accumulation_steps))
-    )
+def measure(job: Job, waiting: Waiting | None = None) -> list[Measures]:
+    """What the rank of each pipeline stage holds and sends, with a single key ("peak",) for memory.
+
+    Args:
+        waiting: counts the simulations.
+    """
+
+    @functools.cache
+    def simulate(part: SimulatedRank) -> Measures:
+        measures = _simulation(job, part, lambda it: it.simulate(job.simulated_accumulation_steps))
+        if waiting is not None:
+            waiting.done += 1
+        return measures
+
     with_all_layers = functools.cache(functools.partial(_extrapolate_layers, job, simulate))
     found = []
     for rank in range(job.dims.pp):

@@ -18,7 +18,7 @@ from torchtitan.engine.explain import explain_conversion
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.precision_phases import Phase, parse_phases
 from torchtitan.errors import ConfigError
-from torchtitan.logging import logger
+from torchtitan.logging import Waiting, logger
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
 from torchtitan.models.moe import mixtures
@@ -124,7 +124,9 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
                 "stages: lower parallelism.pipeline_parallel_degree, or change pipeline_parallel_schedule."
             )
     job = Job(config, dims, rows, args, layers, alike=layers_alike(model, dense_layers(args)), device=device)
-    measured = {mode: measure(_with_mode(job, mode)) for mode in modes(config)}
+    jobs = {mode: _with_mode(job, mode) for mode in modes(config)}
+    with Waiting("plan", sum(len(job.simulated_ranks()) for job in jobs.values()), "simulations") as waiting:
+        measured = {mode: measure(job, waiting) for mode, job in jobs.items()}
     mode = config.activation_checkpoint.mode
     ranks = [
         _rank_plan(number, job, {key: found[number] for key, found in measured.items()}) for number in range(dims.pp)
@@ -247,7 +249,8 @@ def _expected(job: Job, ranks: list[RankPlan], flops_per_token: float) -> tuple[
     if not config.training.compile or job.dims.pp > 1:
         return None, f"{none}the step that is looked at is a compiled one without a pipeline"
     try:
-        work = lowered_work(config, world_size, gpu)
+        with Waiting("plan: compiling a step for the GPU"):
+            work = lowered_work(config, world_size, gpu)
     except LoweringError as error:
         return None, f"{none}{error}"
     by_dimension: dict[str, float] = {}

@@ -248,7 +248,7 @@ class Simulation:
             parameter.grad = torch.zeros_like(parameter)
         self.engine.optimizer.step()
         self.engine.model.zero_grad()
-        after_optimizer_step(self.engine, 0.0)
+        after_optimizer_step(self.engine, 0.0, None)
 
     def _before_pass(self) -> None:
         self.recorder.enter(("start", len(self._accumulation_steps)))

@@ -1,0 +1,53 @@
+"""A GEMM with float32 output from bfloat16 operands, for routers.
+
+Products of bfloat16 numbers are exact in float32, and tensor cores sum them in float32. So the result is as exact as
+that of a float32 GEMM of the same numbers, which runs without tensor cores. Of the backward pass one operand is
+float32: it is split into two bfloat16 numbers (16 bits of mantissa), far below the rounding of the result to bfloat16.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+
+def exact_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T in float32.
+
+    Args:
+        x: (..., D).
+        weight: (E, D).
+
+    Returns:
+        (..., E) float32.
+    """
+    if x.device.type == "cuda" and x.dtype == weight.dtype == torch.bfloat16:
+        return ExactLinear.apply(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+    return F.linear(x.float(), weight.float())
+
+
+class ExactLinear(torch.autograd.Function):
+    """`exact_linear` of bfloat16 operands: x (T, D), weight (E, D), result (T, E) float32."""
+
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _mm(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        high = grad.bfloat16()
+        parts = torch.cat([high, (grad - high.float()).bfloat16()], 1)  # (T, 2 E)
+        x_grad = parts @ torch.cat([weight, weight])
+        weight_grad = _mm(parts.t(), x).unflatten(0, (2, -1)).sum(0)
+        return x_grad, weight_grad.to(weight.dtype)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.device.type == "cpu":  # has no such GEMM
+        return a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32)
