@@ -177,6 +177,7 @@ def of_part(path: str, kind: str, files: list[str], part: str) -> list[str]:
         logger.info(
             f"{path}: only its {split} files are read, {len(read)} of {len(files)} ({abbreviated(read)}); "
             f"left out: {abbreviated(aside)}; to read others, name a file such as {path}/{aside[0]}, or a pattern"
+            + (f"; as validation.dataset_path, {path} is its validation files" if part == TRAIN else "")
         )
     return read
 
