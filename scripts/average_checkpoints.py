@@ -8,13 +8,14 @@ Start a run from the result with --checkpoint.initial_load_path, export it with 
 """
 
 import argparse
-from pathlib import Path
+
+from torchtitan.files import local_path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoints", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("checkpoints", type=local_path, nargs="+")
+    parser.add_argument("--out", type=local_path, required=True)
     parser.add_argument("--ema", action="store_true")
     parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
     arguments = parser.parse_args()

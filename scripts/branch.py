@@ -12,12 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torchtitan.files import local_path
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", type=local_path)
     parser.add_argument("--decay-steps", type=int, required=True)
-    parser.add_argument("--folder", type=Path, help="dump folder of the branch; default: beside the run's")
+    parser.add_argument("--folder", type=local_path, help="dump folder of the branch; default: beside the run's")
     parser.add_argument("--prepare-only", action="store_true", help="do not train yet")
     arguments, flags = parser.parse_known_args()
     if arguments.decay_steps < 1:

@@ -7,17 +7,18 @@ accepts FOLDER directly.) Weights are read and written one at a time.
 """
 
 import argparse
-from pathlib import Path
+
+from torchtitan.files import expand, local_path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("out", type=Path, help="folder for the checkpoint")
+    parser.add_argument("folder", type=local_path)
+    parser.add_argument("out", type=local_path, help="folder for the checkpoint")
     parser.add_argument(
         "--family", help="model.name of the checkpoint; default: the first family with a matching flavor"
     )
-    parser.add_argument("--tokenizer-path", help="tokenizer of the model; default: the one in FOLDER")
+    parser.add_argument("--tokenizer-path", type=expand, help="tokenizer of the model; default: the one in FOLDER")
     parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
     arguments = parser.parse_args()
     from torchtitan.interchange.convert import import_weights, one_process

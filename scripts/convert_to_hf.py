@@ -7,13 +7,14 @@ file at a time (at most 5 GB).
 """
 
 import argparse
-from pathlib import Path
+
+from torchtitan.files import local_path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path, help="folder to create; must not exist")
+    parser.add_argument("checkpoint", type=local_path)
+    parser.add_argument("out", type=local_path, help="folder to create; must not exist")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--tokenizer-path", help="default: the model's own")
     parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")

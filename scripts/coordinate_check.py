@@ -18,6 +18,8 @@ from typing import Any
 
 import matplotlib
 
+from torchtitan.files import local_path
+
 matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 import numpy as np
@@ -35,9 +37,11 @@ Activations = dict[tuple[str, Size], dict[str, list[float]]]
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--output", default="coordinate_check.png", help="PNG file to write (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=local_path, default="coordinate_check.png", help="PNG file to write (default: %(default)s)"
+    )
     arguments, flags = parser.parse_known_args()
-    output = Path(arguments.output)
+    output = arguments.output
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         config = resized(flags, arguments)

@@ -5,16 +5,18 @@ python scripts/explain_conversion.py [--json out.json] --job.config_file=FILE.to
 
 import argparse
 import sys
-from pathlib import Path
 
 from torchtitan.config import ConfigManager
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, UserError
+from torchtitan.files import local_path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="JSON file to write the report to, as a list of objects", metavar="FILE")
+    parser.add_argument(
+        "--json", type=local_path, help="JSON file to write the report to, as a list of objects", metavar="FILE"
+    )
     arguments, flags = parser.parse_known_args()
     try:
         config = ConfigManager().parse_args(flags)
@@ -37,7 +39,7 @@ def main() -> None:
             print(f"{to_table(report)}\n{summary(report)}")
         if arguments.json:
             text = phases_to_json(reports) if config.precision.phase else to_json(reports[0][1])
-            Path(arguments.json).write_text(text, encoding="utf-8")
+            arguments.json.write_text(text, encoding="utf-8")
     except UserError as error:
         sys.exit(_complain(str(error)))
     except OSError as error:

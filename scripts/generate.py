@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import ConfigError
+from torchtitan.files import expand, local_path, regular_file
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--checkpoint", type=local_path, required=True, metavar="FOLDER")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; repeatable")
     parser.add_argument(
         "--prompts-file",
-        type=Path,
+        type=local_path,
         help="text file with one prompt per line, which may be a JSON string",
         metavar="FILE",
     )
@@ -41,9 +42,11 @@ def main() -> None:
     parser.add_argument(
         "--no-cache", action="store_true", help="recompute all tokens for each new one: same result, but slow"
     )
-    parser.add_argument("--tokenizer-path", help="default: the model's own")
+    parser.add_argument("--tokenizer-path", type=expand, help="default: the model's own")
     parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
-    parser.add_argument("--out", type=Path, help="JSONL file to write: prompt, text and token ids", metavar="FILE")
+    parser.add_argument(
+        "--out", type=local_path, help="JSONL file to write: prompt, text and token ids", metavar="FILE"
+    )
     arguments = parser.parse_args()
     from torchtitan.interchange.convert import one_process
 
@@ -111,12 +114,14 @@ def _read_prompts(path: Path) -> list[str]:
     def read(line: str) -> str:
         try:
             value: Any = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return line
         return value if isinstance(value, str) else line
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular_file(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"--prompts-file: {path} cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompts-file: {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     return [read(line) for line in text.splitlines() if line.strip()]

@@ -16,6 +16,8 @@ from typing import Any
 
 import matplotlib
 
+from torchtitan.files import local_path
+
 matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 import numpy as np
@@ -40,10 +42,10 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rates", type=lambda text: [float(rate) for rate in text.split(",")])
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--output", default="learning_rate_transfer.png", help="default: %(default)s")
+    parser.add_argument("--output", type=local_path, default="learning_rate_transfer.png", help="default: %(default)s")
     parser.set_defaults(rates=[1e-3 * 2**power for power in range(6)], widths=[32, 64, 128, 256])
     arguments, flags = parser.parse_known_args()
-    output, found = Path(arguments.output), Losses()
+    output, found = arguments.output, Losses()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         config = resized(flags, arguments)

@@ -18,6 +18,7 @@ from typing import Any
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
+from torchtitan.files import local_path
 from torchtitan.strict_json import finite
 
 GEMMS = ("output", "grad_input", "grad_weight")
@@ -26,10 +27,12 @@ WORST_DB = 6.0  # this far below the median of its GEMM, a layer is unsuited to 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="numerics", help="path of the files to write, without .json and .png")
+    parser.add_argument(
+        "--output", type=local_path, default="numerics", help="path of the files to write, without .json and .png"
+    )
     parser.add_argument("--steps", type=int, default=20)
     arguments, flags = parser.parse_known_args()
-    output = Path(arguments.output)
+    output = arguments.output
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         config = ConfigManager().parse_args([*flags, f"--training.steps={arguments.steps}"])

@@ -4,6 +4,7 @@ python scripts/plot_experts.py outputs/a --output experts.png
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -14,16 +15,22 @@ import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from plot_run import PlotError, load, metrics_file
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from torchtitan.files import local_path
+
 LAST = 10  # entries that the heat map averages
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", help="dump folder of a run, or its metrics.jsonl")
-    parser.add_argument("--output", default="experts.png", help="PNG file to write (default: %(default)s)")
+    parser.add_argument("run", type=local_path, metavar="RUN", help="dump folder of a run, or its metrics.jsonl")
+    parser.add_argument(
+        "--output", type=local_path, default="experts.png", help="PNG file to write (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     try:
-        plot(metrics_file(arguments.run), Path(arguments.output))
+        plot(metrics_file(arguments.run), arguments.output)
     except PlotError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     print(f"wrote {arguments.output}")

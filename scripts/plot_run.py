@@ -5,6 +5,7 @@ python scripts/plot_run.py outputs/a outputs/b --keys loss,grad_norm --smooth 10
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from torchtitan.files import local_path
 
 Entry = dict[str, Any]
 Points = tuple[list[float], list[float]]
@@ -39,8 +44,12 @@ class PlotError(Exception):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="dump folder of a run, or a metrics.jsonl file")
-    parser.add_argument("--output", default="loss.png", help="PNG file to write (default: %(default)s)")
+    parser.add_argument(
+        "runs", type=local_path, nargs="+", metavar="RUN", help="dump folder of a run, or a metrics.jsonl file"
+    )
+    parser.add_argument(
+        "--output", type=local_path, default="loss.png", help="PNG file to write (default: %(default)s)"
+    )
     parser.add_argument("--keys", default="loss", help="metrics to plot, comma-separated (default: %(default)s)")
     parser.add_argument("--x", default="step", help="x axis, such as tokens_seen (default: %(default)s)")
     parser.add_argument("--smooth", type=int, default=1, help="reports per moving average (default: no smoothing)")
@@ -51,16 +60,14 @@ def main() -> None:
         keys = [key.strip() for key in arguments.keys.split(",") if key.strip()]
         files = [metrics_file(run) for run in arguments.runs]
         runs = {label: load(file) for label, file in zip(labels(files), files, strict=True)}
-        plot(runs, keys, arguments.x, arguments.smooth, Path(arguments.output))
+        plot(runs, keys, arguments.x, arguments.smooth, arguments.output)
     except PlotError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     print(f"wrote {arguments.output}")
 
 
-def metrics_file(run: str) -> Path:
-    path = Path(run)
-    if path.is_dir():
-        path = path / "metrics.jsonl"
+def metrics_file(run: Path) -> Path:
+    path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise PlotError(f"no such run: {path} does not exist; pass the dump folder of a run or its metrics.jsonl")
     return path

@@ -32,6 +32,7 @@ from typing import Any
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, ConfigError, UserError
+from torchtitan.files import local_path
 from torchtitan.plan.step_model import DATA_SHEET_RATES, RATES
 from torchtitan.strict_json import finite
 
@@ -43,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("config", help="TOML file of the run")
+    parser.add_argument("config", type=local_path, help="TOML file of the run")
     parser.add_argument("--budget", required=True, help="loss that low precision may cost, such as 0.5%%")
     parser.add_argument("--steps", type=int, default=100, help="of each short run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="of bf16 runs, for the spread (default: %(default)s)")
@@ -53,7 +54,9 @@ def main() -> None:
         action="store_true",
         help="leave the time of rounding out of the model, for a small model that stands for a large one",
     )
-    parser.add_argument("--output", type=Path, default=Path("precision_search"), help="without .toml, .png, .json")
+    parser.add_argument(
+        "--output", type=local_path, default=Path("precision_search"), help="without .toml, .png, .json"
+    )
     arguments, flags = parser.parse_known_args()
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -142,7 +145,7 @@ def search(arguments: argparse.Namespace, flags: list[str]) -> None:
     tables = fragment.tables_of(table.candidates, assignment)
     unconverted = table.seconds(dict.fromkeys(assignment))
     report: dict[str, Any] = {
-        "config": arguments.config,
+        "config": str(arguments.config),
         "budget_percent": budget,
         "steps": arguments.steps,
         "bf16_loss": base,

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.data.datasets import DATASETS, documents_of
 from torchtitan.errors import EXIT_STATUS, UserError
+from torchtitan.files import local_path
 from torchtitan.logging import Waiting
 
 SENTENCE_BYTES = 4096  # the trainer takes text in sentences; ours are groups of whole lines up to this length
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--text_column", default="text", help="text column of JSONL or Parquet files")
     parser.add_argument("--documents", type=int, help="use only this many documents")
     parser.add_argument("--vocab_size", type=int, default=4096, help="number of pieces, including special ones")
-    parser.add_argument("--output", type=Path, required=True, help="file to write")
+    parser.add_argument("--output", type=local_path, required=True, help="file to write")
     arguments = parser.parse_args(argv)
     if arguments.documents is not None and arguments.documents < 1:
         parser.error(f"--documents must be above 0, not {arguments.documents}")

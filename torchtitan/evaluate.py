@@ -10,11 +10,11 @@ result, and --dump-folder FOLDER adds to metrics.jsonl and TensorBoard's files. 
 import argparse
 import json
 import time
-from pathlib import Path
 
 from torchtitan.config.output import Metrics
 from torchtitan.config.training import Evaluation
 from torchtitan.errors import ConfigError
+from torchtitan.files import expand, local_path
 from torchtitan.strict_json import finite
 
 BATCH_TOKENS = 8192
@@ -27,7 +27,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("checkpoint", type=local_path, metavar="CHECKPOINT")
     parser.add_argument(
         "--tasks", nargs="+", required=True, metavar="TASK", help="task names, JSONL files or text:PATH"
     )
@@ -44,10 +44,14 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
     )
-    parser.add_argument("--tokenizer-path", help="default: the model's own")
+    parser.add_argument("--tokenizer-path", type=expand, help="default: the model's own")
     parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
-    parser.add_argument("--out", type=Path, help="JSONL file to write: the result of each example", metavar="FILE")
-    parser.add_argument("--dump-folder", type=Path, help="folder to add metrics.jsonl and tb/ to", metavar="FOLDER")
+    parser.add_argument(
+        "--out", type=local_path, help="JSONL file to write: the result of each example", metavar="FILE"
+    )
+    parser.add_argument(
+        "--dump-folder", type=local_path, help="folder to add metrics.jsonl and tb/ to", metavar="FOLDER"
+    )
     arguments = parser.parse_args()
     from torchtitan.interchange.convert import one_process
 

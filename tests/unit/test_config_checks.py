@@ -257,6 +257,7 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
         ),
         ([f"{PP}=2", "--parallelism.pipeline_parallel_layers_per_stage=1"], 2, [r"2 in total, but there are 6"]),
         ([f"{PP}=2", "--parallelism.pipeline_parallel_schedule_csv=none.csv"], 2, [r"there is no file none\.csv"]),
+        ([f"{PP}=2", "--parallelism.pipeline_parallel_schedule_csv=/dev/zero"], 2, [r"there is no file /dev/zero"]),
         (
             ["--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree=2"],
             2,

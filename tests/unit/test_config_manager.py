@@ -1,6 +1,7 @@
 """How defaults, file and command line combine into one configuration, and the messages if they cannot."""
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 
@@ -45,6 +46,21 @@ def test_lists_are_one_comma_separated_value() -> None:
     filters = ConfigManager().parse_args(["--float8.filter_fqns=attention.wk, output,,"]).float8.filter_fqns
     assert filters == ["attention.wk", "output"]
     assert ConfigManager().parse_args(["--mx.filter_fqns="]).mx.filter_fqns == []
+
+
+def test_a_list_that_begins_with_a_bracket_is_json() -> None:
+    prompts = ConfigManager().parse_args(['--validation.sample_prompts= ["a, b", " c"]']).validation.sample_prompts
+    assert prompts == ["a, b", " c"]
+    assert ConfigManager().parse_args(["--float8.filter_fqns=[]"]).float8.filter_fqns == []
+    assert ConfigManager().parse_args(["--optimizer.muon_coefficients=[3, -4.5, 2]"]).optimizer.muon_coefficients == [
+        3.0,
+        -4.5,
+        2.0,
+    ]
+    old_name = ConfigManager().parse_args(['--experimental.pipeline_parallel_split_points=["layers.2"]'])
+    assert old_name.parallelism.pipeline_parallel_split_points == ["layers.2"]
+    [problem] = problems_of("--model.converters=" + "[" * 100_000)
+    assert problem.startswith("--model.converters begins with [, so it must be JSON") and len(problem) < 300
 
 
 def test_defaults_are_not_shared_between_configurations() -> None:
@@ -93,6 +109,11 @@ def test_file_that_is_not_toml(text: str, tmp_path: Path) -> None:
     assert re.fullmatch(rf"{re.escape(str(tmp_path))}/run.toml: invalid TOML: .+\(at .+\)\.", problem)
 
 
+def test_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    [problem] = problems_of(write(tmp_path, "[model]\nconverters = " + "[" * 200_000))
+    assert problem == f"{tmp_path / 'run.toml'}: invalid TOML: nested too deeply."
+
+
 def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbf[training]\nsteps = 3\n")
     assert ConfigManager().parse_args([f"--job.config_file={tmp_path / 'bom.toml'}"]).training.steps == 3
@@ -107,7 +128,10 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     [problem] = problems_of(f"--job.config_file={tmp_path / 'latin.toml'}")
     assert problem == f"{tmp_path / 'latin.toml'}: not UTF-8 text (invalid byte at offset 21)."
     [problem] = problems_of("--job.config_file=a\0b")
-    assert problem == r"job.config_file: 'a\x00b' is not a path (embedded null byte)."
+    assert problem == r"job.config_file: 'a\x00b' contains a zero byte, which no path can."
+    os.mkfifo(tmp_path / "pipe.toml")
+    [problem] = problems_of(f"--job.config_file={tmp_path / 'pipe.toml'}")
+    assert problem == f"job.config_file: {tmp_path / 'pipe.toml'} cannot be read: it is a named pipe, not a file."
 
 
 @pytest.mark.parametrize(
@@ -121,6 +145,14 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
         (["--training.steps=5", "6"], "Command line: unexpected argument '6'; write flags as --section.key=value."),
         (["--training.steps"], "Command line: argument --training.steps: expected one argument."),
         (["--job.config_file"], "Command line: argument --job.config_file: expected one argument."),
+        (["--job.description=\udcff"], r"--job.description is not Unicode text: '\udcff'."),
+        (
+            ['--validation.sample_prompts=["a, b"'],
+            '--validation.sample_prompts begins with [, so it must be JSON, such as ["a", "b, c"] '
+            "(Expecting ',' delimiter: line 1 column 8 (char 7)).",
+        ),
+        (['--model.converters=["mx", 1]'], "--model.converters must be a list of strings, not ['mx', 1]."),
+        ([r'--model.converters=["\ud800"]'], r"""--model.converters is not Unicode text: '["\\ud800"]'."""),
     ],
 )
 def test_bad_command_line(argv: list[str], message: str) -> None:
@@ -163,7 +195,7 @@ VALUES = st.fixed_dictionaries(
     {},
     optional={
         "job.description": TEXT,
-        "model.tokenizer_path": st.none() | TEXT.filter(bool),
+        "model.tokenizer_path": st.none() | TEXT.map(lambda text: "./" + text.replace("\0", "")),
         "model.converters": st.lists(TEXT),
         "optimizer.lr": st.floats(0, 100, exclude_min=True),
         "optimizer.beta1": st.floats(0, 1, exclude_max=True),

@@ -1,20 +1,27 @@
 """Files and folders of each kind, and the messages about unusable ones."""
 
+import bz2
+import gzip
 import itertools
 import json
 import logging
+import lzma
 import os
+import re
+import tarfile
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from data_helpers import TOKENIZER, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchtitan.config.training import Training
+from torchtitan.config.training import Training, Validation
 from torchtitan.data import DATASETS
+from torchtitan.data.datasets import documents_of, held_out_documents
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import TextFiles, python_stdlib
 from torchtitan.data.strided import permute_index
@@ -157,7 +164,202 @@ def test_parquet(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: 
     assert "skipped null.parquet[1]" in caplog.text
 
 
+@pytest.mark.usefixtures("datasets_cache")
+def test_every_form_of_text_in_parquet_and_arrow(tmp_path: Path) -> None:
+    values = ["one", "naïve ☃", None]
+    columns = {
+        "a": pa.array(values),
+        "b": pa.array(values).dictionary_encode(),
+        "c": pa.array(values, pa.large_string()),
+        "d": pa.array([value and value.encode() for value in values]),
+        "e": pa.nulls(3),
+        "f": pa.array([], pa.string()),
+        "g": pa.array([], pa.null()),
+    }
+    if hasattr(pa, "string_view"):
+        columns["h"] = pa.array(values, pa.string_view())
+    for name, column in columns.items():
+        table = pa.table({"text": column, "n": list(range(len(column)))})
+        (tmp_path / name).mkdir()
+        pq.write_table(table, tmp_path / name / "x.parquet")
+        with pa.ipc.new_stream(str(tmp_path / name / "stream.arrow"), table.schema) as stream:
+            stream.write_table(table)
+        with pa.ipc.new_file(str(tmp_path / name / "feather.arrow"), table.schema) as feather:
+            feather.write_table(table, max_chunksize=2)
+    expected = [*values[:2], ""]
+    for name in set(columns) - {"e", "f", "g"}:
+        for file in ("x.parquet", "stream.arrow", "feather.arrow"):
+            assert texts(tmp_path / name / file) == expected, (name, file)
+    for suffix in ("parquet", "arrow"):
+        parts = len(list(tmp_path.glob(f"?/*.{suffix}"))) // len(columns)
+        everything = dict.fromkeys(columns, expected * parts) | {"e": [""] * 3 * parts, "f": [], "g": []}
+        assert texts(f"{tmp_path}/?/*.{suffix}") == [text for name in columns for text in everything[name]]
+        with pytest.raises(DataError, match="has no rows"):
+            open_path(str(tmp_path / "f" / f"*.{suffix}"), "text")
+        with pytest.raises(DataError, match="has no text in column 'text', only nulls"):
+            open_path(str(tmp_path / "e" / f"*.{suffix}"), "text")
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_what_save_to_disk_has_written(tmp_path: Path, log: list[str]) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    data = datasets.Dataset.from_dict({"text": [story(n) for n in range(20)], "n": list(range(20))})
+    data.save_to_disk(tmp_path / "data", num_shards=3)
+    assert texts(tmp_path / "data") == [story(n) for n in range(20)]
+    data.select([3, 1]).save_to_disk(tmp_path / "selected")
+    assert texts(tmp_path / "selected") == [story(3), story(1)]
+    parts = datasets.DatasetDict({"train": data.select(range(15)), "test": data.select(range(15, 20))})
+    parts.save_to_disk(tmp_path / "parts")
+    assert texts(tmp_path / "parts") == [story(n) for n in range(15)]
+    assert "left out: test/data-00000-of-00001.arrow" in log[-1]
+    with pytest.raises(DataError, match=r"no text column 'body'; its columns are text \(string\), n \(int64\)"):
+        open_path(str(tmp_path / "data"), "body")
+    source = open_path(str(tmp_path / "data"), "text")
+    os.truncate(tmp_path / "data" / "data-00000-of-00003.arrow", 100)
+    with pytest.raises(DataError, match="was changed while the run is reading it"):
+        source[0]  # type: ignore[index]
+
+
+# Compression and byte order marks
+
+COMPRESSORS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+
+
+@pytest.mark.parametrize("suffix", ["", *COMPRESSORS])
+def test_lines_are_skipped_alike_whatever_compresses_them(suffix: str, tmp_path: Path, log: list[str]) -> None:
+    mark = b"\xef\xbb\xbf"
+    lines = [mark + b'{"text": "first"}', b"", b'{"text": "\xff"}', mark + '{"text": "zwölf\u2028"}'.encode(), b"{"]
+    content, compress = b"\n".join([*lines, b""]), COMPRESSORS.get(suffix, bytes)
+    file = tmp_path / f"a.jsonl{suffix}"
+    file.write_bytes(compress(content[:20]) + compress(content[20:]))  # as two joined files
+    read = [document.text for document in documents_of(str(tmp_path), "text") if document.text]
+    assert read == ["first", "zwölf\u2028"]
+    skipped = [line.partition(" (")[0].rpartition(":")[2] for line in log if "skipped a.jsonl" in line]
+    assert skipped == ["3", "5"]
+    if suffix:
+        file.write_bytes(compress(content)[:-5])
+        with pytest.raises(DataError, match=rf"a\.jsonl{suffix} cannot be read after line \d+ \(EOFError"):
+            list(documents_of(str(tmp_path), "text"))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "array.json").write_bytes(mark + b'[{"text": "first"},\n {"text": "second"}]')
+    assert texts(tmp_path / "array.json") == ["first", "second"]
+    (tmp_path / "a.txt").write_bytes(mark + b"some text\n" * 1000)
+    pieces = TextFiles(tmp_path, ["a.txt"]).cut(5)
+    assert "".join(piece.text for piece in pieces) == "some text\n" * 1000  # type: ignore[attr-defined]
+
+
+# Splits
+
+
+@pytest.mark.parametrize(
+    ("files", "trained", "validated"),
+    [
+        ("train-0.jsonl train-1.jsonl validation-0.jsonl test-0.jsonl", r"train-\d", "validation-0"),
+        ("train.jsonl valid.jsonl extra.jsonl", "train", "valid"),
+        ("train/0.jsonl dev/0.jsonl test/0.jsonl", "train/0", "dev/0"),
+        ("en/c4-train.00000-of-00002.json en/c4-validation.00000-of-00001.json", ".*train.*", ".*validation.*"),
+        ("wiki.train.tokens wiki.valid.tokens wiki.test.tokens", "wiki.train", "wiki.valid"),
+        ("T-train.txt T-eval.txt notes.txt", "T-train", "T-eval"),
+        ("a.jsonl b.jsonl test.jsonl", "[ab]", "test"),
+        ("val-0.jsonl val-1.jsonl", ".*", ".*"),
+        ("latest.jsonl contest.jsonl", ".*", ".*"),
+        ("train.py model.py tests/test_model.py", ".*", ".*"),  # code
+    ],
+)
+def test_of_a_folder_of_splits_the_one_that_is_wanted_is_read(
+    files: str, trained: str, validated: str, tmp_path: Path, log: list[str]
+) -> None:
+    def matching(pattern: str) -> list[str]:
+        return sorted(name for name in files.split() if re.fullmatch(pattern, name.rpartition(".")[0]))
+
+    for name in files.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}) if "json" in name else name)
+    assert texts(tmp_path) == matching(trained)
+    aside = sorted(set(files.split()) - set(matching(trained)))
+    assert [f"left out: {', '.join(aside)};" in line for line in log] == [True] * bool(aside)
+    [(_, documents)] = held_out_documents(Validation(dataset_path=str(tmp_path)), Training())
+    assert [document.text for document in documents] == matching(validated)
+    # A file or a pattern is read whatever its name is.
+    assert texts(f"{tmp_path}/**/*.*") == sorted(files.split())
+    assert texts(tmp_path / files.split()[-1]) == [files.split()[-1]]
+
+
+def test_a_pattern_names_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a/1.jsonl", "a/2.jsonl", "b/3.jsonl", "c[1].jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    assert texts(f"{tmp_path}/[ab]") == ["a/1.jsonl", "a/2.jsonl", "b/3.jsonl"]
+    assert texts(f"{tmp_path}/a/?.jsonl") == ["a/1.jsonl", "a/2.jsonl"]
+    assert texts(tmp_path / "c[1].jsonl") == ["c[1].jsonl"]
+    monkeypatch.chdir(tmp_path)
+    assert texts("*/3*") == ["b/3.jsonl"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert texts("~/b/*.jsonl") == ["b/3.jsonl"]
+    with pytest.raises(DataError, match=r"^training\.dataset_path: no file matches d\*\.jsonl"):
+        loaders_of(training_on("d*.jsonl"), 1, 1)
+
+
 # Unusable data
+
+
+@pytest.mark.parametrize(
+    "name", ["shard.tar", "table.csv", "picture.png", "weights.bin", "utf16.txt", "no_suffix", "nul.md"]
+)
+def test_what_is_not_text_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    content = {
+        "table.csv": b"text,n\nhello,1\n",
+        "picture.png": b"\x89PNG\r\n\x1a\n",
+        "utf16.txt": "text".encode("utf-16-le"),
+        "nul.md": b"text and a zero \0",
+    }.get(name, bytes(range(256)) * 100)
+    if name == "shard.tar":
+        (tmp_path / "a.txt").write_text("text")
+        with tarfile.open(tmp_path / name, "w") as archive:
+            archive.add(tmp_path / "a.txt", "a.txt")
+    else:
+        (tmp_path / name).write_bytes(content)
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(
+            DataError, match=rf"^training\.dataset_path: {tmp_path / name} is not UTF-8 text: .*convert"
+        ):
+            loaders_of(training_on(path), 1, 1)
+
+
+def test_what_is_not_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", range(3))
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (tmp_path / "pipe.jsonl", tmp_path, f"{tmp_path}/*.jsonl"):
+        with pytest.raises(DataError, match=r"pipe\.jsonl cannot be read \(it is a named pipe, not a file\)"):
+            open_path(str(path), "text")
+    with pytest.raises(DataError, match=r"/dev/zero cannot be read \(it is a device, not a file\)"):
+        open_path("/dev/zero", "text")
+    for path in ("s3://bucket/a.jsonl", "hf://datasets/a/b"):
+        for training in (training_on(path), training_on(None, dataset_mixture=[f"{path}:1"])):
+            with pytest.raises(
+                DataError, match=rf"^training\.dataset_(path|mixture): '{path}' is no path on this machine"
+            ):
+                loaders_of(training, 1, 1)
+
+
+def test_a_file_without_records_does_not_make_its_folder_unreadable(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", range(3))
+    (tmp_path / "b.jsonl").write_text("\n")
+    (tmp_path / "c.json").write_text("[]")
+    (tmp_path / "d.jsonl").write_text("\n" * 50 + json.dumps({"text": "late"}))
+    assert [text for text in texts(tmp_path) if text] == [story(0), story(1), story(2), "late"]
+
+
+def test_a_truncated_array_takes_no_time(tmp_path: Path) -> None:
+    text = 'He said "yes". ' * 20_000
+    content = json.dumps([{"text": "a"}, {"text": text}])
+    (tmp_path / "a.json").write_text(content[: len(content) // 2])
+    assert texts(tmp_path / "a.json")[0] == "a"
 
 
 def test_bad_paths(tmp_path: Path) -> None:
@@ -174,6 +376,9 @@ def test_bad_paths(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=rf"^training\.dataset_path: .*{message}"):
             loaders_of(training_on(path), 1, 1)
     with pytest.raises(DataError, match=r"latin1\.txt is not UTF-8 text: byte 2 cannot be decoded"):
+        loaders_of(training_on(latin1, shuffle=False), 1, 1)
+    latin1.write_bytes(b"a" * 20_000 + b"\xe9" * 10)
+    with pytest.raises(DataError, match=r"latin1\.txt is not UTF-8 text: byte 20000 cannot be decoded"):
         loaders_of(training_on(latin1, shuffle=False), 1, 1)[0].next()
 
 

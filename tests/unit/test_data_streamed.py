@@ -24,7 +24,8 @@ from torchtitan.config.training import Training, Validation
 from torchtitan.data import Drawn, Loader, build_validation_loader, streamed
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import StreamedSource
-from torchtitan.data.streamed import ShardedStream, stream_of_dataset
+from torchtitan.data.splits import TRAIN, VALIDATION
+from torchtitan.data.streamed import ShardedStream, open_hub, stream_of_dataset
 from torchtitan.data.strided import split
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import logger
@@ -290,6 +291,22 @@ def test_a_shard_damaged_in_the_middle_is_an_error_of_a_later_batch(tmp_path: Pa
     with pytest.raises(DataError, match=r"1\.json\.gz cannot be read after line 19,\d+ \(EOFError"):
         for _ in range(200):
             loader.next()
+
+
+def test_of_the_splits_of_the_hub_the_one_that_is_wanted_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)  # `datasets` takes an id for a folder, too
+    for number, name in enumerate(("train", "validation", "test")):
+        (tmp_path / "owner" / "name").mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / f"owner/name/{name}.jsonl", range(number, number + 1))
+    for part, text in ((TRAIN, story(0)), (VALIDATION, story(1))):
+        assert next(open_hub("owner/name", "text", part).documents(0, 1, None, None)).document.text == text
+    assert "only its split validation is read; left out: train, test" in log[-1]
 
 
 def test_a_hub_data_set_that_cannot_be_reached() -> None:

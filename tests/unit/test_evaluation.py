@@ -196,6 +196,15 @@ def test_formats(tmp_path: Path) -> None:
     assert f"{last.context} {last.word}" == KINDS["lambada"](0)["text"]
 
 
+def test_a_byte_order_mark_and_many_brackets_in_a_task_file(tmp_path: Path) -> None:
+    text = "a [step]\n[" + "[" * 200_000
+    line = {"activity_label": "A", "ctx_a": text, "ctx_b": "b", "endings": ["[x] y", "z"], "label": 0}
+    (tmp_path / "a.jsonl").write_text("\ufeff" + json.dumps(line), encoding="utf-8")
+    [example] = read_examples(tmp_path / "a.jsonl", "")  # at once: from each bracket to the end it would take minutes
+    assert isinstance(example, Choice)
+    assert example.context == "A: a \n[" + "[" * 200_000 + " B" and example.choices == (" y", "z")
+
+
 def test_solved_examples_are_the_first_others(tmp_path: Path) -> None:
     path = write(tmp_path, "piqa", 5)
     (task,) = find_tasks(Evaluation(tasks=[str(path)], num_fewshot=2, limit=2))
@@ -242,6 +251,9 @@ def test_tasks_that_are_not_there() -> None:
         ("/nowhere.jsonl", "'/nowhere.jsonl' is neither a task nor a file"),
         ("text:/nowhere.txt", "evaluation.tasks: there is no file or folder /nowhere.txt"),
         ("held_out", "only available in a training run"),
+        ("s3://bucket/a.jsonl", "'s3://bucket/a.jsonl' is no path on this machine"),
+        ("text:s3://bucket/a.txt", "'s3://bucket/a.txt' is no path on this machine"),
+        ("/dev/zero", "/dev/zero cannot be read (it is a device, not a file)"),
     ):
         with pytest.raises(UserError, match=r"evaluation\.tasks") as caught:
             list(find_tasks(Evaluation(tasks=[name])))

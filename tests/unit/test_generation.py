@@ -124,7 +124,7 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
     run = (*TINY[:-2], "--model.name=llama3", "--model.flavor=debugmodel", *CHECKPOINTS, into(tmp_path / "run"))
     train(*run, "--training.steps=2", "--checkpoint.last_save_in_hf")
     folder = tmp_path / "run" / "checkpoint" / "step-2-hf"
-    (tmp_path / "prompts").write_text('import os\n"def f(x):\\n    "\n')
+    (tmp_path / "prompts").write_text('\ufeffimport os\n"def f(x):\\n    "\n', encoding="utf-8")
     flags = ("--prompts-file", tmp_path / "prompts", "--max-new-tokens", 24, "--dtype", "float32")
     results = {}
     for name, where in {
@@ -184,8 +184,9 @@ def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
         (("--checkpoint", "docs", "--prompt", "a"), "docs holds neither config.json"),
         (("--checkpoint", "docs"), "there is no prompt"),
         (("--checkpoint", "docs", "--prompt", "a", "--top-p", "0"), "--top-p must be above 0"),
-        (("--checkpoint", "docs", "--prompts-file", "/nowhere"), "No such file"),
         (("--checkpoint", "docs", "--prompt", "a\udcff"), "'a\\udcff' holds half of a surrogate pair"),
+        (("--checkpoint", "docs", "--prompts-file", "/nowhere"), "/nowhere cannot be read (No such file"),
+        (("--checkpoint", "docs", "--prompts-file", "/dev/zero"), "/dev/zero cannot be read (it is a device"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(flags: tuple[str, ...], words: str) -> None:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -113,8 +114,36 @@ def test_sentencepiece_with_a_space_before_each_text(tmp_path: Path) -> None:
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == ("sentencepiece", 330, 1, 2)
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "metaspace", "prepend"])
+def test_segments_of_a_text_give_the_ids_of_the_whole(kind: str, tmp_path: Path) -> None:
+    """No blank in front of each segment, for tokenizers that put one in front of a text: Llama 2's, in each form."""
+    text = "".join(f"Line {line} of\n\n    a text\n" for line in range(500))
+    if kind == "sentencepiece":
+        settings = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
+        path = sentencepiece_file(tmp_path / "a.model", vocab_size=330, **settings)
+    else:
+        path = tmp_path / "tokenizer.json"
+        fast = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+        if kind == "metaspace":
+            fast.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)  # type: ignore[assignment]
+        else:
+            parts = [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+            fast.normalizer = tokenizers.normalizers.Sequence(parts)  # type: ignore[assignment]
+        special = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        fast.train_from_iterator(TEXTS[0].split(), tokenizers.trainers.BpeTrainer(special_tokens=special))
+        fast.save(str(path))
+    tokenizer = load_tokenizer(str(path))
+    (tmp_path / "a.txt").write_text(text)
+    loader = loaders_of(training_on(tmp_path / "a.txt", shuffle=False), 1, 1, tokenizer=tokenizer)[0]
+    ids = [id for _ in range(150) for id in loader.next()[0].tokens[0].tolist()]
+    loader.close()
+    assert ids == [tokenizer.bos_id, *tokenizer.encode(text)][: len(ids)]
+
+
 def test_tokenizer_json(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(tokenizer_json(tmp_path / "any.name", ["<|begin_of_text|>", "<|end_of_text|>"])))
+    file = tokenizer_json(tmp_path / "any.name", ["<|begin_of_text|>", "<|end_of_text|>"])
+    file.write_text("\ufeff" + file.read_text(), encoding="utf-8")  # a byte order mark
+    tokenizer = load_tokenizer(str(file))
     assert tokenizer.kind == "tokenizers" and 258 < tokenizer.vocab_size <= 400
     assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
     for text in (HARD_TEXT, TEXTS[0]):
@@ -219,6 +248,12 @@ def test_ids_far_beyond_the_number_of_tokens(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.model")
+    for path in (tmp_path, tmp_path / "tokenizer.model"):
+        with pytest.raises(DataError, match=r"cannot read .*/tokenizer\.model \(it is a named pipe, not a file\)"):
+            load_tokenizer(str(path))
+    with pytest.raises(DataError, match=r"^model\.tokenizer_path: 's3://bucket/a' is no path on this machine"):
+        load_tokenizer("s3://bucket/a")
     with pytest.raises(DataError, match=r"^model\.tokenizer_path: there is no file or folder .*missing"):
         load_tokenizer(str(tmp_path / "missing"))
 

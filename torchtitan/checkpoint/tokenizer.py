@@ -36,7 +36,7 @@ def copy_tokenizer(path: str | None, folder: Path) -> None:
     Args:
         path: as `model.tokenizer_path`.
     """
-    file = SHIPPED if path is None else find_file(Path(path).expanduser())
+    file = SHIPPED if path is None else find_file(path)
     if file.resolve().parent == folder.resolve():
         return
     is_json = file.read_bytes().lstrip()[:1] == b"{"

@@ -1,21 +1,28 @@
 """Types for the section dataclasses: `Annotated[type, Doc(one line of help)]`, and named ranges."""
 
+import os
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import AfterValidator
 from typing_extensions import Doc
+
+from torchtitan.files import expand
 
 __all__ = [
     "Annotated",
     "BelowOne",
+    "DataPath",
     "Decay",
     "Doc",
     "Entries",
     "ExpertLoad",
     "Fraction",
     "LearningRate",
+    "LocalPath",
     "NonNegativeInt",
     "NotEmpty",
+    "PathOrEmpty",
     "PositiveFloat",
     "PositiveFraction",
     "PositiveInt",
@@ -39,4 +46,7 @@ Seconds = Annotated[int, Gt(0), Le(365 * 24 * 3600)]
 NotEmpty = Annotated[str, MinLen(1)]  # or an unset shell variable would mean the working directory
 ExpertLoad = Annotated[float, Ge(1)]
 TimesMore = Annotated[float, Gt(1)]
+PathOrEmpty = Annotated[str, AfterValidator(expand)]
+LocalPath = Annotated[PathOrEmpty, MinLen(1)]
+DataPath = Annotated[NotEmpty, AfterValidator(os.path.expanduser)]  # or what a user's own data set makes of it
 WorldSize = Annotated[int, Gt(0), Le(1 << 16)]  # planning for more would take many minutes

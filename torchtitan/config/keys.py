@@ -6,7 +6,10 @@ import typing
 from typing import Any, ClassVar, Literal, Protocol
 
 import annotated_types
+import pydantic
 from typing_extensions import Doc
+
+from torchtitan.files import expand
 
 
 class Section(Protocol):
@@ -63,8 +66,11 @@ class Key:
             list[float]: "a list of numbers",
         }
         arms = [arm for arm in _union_members(self.annotation) if arm is not types.NoneType]
+        constraints = [item for arm in [self.annotation, *arms] for item in _constraints(arm)]
+        if pydantic.AfterValidator(expand) in constraints:
+            names[str], constraints = "a path on this machine", []
         kinds = [names.get(_plain(arm), str(_plain(arm))) for arm in arms]
-        limits = [_limit(item) for arm in [self.annotation, *arms] for item in _constraints(arm)]
+        limits = [_limit(item) for item in constraints]
         return " ".join([" or ".join(kinds), " and ".join(dict.fromkeys(filter(None, limits)))]).strip() + (
             ", or none" if self.optional else ""
         )

@@ -16,6 +16,7 @@ from torchtitan.config.keys import fields_by_key, keys_of_entry, section_class
 from torchtitan.config.legacy_keys import Values
 from torchtitan.config.overrides import ValueChecks, values_of_file, values_of_flags
 from torchtitan.errors import ConfigError
+from torchtitan.files import PathError, local_path, regular_file
 
 if sys.version_info >= (3, 11):
     import tomllib as tomllib
@@ -111,7 +112,7 @@ def _in_toml(value: Any) -> Any:
 def read_toml(path: str) -> dict[str, Any]:
     """The tables of a TOML file; any failure is a ConfigError that names the file."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return tomllib.loads(regular_file(local_path(path)).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"job.config_file: {path} not found (working directory: {Path.cwd()}).") from None
     except OSError as error:
@@ -120,8 +121,10 @@ def read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: not UTF-8 text (invalid byte at offset {error.start}).") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: invalid TOML: {error}.") from None
-    except ValueError as error:  # a zero byte
-        raise ConfigError(f"job.config_file: {path!r} is not a path ({error}).") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: invalid TOML: nested too deeply.") from None
+    except PathError as error:
+        raise ConfigError(f"job.config_file: {error}") from None
 
 
 def _raw_flags(argv: list[str]) -> dict[str, str]:
@@ -145,7 +148,8 @@ def _of_table(table: dict[str, Any], section: str, key: str) -> Any:
 def print_help(config_class: type[JobConfig]) -> None:
     """Prints every key with its help, type and default."""
     print("usage: train.py [--job.config_file FILE.toml] [--section.key=value ...]\n")
-    print("Flags override the TOML file, which overrides the defaults. Separate the items of a list by commas.")
+    print("Flags override the TOML file, which overrides the defaults. Separate the items of a list by commas; a list")
+    print('that begins with [ is JSON, whose items may hold commas: --section.key=\'["a, b", "c"]\'.')
     print("Booleans: --section.key or --section.no_key (or =true, =false).")
     keys = fields_by_key(config_class)
     for section in dataclasses.fields(config_class):

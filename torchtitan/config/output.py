@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan.config.fields import Annotated, Doc, ExpertLoad, NonNegativeInt, NotEmpty, PositiveInt, WorldSize
+from torchtitan.config.fields import Annotated, Doc, ExpertLoad, LocalPath, NonNegativeInt, PositiveInt, WorldSize
 
 
 @dataclass(frozen=True)
 class Job:
     """The run as a whole."""
 
-    config_file: Annotated[NotEmpty | None, Doc("TOML file to read; command-line flags override it.")] = None
-    dump_folder: Annotated[NotEmpty, Doc("Folder for all output of the run.")] = "./outputs"
+    config_file: Annotated[LocalPath | None, Doc("TOML file to read; command-line flags override it.")] = None
+    dump_folder: Annotated[LocalPath, Doc("Folder for all output of the run.")] = "./outputs"
     description: Annotated[str, Doc("Description of the run; logged at startup.")] = "default job"
     print_args: Annotated[bool, Doc("Log the resolved configuration at startup.")] = False
     plan: Annotated[
@@ -42,10 +42,10 @@ class Profiling:
     """Profiler traces and memory snapshots."""
 
     enable_profiling: Annotated[bool, Doc("Write a Chrome trace of one step in every profile_freq.")] = False
-    save_traces_folder: Annotated[NotEmpty, Doc("Folder for traces, inside dump_folder.")] = "profile_traces"
+    save_traces_folder: Annotated[LocalPath, Doc("Folder for traces, inside dump_folder.")] = "profile_traces"
     profile_freq: Annotated[PositiveInt, Doc("Steps between traces.")] = 10
     enable_memory_snapshot: Annotated[bool, Doc("Write a CUDA memory snapshot every profile_freq steps.")] = False
-    save_memory_snapshot_folder: Annotated[NotEmpty, Doc("Folder for memory snapshots, inside dump_folder.")] = (
+    save_memory_snapshot_folder: Annotated[LocalPath, Doc("Folder for memory snapshots, inside dump_folder.")] = (
         "memory_snapshot"
     )
 
@@ -57,7 +57,7 @@ class Metrics:
     log_freq: Annotated[PositiveInt, Doc("Steps between reports.")] = 10
     enable_tensorboard: Annotated[bool, Doc("Also write TensorBoard event files.")] = False
     disable_color_printing: Annotated[bool, Doc("Disable colors in console output.")] = False
-    save_tb_folder: Annotated[NotEmpty, Doc("Folder for TensorBoard files, inside dump_folder.")] = "tb"
+    save_tb_folder: Annotated[LocalPath, Doc("Folder for TensorBoard files, inside dump_folder.")] = "tb"
     save_for_all_ranks: Annotated[bool, Doc("Write TensorBoard and W&B metrics from every rank, not only rank 0.")] = (
         False
     )
@@ -72,9 +72,9 @@ class Checkpoint:
     """Saving and loading checkpoints. Running the same command again resumes from the newest."""
 
     enable_checkpoint: Annotated[bool, Doc("Save checkpoints, and resume from the newest.")] = False
-    folder: Annotated[NotEmpty, Doc("Folder for checkpoints, inside dump_folder unless absolute.")] = "checkpoint"
+    folder: Annotated[LocalPath, Doc("Folder for checkpoints, inside dump_folder unless absolute.")] = "checkpoint"
     initial_load_path: Annotated[
-        NotEmpty | None,
+        LocalPath | None,
         Doc("Checkpoint to start from if `folder` has none: a step-N folder, or one in Hugging Face or Meta format."),
     ] = None
     initial_load_model_weights_only: Annotated[

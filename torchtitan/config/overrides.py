@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -50,6 +51,19 @@ class ValueChecks:
         if value is not None:
             _take(values, key, spec, value, strict, where, self.problems)
 
+    def take_text(self, values: Values, key: str, text: str, where: str) -> None:
+        """Adds the checked value of a flag, or a problem."""
+        try:
+            value = _value_of_text(self.keys[key], text)
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            self.problems.append(f"{where} is not Unicode text: {text[:80]!r}.")
+            return
+        except (ValueError, RecursionError) as error:
+            self.problems.append(f'{where} begins with [, so it must be JSON, such as ["a", "b, c"] ({error}).')
+            return
+        self.take(values, key, value, self.keys[key].is_bool, where)
+
     def with_implied(self, values: Values) -> Values:
         """These values of a file or command line, and what legacy ones among them imply for other keys."""
         implied, self.implied = self.implied, {}
@@ -92,9 +106,10 @@ class ValueChecks:
         self.notices.append(f"{where} {LEGACY_KEYS[key].notice(value, translated)}")
         checked: Values = {}
         for new, item in translated.items():
-            spec = self.keys[new]
-            text = of_flag and isinstance(item, str)
-            self.take(checked, new, _value_of_text(spec, item) if text else item, spec.is_bool or not text, where)
+            if of_flag and isinstance(item, str):
+                self.take_text(checked, new, item, where)
+            else:
+                self.take(checked, new, item, True, where)
         return checked
 
 
@@ -154,13 +169,12 @@ def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
     for key, text in vars(flags).items():
         if key in legacy:
             continue
-        spec = keys[key]
-        if spec.entry:
+        if keys[key].entry:
             problems.append(
                 f"--{key} is a list of tables and cannot be set by a flag; write [[{key}]] in the TOML file."
             )
             continue
-        checks.take(values, key, _value_of_text(spec, text), spec.is_bool, f"--{key}")
+        checks.take_text(values, key, text, f"--{key}")
     checks.current[True] = dict(values)
     for key, text in legacy.items():
         checks.take_legacy(values, key, text, True, f"--{key}")
@@ -168,6 +182,8 @@ def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
 
 
 def _value_of_text(spec: Key, text: str) -> Any:
+    if spec.is_list and text.lstrip().startswith("["):
+        return json.loads(text)
     if spec.is_list:
         return [item.strip() for item in text.split(",") if item.strip()]
     if spec.is_bool:  # accept only these words; pydantic would also accept "yes" and "1"

@@ -8,10 +8,12 @@ from annotated_types import MaxLen, MinLen
 from torchtitan.config.fields import (
     Annotated,
     BelowOne,
+    DataPath,
     Decay,
     Doc,
     Fraction,
     LearningRate,
+    LocalPath,
     NonNegativeInt,
     NotEmpty,
     PositiveFloat,
@@ -49,7 +51,7 @@ class Model:
         str, Doc("The flavor for which mup changes nothing; the same for all sizes that share a learning rate.")
     ] = "debugmodel"
     tokenizer_path: Annotated[
-        NotEmpty | None,
+        LocalPath | None,
         Doc(
             "Tokenizer file or its folder: sentencepiece, tokenizer.json or tiktoken; none: the tokenizer shipped here."
         ),
@@ -173,7 +175,8 @@ class Training:
         Doc("Data set by name: python_stdlib, c4, c4_validation, c4_test, or one registered by a custom_import."),
     ] = "python_stdlib"
     dataset_path: Annotated[
-        NotEmpty | None, Doc("Overrides dataset: a JSONL, Parquet or text file, a folder of them, or a Hub id.")
+        DataPath | None,
+        Doc("Overrides dataset: a JSONL, Parquet, Arrow or text file, a folder or pattern of them, or a Hub id."),
     ] = None
     dataset_mixture: Annotated[
         list[str],
@@ -242,7 +245,7 @@ class Validation:
 
     enabled: Annotated[bool, Doc("Compute the loss on held-out text every freq steps and after the last step.")] = False
     dataset: Annotated[NotEmpty | None, Doc("Data set by name; none: hold out 1% of the training documents.")] = None
-    dataset_path: Annotated[NotEmpty | None, Doc("File, folder or Hub id to validate on.")] = None
+    dataset_path: Annotated[DataPath | None, Doc("File, folder or Hub id to validate on.")] = None
     text_column: Annotated[NotEmpty, Doc("Text column of JSON and Parquet files; a.b for field b of column a.")] = (
         "text"
     )

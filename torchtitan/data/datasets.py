@@ -1,13 +1,14 @@
 """Datasets by name, path or hub id. Cheap to import: imports neither torch nor `datasets`."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from pathlib import Path
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, python_stdlib
+from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split
 from torchtitan.errors import DataError
@@ -26,56 +27,44 @@ __all__ = [
 OpenDataset = Callable[["str | None", str], "Source | StreamedSource"]
 
 
-def open_python_stdlib(path: str | None, text_column: str) -> Source | StreamedSource:
-    return python_stdlib() if path is None else open_path(path, text_column)
-
-
-def open_c4(path: str | None, text_column: str) -> Source | StreamedSource:
-    return open_path("allenai/c4/en" if path is None else path, text_column)
-
-
-def open_c4_validation(path: str | None, text_column: str) -> Source | StreamedSource:
-    return open_hub("allenai/c4/en", text_column, "validation") if path is None else open_path(path, text_column)
-
-
 def open_c4_test(path: str | None, text_column: str) -> Source | StreamedSource:
-    if path is None:
-        raise DataError("data set c4_test needs a dataset_path; set it to a file or folder in C4's format (JSONL).")
-    return open_path(path, text_column)
+    raise DataError("data set c4_test needs a dataset_path; set it to a file or folder in C4's format (JSONL).")
 
 
-DATASETS: Registry[OpenDataset] = Registry(
-    "data set",
-    "training.dataset",
-    {
-        "python_stdlib": open_python_stdlib,
-        "c4": open_c4,
-        "c4_validation": open_c4_validation,
-        "c4_test": open_c4_test,
-    },
-)
+# Without a path. With one they all are what is there.
+BUILT_IN: dict[str, OpenDataset] = {
+    "python_stdlib": lambda path, text_column: python_stdlib(),
+    "c4": lambda path, text_column: open_path("allenai/c4/en", text_column),
+    "c4_validation": lambda path, text_column: open_hub("allenai/c4/en", text_column, VALIDATION),
+    "c4_test": open_c4_test,
+}
+DATASETS: Registry[OpenDataset] = Registry("data set", "training.dataset", {**BUILT_IN})
 
 Opened = tuple[str, "Source | StreamedSource", float]  # name, source, weight
 
 
-def open_named(key: str, dataset: str, path: str | None, text_column: str) -> Source | StreamedSource:
+def open_named(
+    key: str, dataset: str, path: str | None, text_column: str, part: str = TRAIN
+) -> Source | StreamedSource:
     """Opens a registered dataset, from `path` if given. Errors begin with the key at fault."""
     open_dataset = DATASETS.get(dataset, key)
     try:
+        if path is not None and dataset in BUILT_IN:
+            return open_path(path, text_column, part)
         return open_dataset(path, text_column)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
 
 
-def open_name_or_path(key: str, name: str, text_column: str) -> Source | StreamedSource:
+def open_name_or_path(key: str, name: str, text_column: str, part: str = TRAIN) -> Source | StreamedSource:
     # Every built-in dataset can open any path.
     dataset, path = (name, None) if name in DATASETS.names() else ("python_stdlib", name)
-    return open_named(key, dataset, path, text_column)
+    return open_named(key, dataset, path, text_column, part)
 
 
-def documents_of(name_or_path: str, text_column: str, key: str = "dataset") -> Iterator[Document]:
+def documents_of(name_or_path: str, text_column: str, key: str = "dataset", part: str = TRAIN) -> Iterator[Document]:
     """All documents of a dataset, once, in storage order. Errors begin with the key at fault."""
-    return documents_in(open_name_or_path(key, name_or_path, text_column))
+    return documents_in(open_name_or_path(key, name_or_path, text_column, part))
 
 
 def documents_in(source: Source | StreamedSource) -> Iterator[Document]:
@@ -119,7 +108,7 @@ def parse_entry(entry: str) -> tuple[str, str, str, float]:
 def _cut(path: str, mark: str) -> tuple[str, str]:
     """`path` without what follows the last mark, and that; the mark may also belong to a path that exists."""
     before, _, after = path.rpartition(mark)
-    return (before, after) if before and after and not Path(path).exists() else (path, "")
+    return (before, after) if before and after and not os.path.exists(os.path.expanduser(path)) else (path, "")
 
 
 def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]:
@@ -165,5 +154,5 @@ def open_validation(validation: Validation, training: Training) -> list[Opened]:
         return [(name, split(source, True, name), weight) for name, source, weight in open_training(training)]
     key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
     dataset = validation.dataset or "python_stdlib"
-    source = open_named(key, dataset, validation.dataset_path, validation.text_column)
+    source = open_named(key, dataset, validation.dataset_path, validation.text_column, VALIDATION)
     return [(validation.dataset_path or dataset, source, 1.0)]

@@ -160,8 +160,9 @@ class SourceStream:
             return tokens
         if document.starts and tokenizer.bos_id is not None:
             tokens.append(tokenizer.bos_id)
-        for piece in pieces_of(document.text):
-            tokens.extend(tokenizer.encode(piece))
+        for number, piece in enumerate(pieces_of(document.text)):
+            begins = document.starts and number == 0
+            tokens.extend(tokenizer.encode(piece) if begins else tokenizer.encode_rest(piece))
         if document.ends and tokenizer.add_eos:
             tokens.append(tokenizer.eos_id)
         return tokens

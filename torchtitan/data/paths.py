@@ -1,58 +1,97 @@
 """Opens a path or hub id as documents, according to what it names."""
 
+import codecs
+import glob
 import os
 import re
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
-from torchtitan.data.records import JsonLines, ParquetFiles
+from torchtitan.data.records import JsonLines, open_arrow, open_parquet
 from torchtitan.data.sources import Source, StreamedSource, TextFiles
-from torchtitan.data.streamed import open_compressed_jsonl, open_hub
+from torchtitan.data.splits import TRAIN, by_split, for_part
+from torchtitan.data.streamed import CODECS, open_compressed_jsonl, open_hub
 from torchtitan.errors import DataError, counted
-from torchtitan.logging import logger
+from torchtitan.files import local_path, regular_file
+from torchtitan.logging import Waiting, logger
 
 __all__ = ["open_path"]
 
-JSONL, COMPRESSED, PARQUET = "JSONL", "compressed JSONL", "Parquet"
-KINDS = {
-    ".jsonl": JSONL,
-    ".json": JSONL,
-    ".ndjson": JSONL,
-    ".gz": COMPRESSED,
-    ".zst": COMPRESSED,
-    ".parquet": PARQUET,
+
+class Format(NamedTuple):
+    """A format of records.
+
+    Attributes:
+        suffixes: of its files.
+        open: from the path that was named, the folder, names in it and the text column to documents.
+    """
+
+    suffixes: tuple[str, ...]
+    open: Callable[[str, Path, list[str], str], Source | StreamedSource]
+
+
+RECORDS = {
+    "JSONL": Format(
+        (".jsonl", ".json", ".ndjson", ".jsonlines"), lambda _, root, files, column: JsonLines(root, files, column)
+    ),
+    "compressed JSONL": Format(
+        tuple(CODECS),
+        lambda path, root, files, column: open_compressed_jsonl(path, str(root), files, column),
+    ),
+    "Parquet": Format((".parquet",), open_parquet),
+    "Arrow": Format((".arrow",), open_arrow),
 }
+KINDS = {suffix: kind for kind, format in RECORDS.items() for suffix in format.suffixes}
+NOT_TEXT = {".csv", ".tsv", ".pdf", ".rtf"}  # though all or much of it is characters
+HEAD = 1 << 13  # bytes of a text file, to tell whether it is text
+
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(/[\w.-]+)?")
-RECORDS = (JSONL, COMPRESSED, PARQUET)
 PART_OF_DATA = 10  # a kind with less than a tenth of the bytes is not what the folder is for
 NAMED_ASIDE = 5
 ABOUT_DATA = {"readme", "license", "licence", "notice", "citation", "changelog", "dataset_info", "dataset_infos"}
+OF_SAVE_TO_DISK = {"state.json", "dataset_dict.json"}  # beside the Arrow files of `datasets`
 LEFT_OUT = {"_SUCCESS"}  # written by Spark beside its output files
 
+SPLIT_TEXT = {"", ".txt", ".text", ".raw", ".tokens"}  # in a folder of code, test.py and train.py are no splits
 
-def open_path(path: str, text_column: str) -> Source | StreamedSource:
-    """Documents of a JSON, Parquet or text file, of a folder of such files, or of a dataset on the Hub.
+
+def open_path(path: str, text_column: str, part: str = TRAIN) -> Source | StreamedSource:
+    """Documents of a JSON, Parquet, Arrow or text file, of several, or of a dataset on the Hub.
 
     Args:
-        path: file, folder, or, if neither exists, `owner/name` or `owner/name/configuration`.
-        text_column: the text field in JSON, Parquet and Hub datasets; `a.b` is field b of a.
+        path: file, folder, pattern such as `folder/*.jsonl`, or, if none exists, `owner/name` or
+            `owner/name/configuration`.
+        text_column: the text field in records; `a.b` is field b of a.
+        part: what the documents are for, if a folder holds several splits.
 
     Raises:
         DataError: the path does not exist, is empty, has several kinds of files, or lacks the column.
     """
-    place = Path(path).expanduser()
+    place = local_path(path)
     try:
         if place.is_dir():
             root, files = place, files_in(place)
-        elif place.is_file():
+        elif place.exists():
             root, files = place.parent, [place.name]
+        elif glob.has_magic(path):
+            root, files = files_of_pattern(place)
         elif looks_like_hub_id(path):
-            return open_hub(path, text_column)
+            return open_hub(path, text_column, part)
         else:
             raise DataError(f"there is no file or folder {path}.")
-        files = [name for name in files if (root / name).stat().st_size]
+        files = [name for name in files if regular_file(root / name).stat().st_size]
         if not files:
             raise DataError(f"{path} is empty.")
-        return open_files(str(place), root, files, text_column)
+        kind, files = data_among(str(place), root, files)
+        if place.is_dir():
+            files = of_part(str(place), kind, files, part)
+        if kind in RECORDS:
+            return RECORDS[kind].open(str(place), root, files, text_column)
+        for name in Waiting.over(files, f"{path}: looking whether its files are text", "files"):
+            check_text(root / name)
+        return TextFiles(root, files)
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read ({error.strerror}).") from error
 
@@ -62,6 +101,18 @@ def looks_like_hub_id(path: str) -> bool:
     place = Path(path)
     of_a_file = place.suffix in KINDS or place.suffix == ".txt" or place.parent.is_dir()
     return HUB_ID.fullmatch(path) is not None and not of_a_file
+
+
+def files_of_pattern(pattern: Path) -> tuple[Path, list[str]]:
+    """The folder above the first wildcard, and the files below it that match, or are in a folder that does."""
+    root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts)).absolute()
+    names: set[str] = set()
+    for match in map(Path, glob.glob(str(pattern), recursive=True)):
+        inside = match.absolute().relative_to(root)
+        names |= {(inside / name).as_posix() for name in files_in(match)} if match.is_dir() else {inside.as_posix()}
+    if not names:
+        raise DataError(f"no file matches {pattern}.")
+    return root, sorted(names)
 
 
 def files_in(folder: Path) -> list[str]:
@@ -84,26 +135,15 @@ def files_in(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def open_files(path: str, root: Path, files: list[str], text_column: str) -> Source | StreamedSource:
-    kind, files = data_among(path, root, files)
-    if kind == JSONL:
-        return JsonLines(root, files, text_column)
-    if kind == PARQUET:
-        return ParquetFiles(root, files, text_column)
-    if kind == COMPRESSED:
-        return open_compressed_jsonl(path, str(root), files, text_column)
-    return TextFiles(root, files)
-
-
 def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]:
     """Chooses the data files, and their kind, by bytes. Logs the files that are skipped.
 
     Raises:
         DataError: there are several kinds of record files, each a large part of the bytes.
     """
-    named = [name for name in files if Path(name).stem.lower() not in ABOUT_DATA] or files
+    about = {name for name in files if Path(name).stem.lower() in ABOUT_DATA or Path(name).name in OF_SAVE_TO_DISK}
     of_kind: dict[str, list[str]] = {}
-    for name in named:
+    for name in [name for name in files if name not in about] or files:
         of_kind.setdefault(kind_of(name), []).append(name)
     size = {kind: sum((root / name).stat().st_size for name in names) for kind, names in of_kind.items()}
     # Text files next to record files usually describe them, unless there is far more text.
@@ -111,16 +151,54 @@ def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]
     kind, *others = sorted(of_kind, key=lambda kind: (-weight[kind], kind))
     if kind in RECORDS and any(size[other] * PART_OF_DATA > size[kind] for other in others if other in RECORDS):
         found = ", ".join(f"{len(of_kind[kind])} {kind}" for kind in (kind, *others))
-        raise DataError(f"{path} holds files of several kinds ({found}); keep one kind per folder, or name one file.")
+        raise DataError(f"{path} holds files of several kinds ({found}); name one, or files of one kind by a pattern.")
     aside = sorted(set(files) - set(of_kind[kind]))
     if aside:
-        logger.info(
-            f"{path}: reading {counted(len(of_kind[kind]), f'{kind} file')}; skipped: {', '.join(aside[:NAMED_ASIDE])}"
-            + (f" and {len(aside) - NAMED_ASIDE} more" if len(aside) > NAMED_ASIDE else "")
-        )
+        logger.info(f"{path}: reading {counted(len(of_kind[kind]), f'{kind} file')}; skipped: {abbreviated(aside)}")
     return kind, of_kind[kind]
 
 
 def kind_of(name: str) -> str:
     suffix = Path(name).suffix
     return KINDS.get(suffix.lower(), f"text ({suffix or 'no suffix'})")
+
+
+def of_part(path: str, kind: str, files: list[str], part: str) -> list[str]:
+    """Of the files of a folder those that are for `part`, if their names tell. Logs which are left out."""
+    of_split = by_split(files)
+    prose = TRAIN in of_split and Path(files[0]).suffix.lower() in SPLIT_TEXT
+    if None in of_split and not (kind in RECORDS or prose):
+        return files
+    split, read = for_part(of_split, part) or ("", files)
+    if aside := sorted(set(files) - set(read)):
+        logger.info(
+            f"{path}: only its {split} files are read, {len(read)} of {len(files)} ({abbreviated(read)}); "
+            f"left out: {abbreviated(aside)}; to read others, name a file such as {path}/{aside[0]}, or a pattern"
+            + (f"; as validation.dataset_path, {path} is its validation files" if part == TRAIN else "")
+        )
+    return read
+
+
+def check_text(file: Path) -> None:
+    """
+    Raises:
+        DataError: the file is not text, by its suffix or its first bytes.
+    """
+    with file.open("rb") as opened:
+        head = opened.read(HEAD)
+    reason = f"it is a {file.suffix} file" if file.suffix.lower() in NOT_TEXT else ""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD)
+        reason = reason or (f"byte {head.index(0)} is zero" if 0 in head else "")
+    except UnicodeDecodeError as error:
+        reason = reason or f"byte {error.start} cannot be decoded"
+    if reason:
+        raise DataError(
+            f"{file} is not UTF-8 text: {reason}; convert it to text or {', '.join(RECORDS)}, or remove it, or name "
+            f"other files by a pattern such as {file.parent}/*.txt."
+        )
+
+
+def abbreviated(names: Sequence[str]) -> str:
+    more = len(names) - NAMED_ASIDE
+    return ", ".join(names[:NAMED_ASIDE]) + (f" and {more} more" if more > 0 else "")

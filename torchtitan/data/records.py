@@ -1,9 +1,9 @@
-"""Random-access sources whose documents are records with a text column: JSONL and Parquet files."""
+"""Random-access sources whose documents are records with a text column: JSONL, Parquet and Arrow files."""
 
 import json
 import mmap
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["JsonLines", "ParquetFiles", "Skipped", "check_columns", "text_of_line"]
+__all__ = ["JsonLines", "Skipped", "TableFiles", "check_columns", "open_arrow", "open_parquet", "text_of_line"]
 
 LINES_LOOKED_AT = 20  # of each file, to check that the column exists
 LONGEST_LINE_LOOKED_AT = 1 << 26  # bytes
 SKIPS_LOGGED_SINGLY = 5
 ARRAY_LOOKED_AT = 1 << 12  # bytes
-STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]', re.DOTALL)
+# A string that does not end goes to the end of the file: looking for it from each quotation mark inside would be slow.
+STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\]]', re.DOTALL)
 
 
 class Skipped:
@@ -125,15 +126,21 @@ class JsonLines:
         self.skipped = Skipped(root.name if len(files) > 1 else files[0])
         self.arrays = [is_array(root / name) for name in files]
         self.stamps = [Stamp.of(root / name) for name in files]
+        has_records = False  # files without any beside others do not matter
         for name, array in zip(files, self.arrays, strict=True):
-            if not array:
-                check_columns(str(root / name), text_column, first_lines(root / name))
+            if first := [] if array else first_lines(root / name):
+                check_columns(str(root / name), text_column, first)
+                has_records = True
         arrays = [number for number, array in enumerate(self.arrays) if array]
         self.offsets = record_offsets(Records(root, files, self.stamps, arrays, array_offsets))
         self.ends = np.cumsum([len(offsets) - 1 for offsets in self.offsets])
         for number in arrays:
-            first = (self.read(number, record) for record in range(min(len(self.offsets[number]) - 1, LINES_LOOKED_AT)))
-            check_columns(str(root / files[number]), text_column, first)
+            if size := min(len(self.offsets[number]) - 1, LINES_LOOKED_AT):
+                first = [self.read(number, record) for record in range(size)]
+                check_columns(str(root / files[number]), text_column, first)
+                has_records = True
+        if not has_records:
+            check_columns(str(root / files[0]), text_column, [])
 
     @property
     def fingerprint(self) -> str:
@@ -171,7 +178,7 @@ class JsonLines:
 def is_array(path: Path) -> bool:
     """Whether a JSON file begins with the bracket of an array of objects, or of an empty array."""
     with path.open("rb") as file:
-        return re.match(rb"\s*\[\s*[{\]]", file.read(ARRAY_LOOKED_AT)) is not None
+        return re.match(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]", file.read(ARRAY_LOOKED_AT)) is not None
 
 
 def array_offsets(path: Path) -> "NDArray[np.int64]":
@@ -191,60 +198,59 @@ def array_offsets(path: Path) -> "NDArray[np.int64]":
         return np.array([*starts, len(content)], np.int64)
 
 
-def first_lines(path: Path) -> Iterator[bytes]:
+def first_lines(path: Path) -> list[bytes]:
+    """The first lines that are not blank."""
+    lines: list[bytes] = []
     with path.open("rb") as file:
-        for _ in range(LINES_LOOKED_AT):
-            if (line := file.readline(LONGEST_LINE_LOOKED_AT)).strip():
-                yield line
+        while len(lines) < LINES_LOOKED_AT and (line := file.readline(LONGEST_LINE_LOOKED_AT)):
+            lines += [line] if line.strip() else []
+    return lines
 
 
-class ParquetFiles:
-    """Parquet files, read through the memory-mapped copy in the `datasets` cache.
+class TableFiles:
+    """Memory-mapped tables: Arrow files, or the copy of Parquet files in the cache of `datasets`.
 
     Args:
         root: folder that names in ids and in `fingerprint` are relative to.
         files: names relative to `root`.
-        text_column: name of the string column.
+        text_column: name of the text column.
+        tables: `pyarrow.Table`s.
+        mapped: whether each table is the file itself, which therefore may not change.
     """
 
-    def __init__(self, root: Path, files: Sequence[str], text_column: str) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+    def __init__(self, root: Path, files: Sequence[str], text_column: str, tables: Sequence[Any], mapped: bool) -> None:
+        import numpy as np
 
-        for name in files:
-            try:
-                schema = pq.read_schema(root / name)
-            except (OSError, pa.ArrowException) as error:
-                raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
-            if not any(is_text(pa, type) for type in types_at(pa, schema, text_column)):
-                raise missing_column(str(root / name), text_column, [f"{f.name} ({f.type})" for f in schema])
-
-        import datasets
-
-        datasets.disable_progress_bars()
+        self.root = root
         self.files = files
-        self.sizes = [(root / name).stat().st_size for name in files]
         self.text_column = text_column
+        self.stamps = [Stamp.of(root / name) for name in files]
+        self.mapped = mapped
         self.name = root.name if len(files) > 1 else files[0]
         self.skipped = Skipped(self.name)
-        paths = [str(root / name) for name in files]
-        column = text_column if text_column in schema.names else text_column.split(".")[0]
-        try:
-            self.dataset = datasets.load_dataset("parquet", data_files=paths, split="train", columns=[column])
-        except Exception as error:  # `datasets` documents no exception classes for these failures
-            raise DataError(f"{root} cannot be read as Parquet ({error}).") from error
+        self.batches = [
+            (number, batch) for number, table in enumerate(tables) for batch in table.to_batches() if batch.num_rows
+        ]
+        self.ends = np.cumsum([batch.num_rows for _, batch in self.batches])
 
     @property
     def fingerprint(self) -> str:
-        return digest([list(zip(self.files, self.sizes, strict=True)), len(self.dataset)])
+        sizes = [stamp.size for stamp in self.stamps]
+        return digest([list(zip(self.files, sizes, strict=True)), len(self)])
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return int(self.ends[-1])
 
     def __getitem__(self, index: int) -> Document:
         id = f"{self.name}[{index}]"
+        place = int(self.ends.searchsorted(index, side="right"))
+        number, batch = self.batches[place]
+        if self.mapped:
+            self.check_unchanged(number)
         try:
-            text = column_of(self.dataset[index], self.text_column)
+            [record] = batch.slice(index - int(self.ends[place]) + batch.num_rows, 1).to_pylist()
+            text = column_of(record, self.text_column)
+            text = text.decode() if isinstance(text, bytes) else text
             reason = f"no text in column {self.text_column!r}"
         except UnicodeDecodeError as error:
             text, reason = None, f"not UTF-8: {error}"
@@ -252,9 +258,101 @@ class ParquetFiles:
             self.skipped.add(id, reason)
         return Document(text or "", id)
 
+    def check_unchanged(self, number: int) -> None:
+        path = self.root / self.files[number]
+        try:
+            with path.open("rb") as file:
+                self.stamps[number].check(path, file)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}).") from error
+
+
+def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str) -> TableFiles:
+    """Parquet files; `path` names them in messages."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schemas = {}
+    for name in files:
+        try:
+            with pq.ParquetFile(root / name) as file:
+                if file.metadata.num_rows:  # `datasets` cannot read a file without rows
+                    schemas[name] = file.schema_arrow
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
+    column, types = column_types(path, root, schemas, text_column)
+
+    import datasets
+
+    datasets.disable_progress_bars()
+    options: dict[str, Any] = {"data_files": [str(root / name) for name in schemas], "columns": [column]}
+    if len(set(types)) > 1:  # they would all be cast to that of the first file
+        plain = next(as_plain(type) for type in types if not pa.types.is_null(type))
+        options["features"] = datasets.Features.from_arrow_schema(pa.schema([pa.field(column, plain)]))
+    try:
+        dataset = datasets.load_dataset("parquet", split="train", **options)
+    except Exception as error:  # `datasets` documents no exception classes for these failures
+        raise DataError(f"{root} cannot be read as Parquet ({error}).") from error
+    return TableFiles(root, files, text_column, [dataset.data.table], mapped=False)
+
+
+def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str) -> TableFiles:
+    """Arrow files, as streams (`save_to_disk` and the cache of `datasets`) or with an index."""
+    import pyarrow as pa
+
+    tables = {}
+    for name in files:
+        try:
+            content = pa.memory_map(str(root / name))
+            try:
+                tables[name] = pa.ipc.open_stream(content).read_all()
+            except pa.ArrowInvalid:
+                content.seek(0)
+                tables[name] = pa.ipc.open_file(content).read_all()
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{root / name} is not an Arrow file, or is damaged ({error}).") from error
+    schemas = {name: table.schema for name, table in tables.items() if table.num_rows}
+    column, _ = column_types(path, root, schemas, text_column)
+    selected = [table.select([column] if table.num_rows else []) for table in tables.values()]
+    return TableFiles(root, files, text_column, selected, mapped=True)
+
+
+def column_types(path: str, root: Path, schemas: Mapping[str, Any], text_column: str) -> tuple[str, list[Any]]:
+    """The column with the text, or the record with that field, and its type in each file that has rows.
+
+    Raises:
+        DataError: there is none, or it holds no text.
+    """
+    import pyarrow as pa
+
+    if not schemas:
+        raise DataError(f"{path} has no rows.")
+    has_text = False
+    for name, schema in schemas.items():
+        types = types_at(pa, schema, text_column)
+        if not types or not (is_text(pa, types[0]) or pa.types.is_null(types[0])):
+            raise missing_column(str(root / name), text_column, [f"{f.name} ({f.type})" for f in schema])
+        has_text = has_text or is_text(pa, types[0])
+    if not has_text:
+        raise DataError(f"{path} has no text in column {text_column!r}, only nulls.")
+    first = next(iter(schemas.values()))
+    column = text_column if text_column in first.names else text_column.split(".")[0]
+    return column, [schema.field(column).type for schema in schemas.values()]
+
 
 def is_text(pa: ModuleType, type: Any) -> bool:
-    return bool(pa.types.is_string(type) or pa.types.is_large_string(type))
+    """Whether an Arrow type is text, or bytes that may be."""
+    type = type.value_type if pa.types.is_dictionary(type) else type
+    return str(type) in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+
+
+def as_plain(type: Any) -> Any:
+    """An Arrow type with large strings in place of other forms of text, for a cast of several forms to one."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(type):
+        return pa.struct([pa.field(field.name, as_plain(field.type)) for field in type])
+    return pa.large_string() if is_text(pa, type) else type
 
 
 def types_at(pa: ModuleType, schema: Any, column: str) -> list[Any]:

@@ -175,7 +175,8 @@ class TextFiles:
                 self.stamps[span.file].check(path, file)
                 start, stop = (line_start(file, offset, size) for offset in (span.start, span.stop))
                 file.seek(start)
-                text = file.read(stop - start).decode("utf-8")
+                # A byte order mark is no part of the text.
+                text = file.read(stop - start).decode("utf-8" if start else "utf-8-sig")
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}).") from error
         except UnicodeDecodeError as error:

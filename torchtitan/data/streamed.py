@@ -2,16 +2,19 @@
 
 import bisect
 import copy
+import importlib
+import io
 import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
 from torchtitan.data.sources import Document, Drawn, Stamp, digest
+from torchtitan.data.splits import TRAIN, by_split, for_part
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import Waiting, logger
@@ -20,6 +23,7 @@ __all__ = ["ShardedStream", "open_compressed_jsonl", "open_hub"]
 
 SHARDS_AT_ONCE = 8  # of shuffled data, so that a batch mixes several shards; each open one costs memory
 MOST_WAITING = 1 << 28  # bytes of documents that have been read and whose rows do not need them yet
+COMPRESSED_AT_ONCE, CONTENT_AT_ONCE = 1 << 16, 1 << 20  # bytes
 DOCUMENTS_PER_STATE = 100  # `datasets` takes 20 us to copy its state
 
 # Reads a shard from after document `number`, which was read with `state`: each document with the state after it.
@@ -268,6 +272,52 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n", 1)[0]
 
 
+class ZstandardFile(io.RawIOBase):
+    """The content of a Zstandard file. It may have several frames; `zstandard.open` reads the first, and takes a
+    truncated file for a complete one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        import zstandard
+
+        # Windows may have up to 2 GiB (`zstd --long=31`).
+        self.new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        self.file = file
+        self.frame: Any = None
+        self.compressed, self.content = b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.content:
+            self.compressed = self.compressed or self.file.read(COMPRESSED_AT_ONCE)
+            if not self.compressed and self.frame is not None:
+                raise EOFError("the file ends within a frame")
+            if not self.compressed:
+                return 0
+            self.frame = self.frame or self.new_frame()
+            self.content = self.frame.decompress(self.compressed)
+            self.compressed = self.frame.unused_data
+            self.frame = None if self.frame.eof else self.frame
+        size = min(len(buffer), len(self.content))
+        buffer[:size], self.content = self.content[:size], self.content[size:]
+        return size
+
+
+def of_module(name: str) -> Callable[[BinaryIO], BinaryIO]:
+    """`open` of a module of the standard library, which not every Python has."""
+    return lambda file: importlib.import_module(name).open(file)
+
+
+# Suffix -> opens the content of a compressed file
+CODECS: dict[str, Callable[[BinaryIO], BinaryIO]] = {
+    ".gz": of_module("gzip"),
+    ".bz2": of_module("bz2"),
+    ".xz": of_module("lzma"),
+    ".zst": lambda file: io.BufferedReader(ZstandardFile(file), CONTENT_AT_ONCE),
+}
+
+
 def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_column: str) -> ShardedStream:
     """Compressed files with one JSON object per line; each file is a shard.
 
@@ -275,9 +325,6 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
         name: of the file or folder, for messages.
         root: folder that `files` are relative to.
     """
-    from fsspec.compression import compr
-    from fsspec.utils import infer_compression
-
     paths = [Path(root) / file for file in files]
     stamps = [Stamp.of(path) for path in paths]
 
@@ -285,7 +332,7 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
         path = paths[shard]
         count = 0
         try:
-            with path.open("rb") as file, compr[infer_compression(path.name)](file, mode="rb") as lines:
+            with path.open("rb") as file, CODECS[path.suffix.lower()](file) as lines:
                 stamps[shard].check(path, file)
                 doing = f"{path}: reading to where the run stopped, which plain JSONL would find at once"
                 with Waiting(doing, number, "documents") as waiting:
@@ -308,25 +355,30 @@ def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_colum
     return ShardedStream(files, [stamp.size for stamp in stamps], read, text_of, name, sizes)
 
 
-def open_hub(path: str, text_column: str, part: str = "train") -> ShardedStream:
+def open_hub(path: str, text_column: str, part: str = TRAIN) -> ShardedStream:
     """A dataset on the Hub, streamed.
 
     Args:
         path: `owner/name`, or `owner/name/configuration`.
-        part: name of the split.
+        part: what the documents are for; decides the split.
     """
     import datasets
 
     owner, name, *configuration = path.split("/")
     logger.info(f"opening {path} on the Hugging Face Hub")
     try:
-        dataset = datasets.load_dataset(f"{owner}/{name}", *configuration, split=part, streaming=True)
-        first = next(iter(dataset), None)
+        splits = datasets.load_dataset(f"{owner}/{name}", *configuration, streaming=True)
+        _, names = for_part(by_split(splits), part) or ("", list(splits))
+        split = min(names, key=len)  # "train" rather than "train_sft"
+        first = next(iter(dataset := splits[split]), None)
     except Exception as error:
         raise DataError(
             f"there is no file or folder {path}, and it cannot be opened as a data set on the Hub ({brief(error)}); "
             "check the spelling, the network, and HF_TOKEN or HF_HUB_OFFLINE if they are set."
         ) from error
+    if len(splits) > 1:
+        aside = ", ".join(name for name in splits if name != split)
+        logger.info(f"{path}: only its split {split} is read; left out: {aside}")
     if first is None:
         raise DataError(f"the data set {path} on the Hub is empty.")
     if not isinstance(column_of(first, text_column), str):

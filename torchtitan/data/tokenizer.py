@@ -2,16 +2,18 @@
 
 import base64
 import binascii
-import functools
+import codecs
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.errors import DataError
+from torchtitan.files import PathError, local_path, regular_file
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -93,12 +95,23 @@ class Tokenizer:
     decode: Callable[[list[int]], str]
     piece: Callable[[int], str]
 
+    def encode_rest(self, text: str) -> list[int]:
+        """The ids of text that goes on after other text, without the blank that some tokenizers (Llama 2's) put in
+        front of a text."""
+        line_end = self.encode("\n")
+        ids = self.encode("\n" + text) if self.prepends_blank else []
+        return ids[len(line_end) :] if ids and ids[: len(line_end)] == line_end else self.encode(text)
+
+    @cached_property
+    def prepends_blank(self) -> bool:
+        return self.encode("\na")[len(self.encode("\n")) :] != self.encode("a")
+
     def decode_after(self, context: list[int], ids: list[int]) -> str:
         """The text of ids that follow `context`. By itself, sentencepiece's decoder takes a blank off their
         beginning."""
         return self.decode([*context, *ids])[len(self.decode(context)) :]
 
-    @functools.cached_property
+    @cached_property
     def ids_fingerprint(self) -> str:
         """Changes with the ids of texts, and with their number: the same for two files of one tokenizer."""
         ids = [self.vocab_size, *(self.encode(text) for text in PROBE)]
@@ -124,9 +137,9 @@ def load_tokenizer(path: str | None, add_bos: bool | None = None, add_eos: bool 
         DataError: the file is missing, damaged, of another kind, or has no end-of-document token; or a BOS is wanted
             that it does not have.
     """
-    file = SHIPPED if path is None else find_file(Path(path).expanduser())
+    file = SHIPPED if path is None else find_file(path)
     try:
-        content = file.read_bytes()
+        content = regular_file(file).read_bytes()
     except OSError as error:
         raise DataError(f"model.tokenizer_path: cannot read {file} ({error.strerror}); {REMEDY}.") from error
     if content.startswith(b"version https://git-lfs"):
@@ -135,6 +148,7 @@ def load_tokenizer(path: str | None, add_bos: bool | None = None, add_eos: bool 
         )
     fingerprint = hashlib.sha256(content).hexdigest()[:16]
     limits = Boundaries(file, add_bos, add_eos)
+    content = content.removeprefix(codecs.BOM_UTF8)
     if content.lstrip()[:1] == b"{":
         return load_tokenizers(file, content, fingerprint, limits)
     if TIKTOKEN_LINE.fullmatch(content[:4096].split(b"\n", 1)[0]):
@@ -148,12 +162,16 @@ def require_characters(text: str, where: str) -> None:
         raise DataError(f"{where}: {text!a:.60} holds half of a surrogate pair, which is not a character; remove it.")
 
 
-def find_file(path: Path) -> Path:
-    if path.is_file():
-        return path
-    if not path.is_dir():
+def find_file(name: str | Path) -> Path:
+    try:
+        path = local_path(str(name))
+    except PathError as error:
+        raise DataError(f"model.tokenizer_path: {error}") from None
+    if not path.exists():
         raise DataError(f"model.tokenizer_path: there is no file or folder {path}; {REMEDY}.")
-    named = [path / name for name in FILES_IN_FOLDER if (path / name).is_file()]
+    if not path.is_dir():
+        return path
+    named = [path / name for name in FILES_IN_FOLDER if (path / name).exists()]
     others = sorted(path.glob("*.model"))
     if named:
         return named[0]
@@ -259,10 +277,10 @@ def json_beside(file: Path, name: str) -> dict[str, Any]:
         DataError: it is damaged.
     """
     path = main_folder(file) / name
-    if file == SHIPPED or not path.is_file():
+    if file == SHIPPED or not path.exists():
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(regular_file(path).read_bytes())
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
         return content
@@ -332,7 +350,7 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Bounda
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # True means: encode text that spells a special token as ordinary text
     for letter in ("a", "Z", "0", " ", "\n", "-", "é", "語"):  # runs, on which a regular expression may never end
-        attempt(functools.partial(tokenizer.encode, letter * 100 + "\x01"))
+        attempt(partial(tokenizer.encode, letter * 100 + "\x01"))
     template = tokenizer.encode("a")  # with what the file itself adds to a text
     added = template.special_tokens_mask
     own = {"bos_token": template.ids[0]} if added[:1] == [1] else {}

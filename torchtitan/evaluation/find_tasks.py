@@ -8,10 +8,12 @@ from typing import Any
 from torchtitan.config.training import Evaluation, Training, Validation
 from torchtitan.data.datasets import documents_of, held_out_documents
 from torchtitan.data.sources import Document
+from torchtitan.data.splits import VALIDATION
 from torchtitan.errors import ConfigError, DataError, nearest
 from torchtitan.evaluation.embedded import EMBEDDED, make
 from torchtitan.evaluation.formats import read_examples
 from torchtitan.evaluation.tasks import Choice, LastWords, MultipleChoice, Task, Text
+from torchtitan.files import PathError, local_path
 
 HELD_OUT = "held_out"
 TEXT = "text:"
@@ -53,7 +55,7 @@ def find_tasks(
         elif entry.startswith(TEXT):
             path = entry.removeprefix(TEXT)
             column = "text" if validation is None else validation.text_column
-            tasks.append(_text(Path(path).stem, documents_of(path, column, key), evaluation.limit, key))
+            tasks.append(_text(Path(path).stem, documents_of(path, column, key, VALIDATION), evaluation.limit, key))
         else:
             tasks.append(_examples(entry, evaluation, name_of))
     names = [task.name for task in tasks]
@@ -81,7 +83,10 @@ def _examples(entry: str, evaluation: Evaluation, name_of: Callable[[str], str])
     if entry in EMBEDDED:
         examples = make(entry)
     else:
-        path = Path(entry).expanduser()
+        try:
+            path = local_path(entry)
+        except PathError as error:
+            raise ConfigError(f"{key}: {error}") from None
         if not path.exists():
             known = [*EMBEDDED, HELD_OUT]
             raise ConfigError(

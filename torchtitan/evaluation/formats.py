@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torchtitan.data.tokenizer import require_characters
 from torchtitan.errors import DataError
 from torchtitan.evaluation.tasks import Choice, LastWord
+from torchtitan.files import regular_file
 
 
 class Format(NamedTuple):
@@ -28,7 +29,7 @@ def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
         DataError: the file is missing or empty, or a line cannot be used.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = regular_file(path).read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise DataError(f"{key}: {path} cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError as error:
@@ -76,9 +77,16 @@ def _choice(context: str, choices: list[str], gold: int) -> Choice:
     return Choice(context, tuple(choices), gold)
 
 
+def _without_marks(line: str) -> str:
+    # After the last closing bracket there is no mark. To look for its end from each opening one would be slow.
+    marked, end, rest = line.rpartition("]")
+    return re.sub(r"\[.*?\]", "", marked + end) + rest
+
+
 def _hellaswag(entry: Mapping[str, Any]) -> Choice:
     def clean(text: str) -> str:  # marks of the WikiHow pages
-        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+        lines = text.strip().replace(" [title]", ". ").split("\n")
+        return "\n".join(map(_without_marks, lines)).replace("  ", " ")
 
     context = f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}"
     return _choice(clean(context), [clean(ending) for ending in entry["endings"]], int(entry["label"]))

@@ -50,7 +50,7 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
     from tokenizers import Tokenizer as FastTokenizer
 
     tokenizer = load_tokenizer(path, add_bos, add_eos)
-    file = SHIPPED if path is None else find_file(Path(path).expanduser())
+    file = SHIPPED if path is None else find_file(path)
     content, folder = file.read_bytes(), main_folder(file)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # others would replace what tokenizer.json says

@@ -15,6 +15,7 @@ from pathlib import Path
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
+from torchtitan.files import local_path
 from torchtitan.launcher.imports import quick_imports
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     tokens.add_argument("--tokens-per-parameter", default="20", help="one or several (default: %(default)s)")
     tokens.add_argument("--tokens", help="instead: the same tokens for each size, one or several")
     parser.add_argument("--predict", required=True, help="parameters to predict, at the most tokens (per parameter)")
-    parser.add_argument("--folder", type=Path, help="default: job.dump_folder")
+    parser.add_argument("--folder", type=local_path, help="default: job.dump_folder")
     parser.add_argument("--dry-run", action="store_true", help="print the plan only")
     parser.add_argument("--verify", action="store_true", help="finally train the predicted size too")
     arguments, flags = parser.parse_known_args()

@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan.compat.pipelining import ComputationType, PipelineScheduleRuntime, computations, keep_forward, load_csv
 from torchtitan.config.system import Parallelism
 from torchtitan.errors import ConfigError
+from torchtitan.files import regular_file
 from torchtitan.parallel.fsdp import require_parts
 from torchtitan.protocols import Decoder
 
@@ -119,7 +120,7 @@ def count_stages(parallelism: Parallelism, layers: int) -> int:
         return next((count for count in (stages, stages + 1, stages + 2) if count % ranks == 0), stages)
     if csv := parallelism.pipeline_parallel_schedule_csv:
         with contextlib.suppress(OSError, ValueError):  # reported when the file is loaded
-            return 1 + max(map(int, re.findall(r"\b(\d+)[A-Z]", Path(csv).read_text(encoding="utf-8"))))
+            return 1 + max(map(int, re.findall(r"\b(\d+)[A-Z]", regular_file(Path(csv)).read_text(encoding="utf-8"))))
     return ranks * stages_per_rank(parallelism.pipeline_parallel_schedule)
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from torchtitan.config.manager import tomllib
 from torchtitan.errors import UserError
+from torchtitan.files import regular_file
 from torchtitan.report.compare import Values, flat, shown
 from torchtitan.report.series import Floats, Series
 
@@ -258,7 +259,7 @@ def _part(run: Run, name: str, parse: Callable[[str], T], consequence: str, opti
     """The result of `parse` on a file; None, with a note, if that fails."""
     path = run.folder / name
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(regular_file(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         if not optional:
             run.notes.append(f"{name} is missing: {consequence}.")
@@ -273,7 +274,7 @@ def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file. Invalid lines, such as a truncated last one, are skipped with a note."""
     damaged = 0
     try:
-        with (run.folder / name).open("rb") as file:
+        with regular_file(run.folder / name).open("rb") as file:
             for line in file:
                 try:
                     entry = json.loads(line)

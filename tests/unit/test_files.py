@@ -1,0 +1,65 @@
+"""What a path that a user writes leads to, and that nothing waits for what is not a file."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan.files import PathError, expand, local_path, regular_file
+
+ROOT = Path(__file__).parents[2]
+PATH_ARGUMENTS = re.compile(
+    r'"(-o|--(out|output|json|folder|dump-folder|checkpoint|.*-file|.*-path)|run|runs|checkpoint|checkpoints|out)"'
+)
+
+
+def test_a_path_is_expanded_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    for path, expanded in (("~", "/home/ada"), ("~/a", "/home/ada/a"), ("./~b", "./~b"), ("a:b#c", "a:b#c")):
+        assert expand(path) == expanded
+        assert local_path(path) == Path(expanded)
+    remote = ("s3://bucket/x", "gs://b", "hf://datasets/a/b", "file:///x", "S3:/b", "abfs+ssl://b")
+    for path in (*remote, "~nobody-of-this-name/x", "a\0b"):
+        with pytest.raises(PathError, match=r"no path on this machine|no such home folder|zero byte"):
+            expand(path)
+
+
+def test_only_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    assert regular_file(tmp_path / "link").read_bytes() == b""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(tmp_path / "socket"))
+        for name, what in (("pipe", "named pipe"), ("zero", "device"), ("socket", "socket")):
+            with pytest.raises(OSError, match=f"it is a {what}, not a file"):
+                regular_file(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        regular_file(tmp_path / "missing")
+
+
+def test_no_command_takes_a_path_as_it_is_written() -> None:
+    for file in (*ROOT.glob("scripts/*.py"), *ROOT.glob("torchtitan/**/*.py")):
+        for argument in re.findall(r"add_argument\(\s*(.*?)\s*\)\n", file.read_text(), re.DOTALL):
+            if PATH_ARGUMENTS.match(argument) or "type=Path" in argument:
+                assert "type=local_path" in argument or "type=expand" in argument, f"{file}: {argument}"
+
+
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [
+        (["-m", "torchtitan.evaluate", "s3://bucket/run", "--tasks", "stdlib_brackets"], "s3://bucket/run"),
+        (["-m", "torchtitan.report", "run", "--output", "gs://bucket/report.html"], "gs://bucket/report.html"),
+        (["scripts/convert_to_hf.py", "run", "~nobody-of-this-name/out"], "~nobody-of-this-name/out"),
+    ],
+)
+def test_a_command_refuses_what_is_no_path_here(command: list[str], path: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert re.search(rf"error: argument \S+: '{path}'.*(path on this machine|no such home folder)", done.stderr)
