@@ -8,7 +8,7 @@ file at a time (at most 5 GB).
 
 import argparse
 
-from torchtitan.files import local_path
+from torchtitan.files import expand, local_path
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=local_path)
     parser.add_argument("out", type=local_path, help="folder to create; must not exist")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--tokenizer-path", help="default: the model's own")
+    parser.add_argument("--tokenizer-path", type=expand, help="default: the model's own")
     parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
     arguments = parser.parse_args()
     import torch
