@@ -10,13 +10,16 @@ Start a run from the result with --checkpoint.initial_load_path, export it with 
 import argparse
 from pathlib import Path
 
+from torchtitan.config.extension import add_custom_import
+from torchtitan.errors import run_command
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ema", action="store_true")
-    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
+    add_custom_import(parser)
     arguments = parser.parse_args()
     from torchtitan.interchange.average import average
     from torchtitan.interchange.convert import one_process
@@ -26,4 +29,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -9,13 +9,16 @@ file at a time (at most 5 GB).
 import argparse
 from pathlib import Path
 
+from torchtitan.config.extension import add_custom_import
+from torchtitan.errors import run_command
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path, help="folder to create; must not exist")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
+    add_custom_import(parser)
     arguments = parser.parse_args()
     import torch
 
@@ -30,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

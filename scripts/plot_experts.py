@@ -4,7 +4,11 @@ python scripts/plot_experts.py outputs/a --output experts.png
 """
 
 import argparse
+import signal
 from pathlib import Path
+
+if __name__ == "__main__":  # a KeyboardInterrupt inside an import would print a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import matplotlib
 

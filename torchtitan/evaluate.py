@@ -12,9 +12,10 @@ import json
 import time
 from pathlib import Path
 
+from torchtitan.config.extension import add_custom_import
 from torchtitan.config.output import Metrics
 from torchtitan.config.training import Evaluation
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, run_command
 from torchtitan.strict_json import finite
 
 BATCH_TOKENS = 8192
@@ -45,7 +46,7 @@ def main() -> None:
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
     )
     parser.add_argument("--tokenizer-path", help="default: the model's own")
-    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
+    add_custom_import(parser)
     parser.add_argument("--out", type=Path, help="JSONL file to write: the result of each example", metavar="FILE")
     parser.add_argument("--dump-folder", type=Path, help="folder to add metrics.jsonl and tb/ to", metavar="FOLDER")
     arguments = parser.parse_args()
@@ -93,4 +94,4 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -348,7 +348,7 @@ def test_a_model_without_finite_numbers_is_null(trained: Path, tmp_path: Path) -
 
 def test_mistakes_of_the_command() -> None:
     for arguments, words in (
-        (("/nowhere", "--tasks", "stdlib_brackets"), "there is no folder /nowhere"),
+        (("/nowhere", "--tasks", "stdlib_brackets"), "/nowhere does not exist"),
         (("docs", "--tasks", "brackets"), "--tasks: 'brackets' is neither a task"),
         (("docs", "--tasks", "stdlib_brackets", "--num-fewshot", "500"), "--num-fewshot = 500 needs 501 examples"),
         (("docs", "--tasks", "stdlib_brackets", "--limit", "0"), "--limit must be above 0"),

@@ -171,7 +171,7 @@ def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--checkpoint", "/nowhere", "--prompt", "a"), "there is no folder /nowhere"),
+        (("--checkpoint", "/nowhere", "--prompt", "a"), "/nowhere does not exist"),
         (("--checkpoint", "docs", "--prompt", "a"), "docs holds neither config.json"),
         (("--checkpoint", "docs"), "there is no prompt"),
         (("--checkpoint", "docs", "--prompt", "a", "--top-p", "0"), "--top-p must be above 0"),

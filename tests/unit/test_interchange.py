@@ -234,7 +234,7 @@ FAULTS = {
     "another width": (lambda f: change(f, intermediate_size=100), "its ffn_dim is 100, this run's is 96"),
     "another vocabulary": (lambda f: change(f, vocab_size=32000), "its vocab_size is 32000, this run's is 4096"),
     "a size is a word": (lambda f: change(f, hidden_size="big"), "config.json: "),
-    "a size is missing": (lambda f: change(f, num_hidden_layers=None), "n_layers is None"),
+    "a size is missing": (lambda f: change(f, num_hidden_layers=None), "config.json: num_hidden_layers is missing"),
     "cut short": (lambda f: truncate(f / "model.safetensors"), "model.safetensors is damaged"),
     "a shape": (
         lambda f: rewrite(f / "model.safetensors", **{Q: torch.ones(8, 8)}),

@@ -2,7 +2,7 @@
 
 import os
 import pickle
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -187,11 +187,11 @@ def _member(of: object, name: str) -> Enum:
     return member
 
 
-def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
+def read_metadata(checkpoint: Path, files: Mapping[str, FileRecord]) -> Metadata:
     """The names, shapes and locations of a checkpoint's tensors. Executes nothing that is in it.
 
     Args:
-        files: the checkpoint's files; the tensors must be in these.
+        files: the checkpoint's files; the tensors must be in these, and no larger.
 
     Raises:
         CheckpointError: invalid metadata, or they point elsewhere. The message is only the reason.
@@ -209,6 +209,9 @@ def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
         for place in places.values():
             if place.relative_path not in files:
                 raise ValueError(f"it points to {place.relative_path!r}, which is not a file of the checkpoint")
+        stored = sum(prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors.values())
+        if stored > (there := sum(record.size for record in files.values())):
+            raise ValueError(f"its tensors have {stored:,} bytes, but its files {there:,}")
         return metadata
     except OSError as error:
         raise CheckpointError(f"{METADATA} cannot be read ({error.strerror})") from None

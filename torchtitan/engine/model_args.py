@@ -2,14 +2,38 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+from torchtitan.config import JobConfig
+from torchtitan.config.extension import import_user_module
 from torchtitan.config.training import Model
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import ConfigError
+from torchtitan.interchange.convert import sizes_in
 from torchtitan.models import MODELS
+from torchtitan.models.registry import AUTO
 from torchtitan.protocols import ModelArgs
 
 GROW_WITH_WIDTH = ("n_heads", "n_kv_heads", "ffn_dim")
+
+
+def register_models(config: JobConfig) -> None:
+    """Imports the user's module. With `model.flavor = "auto"`, also makes a flavor of the sizes of the model in
+    `checkpoint.initial_load_path`. Call it before anything asks for sizes.
+
+    Raises:
+        UserError: there is no such module, or the path says no sizes of this family.
+    """
+    if config.experimental.custom_import:
+        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    if config.model.flavor == AUTO:
+        path, spec = config.checkpoint.initial_load_path, MODELS.get(config.model.name)
+        if path is None:
+            raise ConfigError(
+                f"model.flavor = {AUTO} takes the sizes of the model in checkpoint.initial_load_path, which is not set."
+            )
+        sizes = sizes_in(Path(path), spec)
+        MODELS.replace(config.model.name, replace(spec, flavors={**spec.flavors, AUTO: sizes}))
 
 
 def sizes_of(model: Model) -> ModelArgs:

@@ -5,14 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan.checkpoint.folder import saved_steps
-from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
+from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan.errors import CheckpointError
-from torchtitan.interchange.convert import find_model, saved_model
+from torchtitan.errors import CheckpointError, DataError
+from torchtitan.interchange.convert import find_model, open_checkpoint
 from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import published
-from torchtitan.interchange.sources import longest_sequence, wrong_sums
+from torchtitan.interchange.sources import longest_sequence
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.moe import reset_buffers
@@ -53,20 +52,15 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
     Raises:
         UserError: the folder is none of these, or is damaged, or its tokenizer is missing or has too many ids.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"there is no folder {path}.")
-    if (path / MANIFEST).exists() or saved_steps(path) or saved_steps(path / "checkpoint"):
-        saved = saved_model(path)
+    if (checkpoint := find_checkpoint(path)) is not None:
+        saved = open_checkpoint(checkpoint)
         model = _empty(saved.spec, saved.args, device, dtype)
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 tensor.copy_(saved.weight(name))
-        tokenizer = load_tokenizer(tokenizer_path or saved.tokenizer_path)
+        tokenizer = _tokenizer(tokenizer_path or saved.tokenizer_path)
         _require_embeddings(tokenizer, saved.args)
-        step = read_manifest(saved.checkpoint).step
-        return OpenedModel(model, tokenizer, saved.seq_len or None, step, saved.checkpoint)
-    if found := wrong_sums(path):
-        raise CheckpointError(f"{path} is damaged: {'; '.join(found[:3])}.")
+        return OpenedModel(model, tokenizer, saved.seq_len or None, saved.manifest.step, checkpoint)
     family, source = find_model(path)
     spec = MODELS.get(family)
     known = published(spec, source.args, None, 0)
@@ -74,9 +68,17 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
     known.check(source)
     model = _empty(spec, source.args, device, dtype)
     load_weights(dict(model.named_parameters()), source)
-    tokenizer = load_tokenizer(tokenizer_path or str(path))
+    tokenizer = _tokenizer(tokenizer_path or str(path))
     _require_embeddings(tokenizer, source.args)
     return OpenedModel(model, tokenizer, longest_sequence(path), 0, path)
+
+
+def _tokenizer(path: str | None) -> Tokenizer:
+    """The tokenizer; messages name the flag of the commands that call this."""
+    try:
+        return load_tokenizer(path)
+    except DataError as error:
+        raise DataError(str(error).replace("model.tokenizer_path", "--tokenizer-path")) from None
 
 
 def _require_embeddings(tokenizer: Tokenizer, args: ModelArgs) -> None:
