@@ -1,6 +1,7 @@
 """Importing and exporting weights, with `transformers` as the reference."""
 
 import json
+import os
 import shutil
 import subprocess
 import warnings
@@ -298,6 +299,28 @@ def test_an_export_that_was_interrupted_looks_like_none(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(CheckpointError, match="already exists; move it away"):
         exported(nontrivial_llama(SMALL), tmp_path / "out")
+
+
+def test_an_export_is_readable_as_other_files_are(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        folder = exported(nontrivial_llama(SMALL), tmp_path / "out", largest_file=300_000)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(1e5, torch.float16), (float("nan"), torch.float32)])
+def test_a_weight_that_is_not_finite_in_the_export_s_dtype_is_named(
+    value: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = nontrivial_llama(SMALL)
+    model.norm.weight.data[3] = value
+    with pytest.raises(CheckpointError, match=r"norm\.weight has numbers that are not finite in float\d\d"):
+        exported(model, tmp_path / "out", dtype)
+    assert [*tmp_path.iterdir()] == []
+    if dtype == torch.float16:
+        exported(model, tmp_path / "out", torch.bfloat16)
 
 
 def test_experts_whose_config_does_not_say_the_width_of_a_head(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan.checkpoint import files
+from torchtitan.checkpoint import CheckpointManager, files
 from torchtitan.checkpoint.folder import keep_latest, publish, saved_steps, temporary_folder
 from torchtitan.checkpoint.manifest import FileRecord, HashingFile, damage, is_complete, read_manifest, write_manifest
+from torchtitan.config.output import Checkpoint
+from torchtitan.interchange.convert import one_process
 
 FILES = ("__0_0.distcp", ".metadata", "train_state.json", "manifest.json")
 
@@ -108,6 +110,16 @@ def test_a_link_is_not_a_file_of_the_checkpoint(tmp_path: Path) -> None:
     assert damage(checkpoint) == ["__0_0.distcp is a link, a folder or a pipe, not a file"]
 
 
+def test_what_the_manifest_does_not_list_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    (checkpoint / "evil.py").touch()
+    (checkpoint / "\x1b[31m").mkdir()
+    assert damage(checkpoint) == [
+        "\\x1b[31m is not listed in manifest.json", "evil.py is not listed in manifest.json"
+    ]  # fmt: skip
+    assert not is_complete(checkpoint)
+
+
 def test_a_pipe_instead_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     for name, step in zip(FILES, range(1, 5), strict=True):
         checkpoint = save(tmp_path, step)
@@ -150,6 +162,20 @@ def test_a_file_that_did_not_reach_the_disk_fails_the_save(tmp_path: Path) -> No
     with pytest.raises(OSError, match=r"tensors has \d bytes on disk, but 7 were written"):
         publish(tmp_path, 1, {}, {}, {"tensors": file.record()})
     assert saved_steps(tmp_path) == []
+
+
+def test_weights_that_become_infinite_are_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    keys = {"enable_checkpoint": True, "last_save_model_weights_only": True}
+    for weight, dtype, saved in ((1e5, "float16", False), (1e5, "bfloat16", True), (6e4, "float16", True)):
+        torch.nn.init.constant_(model.weight, weight)
+        folder = tmp_path / f"{weight:g} {dtype}"
+        with one_process():
+            manager = CheckpointManager(Checkpoint(**keys, export_dtype=dtype), folder, model, optimizer, {})
+            manager.save(1, lambda: {"step": 1}, last=True)
+        assert (manager.last_save_failed, saved_steps(folder / "checkpoint")) == (not saved, [1] * saved)
+    assert "weight has numbers that are not finite in float16" in caplog.text
 
 
 def test_what_is_not_whole_counts_for_nothing_among_the_latest(tmp_path: Path) -> None:

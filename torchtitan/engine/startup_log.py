@@ -56,13 +56,21 @@ def log_cost_of_low_precision(engine: Engine) -> None:
 
 
 def log_settings(
-    engine: Engine, *, dtype_reason: str, data: str, global_batch_size: int, first_step: int, checkpoints: Path
+    engine: Engine,
+    *,
+    dtype_reason: str,
+    data: str,
+    global_batch_size: int,
+    first_step: int,
+    tokens_seen: int,
+    checkpoints: Path,
 ) -> None:
     """Logs one line per decision.
 
     Args:
         dtype_reason: why the run computes in its dtype; "" if the configuration says so.
         data: description of what the loader reads.
+        tokens_seen: before the first step, perhaps in other batches.
         checkpoints: checkpoint folder.
     """
     config, training, dims, device = engine.config, engine.config.training, engine.meshes.dims, engine.device
@@ -83,7 +91,8 @@ def log_settings(
         "data": data,
         "batch": f"{global_batch_size} x {training.seq_len} = {tokens:,} tokens per step"
         f" ({training.local_batch_size} x {dims.dp} ranks x {accumulation_steps} grad-accumulation steps)",
-        "steps": f"{first_step} to {training.steps}, {training.steps * tokens:,} tokens in total",
+        "steps": f"{first_step} to {training.steps}, "
+        f"{tokens_seen + (training.steps - first_step + 1) * tokens:,} tokens in total",
         "activations": {"none": "all stored", "full": "recomputed in every block"}.get(
             config.activation_checkpoint.mode,
             f"recomputed selectively ({config.activation_checkpoint.selective_ac_option})",
