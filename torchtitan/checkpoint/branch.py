@@ -88,8 +88,8 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
     except (TypeError, ValueError) as error:  # what TOML cannot say
         raise CheckpointError(f"{checkpoint} does not record its run's configuration ({error}).") from None
     except OSError as error:
-        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
-        raise CheckpointError(f"{checkpoint} could not be copied to {folder} ({reason}).") from None
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        raise CheckpointError(f"{checkpoint} could not be copied to {folder} ({why}).") from None
     return folder / BRANCH
 
 

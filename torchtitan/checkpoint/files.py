@@ -199,6 +199,7 @@ def read_metadata(checkpoint: Path, files: Mapping[str, FileRecord]) -> Metadata
     try:
         metadata: Metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA))).load()
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        stored = 0
         for name, tensor in tensors.items():
             if type(tensor) is not TensorStorageMetadata:
                 raise TypeError(f"{name} is not a tensor")
@@ -206,10 +207,10 @@ def read_metadata(checkpoint: Path, files: Mapping[str, FileRecord]) -> Metadata
                 raise TypeError(f"{name} has no dtype")
             if not _is_complete(tensor):
                 raise ValueError(f"{name} is incomplete")
+            stored += prod(tensor.size) * tensor.properties.dtype.itemsize
         for place in places.values():
             if place.relative_path not in files:
                 raise ValueError(f"it points to {place.relative_path!r}, which is not a file of the checkpoint")
-        stored = sum(prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors.values())
         if stored > (there := sum(record.size for record in files.values())):
             raise ValueError(f"its tensors have {stored:,} bytes, but its files {there:,}")
         return metadata

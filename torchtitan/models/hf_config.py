@@ -93,7 +93,7 @@ class CommonConfig(Entries):
 
     @property
     def rope(self) -> Rope:
-        return self.rope_parameters or self.rope_scaling or Rope()
+        return self.rope_parameters or self.rope_scaling or Rope.model_validate({})
 
     @property
     def sizes(self) -> dict[str, Any]:
