@@ -193,9 +193,7 @@ def test_commands_find_checkpoints_where_training_puts_them(
             find_checkpoint(steps[2])
         for step in steps[:2]:
             (step / "manifest.json").unlink()
-        with pytest.raises(
-            CheckpointError, match=r"3 checkpoint\(s\), but none is intact: .*manifest\.json"
-        ):
+        with pytest.raises(CheckpointError, match=r"3 checkpoint\(s\), but none is intact: .*manifest\.json"):
             find_checkpoint(run)
         assert find_checkpoint(tmp_path) is None
         for path, words in ((tmp_path / "none", "does not exist"), (run / "config.toml", "is a file, not a folder")):
