@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.checkpoint.manifest import TRAIN_STATE, read_manifest
 from torchtitan.config.fields import PositiveInt
+from torchtitan.config.legacy_keys import LEGACY_KEYS
 from torchtitan.config.manager import tables_to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.config.system import Experimental
@@ -69,12 +70,16 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
     if folder.exists():
         raise CheckpointError(f"{folder} exists; choose another folder with --folder.")
     total = step + decay_steps
-    branch: dict[str, Any] = {**tables}
-    branch["training"] = {**tables["training"], "steps": total}
-    branch["lr_scheduler"] = {**tables["lr_scheduler"], "decay_ratio": decay_steps / total}
-    branch["job"] = {**tables["job"], "dump_folder": str(folder)}
+    # A resolved configuration has no keys of other versions, of which some name modules.
+    branch = {
+        section: {key: value for key, value in keys.items() if f"{section}.{key}" not in LEGACY_KEYS}
+        for section, keys in tables.items()
+    }
+    branch["training"]["steps"] = total
+    branch["lr_scheduler"]["decay_ratio"] = decay_steps / total
+    branch["job"]["dump_folder"] = str(folder)
     # These were for the start of the run; the branch takes its checkpoint as it is.
-    branch["checkpoint"] = {**tables["checkpoint"], "load_step": -1, "exclude_from_loading": []}
+    branch["checkpoint"] |= {"load_step": -1, "exclude_from_loading": []}
     branch["experimental"] = asdict(Experimental())
     if not (folder / saved_in).resolve().is_relative_to(folder):  # it would be the run's own
         saved_in = Path(Checkpoint.folder)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.errors import printable
 from torchtitan.evaluation.requests import Encoder, Score
 from torchtitan.evaluation.scoring import Scorer
 from torchtitan.evaluation.tasks import Metrics, Task
@@ -80,7 +81,7 @@ def table(results: Mapping[str, Metrics]) -> str:
     columns = [name for name in COLUMNS if any(name in metrics for metrics in results.values())]
     rows = [["task", *columns]]
     for task, metrics in results.items():
-        rows.append([task, *(_cell(name, metrics[name]) if name in metrics else "" for name in columns)])
+        rows.append([printable(task), *(_cell(name, metrics[name]) if name in metrics else "" for name in columns)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([task.ljust(widths[0]), *map(str.rjust, cells, widths[1:])] for task, *cells in rows)
     return "\n".join("  ".join(line) for line in lines)

@@ -7,6 +7,7 @@
 | `samples.jsonl` | a run with `validation.sample_prompts`: lines of `step`, `prompt`, `text` |
 """
 
+import errno
 import itertools
 import json
 import math
@@ -250,6 +251,7 @@ def _part(run: Run, name: str, parse: Callable[[str], T], consequence: str, opti
     """The result of `parse` on a file; None, with a note, if that fails."""
     path = run.folder / name
     try:
+        _require_file(path)
         return parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if not optional:
@@ -261,10 +263,17 @@ def _part(run: Run, name: str, parse: Callable[[str], T], consequence: str, opti
     return None
 
 
+def _require_file(path: Path) -> None:
+    """Raises an OSError for a pipe or a device, whose reading may never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a file")
+
+
 def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file. Invalid lines, such as a truncated last one, are skipped with a note."""
     damaged = 0
     try:
+        _require_file(run.folder / name)
         with (run.folder / name).open("rb") as file:
             for line in file:
                 try:
