@@ -25,8 +25,8 @@ def main() -> None:
     parser.add_argument("--prepare-only", action="store_true", help="do not train yet")
     add_custom_import(parser)
     arguments, flags = parser.parse_known_args()
-    if arguments.decay_steps < 1:
-        parser.error("--decay-steps must be above 0")
+    if not 1 <= arguments.decay_steps < 2**31:
+        parser.error("--decay-steps must be 1 or above, and below 2^31")
     if arguments.custom_import:
         flags.append(f"--experimental.custom_import={arguments.custom_import}")
     from torchtitan.checkpoint.branch import make_branch

@@ -367,6 +367,7 @@ def test_mistakes_of_the_command() -> None:
     for arguments, words in (
         (("/nowhere", "--tasks", "stdlib_brackets"), "/nowhere does not exist"),
         (("docs", "--tasks", "brackets"), "--tasks: 'brackets' is neither a task"),
+        (("docs/tokenizer", "--tasks", "stdlib_brackets"), "docs/tokenizer does not exist."),
         (("docs", "--tasks", "stdlib_brackets", "--num-fewshot", "500"), "--num-fewshot = 500 needs 501 examples"),
         (("docs", "--tasks", "stdlib_brackets", "--limit", "0"), "--limit must be above 0"),
         (("docs", "--tasks", "stdlib_brackets", "--seq-len", "0"), "--seq-len must be above 0"),

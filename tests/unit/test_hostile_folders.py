@@ -209,6 +209,20 @@ def int32_weight(folder: Path) -> None:
     save_file({**weights, "model.norm.weight": torch.ones(32, dtype=torch.int32)}, folder / "model.safetensors")
 
 
+def unknown_dtype(folder: Path) -> None:
+    """One that safetensors has, but torch has not. All numbers before and after keep their places."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    weight = header["model.norm.weight"]
+    start, end = weight["data_offsets"]
+    header["rest"] = {"dtype": "U8", "shape": [104], "data_offsets": [start + 24, end]}
+    weight.update(dtype="F6_E2M3", data_offsets=[start, start + 24])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+
+
 def large(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)  # takes no room
@@ -219,6 +233,7 @@ HARMS: dict[str, tuple[str, Harm, str]] = {
     "a thousand million layers": ("hf", config(num_hidden_layers=10**9), "1,000,000,000 layers, but its files hold"),
     "a huge config.json": ("hf", replaced("config.json", large), "config.json cannot be read"),
     "int32": ("hf", int32_weight, r"norm.weight is torch.int32; only float32, bfloat16 and float16 can be loaded"),
+    "a dtype that torch lacks": ("hf", unknown_dtype, "norm.weight cannot be read (Dtype not understood: F6_E2M3)"),
     **{f"{name} is a pipe": ("hf", to_pipe(name), "not a file") for name in
        ("config.json", "model.safetensors", "model.safetensors.index.json", "SHA256SUMS")},
     **{f"{name} is a device": ("hf", to_device(name), "not a file") for name in

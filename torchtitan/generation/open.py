@@ -78,7 +78,8 @@ def _tokenizer(path: str | None) -> Tokenizer:
     try:
         return load_tokenizer(path)
     except DataError as error:
-        raise DataError(str(error).replace("model.tokenizer_path", "--tokenizer-path")) from None
+        message = str(error).replace("model.tokenizer_path, or none for the shipped tokenizer", "model.tokenizer_path")
+        raise DataError(message.replace("model.tokenizer_path", "--tokenizer-path")) from None
 
 
 def _require_embeddings(tokenizer: Tokenizer, args: ModelArgs) -> None:

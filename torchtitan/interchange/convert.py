@@ -77,7 +77,7 @@ class SavedModel:
         read = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
         reader = Reader(self.checkpoint, self.tensors)
         try:
-            dcp.load(read, storage_reader=reader, planner=TensorsOnlyPlanner(), no_dist=True)
+            dcp.load(read, storage_reader=reader, planner=TensorsOnlyPlanner())
         except (CheckpointException, OSError, RuntimeError, ValueError, LookupError) as error:
             raise CheckpointError(
                 f"{self.checkpoint}: {name} cannot be read ({first_line(error)}). If a run has removed this checkpoint "

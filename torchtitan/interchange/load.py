@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan.errors import CheckpointError
-from torchtitan.interchange.sources import Source
+from torchtitan.interchange.sources import Source, read_part
 from torchtitan.models.init import local_box
 
 
@@ -19,8 +18,4 @@ def load_weights(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
     """
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        try:
-            part = source.read(name, local_box(tensor))
-        except (OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{source.folder}: {name} cannot be read ({error}).") from None
-        local.copy_(part)
+        local.copy_(read_part(source, name, local_box(tensor)))

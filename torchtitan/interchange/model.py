@@ -13,7 +13,7 @@ import torch
 from torchtitan.checkpoint.files import first_line
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError
-from torchtitan.interchange.sources import CONFIG, Source
+from torchtitan.interchange.sources import CONFIG, Source, read_part
 from torchtitan.interchange.tokenizer_files import tokenizer_files
 from torchtitan.models.naming import LAYER_NUMBER, HuggingFaceNaming
 from torchtitan.models.registry import AUTO, ModelSpec
@@ -101,7 +101,7 @@ class PublishedModel:
                 raise CheckpointError(f"{source.folder} lacks the weight {name} (its name in this program).")
             if found != shape:
                 raise CheckpointError(f"{source.folder}: {name} has shape {found}, but {shape} in this run.")
-            dtype = source.read(name, tuple(slice(0, 0) for _ in shape)).dtype
+            dtype = read_part(source, name, tuple(slice(0, 0) for _ in shape)).dtype
             if dtype not in FLOATS:
                 raise CheckpointError(
                     f"{source.folder}: {name} is {dtype}; only float32, bfloat16 and float16 can be loaded."

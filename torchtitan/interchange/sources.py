@@ -13,6 +13,7 @@ import pydantic
 import torch
 from safetensors import SafetensorError, safe_open
 
+from torchtitan.checkpoint.files import first_line
 from torchtitan.checkpoint.manifest import inside, read_file, require_file, sha256_of
 from torchtitan.errors import CheckpointError
 from torchtitan.models.naming import HuggingFaceNaming
@@ -81,6 +82,18 @@ class Source(Protocol):
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """This part of a weight, in its stored dtype."""
+
+
+def read_part(source: Source, name: str, box: Box) -> torch.Tensor:
+    """This part of a weight, in its stored dtype.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return source.read(name, box)
+    except (OSError, RuntimeError, ValueError, LookupError, SafetensorError) as error:
+        raise CheckpointError(f"{source.folder}: {name} cannot be read ({first_line(error)}).") from None
 
 
 def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None:
