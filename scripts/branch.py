@@ -30,10 +30,8 @@ def main() -> None:
     if arguments.custom_import:
         flags.append(f"--experimental.custom_import={arguments.custom_import}")
     from torchtitan.checkpoint.branch import make_branch
-    from torchtitan.interchange.convert import one_process
 
-    with one_process():
-        config = make_branch(arguments.checkpoint, arguments.decay_steps, arguments.folder, flags)
+    config = make_branch(arguments.checkpoint, arguments.decay_steps, arguments.folder, flags)
     script = Path(__file__).resolve().parent.parent / "run_train.sh"
     print(f"CONFIG_FILE={shlex.quote(str(config))} {script} {shlex.join(flags)}".rstrip(), flush=True)
     if not arguments.prepare_only:  # in place of this process, so that signals reach the run

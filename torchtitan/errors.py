@@ -55,6 +55,11 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     except (UserError, OSError) as error:
         status = EXIT_STATUS
         print(f"Error: {printable(str(error))}", file=sys.stderr)
+    except (MemoryError, RuntimeError) as error:  # of which torch's is one
+        if not isinstance(error, MemoryError) and "allocate" not in str(error):
+            raise
+        status = EXIT_STATUS
+        print(f"Error: there is not enough memory. {next(iter(str(error).splitlines()), '')}", file=sys.stderr)
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)

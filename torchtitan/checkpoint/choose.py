@@ -65,7 +65,7 @@ def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]
         if not found:
             return step, damaged
         damaged.append(f"{path} is damaged: {abbreviated(found)}")
-        if dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank() == 0:
             logger.error(damaged[-1])
     return None, damaged
 
@@ -149,7 +149,9 @@ def check_start(path: Path) -> None:
 
 
 def damage_over_ranks(path: Path) -> list[str]:
-    """What is wrong with a checkpoint. The ranks divide the reading."""
+    """What is wrong with a checkpoint. The ranks, if there is a process group, divide the reading."""
+    if not dist.is_initialized():
+        return damage(path)
     found = all_gather_object(damage(path, dist.get_rank(), dist.get_world_size()))
     return sorted({fault for part in found for fault in part})
 

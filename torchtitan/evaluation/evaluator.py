@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import printable
 from torchtitan.evaluation.requests import Encoder, Score
@@ -55,11 +57,12 @@ class Evaluator:
         results = {task.name: task.metrics(found) for task, found in zip(self.tasks, scores, strict=True)}
         for (name, metrics), found in zip(results.items(), scores, strict=True):
             flat = [score.is_finite for example in found for score in example]
-            if not all(flat):
+            if not all(flat) and dist.get_rank() == 0:
                 logger.warning(
                     f"{name}: {flat.count(False):,} of {len(flat):,} likelihoods are not finite (are weights NaN?), so "
                     "it has no metrics; they are null in files"
                 )
+            if not all(flat):
                 metrics.update(dict.fromkeys(metrics.keys() - {"chance"}, math.nan))
         return results
 

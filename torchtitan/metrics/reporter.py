@@ -211,7 +211,7 @@ class MetricsReporter:
         """Shows prompts with their continuations, in the log and in TensorBoard."""
         for number, (prompt, text) in enumerate(samples):
             if text is None:
-                logger.warning(f"step {step}: no sample of {prompt!r}: the model's outputs are not finite")
+                logger.info(f"step {step} | no sample of {prompt!r}: the model's outputs are not finite")
                 continue
             logger.info(f"step {step} | sample of {prompt!r}\n{prompt}{text}")
             for writer in self.writers:
