@@ -60,6 +60,9 @@ def test_a_branch_has_checkpoints_of_its_own(tmp_path: Path) -> None:
     flags = ("--decay-steps", 1, "--folder", tmp_path / "branch", "--experimental.custom_import=tiny")
     status, output = script("branch.py", tmp_path / "run", *flags)  # which says where they are
     assert status == 0, output
+    shutil.copytree(saved, tmp_path / "moved")
+    status, output = script("branch.py", tmp_path / "moved", "--decay-steps", 1, "--custom-import=tiny")
+    assert status == 2 and "say where the branch goes with --folder" in output
     assert sorted(saved.rglob("*")) == before and (tmp_path / "branch" / "checkpoint" / "step-3").exists()
 
 

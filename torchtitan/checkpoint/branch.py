@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.checkpoint.choose import find_checkpoint
+from torchtitan.checkpoint.folder import checkpoint_folders
 from torchtitan.checkpoint.manifest import TRAIN_STATE, read_manifest
 from torchtitan.config.fields import PositiveInt
 from torchtitan.config.legacy_keys import LEGACY_KEYS
@@ -66,6 +67,10 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
             )
     step = manifest.step
     _check_stable(checkpoint, step, steps, schedule)
+    if folder is None and checkpoint.parent not in (place.resolve() for place in checkpoint_folders(run)):
+        raise CheckpointError(
+            f"{checkpoint} is not where its run, {run}, saves checkpoints: say where the branch goes with --folder."
+        )
     folder = (folder or run.parent / f"{run.name}_step{step}_decay{decay_steps}").resolve()
     if folder.exists():
         raise CheckpointError(f"{folder} exists; choose another folder with --folder.")
