@@ -429,7 +429,7 @@ def _check_dump_folder(config: JobConfig, problems: list[str]) -> None:
         problems.append(f"job.dump_folder: {folder} cannot be written ({error.strerror}); choose another folder.")
         return
     saved = folder / "config.toml"
-    if not saved.exists():
+    if not saved.is_file():
         return
     try:
         theirs = read_toml(str(saved)).get("model", {})
