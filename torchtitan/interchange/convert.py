@@ -82,7 +82,8 @@ class SavedModel:
     @property
     def configuration(self) -> Mapping[str, Any]:
         """Of the run."""
-        return self.manifest.configuration
+        configuration: Mapping[str, Any] = self.manifest.configuration
+        return configuration
 
     def weight(self, name: str) -> torch.Tensor:
         """A tensor, read.
