@@ -106,9 +106,8 @@ def test_sampling_follows_the_probabilities_it_is_told_to() -> None:
 def test_the_smallest_temperatures_pick_the_likeliest_token() -> None:
     model, rows = llama(SMALL), prompts(4, 6)
     for temperature in (1e-30, 1e-40, 1e-300):
-        assert generate(model, rows, Sampling(5, temperature=temperature), EOS) == generate(
-            model, rows, Sampling(5), EOS
-        )
+        chosen = generate(model, rows, Sampling(5, temperature=temperature), [EOS])
+        assert chosen == generate(model, rows, Sampling(5), [EOS])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -116,7 +115,7 @@ def test_no_token_follows_from_logits_that_are_not_finite(temperature: float) ->
     model = llama(SMALL)
     model.tok_embeddings.weight.data[17] = float("nan")  # type: ignore[union-attr]
     rows = [[1, 2, 17, 3], [1, 2, 3]]
-    found = generate(model, rows, Sampling(3, temperature=temperature), EOS)
+    found = generate(model, rows, Sampling(3, temperature=temperature), [EOS])
     assert found[0] is None and len(found[1] or []) == 3
 
 

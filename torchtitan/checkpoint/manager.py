@@ -232,7 +232,8 @@ class CheckpointManager:
             try:
                 manifest = read_manifest(path)
                 if resumes:
-                    self.former_configuration = manifest.configuration
+                    former = manifest.configuration
+                    self.former_configuration = former if isinstance(former, dict) else {}
                 state = read_train_state(path, manifest.step)
                 return state, read_metadata(path, manifest.files), manifest.configuration
             except CheckpointError as error:
