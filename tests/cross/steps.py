@@ -43,7 +43,7 @@ from torchtitan.kernels import (
 )
 from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
-from torchtitan.kernels.quantize import SMALLEST_SCALE, WIDEST
+from torchtitan.kernels.quantize import WIDEST
 from torchtitan.models import MODELS
 from torchtitan.optim import state_formats
 from torchtitan.optim.skip_step import UpdateGuard
@@ -243,17 +243,19 @@ def int8_spills(capability: int) -> list[str]:
             (grouped_int8_triton.over_rows_kernel, {"ALIGNMENT": ALIGNMENT}),
         ):
             found += _spills_of_kernel(kernel, grouped, {**config.kwargs, **more}, options, capability)
-    for dtype, columns in itertools.product(("*bf16", "*fp32"), (64, 4096, WIDEST)):
-        rounding = {"x": dtype, "data": "*i8", "scale_inverse": "*fp32", "column_amax": "*i32"}
-        constants = {"SMALLEST": SMALLEST_SCALE, "ROWS": 32, "BLOCK": columns}
+    formats = {"*i8": torch.int8, "*fp8e4nv": torch.float8_e4m3fn} if capability >= 89 else {"*i8": torch.int8}
+    for dtype, columns, low in itertools.product(("*bf16", "*fp32"), (64, 4096, WIDEST), formats):
+        rounding = {"x": dtype, "data": low, "scale_inverse": "*fp32", "column_amax": "*i32"}
+        constants = {**quantize_triton.constants_of(formats[low]), "ROWS": 32, "BLOCK": columns}
         options = {"num_warps": quantize_triton.warps(columns)}
         found += _spills_of_kernel(quantize_triton.round_rows_kernel, rounding, constants, options, capability)
     tile = {"EXPERTS": 128, **grouped_rounding_triton.TILE}
     amax = {"x": "*bf16", "row_amax": "*i32", "column_amax": "*i32", "ends": "*i32"}
     found += _spills_of_kernel(grouped_rounding_triton.amax_kernel, amax, tile, {}, capability)
     scales = {"x": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32", "ends": "*i32", "padded_ends": "*i32"}
-    for data, is_float8 in (("*i8", False), ("*fp8e4nv", True))[: 2 if capability >= 89 else 1]:
-        constants = {"LARGEST": 448.0 if is_float8 else 127.0, "FLOAT8": is_float8, **tile}
+    for data, dtype in formats.items():
+        constants = {**quantize_triton.constants_of(dtype), **tile}
+        constants.pop("SMALLEST")
         pointers = {**scales, "by_row": data, "by_column": data}
         found += _spills_of_kernel(grouped_rounding_triton.round_kernel, pointers, constants, {}, capability)
     return found

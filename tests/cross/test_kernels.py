@@ -34,26 +34,33 @@ for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
 
 ROUNDING = """
 import torch
-from torchtitan.kernels.quantize import LARGEST, SMALLEST_SCALE
+from torchtitan.kernels.quantize import LARGEST, scale_inverse_of
 from torchtitan.kernels.quantize_triton import round_rows
+from torchtitan.kernels.rounding import round_to
 
 torch.manual_seed(0)
-for rows, columns in [(64, 48), (70, 33), (9, 1000)]:
+for shape in [(64, 48), (70, 33), (3, 9, 1000)]:
     for dtype in (torch.bfloat16, torch.float32):
-        x = torch.randn(rows, columns).to(dtype)
-        x[3], x[5], x[6] = 0, x[5] * 1e-33, torch.arange(columns) % 128 - 0.5  # ties, if the scale is 1
-        x[6, 0] = LARGEST
-        data, scale_inverse, column_amax = round_rows(x, SMALLEST_SCALE)
-        # In compiled code, quantize.quantize multiplies by the inverse of a constant.
-        expected = (x.abs().amax(1, keepdim=True).float() * (1 / LARGEST)).clamp_min(SMALLEST_SCALE)
-        assert torch.equal(scale_inverse, expected)
-        exact = x.float() * expected.reciprocal()
-        assert torch.equal(data, exact.round().clamp(-LARGEST, LARGEST).to(torch.int8))
-        assert torch.equal(column_amax, x.abs().amax(0, keepdim=True).float())
-        x[2, 1] = torch.nan
-        data, scale_inverse, column_amax = round_rows(x, SMALLEST_SCALE)
-        assert scale_inverse.isnan().nonzero().tolist() == [[2, 0]]
-        assert column_amax.isnan().nonzero().tolist() == [[0, 1]]
+        for low in (torch.int8, torch.float8_e4m3fn):
+            x = torch.randn(shape).to(dtype)
+            if low.is_floating_point:
+                x = (4 * x).round().clamp(-15, 15)  # float8 numbers: Triton's interpreter rounds others wrongly
+            x[..., 3, :], x[..., 5, :] = 0, x[..., 5, :] * 1e-33
+            x[..., 6, :] = torch.arange(shape[-1]) % 128 - 0.5 if low == torch.int8 else 2  # ties, if the scale is 1
+            x[..., 6, 0] = LARGEST if low == torch.int8 else 448
+            data, scale_inverse, column_amax = round_rows(x, low)
+            amax = x.abs().amax(-1, keepdim=True).float()
+            # In compiled code, quantize.quantize multiplies by the inverse of a constant.
+            expected = scale_inverse_of(amax * (1 / LARGEST) * LARGEST if low == torch.int8 else amax, low)
+            assert data.dtype == low and torch.equal(scale_inverse, expected)
+            flat = round_to(x.flatten(0, -2), expected.flatten(0, -2).reciprocal(), low).view(shape)
+            assert torch.equal(data.float(), flat.float())
+            assert torch.equal(column_amax, x.abs().amax(-2, keepdim=True).float())
+            x[..., 2, 1] = torch.nan
+            data, scale_inverse, column_amax = round_rows(x, low)
+            assert column_amax.isnan().nonzero()[:, -2:].unique(dim=0).tolist() == [[0, 1]]
+            expected = scale_inverse_of(torch.tensor(torch.nan), low).expand(shape[:-2])  # of float8, 0
+            torch.testing.assert_close(scale_inverse[..., 2, 0], expected, rtol=0, atol=0, equal_nan=True)
 """
 
 

@@ -12,7 +12,7 @@ Shapes: E experts, M rows of all experts together, K inputs and N outputs of eac
 import torch
 
 from torchtitan.device import HAS_TRITON
-from torchtitan.kernels import rounding
+from torchtitan.kernels import quantize, rounding
 from torchtitan.kernels.grouped_gemm import ALIGNMENT, rows_of
 from torchtitan.kernels.matmul_8bit import float8_matmul, int8_matmul
 from torchtitan.kernels.quantize import scale_inverse_of
@@ -27,11 +27,21 @@ def round_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
     return Quantized(data.view(x.shape), scale_inverse.view(*x.shape[:-1], 1))
 
 
-def round_columns(weight: torch.Tensor, dtype: torch.dtype) -> Quantized:
-    """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K)."""
+def round_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor | None]:
+    """`round_rows` of (E, N, K); and on a GPU the scale inverses of `round_columns`, which do not take another pass."""
+    return (round_rows(weight, dtype), None) if rounding.has_own_kernel(weight) else quantize.round_rows(weight, dtype)
+
+
+def round_columns(weight: torch.Tensor, dtype: torch.dtype, scale_inverse: torch.Tensor | None = None) -> Quantized:
+    """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K).
+
+    Args:
+        scale_inverse: if it is known.
+    """
     experts, rows, _ = weight.shape
-    if not rounding.has_own_kernel(weight):
+    if scale_inverse is None and not rounding.has_own_kernel(weight):
         scale_inverse = scale_inverse_of(weight.abs().amax(1, keepdim=True).float(), dtype)
+    if scale_inverse is not None:
         return Quantized(rounding.round_to(weight, scale_inverse.reciprocal(), dtype), scale_inverse)
     ends = torch.arange(rows, experts * rows + 1, rows, dtype=torch.int32)
     data, scale_inverse = round_columns_of_rows(weight.flatten(0, 1), ends, dtype)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchtitan.kernels.rounding import INT8_LARGEST
+from torchtitan.kernels.quantize_triton import constants_of, to_8_bits
 
 TILE = {"ROWS": 64, "COLUMNS": 64}
 
@@ -55,17 +55,6 @@ def amax_kernel(  # type: ignore[no-untyped-def]
         magnitudes = tl.abs(numbers).to(tl.int32, bitcast=True)
         tl.atomic_max(row_amax + rows, tl.max(magnitudes, 1), mask=rows < end, sem="relaxed")
         tl.atomic_max(column_amax + expert * C + columns, tl.max(magnitudes, 0), mask=columns < C, sem="relaxed")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def to_8_bits(exact, LARGEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """To nearest, ties to even; values beyond the range saturate. NaN becomes NaN, in int8 some number."""
-    exact = tl.clamp(exact, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    if FLOAT8:  # noqa: SIM108  # Triton compiles one branch
-        rounded = exact.to(tl.float8e4nv)
-    else:
-        rounded = ((exact + 12582912.0) - 12582912.0).to(tl.int8)  # sums of this size have no fraction
-    return rounded
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -146,8 +135,7 @@ def round_both(
     experts, columns = column_scale.shape
     by_row = torch.empty(x.shape, dtype=dtype, device=x.device)
     by_column = torch.empty(columns, padded_rows, dtype=dtype, device=x.device)
-    is_float8 = dtype.is_floating_point
-    largest = torch.finfo(dtype).max if is_float8 else INT8_LARGEST
+    constants = constants_of(dtype)
     round_kernel[_grid(x, experts)](
         x,
         by_row,
@@ -159,8 +147,8 @@ def round_both(
         experts,
         columns,
         padded_rows,
-        LARGEST=largest,
-        FLOAT8=is_float8,
+        LARGEST=constants["LARGEST"],
+        FLOAT8=constants["FLOAT8"],
         EXPERTS=triton.next_power_of_2(experts),
         **TILE,
     )

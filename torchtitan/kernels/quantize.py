@@ -134,11 +134,19 @@ def quantize_rows(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, torc
     if recipe == "tensorwise":
         rows = quantize(x, recipe)
         return rows, rows.scale_inverse
-    if x.device.type == "cuda" and x.shape[1] <= WIDEST and HAS_TRITON:
-        data, scale_inverse, by_column = _round_rows(x)
-        return Quantized(data, scale_inverse), _int8_scale_inverse(by_column)
-    by_row, by_column = rounding.amax_both(x)
-    return _to_int8(x, by_row), _int8_scale_inverse(by_column)
+    return round_rows(x, torch.int8)
+
+
+def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor]:
+    """Rounds matrices, (..., rows, columns), to int8 or float8_e4m3fn, with a scale for each row; and the scale
+    inverses for each column, (..., 1, columns), which on a GPU do not take another pass."""
+    if x.device.type == "cuda" and x.shape[-1] <= WIDEST and HAS_TRITON:
+        data, scale_inverse, by_column = _round_rows(x, dtype)
+    else:
+        by_row, by_column = rounding.amax_both(x) if x.dim() == 2 else rounding.amax_both_by_torch(x)
+        scale_inverse = scale_inverse_of(by_row, dtype)
+        data = rounding.round_to(x, scale_inverse.reciprocal(), dtype)
+    return Quantized(data, scale_inverse), scale_inverse_of(by_column, dtype)
 
 
 @fused
@@ -160,19 +168,19 @@ def _to_int8(x: torch.Tensor, amax: torch.Tensor) -> Quantized:
 
 
 @torch.library.custom_op("torchtitan::round_rows", mutates_args=(), device_types="cuda")
-def _round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from torchtitan.kernels.quantize_triton import round_rows
 
-    return round_rows(x.contiguous(), SMALLEST_SCALE)
+    return round_rows(x.contiguous(), dtype)
 
 
 @_round_rows.register_fake
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, columns = x.shape
+def _(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *matrices, rows, columns = x.shape
     return (
-        x.new_empty(rows, columns, dtype=torch.int8),
-        x.new_empty(rows, 1, dtype=torch.float32),
-        x.new_empty(1, columns, dtype=torch.float32),
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty(*matrices, rows, 1, dtype=torch.float32),
+        x.new_empty(*matrices, 1, columns, dtype=torch.float32),
     )
 
 
