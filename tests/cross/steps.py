@@ -167,8 +167,11 @@ def train(
                 with watch:
                     watch.report = Report(LOWERED, [], [], Counter(), 0)
                     train_step(engine, [batch], 1e-4, guard, number)
-                for layer in delayed_layers([engine.model]).values():
+                delayed = [layer for layer in delayed_layers([engine.model]).values() if not layer.has_scales]
+                for layer in delayed:
                     layer.has_scales = True  # real numbers would give it scales in the first step
+                if delayed:  # blocks are compiled once more; those of the first step count no longer
+                    LOWERED[:] = [graph for graph in LOWERED if not graph.is_block]
     report = watch.report
     report.lowered = list(LOWERED)
     if engine.fused_gemms is not None:

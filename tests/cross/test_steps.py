@@ -151,7 +151,7 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     if ASYNC in case.flags:
         # The sum before a backward reduce-scatter is that of several GEMMs; float8 gathers gradients before its cast.
         assert report.fused == ((4, 4) if "float8" in name else (6, 2))
-    blocks = [graph for graph in report.lowered if any("mm" in call.operator for call in graph.calls)]
+    blocks = [graph for graph in report.lowered if graph.is_block]
     assert any(graph.backward for graph in blocks)
     figures = {
         "kernels of a block": sum(graph.kernels for graph in blocks),
@@ -259,6 +259,7 @@ def test_int8_kernels_compile_without_spilling_registers(capability: int) -> Non
 LARGEST_SHARES = {
     **dict.fromkeys(("int8 rowwise", "int8 rowwise, gathered", "int8 tensorwise, gathered"), 1.15),
     **dict.fromkeys(("float8 rowwise", "float8 rowwise, sm_100"), 1.15),
+    "float8 delayed": 1.05,
 }
 
 
