@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,11 @@ from torchtitan.kernels import (
     grouped_int8_triton,
     grouped_rounding_triton,
     int8_triton,
+    mx_triton,
     nvfp4_triton,
     quantize_triton,
 )
-from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE
+from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE, ScaleMode
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.quantize import WIDEST
 from torchtitan.models import MODELS
@@ -261,6 +262,19 @@ def int8_spills(capability: int) -> list[str]:
         constants.pop("SMALLEST")
         pointers = {**scales, "by_row": data, "by_column": data}
         found += _spills_of_kernel(grouped_rounding_triton.round_kernel, pointers, constants, {}, capability)
+    return found
+
+
+def mx_spills() -> list[str]:
+    """The same for our mxfp8 kernel, of matrices and of transposed ones."""
+    strides = ("row_stride", "column_stride")
+    names = ("by_row", "by_column"), ("row_scale", "column_scale")
+    outputs = {**dict.fromkeys(names[0], "*fp8e4nv"), **dict.fromkeys(names[1], "*u8")}
+    found = []
+    for dtype, stride, both, mode in itertools.product(("*bf16", "*fp32"), strides, (False, True), get_args(ScaleMode)):
+        constants = {"MODE": mode, "BOTH": both, stride: 1, **mx_triton.TILE}
+        options = {"num_warps": mx_triton.WARPS}
+        found += _spills_of_kernel(mx_triton.pack_kernel, {"x": dtype, **outputs}, constants, options, 100)
     return found
 
 

@@ -148,12 +148,40 @@ x[1, 1] = torch.nan
 assert pack(x, survey(x, False, False, False), False, False, False)[2].isnan()
 """
 
+MX = """
+import itertools
+from typing import get_args
+import torch
+from torchtitan.kernels.block_formats import ScaleMode
+from torchtitan.kernels.mx_triton import pack
+from torchtitan.kernels.packed_blocks import _pack_mx
+
+torch.manual_seed(0)
+for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 256)], (torch.float32, torch.bfloat16)):
+    # float8 numbers: Triton's interpreter rounds others wrongly
+    x = (4 * torch.randn(shape)).round().clamp(-15, 15) * 2.0 ** torch.randint(-3, 3, (shape[0] // 32, 1)).repeat(32, 1)
+    x[3] = x[:32, :32] = 0
+    x[40:45, :32] *= 2.0**-120
+    x[33, 1] = torch.inf
+    x = x.to(dtype)
+    for mode in get_args(ScaleMode):
+        for operand, both in ((x, True), (x, False), (x.t(), False)):
+            found, expected = pack(operand, mode, both), _pack_mx(operand, mode, both)
+            for ours, reference in zip(found, expected, strict=True):
+                assert ours.dtype == reference.dtype and ours.shape == reference.shape
+                if ours.dtype == torch.float8_e8m0fnu:
+                    assert torch.equal(ours.view(torch.uint8), reference.view(torch.uint8)), (shape, mode)
+                else:  # NaN is another number to the interpreter
+                    finite = reference.float().isfinite()
+                    assert torch.equal(ours.float()[finite], reference.float()[finite]), (shape, mode)
+"""
+
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "program",
-    [GEMM, ROUNDING, GROUPED, GROUPED_ROUNDING, NVFP4],
-    ids=["GEMM", "rounding", "grouped GEMM", "grouped rounding", "nvfp4"],
+    [GEMM, ROUNDING, GROUPED, GROUPED_ROUNDING, NVFP4, MX],
+    ids=["GEMM", "rounding", "grouped GEMM", "grouped rounding", "nvfp4", "mx"],
 )
 def test_a_kernel_computes_what_the_reference_does(program: str) -> None:
     """Sizes that fill tiles and that do not; of rounding, every bit."""

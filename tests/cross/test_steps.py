@@ -177,16 +177,20 @@ def check_layouts(calls: Sequence[Call]) -> None:
 
 def check_blocks(call: Call) -> None:
     """Fails if operands of a block-scaled GEMM are not as cuBLASLt takes them, by the checks in torch's ScaledBlas.cpp
-    (`_scaled_nvfp4_nvfp4`, `_scaled_block1x128_block128x128`, `_scaled_block1x128_block1x128`)."""
+    (`_scaled_nvfp4_nvfp4`, `_scaled_mxfp8_mxfp8`, `_scaled_block1x128_block128x128` and
+    `_scaled_block1x128_block1x128`)."""
     half = len(call.operands) // 2
     (left, left_scale, *_), (right, right_scale, *_) = call.operands[:half], call.operands[half:]
     (m, k), (_, n) = left.shape, right.shape
     assert left.strides == (k, 1) and right.strides == (1, k), call
-    if left.dtype == "int64":  # 16 numbers of nvfp4
-        assert k % 2 == 0 and n % 16 == 0, call
+    if left.dtype == "int64" or left_scale.dtype == "float8_e8m0fnu":
+        # 16 numbers of nvfp4, an even number of blocks; or mxfp8, in blocks of 32
+        (blocks, rest) = (k, k % 2) if left.dtype == "int64" else divmod(k, 32)
+        assert rest == 0 and n % 16 == 0, call
         for rows, scale in ((m, left_scale), (n, right_scale)):
-            assert scale.dtype == "float8_e4m3fn" and scale.shape == (-(-rows // 128) * 128 * -(-k // 4) * 4,), call
-            assert call.operands[half - 1].shape == (), call
+            assert scale.dtype == ("float8_e4m3fn" if left.dtype == "int64" else "float8_e8m0fnu"), call
+            assert scale.shape == (-(-rows // 128) * 128 * -(-blocks // 4) * 4,), call
+        assert left.dtype != "int64" or call.operands[half - 1].shape == (), call
         return
     assert left_scale.shape == (m, k // 128) and left_scale.strides == (1, m) and k % 128 == 0, call
     rows = right_scale.shape[0]
@@ -243,9 +247,10 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
 
 
 @pytest.mark.full
-def test_nvfp4_kernels_compile_without_spilling_registers() -> None:
+@pytest.mark.parametrize("recipe", ["nvfp4", "mx"])
+def test_kernels_of_blocks_compile_without_spilling_registers(recipe: str) -> None:
     """Our own, with what a layer's three tensors need."""
-    assert on_gpu("sm_100", "steps.nvfp4_spills") == []
+    assert on_gpu("sm_100", f"steps.{recipe}_spills") == []
 
 
 @pytest.mark.full
@@ -260,6 +265,7 @@ LARGEST_SHARES = {
     **dict.fromkeys(("int8 rowwise", "int8 rowwise, gathered", "int8 tensorwise, gathered"), 1.15),
     **dict.fromkeys(("float8 rowwise", "float8 rowwise, sm_100"), 1.15),
     "float8 delayed": 1.05,
+    "mx, sm_100": 1.2,
 }
 
 

@@ -12,10 +12,9 @@ from torchtitan.cache import keep_compiled_code_private
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.rounding import SMALLEST_AMAX, SMALLEST_SCALE
 
 LARGEST = rounding.INT8_LARGEST
-SMALLEST_SCALE = 1e-30  # scale inverse of an all-zero row, which stays zero
-SMALLEST_AMAX = 1e-12  # lower bound for float8 scales, as in torchao
 WIDEST = 2**14  # columns of a matrix that `round_rows` takes: a row must fit the registers of a block of threads
 
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""Rounding of a matrix to 8 bits by rows on NVIDIA GPUs that also finds the largest magnitude of each column, in Triton.
+"""Rounding of matrices to 8 bits by rows on NVIDIA GPUs that also finds each column's largest magnitude, in Triton.
 
 torch's compiler reads the matrix again for the columns: it does not combine largest numbers over both dimensions.
 
@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchtitan.kernels.quantize import SMALLEST_AMAX, SMALLEST_SCALE
-from torchtitan.kernels.rounding import INT8_LARGEST
+from torchtitan.kernels.rounding import INT8_LARGEST, SMALLEST_AMAX, SMALLEST_SCALE
 
 
 def rows_a_program(rows: int) -> int:

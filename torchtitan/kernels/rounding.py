@@ -14,6 +14,8 @@ from torchtitan.kernels.cpp_extension import isa_flags, load
 
 FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 INT8_LARGEST = 127.0  # -128 is unused, which keeps the range symmetric
+SMALLEST_SCALE = 1e-30  # scale inverse of an all-zero int8 row, which stays zero
+SMALLEST_AMAX = 1e-12  # lower bound for float8 scales, as in torchao
 
 
 class _Scale(ctypes.Structure):
