@@ -253,15 +253,17 @@ def int8_spills(capability: int) -> list[str]:
         constants = {**quantize_triton.constants_of(formats[low]), "ROWS": 32, "BLOCK": columns}
         options = {"num_warps": quantize_triton.warps(columns)}
         found += _spills_of_kernel(quantize_triton.round_rows_kernel, rounding, constants, options, capability)
-    tile = {"EXPERTS": 128, **grouped_rounding_triton.TILE}
-    amax = {"x": "*bf16", "row_amax": "*i32", "column_amax": "*i32", "ends": "*i32"}
-    found += _spills_of_kernel(grouped_rounding_triton.amax_kernel, amax, tile, {}, capability)
-    scales = {"x": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32", "ends": "*i32", "padded_ends": "*i32"}
-    for data, dtype in formats.items():
-        constants = {**quantize_triton.constants_of(dtype), **tile}
-        constants.pop("SMALLEST")
-        pointers = {**scales, "by_row": data, "by_column": data}
-        found += _spills_of_kernel(grouped_rounding_triton.round_kernel, pointers, constants, {}, capability)
+    matrices = {**dict.fromkeys(("x", "factor"), "*bf16"), "source": "*i64"}
+    amaxes = dict.fromkeys(("row_amax", "column_amax"), "*i32")
+    for gather, factor in ((False, False), (True, False), (True, True)):
+        tile = {"GATHER": gather, "FACTOR": factor, "EXPERTS": 128, **grouped_rounding_triton.TILE}
+        pointers = {**matrices, **amaxes, "ends": "*i32"}
+        found += _spills_of_kernel(grouped_rounding_triton.amax_kernel, pointers, tile, {}, capability)
+        pointers |= dict.fromkeys(("row_amax", "column_amax", "row_inverse", "column_inverse"), "*fp32")
+        for data, dtype in formats.items():
+            pointers |= {"by_row": data, "by_column": data, "padded_ends": "*i32"}
+            constants = {**quantize_triton.constants_of(dtype), **tile}
+            found += _spills_of_kernel(grouped_rounding_triton.round_kernel, pointers, constants, {}, capability)
     return found
 
 

@@ -50,8 +50,7 @@ for shape in [(64, 48), (70, 33), (3, 9, 1000)]:
             x[..., 6, 0] = LARGEST if low == torch.int8 else 448
             data, scale_inverse, column_amax = round_rows(x, low)
             amax = x.abs().amax(-1, keepdim=True).float()
-            # In compiled code, quantize.quantize multiplies by the inverse of a constant.
-            expected = scale_inverse_of(amax * (1 / LARGEST) * LARGEST if low == torch.int8 else amax, low)
+            expected = scale_inverse_of(amax, low)
             assert data.dtype == low and torch.equal(scale_inverse, expected)
             flat = round_to(x.flatten(0, -2), expected.flatten(0, -2).reciprocal(), low).view(shape)
             assert torch.equal(data.float(), flat.float())
@@ -96,32 +95,37 @@ for counts, n, k in [((32, 64, 32), 64, 96), ((5, 0, 70, 33, 0), 33, 48), ((0, 1
 
 GROUPED_ROUNDING = """
 import torch
-from torchtitan.kernels.grouped_8bit import pad_groups, round_columns_of_rows, round_rows
+from torchtitan.kernels.grouped_8bit import _padded_ends, _padded_rows, pad_groups, round_columns_of_rows, round_rows
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
-from torchtitan.kernels.grouped_rounding_triton import amax_both, round_both
-from torchtitan.kernels.quantize import scale_inverse_of
+from torchtitan.kernels.grouped_rounding_triton import round_both
 
 torch.manual_seed(0)
 for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:
-    ends, used = torch.tensor(counts).cumsum(0).int(), torch.tensor(counts) > 0
+    ends, used, rows = torch.tensor(counts).cumsum(0).int(), torch.tensor(counts) > 0, sum(counts)
+    padding = _padded_ends(ends, ALIGNMENT), _padded_rows(rows, len(counts), ALIGNMENT)
+    source, factor = torch.randint(rows // 2, (rows,)), 2.0 ** torch.randint(-3, 3, (rows,))
     for dtype in (torch.int8, torch.float8_e4m3fn):
-        x = torch.randn(sum(counts), columns) * torch.rand(columns)
+        x = torch.randn(rows, columns) * torch.rand(columns)
         if dtype.is_floating_point:
             x = (4 * x).round().clamp(-15, 15)  # float8 numbers: Triton's interpreter rounds others wrongly
         x[3] = 0
-        rows = round_rows(x, dtype)
-        padded, padded_ends = pad_groups(x, ends, ALIGNMENT)
-        by_column = round_columns_of_rows(padded, padded_ends, dtype)
-        scale_inverses = [scale_inverse_of(amax, dtype) for amax in amax_both(x, ends)]
-        assert torch.equal(scale_inverses[0], rows.scale_inverse)
-        assert torch.equal(scale_inverses[1][used], by_column.scale_inverse[used])
-        scales = [inverse.reciprocal() for inverse in scale_inverses]
-        found = round_both(x, *scales, ends, padded_ends, len(padded), dtype)
-        assert torch.equal(found[0].float(), rows.data.float())
-        assert torch.equal(found[1][: padded_ends[-1]].float(), by_column.data[: padded_ends[-1]].float())
+        # With a factor, float8's scales of columns lead to numbers that are not of the format.
+        for how in ((), (source,), (source, factor))[: 2 if dtype.is_floating_point else 3]:
+            operand = x[source] if how else x
+            operand = operand * factor.unsqueeze(1) if len(how) == 2 else operand
+            by_row = round_rows(operand, dtype)
+            padded, padded_ends = pad_groups(operand, ends, ALIGNMENT)
+            by_column = round_columns_of_rows(padded, padded_ends, dtype)
+            data, inverse, columns_data, columns_inverse = round_both(x, ends, *padding, dtype, *how)
+            assert torch.equal(inverse, by_row.scale_inverse)
+            assert torch.equal(columns_inverse[used], by_column.scale_inverse[used])
+            assert torch.equal(data.float(), by_row.data.float())
+            end = padded_ends[-1]
+            assert torch.equal(columns_data[:end].float(), by_column.data[:end].float())
     x[2, 1] = torch.nan
-    row_amax, column_amax = amax_both(x, ends)
-    assert row_amax.isnan().nonzero().tolist() == [[2, 0]] and column_amax.isnan().nonzero().tolist() == [[0, 1]]
+    _, row_inverse, _, column_inverse = round_both(x, ends, *padding, torch.int8)
+    assert row_inverse.isnan().nonzero().tolist() == [[2, 0]]
+    assert column_inverse.isnan().nonzero().tolist() == [[0, 1]]
 """
 
 

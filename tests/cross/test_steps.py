@@ -265,6 +265,7 @@ LARGEST_SHARES = {
     **dict.fromkeys(("int8 rowwise", "int8 rowwise, gathered", "int8 tensorwise, gathered"), 1.15),
     **dict.fromkeys(("float8 rowwise", "float8 rowwise, sm_100"), 1.15),
     "float8 delayed": 1.05,
+    **dict.fromkeys(("experts, float8 rowwise", "experts, int8 rowwise"), 1.18),
     "mx, sm_100": 1.2,
 }
 

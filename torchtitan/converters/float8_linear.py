@@ -11,6 +11,7 @@ from torch import nn
 
 from torchtitan.converters.linear import with_parameters_of
 from torchtitan.kernels import rounding
+from torchtitan.kernels.grouped_8bit import round_gradient
 from torchtitan.kernels.matmul_8bit import as_right, float8_matmul
 from torchtitan.kernels.quantize import (
     float8_scale,
@@ -98,7 +99,7 @@ class Float8Matmul(torch.autograd.Function):
         elif hp_weight_grad:
             rows = _rowwise(out_grad)
         else:
-            rows, columns = _rowwise_both(out_grad)
+            rows, columns = round_gradient(out_grad, weight.shape[1], E4M3)
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             if not rowwise:

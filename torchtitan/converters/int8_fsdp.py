@@ -21,7 +21,6 @@ from torchtitan.compat.dispatch import pytree
 from torchtitan.kernels.matmul_8bit import as_right
 from torchtitan.kernels.quantize import (
     LARGEST,
-    SMALLEST_SCALE,
     ScaleRecipe,
     dequantize,
     fused,
@@ -30,6 +29,7 @@ from torchtitan.kernels.quantize import (
     quantize_with,
 )
 from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.rounding import SMALLEST_SCALE
 
 aten = torch.ops.aten
 # Operations of FSDP2, initialization and optimizers on a sharded weight whose result must be a sharded weight again.

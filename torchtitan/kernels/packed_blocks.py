@@ -59,7 +59,8 @@ def pack(x: torch.Tensor, form: BlockFormat) -> Packed:
     if form.scale == "float32":
         return _pack_float8(x, form)
     if form.scale == "e8m0":
-        return Packed(*_pack_mx(x, form.scale_mode, False), None)
+        data, scale = _pack_mx(x, form.scale_mode, False)
+        return Packed(data, scale, None)
     how = form.stochastic, form.hadamard
     return Packed(*_pack_nvfp4(x, _survey(x, *how), form.rows > 1, *how))
 
@@ -69,8 +70,8 @@ def pack_both(x: torch.Tensor, form: BlockFormat, transposed: BlockFormat) -> tu
     if form.scale == "float32" or any(size % MULTIPLE_OF[form.scale] for size in x.shape):
         return pack(x, form), pack(x.t(), transposed)
     if form.scale == "e8m0":
-        data, scale, *of_transpose = _pack_mx(x, form.scale_mode, True)
-        return Packed(data, scale, None), Packed(*of_transpose, None)
+        data, scale, by_column, column_scale = _pack_mx(x, form.scale_mode, True)
+        return Packed(data, scale, None), Packed(by_column, column_scale, None)
     found = _survey(x, form.stochastic, transposed.hadamard, True)
     by_row = _pack_nvfp4(x, found[0], form.rows > 1, form.stochastic, False)
     by_column = _pack_nvfp4(x.t(), found[1], transposed.rows > 1, form.stochastic, transposed.hadamard)
@@ -99,7 +100,7 @@ def _pack_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
         return pack(x, mode, both)
     packed = []
     for operand in (x, x.t())[: 1 + both]:
-        blocks = quantize(operand, FORMATS["mxfp8"].format._replace(scale_mode=mode))
+        blocks = quantize(operand, FORMATS["mxfp8"].format._replace(scale_mode=mode))  # type: ignore[arg-type]
         packed += [blocks.data.to(torch.float8_e4m3fn).contiguous(), swizzle(blocks.scale, torch.float8_e8m0fnu)]
     return packed
 

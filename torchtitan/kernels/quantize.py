@@ -136,10 +136,17 @@ def quantize_rows(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, torc
     return round_rows(x, torch.int8)
 
 
+def has_triton_kernels(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether our kernels for GPUs round x to this format. Triton has float8 from Ada (8.9) on; before, it can only be
+    emulated."""
+    on_gpu = x.device.type == "cuda" and HAS_TRITON
+    return on_gpu and (dtype == torch.int8 or torch.cuda.get_device_capability(x.device) >= (8, 9))
+
+
 def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor]:
     """Rounds matrices, (..., rows, columns), to int8 or float8_e4m3fn, with a scale for each row; and the scale
     inverses for each column, (..., 1, columns), which on a GPU do not take another pass."""
-    if x.device.type == "cuda" and x.shape[-1] <= WIDEST and HAS_TRITON:
+    if has_triton_kernels(x, dtype) and x.shape[-1] <= WIDEST:
         data, scale_inverse, by_column = _round_rows(x, dtype)
     else:
         by_row, by_column = rounding.amax_both(x) if x.dim() == 2 else rounding.amax_both_by_torch(x)

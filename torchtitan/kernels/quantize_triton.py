@@ -45,17 +45,17 @@ def to_8_bits(exact, LARGEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scale_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scale for this largest magnitude and its inverse, as the compiler's code for `quantize.scale_inverse_of` has
-    them; of float8, a power of two."""
+    """The scales for these largest magnitudes and their inverses, those of `quantize.scale_inverse_of`."""
+    one = tl.full(amax.shape, 1.0, tl.float32)
     if FLOAT8:
         wide = amax.to(tl.float64)
         exact = (LARGEST / tl.where(wide < SMALLEST, SMALLEST, wide)).to(tl.float32)
         scale = (exact.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        inverse = 1.0 / scale
+        inverse = tl.div_rn(one, scale)
     else:
-        inverse = amax * (1.0 / LARGEST)
+        inverse = tl.div_rn(amax, one * LARGEST)
         inverse = tl.where(inverse < SMALLEST, SMALLEST, inverse)
-        scale = 1.0 / inverse
+        scale = tl.div_rn(one, inverse)
     return scale, inverse
 
 
