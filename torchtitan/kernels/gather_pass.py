@@ -26,7 +26,9 @@ class FuseGathers(CustomGraphPass):
                 source, (places,) = rows.args
                 node.args = (source, *more, places, factor)
                 node.meta.pop("eager_input_vals", None)  # of the arguments before
-        graph.eliminate_dead_code()
+                for unused in dict.fromkeys((operand, rows)):
+                    if not unused.users:
+                        graph.erase_node(unused)
 
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__, grouped_8bit.__file__))
