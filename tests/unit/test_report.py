@@ -335,5 +335,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         (folder / name).unlink()
         os.mkfifo(folder / name)
     notes = "\n".join(read_run(folder).notes)
-    assert all(f"{name} cannot be read (it is a named pipe, not a file)" in notes for name in ("config.toml", "events.jsonl"))
+    assert all(
+        f"{name} cannot be read (it is a named pipe, not a file)" in notes for name in ("config.toml", "events.jsonl")
+    )
     assert "numerics.json cannot be read" in notes
