@@ -23,6 +23,7 @@ COMMANDS = {
     "scripts/plot_run.py": ("matplotlib", "a"),
     "scripts/search_precision.py": ("torch", "train_configs/debug_model.toml", "--budget=1%"),
     "scripts/train_tokenizer.py": ("sentencepiece", "--documents=1", "--output=/nowhere/a.model"),
+    "-m torchtitan.ladder": ("torch", "train_configs/debug_model.toml", "--sizes=1M,2M,3M", "--predict=10M"),
     "-m torchtitan.report": ("numpy", "a"),
     "-m torchtitan.evaluate": ("torch", "a", "--tasks=b"),
 }

@@ -9,11 +9,10 @@ NGPU is the number of processes, as for run_train.sh.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
+from torchtitan.errors import run_command
 from torchtitan.files import local_path
 from torchtitan.launcher.imports import quick_imports
 
@@ -32,12 +31,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the plan only")
     parser.add_argument("--verify", action="store_true", help="finally train the predicted size too")
     arguments, flags = parser.parse_known_args()
-    try:
-        climb(arguments, ConfigManager().parse_args([f"--job.config_file={arguments.file}", *flags]))
-    except UserError as error:
-        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-        print("\n".join(f"Error: {problem}" for problem in problems), file=sys.stderr)
-        sys.exit(EXIT_STATUS)
+    climb(arguments, ConfigManager().parse_args([f"--job.config_file={arguments.file}", *flags]))
 
 
 def climb(arguments: argparse.Namespace, config: JobConfig) -> None:
@@ -65,4 +59,4 @@ def climb(arguments: argparse.Namespace, config: JobConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
