@@ -21,7 +21,7 @@ import tarfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from torchtitan.config.manager import tomllib
 
 QUIET, MEMORY = 60, 4 << 30  # seconds, bytes of one process
 NAMES = ("a b", "comma, and", "brackets [1]", "ünïcödé 字", "quote's", "star*", "100%20", "{brace}", "$HOME", "-x")
+HOSTILE = ("red \x1b[31m", "two\nlines")
 VALUES: tuple[Any, ...] = (
     *(None, True, "", "text", [], [None], {}, -1, 0, 1, 1.5, -0.5, 10**9, 10**30, float("nan"), float("inf")),
     *("../../outside", "\x1b[31mred", "\ud800", "/dev/zero", "s3://bucket/key", "nested", [[-1]], {"a": {"b": None}}),
@@ -64,6 +65,7 @@ def foreign_input(trial: Trial) -> None:
     with started(trial, *use.flags, command=command, **use.variables) as start:
         status = finish_within_bounds(start)
         output = start.output()
+    trial.facts["status"] = status
     assert status in {"refused": (2,), "either": (0, 2)}.get(expected, (0,)), f"status {status}"
     errors = len(re.findall(r"\bError: |\.py: error: ", output))
     assert errors == (status == 2), f"{errors} errors at status {status}"
@@ -110,16 +112,29 @@ def apart(function: Callable[..., object], *arguments: object) -> None:
 # Data
 
 
-def data(write: Write, name: str = "data.jsonl", *flags: str) -> Callable[[Trial], Use]:
-    """train.py on a file or folder that `write` creates from the lines of the undisturbed run's data."""
+def data(write: Write, name: str = "data.jsonl", readers: tuple[str, ...] = ("training",)) -> Callable[[Trial], Use]:
+    """A command that reads the file or folder which `write` creates from the lines of the undisturbed run's data."""
 
     def use(trial: Trial) -> Use:
-        lines, trial.data = trial.data.read_bytes().splitlines(), trial.folder / "given" / name
-        trial.data.parent.mkdir()
-        apart(write, trial.data, lines, trial.random)
-        return Use(flags=flags, names=name)
+        path = trial.folder / "given" / name
+        path.parent.mkdir()
+        apart(write, path, trial.data.read_bytes().splitlines(), trial.random)
+        trial.facts["used by"] = reader = trial.random.choice(readers)
+        if reader == "training":
+            trial.data = path
+        out, task = trial.folder / "out.model", f"text:{path}"
+        uses = {
+            "training": Use(),
+            "validation": Use(flags=(f"--validation.dataset_path={path}",)),
+            "tokenizer": Use((script("train_tokenizer"), f"--dataset={path}", f"--output={out}")),
+            "task": Use(("-m", "torchtitan.evaluate", checkpoint(trial), "--tasks", task, *CUSTOM)),
+        }
+        return replace(uses[reader], names=name)
 
     return use
+
+
+READERS = ("training", "training", "validation", "tokenizer", "task")
 
 
 def joined(lines: list[bytes]) -> bytes:
@@ -146,7 +161,8 @@ def table(lines: list[bytes], draw: random.Random) -> Any:
     import pyarrow as pa
 
     texts = pa.array([json.loads(line)["text"] for line in lines])
-    kinds = (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.string_view())
+    kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+    kinds += [pa.string_view()] if hasattr(pa, "string_view") else []
     return pa.table({"id": pa.array(range(len(texts))), "text": texts.cast(draw.choice(kinds))})
 
 
@@ -208,9 +224,9 @@ def readable(suffix: str, trial: Trial) -> Use:
     """train.py on a file with an odd name, on its folder, a folder with splits, or a path that begins with `~`."""
     draw = trial.random
     where = draw.choice(("file", "folder", "splits", "home"))
-    folder = trial.folder / draw.choice(NAMES)
+    folder = trial.folder / draw.choice((*NAMES, *HOSTILE))
     folder.mkdir()
-    stem = "train-00000-of-00001" if where == "splits" else draw.choice(NAMES)
+    stem = "train-00000-of-00001" if where == "splits" else draw.choice((*NAMES, *HOSTILE))
     lines = trial.data.read_bytes().splitlines()
     for name, part in (stem, lines), *((("validation-00000-of-00001", lines[:20]),) if where == "splits" else ()):
         apart(WRITERS[suffix], folder / f"{name}{suffix}", part, draw)
@@ -363,7 +379,14 @@ def meta(trial: Trial) -> Path:
     return folder
 
 
-SIZES = {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 4096, "multiple_of": 32}
+SIZES: dict[str, float] = {
+    "dim": 64,
+    "n_layers": 1,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "vocab_size": 4096,
+    "multiple_of": 32,
+}
 SIZES |= {"ffn_dim_multiplier": 0.75, "norm_eps": 1e-5, "rope_theta": 500000.0}
 
 
@@ -491,7 +514,9 @@ def dump_folder(trial: Trial) -> Use:
         lines[place] = trial.random.choice(junk)
         file.write_bytes(joined(lines))
     trial.facts["input"] = file.name
-    return trial.random.choice((Use(("-m", "torchtitan.report", trial.run, "-o", trial.folder / "page.html")), Use()))
+    plot = (script("plot_run"), trial.run, "--output", trial.folder / "plot.png")
+    report = ("-m", "torchtitan.report", trial.run, "-o", trial.folder / "page.html")
+    return trial.random.choice((Use(plot), Use(report), Use()))
 
 
 def task_file(trial: Trial) -> Use:
@@ -559,7 +584,7 @@ CASES: dict[str, tuple[int, dict[str, Callable[[Trial], Use]]]] = {
     "refused": (
         30,
         {
-            **{f"data, {name}": data(write, path) for name, (path, write) in REFUSED_DATA.items()},
+            **{f"data, {name}": data(write, path, READERS) for name, (path, write) in REFUSED_DATA.items()},
             **{f"TOML, {name}": configuration(*given) for name, given in REFUSED_FILES.items()},
             "URI": uri,
             "special file as argument": special_argument,
