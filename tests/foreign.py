@@ -62,6 +62,8 @@ def foreign_input(trial: Trial) -> None:
     use = CASES[expected][1][name](trial)
     command = tuple(map(str, use.command))
     trial.facts["command"] = " ".join((*command, *use.flags))
+    if command:
+        trial.facts["processes"] = 1
     with started(trial, *use.flags, command=command, **use.variables) as start:
         status = finish_within_bounds(start)
         output = start.output()
