@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Attacks hundreds of tiny runs at random moments, and prints the outcomes, as in docs/checkpoints.md.
 
-python benchmarks/faults.py --trials 300 --seed 0     all kinds of attack (attacks.py); --only 17 repeats one
-python benchmarks/faults.py --tests [--full]          figures of tests/end_to_end/test_faults.py
+python -m benchmarks faults --trials 300 --seed 0     all attacks (tests/attacks.py, foreign.py); --only 17 repeats one
+python -m benchmarks faults --tests [--full]          figures of tests/end_to_end/test_faults.py
 
 Each trial's result is a line in RESULTS, from which an interrupted run resumes. With --shard 0/2 and --shard 1/2 two
 processes share the trials. --full kills 20 times in each mode and takes a quarter of an hour. Filling disks needs root.
@@ -24,10 +24,13 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from attacks import ATTACKS, STEPS, Start, Trial, Undisturbed, tensor_hashes, write_data  # noqa: E402
+from foreign import foreign_input  # noqa: E402
 from runs import last_step, losses  # noqa: E402
 
-from benchmarks.attacks import ATTACKS, STEPS, Start, Trial, Undisturbed, tensor_hashes, write_data  # noqa: E402
 from benchmarks.forks import import_ahead  # noqa: E402
+
+ATTACKS["foreign input"] = foreign_input, 200
 
 Result = dict[str, Any]
 
@@ -36,7 +39,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first trial; later trials count up from it")
-    parser.add_argument("--only", type=int, help="repeat the trial with this seed, and print its whole output")
+    parser.add_argument(
+        "--only", type=int, nargs="+", help="repeat the trials with these seeds, and print their output"
+    )
+    parser.add_argument("--attack", choices=ATTACKS, help="of these trials, only those with this attack")
     parser.add_argument("--shard", default="0/1", help="I/N: every Nth trial, from the Ith")
     parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "faults.jsonl")
     parser.add_argument("--tests", action="store_true", help="run the tests instead, and print their results")
@@ -46,9 +52,11 @@ def main() -> int:
     if arguments.tests or arguments.full or arguments.figures:
         return figures_of_tests(arguments.figures, arguments.full)
     number, shards = map(int, arguments.shard.split("/"))
-    seeds = range(arguments.seed, arguments.seed + arguments.trials)
+    seeds = [*range(arguments.seed, arguments.seed + arguments.trials)]
     if arguments.only is not None:
-        seeds, arguments.results = range(arguments.only, arguments.only + 1), Path(os.devnull)
+        seeds, arguments.results = arguments.only, Path(os.devnull)
+    elif arguments.attack:
+        seeds = [seed for seed in seeds if drawn(seed)[1] == arguments.attack]
     results = read(arguments.results)
     if left := [seed for seed in seeds[number::shards] if seed not in results]:
         import_ahead()
@@ -102,11 +110,16 @@ class UndisturbedRuns:
         return Undisturbed(losses(trial.run), tensors, seconds), template
 
 
-def attempt(seed: int, runs: UndisturbedRuns, verbose: bool) -> Result:
-    """Runs a trial. Returns its facts and its problem, if any."""
+def drawn(seed: int) -> tuple[random.Random, str]:
+    """A trial's generator, and its attack, the first thing drawn from it."""
     draw = random.Random(seed)
     names = [name for name in ATTACKS if name != "disk full" or os.geteuid() == 0]
-    name = draw.choices(names, [ATTACKS[name][1] for name in names])[0]
+    return draw, draw.choices(names, [ATTACKS[name][1] for name in names])[0]
+
+
+def attempt(seed: int, runs: UndisturbedRuns, verbose: bool) -> Result:
+    """Runs a trial. Returns its facts and its problem, if any."""
+    draw, name = drawn(seed)
     processes, mode = draw.choice((1, 1, 2)), draw.choice(("disabled", "async"))
     real = name in ("process killed", "signals") and draw.random() < 0.15
     undisturbed, template = runs.of(processes, mode)

@@ -1,4 +1,5 @@
-"""Runs train.py in forks of this process, which has already imported their modules, so that they start immediately.
+"""Runs train.py and other commands in forks of this process, which has already imported their modules, so that they
+start immediately.
 
 A fork is set up like a fresh interpreter after its imports: default signal handlers, no inherited files, its own
 variables and arguments.
@@ -24,8 +25,7 @@ PR_SET_NAME = 15
 
 
 class ForkedProcess:
-    """The part of `subprocess.Popen` that torchrun uses, for `python SCRIPT ...` and `python -m torchtitan.launch
-    ...`."""
+    """The part of `subprocess.Popen` that torchrun uses, for `python SCRIPT ...` and `python -m MODULE ...`."""
 
     def __init__(
         self,
@@ -115,8 +115,13 @@ def _run(arguments: list[str]) -> int:
         handler: Any = subprocess_handler
         handler.Popen = ForkedProcess
         return launch(arguments[2:])
-    sys.argv = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, os.path.dirname(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
     return 0
 
 

@@ -92,7 +92,7 @@ def load(file: Path) -> list[Entry]:
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # the line that a running job is still writing
         if isinstance(entry, dict):
             entries.append(entry)

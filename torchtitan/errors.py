@@ -24,7 +24,7 @@ class ConfigError(UserError):
     """
 
     def __init__(self, *problems: str) -> None:
-        self.problems = tuple(map(printable, problems))
+        self.problems = tuple(dict.fromkeys(map(printable, problems)))
         super().__init__("\n".join(self.problems))
 
 
@@ -72,7 +72,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
 
 def printable(text: str) -> str:
     """The text with control characters escaped: a name from a file must not control a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO, TypeVar, cast
 
+from torchtitan.errors import printable
+
 logger = logging.getLogger("torchtitan")
 T = TypeVar("T")
 
@@ -58,6 +60,7 @@ class ConsoleFormatter(logging.Formatter):
         return f"{GREY}{time}{RESET}" if self.color else time
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message)
         line = super().formatMessage(record)
         if record.levelno < logging.WARNING:
             return line

@@ -26,6 +26,8 @@ def test_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert info.endswith(" all is well") and info[:4].isdigit()
     assert warning.startswith("WARNING ") and warning.endswith(" look here")
     assert error.startswith("ERROR ") and error.endswith(" it broke")
+    logger.info("a name of a file: \x1b[31m")
+    assert capsys.readouterr().out.endswith("a name of a file: \\x1b[31m\n")
 
 
 def test_something_slow_says_how_far_it_has_come(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

@@ -50,8 +50,10 @@ def test_resuming_drops_later_lines_and_has_nothing_twice(path: Path) -> None:
     assert steps_in(path) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("half", ['{"step": 2, "lo', '{"step": 2}', "{", '{"step"', "\x00\x00"])
-def test_resuming_drops_a_line_that_a_kill_cut_short(half: str, path: Path) -> None:
+@pytest.mark.parametrize(
+    "half", ['{"step": 2, "lo', '{"step": 2}', "{", '{"step"', "\x00\x00", '{"step": 1e999}\n', "[" * 10_000 + "\n"]
+)
+def test_resuming_drops_a_line_that_is_not_one(half: str, path: Path) -> None:
     write(path, 0, 1)
     with path.open("a") as file:
         file.write(half)

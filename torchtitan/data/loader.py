@@ -272,6 +272,8 @@ class ValidationLoader:
             if next(iter(self), None) is None:
                 raise DataError("The validation set has no text.")
         except DataError as error:
+            if "the batch size" not in str(error):
+                raise
             raise DataError(f"{error} The batch of a rank is validation.local_batch_size.") from error
 
     def __iter__(self) -> Iterator[Batch]:

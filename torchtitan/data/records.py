@@ -1,5 +1,6 @@
 """Random-access sources whose documents are records with a text column: JSONL, Parquet and Arrow files."""
 
+import glob
 import json
 import mmap
 import re
@@ -285,7 +286,8 @@ def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str) 
     import datasets
 
     datasets.disable_progress_bars()
-    options: dict[str, Any] = {"data_files": [str(root / name) for name in schemas], "columns": [column]}
+    names = [glob.escape(str(root / name)) for name in schemas]  # `datasets` takes them for patterns
+    options: dict[str, Any] = {"data_files": names, "columns": [column]}
     if len(set(types)) > 1:  # they would all be cast to that of the first file
         plain = next(as_plain(type) for type in types if not pa.types.is_null(type))
         options["features"] = datasets.Features.from_arrow_schema(pa.schema([pa.field(column, plain)]))

@@ -48,7 +48,7 @@ def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
             if missing := [name for name in FORMATS[kind].fields if name not in entry]:
                 raise ValueError(f"{', '.join(missing)} missing, which {kind} requires")
             examples.append(FORMATS[kind].read(entry))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             raise DataError(f"{key}: {path}, line {number}: {_reason(error)}.") from None
     if not examples:
         raise DataError(f"{key}: {path} is empty.")

@@ -56,11 +56,10 @@ class Rung:
         """The lines of metrics.jsonl so far."""
         path = self.folder / "metrics.jsonl"
         found = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue  # the line that a killed run was writing
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError, RecursionError):  # the line that a killed run was writing
+                if isinstance(entry := json.loads(line), dict):
+                    found.append(entry)
         return found
 
     def loss(self) -> float | None:

@@ -91,7 +91,7 @@ class FolderLock:
         than the holder's. A network file system may show the file late."""
         deadline = time.monotonic() + VISIBLE
         while True:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
                 if json.loads(self.path.read_bytes()).get("id") == token:
                     return True
             if time.monotonic() > deadline:
@@ -193,7 +193,7 @@ class FolderLock:
     def _holder(self) -> dict[str, str]:
         try:
             content = json.loads(os.pread(self._file, 4096, 0))
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 

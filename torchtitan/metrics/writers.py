@@ -153,7 +153,7 @@ def step_of(line: bytes) -> int:
     """The step of a line, or -1 if it is not one of ours."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return -1
 
 
