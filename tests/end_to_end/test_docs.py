@@ -1,0 +1,99 @@
+"""Commands of README.md, and the first of every page of docs/, as they are written there, but with less to do."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST_RUN, *_ = re.findall(r"^\./run_train\.sh.*$", README, re.MULTILINE)
+TO_TRANSFORMERS = re.findall(r"^(?:\./|python ).*$", README.partition("## From training to transformers")[2], re.MULTILINE)[:5]
+
+# In a block for a shell, or in one with a prompt and the output, or indented.
+COMMAND = re.compile(
+    r"^```bash\n(?P<bash>(?:export .*\n)*(?:.*\\\n)*.*)$"
+    r"|^```console\n\$ (?P<console>.*)\n(?P<output>(?:.*\n)*?)```$"
+    r"|^    (?P<indented>(?:[A-Z_]+=\S+ )*(?:python|torchrun|\./|scripts/)(?:.*\\\n)*.*)$",
+    re.MULTILINE,
+)
+PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}
+FIRST = {name: command for name, text in PAGES.items() if (command := COMMAND.search(text))}
+
+# What each of these stands for is less work. A flag of the command itself comes later, and wins.
+TINY = "--training.seq_len=64 --training.local_batch_size=4"
+SMALLER = {
+    "./run_train.sh": f"./run_train.sh --training.steps=2 {TINY} --evaluation.limit=2 --validation.steps=1",
+    "scripts/search_precision.py train_configs/debug_model.toml": "scripts/search_precision.py "
+    f"train_configs/debug_model.toml {TINY} --steps 2 --seeds 2",
+    "training.steps=100 ": "training.steps=2 --widths 32,64 ",
+    "training.steps=300": "training.steps=2",
+    "warmup_steps=20": "warmup_steps=1",
+    "limit 200": "limit 10",
+    "NGPU=8": "NGPU=4",
+    # one machine, and no GPU
+    "PET_NNODES=2": "PET_NNODES=1",
+    "node0:29500": "127.0.0.1:0",
+    "llama3_8b.toml": "debug_model.toml",
+    # minutes
+    "llama3_70b.toml": "llama3.2_1b.toml",
+    "simulate_world_size=256": "simulate_world_size=8 --job.simulate_device=cpu",
+}
+BEFORE = {  # what README has made before, as the page says
+    "evaluation.md": [TO_TRANSFORMERS[0]],
+    "interchange.md": [TO_TRANSFORMERS[0], TO_TRANSFORMERS[3]],
+    "report.md": [FIRST_RUN],
+}
+NOT_RUN = {"versions.md": "takes hours"}
+FAST = {"configuration.md", "ladder.md", "report.md"}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The repository as it is after checkout. What commands write there is beside its links."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")  # a command writes to docs/figures
+    for name in ("pyproject.toml", "run_train.sh", "scripts", "torchtitan", "train.py", "train_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def run(commands: Iterable[str], folder: Path, status: int = 0) -> list[str]:
+    """Runs commands one after the other. Returns what each writes to stdout, or, if it is to fail, to stderr."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PATH": path, "PYTHON": sys.executable}
+    outputs = []
+    for command in commands:
+        for written, smaller in SMALLER.items():
+            command = command.replace(written, smaller)
+        done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == status, done.stdout + done.stderr
+        outputs.append(done.stderr if status else done.stdout)
+    return outputs
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, marks=[] if p in FAST else pytest.mark.full) for p in FIRST])
+def test_the_first_command_of_a_page(page: str, repository: Path) -> None:
+    if page in NOT_RUN:
+        pytest.skip(NOT_RUN[page])
+    run(BEFORE.get(page, ()), repository)
+    command = FIRST[page]
+    expected = (command["output"] or "").splitlines()
+    [output] = run([command["bash"] or command["console"] or command["indented"]], repository, status=2 if expected else 0)
+    assert set(expected) <= set(output.splitlines())
+
+
+def test_pages_begin_with_commands() -> None:
+    assert FIRST.keys() > BEFORE.keys() | NOT_RUN.keys() | FAST and len(FIRST) > 15
+
+
+@pytest.mark.full
+def test_from_training_to_transformers(repository: Path) -> None:
+    _, ours, scores, _, theirs = run(TO_TRANSFORMERS, repository)
+    assert "def main(" in ours and ours.strip() == theirs.strip()
+    assert "stdlib_brackets" in scores and "stdlib_identifiers" in scores
