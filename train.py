@@ -16,7 +16,6 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
-from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError
 from torchtitan.launcher.imports import check_versions, quick_imports
 from torchtitan.launcher.processes import refuse_lone_tasks
@@ -40,6 +39,7 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
         from torchtitan.build_trainer import build_trainer
         from torchtitan.device import find_device
         from torchtitan.engine.config_checks import check, global_batch_size, is_plan
+        from torchtitan.engine.model_args import register_models
         from torchtitan.engine.watchdog import watch_progress
         from torchtitan.launcher.folder_lock import FolderLock
         from torchtitan.logging import init_logging, logger
@@ -48,8 +48,7 @@ def run(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()
     init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
     for notice in notices:
         logger.info(notice)
-    if config.experimental.custom_import:
-        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    register_models(config)
     device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
     if is_plan(config):
         from torchtitan.plan.planner import plan

@@ -25,14 +25,12 @@ def model_size(argv: Sequence[str]) -> dict[str, float]:
     import torch
 
     from torchtitan.config import ConfigManager
-    from torchtitan.config.extension import import_user_module
-    from torchtitan.engine.model_args import find_model_args
+    from torchtitan.engine.model_args import find_model_args, register_models
     from torchtitan.metrics.flops import flops_per_token
     from torchtitan.models import MODELS
 
     config = ConfigManager().parse_args(argv)
-    if config.experimental.custom_import:
-        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    register_models(config)
     spec = MODELS.get(config.model.name)
     args = find_model_args(config.model)
     with torch.device("meta"):

@@ -14,9 +14,9 @@ from typing import Any
 
 from torchtitan.build_trainer import build_trainer
 from torchtitan.config import ConfigManager
-from torchtitan.config.extension import import_user_module
 from torchtitan.device import find_device
 from torchtitan.engine.config_checks import check, global_batch_size
+from torchtitan.engine.model_args import register_models
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
 from torchtitan.plan.simulation import local_bytes, state_bytes
@@ -35,8 +35,7 @@ class NoReport:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = ConfigManager().parse_args([f"--job.dump_folder={folder}", *sys.argv[1:]])
-        if config.experimental.custom_import:
-            import_user_module(config.experimental.custom_import, "experimental.custom_import")
+        register_models(config)
         device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
         dims = check(config, int(os.environ.get("WORLD_SIZE", 1)), device.type)
         recorder = Recorder(name_of_group=str)

@@ -32,9 +32,9 @@ LONG = 100  # steps in the mean that varies less
 def measure(model: list[str], steps: int, device: str) -> Any:
     """The `Table` of a model after `steps` steps in bf16, with times of the device."""
     from torchtitan.config import ConfigManager
-    from torchtitan.config.extension import import_user_module
     from torchtitan.device import find_device
     from torchtitan.engine.explain import conversion_target
+    from torchtitan.engine.model_args import register_models
     from torchtitan.models import MODELS
     from torchtitan.plan.step_model import DATA_SHEET_RATES, RATES
     from torchtitan.precision_search.candidates import find_candidates
@@ -43,8 +43,7 @@ def measure(model: list[str], steps: int, device: str) -> Any:
 
     flags = [f"--job.config_file={DEBUG_MODEL}", *BATCH, *model, f"--training.steps={steps}"]
     config = ConfigManager().parse_args(flags)
-    if config.experimental.custom_import:
-        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    register_models(config)
     operands = short_run(config, capture=True).operands
     candidates = find_candidates(config, conversion_target(config, MODELS.get(config.model.name), find_device(0)))
     rates = dataclasses.replace({**RATES, **DATA_SHEET_RATES}[device], bandwidth=math.inf)

@@ -8,7 +8,13 @@ Start a run from the result with --checkpoint.initial_load_path, export it with 
 """
 
 import argparse
+import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from torchtitan.config.extension import add_custom_import
+from torchtitan.errors import run_command
 from torchtitan.files import local_path
 
 
@@ -17,7 +23,7 @@ def main() -> None:
     parser.add_argument("checkpoints", type=local_path, nargs="+")
     parser.add_argument("--out", type=local_path, required=True)
     parser.add_argument("--ema", action="store_true")
-    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
+    add_custom_import(parser)
     arguments = parser.parse_args()
     from torchtitan.interchange.average import average
     from torchtitan.interchange.convert import one_process
@@ -27,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -7,7 +7,13 @@ accepts FOLDER directly.) Weights are read and written one at a time.
 """
 
 import argparse
+import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from torchtitan.config.extension import add_custom_import
+from torchtitan.errors import run_command
 from torchtitan.files import expand, local_path
 
 
@@ -19,7 +25,7 @@ def main() -> None:
         "--family", help="model.name of the checkpoint; default: the first family with a matching flavor"
     )
     parser.add_argument("--tokenizer-path", type=expand, help="tokenizer of the model; default: the one in FOLDER")
-    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
+    add_custom_import(parser)
     arguments = parser.parse_args()
     from torchtitan.interchange.convert import import_weights, one_process
 
@@ -29,4 +35,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

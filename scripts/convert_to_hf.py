@@ -7,7 +7,13 @@ file at a time (at most 5 GB).
 """
 
 import argparse
+import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from torchtitan.config.extension import add_custom_import
+from torchtitan.errors import run_command
 from torchtitan.files import expand, local_path
 
 
@@ -17,7 +23,7 @@ def main() -> None:
     parser.add_argument("out", type=local_path, help="folder to create; must not exist")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--tokenizer-path", type=expand, help="default: the model's own")
-    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
+    add_custom_import(parser)
     arguments = parser.parse_args()
     import torch
 
@@ -32,4 +38,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

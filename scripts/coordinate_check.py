@@ -11,12 +11,18 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # a KeyboardInterrupt inside an import would print a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import matplotlib
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.files import local_path
 
@@ -25,8 +31,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
+from torchtitan.errors import ConfigError, run_command
 
 PARAMETRIZATIONS = ("standard", "mup")
 PARTS = ("embedding", "attention", "feed-forward", "last block", "logits")
@@ -51,12 +56,8 @@ def main() -> None:
             found[name, size] = activations(with_size(config, name, size))
             print(f"{name} {label(size)}: " + ", ".join(f"{part} {y[-1]:.3g}" for part, y in found[name, size].items()))
         draw(found, output)
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
     except OSError as error:
-        print(f"Error: --output: {output} cannot be written ({error.strerror}).", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
+        raise ConfigError(f"--output: {output} cannot be written ({error.strerror}).") from None
     print(f"wrote {output}")
 
 
@@ -83,11 +84,11 @@ def label(size: Size) -> str:
 def resized(flags: Sequence[str], arguments: argparse.Namespace) -> JobConfig:
     """The configuration, after registering a model family with a flavor of each size (called as by `label`) beside the
     usual flavors. Sets `arguments.depths` if they were not given."""
+    from torchtitan.engine.model_args import register_models
     from torchtitan.models import MODELS
 
     config = ConfigManager().parse_args(list(flags))
-    if config.experimental.custom_import:
-        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    register_models(config)
     spec = MODELS.get(config.model.name)
     base: Any = spec.flavor(config.model.mup_base_flavor, "model.mup_base_flavor")
     arguments.depths = arguments.depths or [base.n_layers]
@@ -203,4 +204,4 @@ def draw(found: Activations, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu_rows import BASE, FILTERED, INT8, INT8_ONCE, MODELS, ROWWISE, SPARSE, TENSORWISE, Recipe
 from benchmarks.runs import ROOT
 from benchmarks.tables import markdown
+from torchtitan.errors import run_command
 
 RECIPES = (BASE, TENSORWISE, ROWWISE, FILTERED, INT8, INT8_ONCE)
 GPUS_OF = {"8B": 8}
@@ -84,4 +85,4 @@ def row(model: str, recipe: Recipe, gpu: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

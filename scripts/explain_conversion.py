@@ -5,10 +5,12 @@ python scripts/explain_conversion.py [--json out.json] --job.config_file=FILE.to
 
 import argparse
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import ConfigManager
-from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, UserError
+from torchtitan.errors import ConfigError, run_command
 from torchtitan.files import local_path
 
 
@@ -20,12 +22,12 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     try:
         config = ConfigManager().parse_args(flags)
-        if config.experimental.custom_import:
-            import_user_module(config.experimental.custom_import, "experimental.custom_import")
         from torchtitan.converters.conversion_report import phases_to_json, summary, to_json, to_table
         from torchtitan.engine.explain import explain_conversion
+        from torchtitan.engine.model_args import register_models
         from torchtitan.engine.precision_phases import parse_phases
 
+        register_models(config)
         reports = []
         for phase in parse_phases(config) if config.precision.phase else []:
             with phase.named_in_errors():
@@ -40,16 +42,9 @@ def main() -> None:
         if arguments.json:
             text = phases_to_json(reports) if config.precision.phase else to_json(reports[0][1])
             arguments.json.write_text(text, encoding="utf-8")
-    except UserError as error:
-        sys.exit(_complain(str(error)))
     except OSError as error:
-        sys.exit(_complain(f"--json: {arguments.json} cannot be written ({error.strerror})."))
-
-
-def _complain(message: str) -> int:
-    print(f"Error: {message}", file=sys.stderr)
-    return EXIT_STATUS
+        raise ConfigError(f"--json: {arguments.json} cannot be written ({error.strerror}).") from None
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -15,7 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import ConfigError
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from torchtitan.config.extension import add_custom_import
+from torchtitan.errors import CheckpointError, ConfigError, run_command
 from torchtitan.files import expand, local_path, regular_file
 
 
@@ -43,7 +46,7 @@ def main() -> None:
         "--no-cache", action="store_true", help="recompute all tokens for each new one: same result, but slow"
     )
     parser.add_argument("--tokenizer-path", type=expand, help="default: the model's own")
-    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
+    add_custom_import(parser)
     parser.add_argument(
         "--out", type=local_path, help="JSONL file to write: prompt, text and token ids", metavar="FILE"
     )
@@ -90,15 +93,15 @@ def _run(arguments: argparse.Namespace) -> None:
     )
     seconds = time.perf_counter() - started
     texts = [
-        tokenizer.decode_after(prompt, [id for id in row if id not in tokenizer.stop_ids])
+        None if row is None else tokenizer.decode_after(prompt, [id for id in row if id not in tokenizer.stop_ids])
         for prompt, row in zip(ids, new, strict=True)
     ]
     if stream is not None:
         stream.end()
     else:
         for prompt, text in zip(prompts, texts, strict=True):
-            print(f"{prompt}{text}\n{'-' * 40}")
-    count = sum(map(len, new))
+            print(f"{prompt}{text or ''}\n{'-' * 40}")
+    count = sum(len(row) for row in new if row is not None)
     print(f"[{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s, {str(dtype)[6:]}]", file=sys.stderr)
     if arguments.out:
         rows = [
@@ -106,6 +109,11 @@ def _run(arguments: argparse.Namespace) -> None:
             for prompt, text, row in zip(prompts, texts, new, strict=True)
         ]
         arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if None in new:
+        raise CheckpointError(
+            f"{arguments.checkpoint}: the model's outputs are not finite for {new.count(None)} of {len(new)} prompts, "
+            "so no text follows (null in --out); its weights may be NaN, or too large for --dtype."
+        )
 
 
 def _read_prompts(path: Path) -> list[str]:
@@ -128,4 +136,4 @@ def _read_prompts(path: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

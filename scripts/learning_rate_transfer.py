@@ -10,11 +10,17 @@ the picture, in FILE.json: what is there, under the same FLAGS, is not trained a
 
 import itertools
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # a KeyboardInterrupt inside an import would print a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import matplotlib
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.files import local_path
 
@@ -33,7 +39,7 @@ from coordinate_check import (
 )
 
 from torchtitan.config import JobConfig
-from torchtitan.errors import EXIT_STATUS, UserError
+from torchtitan.errors import ConfigError, UserError, run_command
 
 Losses = dict[tuple[str, Size], dict[float, float]]  # by parametrization, size and learning rate
 
@@ -57,12 +63,8 @@ def main() -> None:
             }
         print_table(found)
         draw(found, output)
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
     except OSError as error:
-        print(f"Error: --output: {output} cannot be written ({error.strerror}).", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
+        raise ConfigError(f"--output: {output} cannot be written ({error.strerror}).") from None
     print(f"wrote {output}")
 
 
@@ -133,4 +135,4 @@ def draw(found: Losses, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -15,9 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
+from torchtitan.errors import ConfigError, run_command
 from torchtitan.files import local_path
 from torchtitan.strict_json import finite
 
@@ -36,19 +37,16 @@ def main() -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         config = ConfigManager().parse_args([*flags, f"--training.steps={arguments.steps}"])
-        if config.experimental.custom_import:
-            import_user_module(config.experimental.custom_import, "experimental.custom_import")
+        from torchtitan.engine.model_args import register_models
+
+        register_models(config)
         if len(config.model.converters) != 1:
             raise ConfigError("model.converters: set exactly one converter, whose recipe is to be measured.")
         report = judge(config)
         Path(f"{output}.json").write_text(json.dumps(finite(report), indent=1), encoding="utf-8")
         draw(report["layers"], report["recipe"], Path(f"{output}.png"))
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
     except OSError as error:
-        print(f"Error: --output: {output} cannot be written ({error.strerror}).", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
+        raise ConfigError(f"--output: {output} cannot be written ({error.strerror}).") from None
     print_table(report)
 
 
@@ -142,4 +140,4 @@ def draw(layers: dict[str, Any], title: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

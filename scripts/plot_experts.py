@@ -4,8 +4,12 @@ python scripts/plot_experts.py outputs/a --output experts.png
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":  # a KeyboardInterrupt inside an import would print a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import matplotlib
 

@@ -5,9 +5,13 @@ python scripts/plot_run.py outputs/a outputs/b --keys loss,grad_norm --smooth 10
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # a KeyboardInterrupt inside an import would print a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import matplotlib
 

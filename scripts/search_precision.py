@@ -29,9 +29,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config.extension import import_user_module
-from torchtitan.errors import EXIT_STATUS, INTERRUPTED, ConfigError, UserError
+from torchtitan.errors import INTERRUPTED, ConfigError, run_command
 from torchtitan.files import local_path
 from torchtitan.plan.step_model import DATA_SHEET_RATES, RATES
 from torchtitan.strict_json import finite
@@ -63,12 +64,8 @@ def main() -> None:
             tempfile.tempdir = scratch  # for the folders of short runs
             exit_at_once_on_interrupt(scratch)
             search(arguments, flags)
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
     except OSError as error:
-        print(f"Error: --output: {arguments.output} cannot be written ({error.strerror}).", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
+        raise ConfigError(f"--output: {arguments.output} cannot be written ({error.strerror}).") from None
 
 
 def exit_at_once_on_interrupt(scratch: str) -> None:
@@ -91,8 +88,9 @@ def search(arguments: argparse.Namespace, flags: list[str]) -> None:
     config = ConfigManager().parse_args(
         [f"--job.config_file={arguments.config}", *flags, f"--training.steps={arguments.steps}"]
     )
-    if config.experimental.custom_import:
-        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    from torchtitan.engine.model_args import register_models
+
+    register_models(config)
     if config.precision.phase:
         raise ConfigError("[[precision.phase]]: the search is for one precision throughout; remove the phases.")
 
@@ -232,4 +230,4 @@ def print_report(report: dict[str, Any], gains: bool, converted: int, tables: di
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

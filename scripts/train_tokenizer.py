@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.data.datasets import DATASETS, documents_of
-from torchtitan.errors import EXIT_STATUS, UserError
+from torchtitan.errors import ConfigError, run_command
 from torchtitan.files import local_path
 from torchtitan.logging import Waiting
 
@@ -84,12 +84,11 @@ def main(argv: list[str]) -> int:
             model = train((document.text for document in documents), arguments.vocab_size)
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_bytes(model)
-    except (UserError, OSError, RuntimeError) as error:
-        print(f"train_tokenizer.py: {error}", file=sys.stderr)
-        return EXIT_STATUS
+    except RuntimeError as error:  # the trainer's
+        raise ConfigError(str(error)) from None
     print(f"{arguments.output}: {arguments.vocab_size} pieces, {len(model):,} bytes.")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(lambda: main(sys.argv[1:]))

@@ -1,11 +1,19 @@
 """Errors that a user can cause: one sentence with the key and the remedy, exit status 2, no traceback."""
 
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
 EXIT_STATUS = 2
 INTERRUPTED = 130  # a shell's exit status for a program stopped by Ctrl-C
 
 
 class UserError(Exception):
     """Something the user can fix. `train.py` prints only the message and exits with status 2."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(UserError):
@@ -16,8 +24,8 @@ class ConfigError(UserError):
     """
 
     def __init__(self, *problems: str) -> None:
-        self.problems = problems
-        super().__init__("\n".join(problems))
+        self.problems = tuple(map(printable, problems))
+        super().__init__("\n".join(self.problems))
 
 
 class DataError(UserError):
@@ -39,6 +47,32 @@ class LostRankError(Exception):
 def counted(number: int, noun: str) -> str:
     """'1 line', '2 lines', '1,000 processes'."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Runs the `main` of a script and exits: a UserError or OSError is one sentence and status 2, Ctrl-C is silent."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script may have ignored it for its own imports
+    try:
+        status = main()
+    except ConfigError as error:
+        status = EXIT_STATUS
+        print("\n".join(f"Error: {problem}" for problem in error.problems), file=sys.stderr)
+    except (UserError, OSError) as error:
+        status = EXIT_STATUS
+        print(f"Error: {printable(str(error))}", file=sys.stderr)
+    except (MemoryError, RuntimeError) as error:  # of which torch's is one
+        if not isinstance(error, MemoryError) and "allocate" not in str(error):
+            raise
+        status = EXIT_STATUS
+        print(f"Error: there is not enough memory. {next(iter(str(error).splitlines()), '')}", file=sys.stderr)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    sys.exit(status)
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped: a name from a file must not control a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def nearest(name: str, known: list[str]) -> str:

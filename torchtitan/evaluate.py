@@ -11,9 +11,10 @@ import argparse
 import json
 import time
 
+from torchtitan.config.extension import add_custom_import
 from torchtitan.config.output import Metrics
 from torchtitan.config.training import Evaluation
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, run_command
 from torchtitan.files import expand, local_path
 from torchtitan.strict_json import finite
 
@@ -45,7 +46,7 @@ def main() -> None:
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
     )
     parser.add_argument("--tokenizer-path", type=expand, help="default: the model's own")
-    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
+    add_custom_import(parser)
     parser.add_argument(
         "--out", type=local_path, help="JSONL file to write: the result of each example", metavar="FILE"
     )
@@ -97,4 +98,4 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -28,6 +28,11 @@ class Registry(Generic[T]):
             raise ConfigError(f"A {self.kind} named {name!r} is registered already; choose another name.")
         self._entries[name] = entry
 
+    def replace(self, name: str, entry: T) -> None:
+        """Changes an entry."""
+        self.get(name)
+        self._entries[name] = entry
+
     def get(self, name: str, key: str = "") -> T:
         """The entry, or a ConfigError listing the known names. `key`: the key to blame, if not `self.key`."""
         if name not in self._entries:

@@ -416,5 +416,6 @@ class Trainer:
             data=self.loader.description,
             global_batch_size=self.global_batch_size,
             first_step=self.step + 1,
+            tokens_seen=self.tokens_seen,
             checkpoints=self.checkpoints.folder,
         )

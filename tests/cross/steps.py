@@ -12,7 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import torch
@@ -45,12 +45,13 @@ from torchtitan.kernels import (
     grouped_int8_triton,
     grouped_rounding_triton,
     int8_triton,
+    mx_triton,
     nvfp4_triton,
     quantize_triton,
 )
-from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE
+from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE, ScaleMode
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
-from torchtitan.kernels.quantize import SMALLEST_SCALE, WIDEST
+from torchtitan.kernels.quantize import WIDEST
 from torchtitan.models import MODELS
 from torchtitan.optim import muon, state_formats
 from torchtitan.optim.skip_step import UpdateGuard
@@ -147,8 +148,11 @@ def train(
             with watch:
                 watch.report = Report(LOWERED, [], [], Counter(), 0)
                 train_step(engine, [batch], 1e-4, guard, number)
-            for layer in delayed_layers([engine.model]).values():
+            delayed = [layer for layer in delayed_layers([engine.model]).values() if not layer.has_scales]
+            for layer in delayed:
                 layer.has_scales = True  # real numbers would give it scales in the first step
+            if delayed:  # blocks are compiled once more; those of the first step count no longer
+                LOWERED[:] = [graph for graph in LOWERED if not graph.is_block]
     report = watch.report
     report.lowered = list(LOWERED)
     if engine.fused_gemms is not None:
@@ -298,19 +302,36 @@ def int8_spills(capability: int) -> list[str]:
             (grouped_int8_triton.over_rows_kernel, {"ALIGNMENT": ALIGNMENT}),
         ):
             found += _spills_of_kernel(kernel, grouped, {**config.kwargs, **more}, options, capability)
-    for dtype, columns in itertools.product(("*bf16", "*fp32"), (64, 4096, WIDEST)):
-        rounding = {"x": dtype, "data": "*i8", "scale_inverse": "*fp32", "column_amax": "*i32"}
-        constants = {"SMALLEST": SMALLEST_SCALE, "ROWS": 32, "BLOCK": columns}
+    formats = {"*i8": torch.int8, "*fp8e4nv": torch.float8_e4m3fn} if capability >= 89 else {"*i8": torch.int8}
+    for dtype, columns, low in itertools.product(("*bf16", "*fp32"), (64, 4096, WIDEST), formats):
+        rounding = {"x": dtype, "data": low, "scale_inverse": "*fp32", "column_amax": "*i32"}
+        constants = {**quantize_triton.constants_of(formats[low]), "ROWS": 32, "BLOCK": columns}
         options = {"num_warps": quantize_triton.warps(columns)}
         found += _spills_of_kernel(quantize_triton.round_rows_kernel, rounding, constants, options, capability)
-    tile = {"EXPERTS": 128, **grouped_rounding_triton.TILE}
-    amax = {"x": "*bf16", "row_amax": "*i32", "column_amax": "*i32", "ends": "*i32"}
-    found += _spills_of_kernel(grouped_rounding_triton.amax_kernel, amax, tile, {}, capability)
-    scales = {"x": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32", "ends": "*i32", "padded_ends": "*i32"}
-    for data, is_float8 in (("*i8", False), ("*fp8e4nv", True))[: 2 if capability >= 89 else 1]:
-        constants = {"LARGEST": 448.0 if is_float8 else 127.0, "FLOAT8": is_float8, **tile}
-        pointers = {**scales, "by_row": data, "by_column": data}
-        found += _spills_of_kernel(grouped_rounding_triton.round_kernel, pointers, constants, {}, capability)
+    matrices = {**dict.fromkeys(("x", "factor"), "*bf16"), "source": "*i64"}
+    amaxes = dict.fromkeys(("row_amax", "column_amax"), "*i32")
+    for gather, factor in ((False, False), (True, False), (True, True)):
+        tile = {"GATHER": gather, "FACTOR": factor, "EXPERTS": 128, **grouped_rounding_triton.TILE}
+        pointers = {**matrices, **amaxes, "ends": "*i32"}
+        found += _spills_of_kernel(grouped_rounding_triton.amax_kernel, pointers, tile, {}, capability)
+        pointers |= dict.fromkeys(("row_amax", "column_amax", "row_inverse", "column_inverse"), "*fp32")
+        for data, dtype in formats.items():
+            pointers |= {"by_row": data, "by_column": data, "padded_ends": "*i32"}
+            constants = {**quantize_triton.constants_of(dtype), **tile}
+            found += _spills_of_kernel(grouped_rounding_triton.round_kernel, pointers, constants, {}, capability)
+    return found
+
+
+def mx_spills() -> list[str]:
+    """The same for our mxfp8 kernel, of matrices and of transposed ones."""
+    strides = ("row_stride", "column_stride")
+    names = ("by_row", "by_column"), ("row_scale", "column_scale")
+    outputs = {**dict.fromkeys(names[0], "*fp8e4nv"), **dict.fromkeys(names[1], "*u8")}
+    found = []
+    for dtype, stride, both, mode in itertools.product(("*bf16", "*fp32"), strides, (False, True), get_args(ScaleMode)):
+        constants = {"MODE": mode, "BOTH": both, stride: 1, **mx_triton.TILE}
+        options = {"num_warps": mx_triton.WARPS}
+        found += _spills_of_kernel(mx_triton.pack_kernel, {"x": dtype, **outputs}, constants, options, 100)
     return found
 
 

@@ -34,26 +34,32 @@ for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
 
 ROUNDING = """
 import torch
-from torchtitan.kernels.quantize import LARGEST, SMALLEST_SCALE
+from torchtitan.kernels.quantize import LARGEST, scale_inverse_of
 from torchtitan.kernels.quantize_triton import round_rows
+from torchtitan.kernels.rounding import round_to
 
 torch.manual_seed(0)
-for rows, columns in [(64, 48), (70, 33), (9, 1000)]:
+for shape in [(64, 48), (70, 33), (3, 9, 1000)]:
     for dtype in (torch.bfloat16, torch.float32):
-        x = torch.randn(rows, columns).to(dtype)
-        x[3], x[5], x[6] = 0, x[5] * 1e-33, torch.arange(columns) % 128 - 0.5  # ties, if the scale is 1
-        x[6, 0] = LARGEST
-        data, scale_inverse, column_amax = round_rows(x, SMALLEST_SCALE)
-        # In compiled code, quantize.quantize multiplies by the inverse of a constant.
-        expected = (x.abs().amax(1, keepdim=True).float() * (1 / LARGEST)).clamp_min(SMALLEST_SCALE)
-        assert torch.equal(scale_inverse, expected)
-        exact = x.float() * expected.reciprocal()
-        assert torch.equal(data, exact.round().clamp(-LARGEST, LARGEST).to(torch.int8))
-        assert torch.equal(column_amax, x.abs().amax(0, keepdim=True).float())
-        x[2, 1] = torch.nan
-        data, scale_inverse, column_amax = round_rows(x, SMALLEST_SCALE)
-        assert scale_inverse.isnan().nonzero().tolist() == [[2, 0]]
-        assert column_amax.isnan().nonzero().tolist() == [[0, 1]]
+        for low in (torch.int8, torch.float8_e4m3fn):
+            x = torch.randn(shape).to(dtype)
+            if low.is_floating_point:
+                x = (4 * x).round().clamp(-15, 15)  # float8 numbers: Triton's interpreter rounds others wrongly
+            x[..., 3, :], x[..., 5, :] = 0, x[..., 5, :] * 1e-33
+            x[..., 6, :] = torch.arange(shape[-1]) % 128 - 0.5 if low == torch.int8 else 2  # ties, if the scale is 1
+            x[..., 6, 0] = LARGEST if low == torch.int8 else 448
+            data, scale_inverse, column_amax = round_rows(x, low)
+            amax = x.abs().amax(-1, keepdim=True).float()
+            expected = scale_inverse_of(amax, low)
+            assert data.dtype == low and torch.equal(scale_inverse, expected)
+            flat = round_to(x.flatten(0, -2), expected.flatten(0, -2).reciprocal(), low).view(shape)
+            assert torch.equal(data.float(), flat.float())
+            assert torch.equal(column_amax, x.abs().amax(-2, keepdim=True).float())
+            x[..., 2, 1] = torch.nan
+            data, scale_inverse, column_amax = round_rows(x, low)
+            assert column_amax.isnan().nonzero()[:, -2:].unique(dim=0).tolist() == [[0, 1]]
+            expected = scale_inverse_of(torch.tensor(torch.nan), low).expand(shape[:-2])  # of float8, 0
+            torch.testing.assert_close(scale_inverse[..., 2, 0], expected, rtol=0, atol=0, equal_nan=True)
 """
 
 
@@ -89,32 +95,37 @@ for counts, n, k in [((32, 64, 32), 64, 96), ((5, 0, 70, 33, 0), 33, 48), ((0, 1
 
 GROUPED_ROUNDING = """
 import torch
-from torchtitan.kernels.grouped_8bit import pad_groups, round_columns_of_rows, round_rows
+from torchtitan.kernels.grouped_8bit import _padded_ends, _padded_rows, pad_groups, round_columns_of_rows, round_rows
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
-from torchtitan.kernels.grouped_rounding_triton import amax_both, round_both
-from torchtitan.kernels.quantize import scale_inverse_of
+from torchtitan.kernels.grouped_rounding_triton import round_both
 
 torch.manual_seed(0)
 for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:
-    ends, used = torch.tensor(counts).cumsum(0).int(), torch.tensor(counts) > 0
+    ends, used, rows = torch.tensor(counts).cumsum(0).int(), torch.tensor(counts) > 0, sum(counts)
+    padding = _padded_ends(ends, ALIGNMENT), _padded_rows(rows, len(counts), ALIGNMENT)
+    source, factor = torch.randint(rows // 2, (rows,)), 2.0 ** torch.randint(-3, 3, (rows,))
     for dtype in (torch.int8, torch.float8_e4m3fn):
-        x = torch.randn(sum(counts), columns) * torch.rand(columns)
+        x = torch.randn(rows, columns) * torch.rand(columns)
         if dtype.is_floating_point:
             x = (4 * x).round().clamp(-15, 15)  # float8 numbers: Triton's interpreter rounds others wrongly
         x[3] = 0
-        rows = round_rows(x, dtype)
-        padded, padded_ends = pad_groups(x, ends, ALIGNMENT)
-        by_column = round_columns_of_rows(padded, padded_ends, dtype)
-        scale_inverses = [scale_inverse_of(amax, dtype) for amax in amax_both(x, ends)]
-        assert torch.equal(scale_inverses[0], rows.scale_inverse)
-        assert torch.equal(scale_inverses[1][used], by_column.scale_inverse[used])
-        scales = [inverse.reciprocal() for inverse in scale_inverses]
-        found = round_both(x, *scales, ends, padded_ends, len(padded), dtype)
-        assert torch.equal(found[0].float(), rows.data.float())
-        assert torch.equal(found[1][: padded_ends[-1]].float(), by_column.data[: padded_ends[-1]].float())
+        # With a factor, float8's scales of columns lead to numbers that are not of the format.
+        for how in ((), (source,), (source, factor))[: 2 if dtype.is_floating_point else 3]:
+            operand = x[source] if how else x
+            operand = operand * factor.unsqueeze(1) if len(how) == 2 else operand
+            by_row = round_rows(operand, dtype)
+            padded, padded_ends = pad_groups(operand, ends, ALIGNMENT)
+            by_column = round_columns_of_rows(padded, padded_ends, dtype)
+            data, inverse, columns_data, columns_inverse = round_both(x, ends, *padding, dtype, *how)
+            assert torch.equal(inverse, by_row.scale_inverse)
+            assert torch.equal(columns_inverse[used], by_column.scale_inverse[used])
+            assert torch.equal(data.float(), by_row.data.float())
+            end = padded_ends[-1]
+            assert torch.equal(columns_data[:end].float(), by_column.data[:end].float())
     x[2, 1] = torch.nan
-    row_amax, column_amax = amax_both(x, ends)
-    assert row_amax.isnan().nonzero().tolist() == [[2, 0]] and column_amax.isnan().nonzero().tolist() == [[0, 1]]
+    _, row_inverse, _, column_inverse = round_both(x, ends, *padding, torch.int8)
+    assert row_inverse.isnan().nonzero().tolist() == [[2, 0]]
+    assert column_inverse.isnan().nonzero().tolist() == [[0, 1]]
 """
 
 
@@ -141,12 +152,40 @@ x[1, 1] = torch.nan
 assert pack(x, survey(x, False, False, False), False, False, False)[2].isnan()
 """
 
+MX = """
+import itertools
+from typing import get_args
+import torch
+from torchtitan.kernels.block_formats import ScaleMode
+from torchtitan.kernels.mx_triton import pack
+from torchtitan.kernels.packed_blocks import _pack_mx
+
+torch.manual_seed(0)
+for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 256)], (torch.float32, torch.bfloat16)):
+    # float8 numbers: Triton's interpreter rounds others wrongly
+    x = (4 * torch.randn(shape)).round().clamp(-15, 15) * 2.0 ** torch.randint(-3, 3, (shape[0] // 32, 1)).repeat(32, 1)
+    x[3] = x[:32, :32] = 0
+    x[40:45, :32] *= 2.0**-120
+    x[33, 1] = torch.inf
+    x = x.to(dtype)
+    for mode in get_args(ScaleMode):
+        for operand, both in ((x, True), (x, False), (x.t(), False)):
+            found, expected = pack(operand, mode, both), _pack_mx(operand, mode, both)
+            for ours, reference in zip(found, expected, strict=True):
+                assert ours.dtype == reference.dtype and ours.shape == reference.shape
+                if ours.dtype == torch.float8_e8m0fnu:
+                    assert torch.equal(ours.view(torch.uint8), reference.view(torch.uint8)), (shape, mode)
+                else:  # NaN is another number to the interpreter
+                    finite = reference.float().isfinite()
+                    assert torch.equal(ours.float()[finite], reference.float()[finite]), (shape, mode)
+"""
+
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "program",
-    [GEMM, ROUNDING, GROUPED, GROUPED_ROUNDING, NVFP4],
-    ids=["GEMM", "rounding", "grouped GEMM", "grouped rounding", "nvfp4"],
+    [GEMM, ROUNDING, GROUPED, GROUPED_ROUNDING, NVFP4, MX],
+    ids=["GEMM", "rounding", "grouped GEMM", "grouped rounding", "nvfp4", "mx"],
 )
 def test_a_kernel_computes_what_the_reference_does(program: str) -> None:
     """Sizes that fill tiles and that do not; of rounding, every bit."""

@@ -153,7 +153,7 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     if ASYNC in case.flags:
         # The sum before a backward reduce-scatter is that of several GEMMs; float8 gathers gradients before its cast.
         assert report.fused == ((4, 4) if "float8" in name else (6, 2))
-    blocks = [graph for graph in report.lowered if any("mm" in call.operator for call in graph.calls)]
+    blocks = [graph for graph in report.lowered if graph.is_block]
     assert any(graph.backward for graph in blocks)
     figures = {
         "kernels of a block": sum(graph.kernels for graph in blocks),
@@ -179,16 +179,20 @@ def check_layouts(calls: Sequence[Call]) -> None:
 
 def check_blocks(call: Call) -> None:
     """Fails if operands of a block-scaled GEMM are not as cuBLASLt takes them, by the checks in torch's ScaledBlas.cpp
-    (`_scaled_nvfp4_nvfp4`, `_scaled_block1x128_block128x128`, `_scaled_block1x128_block1x128`)."""
+    (`_scaled_nvfp4_nvfp4`, `_scaled_mxfp8_mxfp8`, `_scaled_block1x128_block128x128` and
+    `_scaled_block1x128_block1x128`)."""
     half = len(call.operands) // 2
     (left, left_scale, *_), (right, right_scale, *_) = call.operands[:half], call.operands[half:]
     (m, k), (_, n) = left.shape, right.shape
     assert left.strides == (k, 1) and right.strides == (1, k), call
-    if left.dtype == "int64":  # 16 numbers of nvfp4
-        assert k % 2 == 0 and n % 16 == 0, call
+    if left.dtype == "int64" or left_scale.dtype == "float8_e8m0fnu":
+        # 16 numbers of nvfp4, an even number of blocks; or mxfp8, in blocks of 32
+        (blocks, rest) = (k, k % 2) if left.dtype == "int64" else divmod(k, 32)
+        assert rest == 0 and n % 16 == 0, call
         for rows, scale in ((m, left_scale), (n, right_scale)):
-            assert scale.dtype == "float8_e4m3fn" and scale.shape == (-(-rows // 128) * 128 * -(-k // 4) * 4,), call
-            assert call.operands[half - 1].shape == (), call
+            assert scale.dtype == ("float8_e4m3fn" if left.dtype == "int64" else "float8_e8m0fnu"), call
+            assert scale.shape == (-(-rows // 128) * 128 * -(-blocks // 4) * 4,), call
+        assert left.dtype != "int64" or call.operands[half - 1].shape == (), call
         return
     assert left_scale.shape == (m, k // 128) and left_scale.strides == (1, m) and k % 128 == 0, call
     rows = right_scale.shape[0]
@@ -258,9 +262,10 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
 
 
 @pytest.mark.full
-def test_nvfp4_kernels_compile_without_spilling_registers() -> None:
+@pytest.mark.parametrize("recipe", ["nvfp4", "mx"])
+def test_kernels_of_blocks_compile_without_spilling_registers(recipe: str) -> None:
     """Our own, with what a layer's three tensors need."""
-    assert on_gpu("sm_100", "steps.nvfp4_spills") == []
+    assert on_gpu("sm_100", f"steps.{recipe}_spills") == []
 
 
 @pytest.mark.full
@@ -270,11 +275,22 @@ def test_int8_kernels_compile_without_spilling_registers(capability: int) -> Non
     assert on_gpu("sm_90", "steps.int8_spills", capability) == []
 
 
-@pytest.mark.parametrize("name", ["int8 rowwise", "int8 rowwise, gathered", "int8 tensorwise, gathered"])
-def test_int8_moves_hardly_more_bytes_than_bf16(name: str) -> None:
+# The most bytes that a block may move, as a multiple of what it moves in bf16.
+LARGEST_SHARES = {
+    **dict.fromkeys(("int8 rowwise", "int8 rowwise, gathered", "int8 tensorwise, gathered"), 1.15),
+    **dict.fromkeys(("float8 rowwise", "float8 rowwise, sm_100"), 1.15),
+    "float8 delayed": 1.05,
+    **dict.fromkeys(("experts, float8 rowwise", "experts, int8 rowwise"), 1.18),
+    "mx, sm_100": 1.2,
+}
+
+
+@pytest.mark.parametrize("name, share", LARGEST_SHARES.items())
+def test_8_bits_move_hardly_more_bytes_than_bf16(name: str, share: float) -> None:
     """By the recorded figures, which `test_a_step` compares with new ones."""
     recorded = json.loads(FIGURES.read_text())["cases"]
-    assert recorded[name]["GB of a block"] <= 1.15 * recorded["bf16"]["GB of a block"]
+    bf16 = recorded["experts" if name.startswith("experts") else "bf16"]
+    assert recorded[name]["GB of a block"] <= share * bf16["GB of a block"]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "float8 tensorwise", "float8 rowwise"])

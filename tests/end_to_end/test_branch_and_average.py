@@ -36,16 +36,18 @@ def test_a_branch_decays_on_the_data_that_follow(stable: Path, tmp_path: Path) -
     """The run itself is not touched, and the first update is the one that the run would have made."""
     before = sorted(path for path in stable.rglob("*") if path.is_file())
     folder = tmp_path / "branch"
-    status, output = script(
-        "branch.py", stable / "checkpoint" / "step-4", "--decay-steps", 3, "--folder", folder, "--metrics.log_freq=1"
-    )
+    left = folder.with_name("branch.tmp") / "checkpoint" / "step-4"
+    left.mkdir(parents=True)  # by a branch that was killed while it copied
+    (left / "half").touch()
+    flags = ("--decay-steps", 3, "--folder", folder, "--metrics.log_freq=1", "--custom-import", "tiny")
+    status, output = script("branch.py", stable / "checkpoint" / "step-4", *flags)
     assert status == 0, output
     assert sorted(path for path in stable.rglob("*") if path.is_file()) == before
     rates = {line["step"]: line["lr"] for line in reports(folder)}
     assert rates == pytest.approx({5: 8e-4, 6: 8e-4 * 2 / 3, 7: 8e-4 / 3})
     assert losses(folder)[5] == losses(stable)[5]
     assert losses(folder)[6] == losses(stable)[6]  # before the second update
-    status, output = script("branch.py", folder / "checkpoint" / "step-7", "--decay-steps", 3)
+    status, output = script("branch.py", folder, "--decay-steps", 3, "--custom-import=tiny")
     assert status == 2
     assert "is of the decay: its learning rate was 33% of the peak. Branch from a checkpoint of step 5 or" in output
 
@@ -55,21 +57,28 @@ def test_a_branch_has_checkpoints_of_its_own(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     train_here(*STABLE, into(tmp_path / "run"), "--training.steps=2", f"--checkpoint.folder={saved}")
     before = sorted(saved.rglob("*"))
-    status, output = script("branch.py", saved / "step-2", "--decay-steps", 1, "--folder", tmp_path / "branch")
+    flags = ("--decay-steps", 1, "--folder", tmp_path / "branch", "--experimental.custom_import=tiny")
+    status, output = script("branch.py", tmp_path / "run", *flags)  # which says where they are
     assert status == 0, output
+    shutil.copytree(saved, tmp_path / "moved")
+    status, output = script("branch.py", tmp_path / "moved", "--decay-steps", 1, "--custom-import=tiny")
+    assert status == 2 and "say where the branch goes with --folder" in output
     assert sorted(saved.rglob("*")) == before and (tmp_path / "branch" / "checkpoint" / "step-3").exists()
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "more", "message"),
     [
-        ("checkpoint", (), r"is not a checkpoint, or is damaged: .* It contains checkpoints: use .*step-6"),
-        ("checkpoint/step-4", ("--folder", "{tmp}"), "exists; choose another folder"),
+        ("checkpoint/step-4/nowhere", (), "nowhere does not exist"),
+        ("conversion", (), "conversion holds no checkpoint"),
+        ("checkpoint/step-4", (), r"imported the module 'tiny', .* add --experimental\.custom_import=tiny"),
+        ("checkpoint/step-4", ("--custom-import=tiny", "--folder", "{tmp}"), "exists; choose another folder"),
     ],
 )
 def test_branches_that_cannot_be(
     checkpoint: str, more: tuple[str, ...], message: str, stable: Path, tmp_path: Path
 ) -> None:
+    (stable / "conversion").mkdir(exist_ok=True)
     status, output = script(
         "branch.py", stable / checkpoint, "--decay-steps", 2, *(one.format(tmp=tmp_path) for one in more)
     )

@@ -107,7 +107,9 @@ def test_keys_of_the_first_start_do_not_throw_away_what_they_began(
     assert checkpoint_steps(run) == [2, 3]
 
 
-def test_tokens_seen_before_another_batch_are_counted_as_they_were(six_steps: Path, tmp_path: Path) -> None:
+def test_tokens_seen_before_another_batch_are_counted_as_they_were(
+    six_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = copy_of(six_steps, tmp_path)
     before = reports(run)[-1]["tokens_seen"]
     other = (
@@ -117,7 +119,9 @@ def test_tokens_seen_before_another_batch_are_counted_as_they_were(six_steps: Pa
     )
     train_here(*FLAGS, into(run), "--training.steps=8", *other)
     config = next(line for line in (run / "config.toml").read_text().splitlines() if line.startswith("seq_len"))
-    assert reports(run)[-1]["tokens_seen"] == before + 2 * 2 * int(config.split("=")[1])
+    total = before + 2 * 2 * int(config.split("=")[1])
+    assert reports(run)[-1]["tokens_seen"] == total
+    assert f"7 to 8, {total:,} tokens in total" in capsys.readouterr().out
 
 
 def test_a_run_taken_back_exports_what_it_became(six_steps: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import CHECKPOINTS, TINY, into, last_step, train_here
+from runs import CHECKPOINTS, TINY, into, last_step, python, train_here
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from torchtitan.checkpoint.manifest import MANIFEST, FileRecord, damage, sha256_of, write_manifest
@@ -131,6 +131,63 @@ def test_metadata_are_read_as_each_python_pickles_an_enum(checkpoint: Path) -> N
     assert last_step(checkpoint.parents[1]) == 3
 
 
+def test_no_command_imports_what_a_checkpoint_names(
+    two_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a module on the path nor one that lies in the checkpoint, and none without a word."""
+    run = shutil.copytree(two_steps, tmp_path / "run")
+    checkpoint, mark = run / "checkpoint" / "step-2", tmp_path / "it_ran"
+    (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass JobConfig: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    configuration = manifest["configuration"]
+    configuration["experimental"] = {"custom_import": "evil", "custom_args_module": "evil"}
+    configuration["job"] |= {"dump_folder": str(run), "custom_config_module": "evil"}  # a key of other versions
+    files = {name: FileRecord(**record) for name, record in manifest["files"].items()}
+    write_manifest(checkpoint, {"step": 2, "configuration": configuration}, files)
+    text = (run / "config.toml").read_text().replace('custom_import = "tiny"', 'custom_import = "evil"')
+    (run / "config.toml").write_text(text.replace('custom_args_module = ""', 'custom_args_module = "evil"'))
+    assert text.count("evil") == 1
+    (tmp_path / "text.txt").write_text("import os")
+    tiny = "--custom-import=tiny"
+    scripts = {
+        "scripts/branch.py": (run, "--decay-steps=2", "--prepare-only", tiny),
+        "scripts/generate.py": ("--checkpoint", run, "--prompt=a", "--max-new-tokens=1", tiny),
+        "torchtitan.evaluate": (run, f"--tasks=text:{tmp_path / 'text.txt'}", tiny),
+        "scripts/convert_to_hf.py": (run, tmp_path / "hf", tiny),
+        "scripts/average_checkpoints.py": (run, "--out", tmp_path / "average", tiny),
+        "torchtitan.report": (run, "--output", tmp_path / "report.html"),
+        "scripts/explain_conversion.py": (*FLAGS, into(run), "--model.converters=int8"),
+    }
+    for name, arguments in scripts.items():
+        command = (name,) if name.startswith("scripts") else ("-m", name)
+        own = (
+            ()
+            if "--model" in str(arguments) or name in ("scripts/branch.py", "torchtitan.report")
+            else ("--custom-import=tiny",)
+        )
+        done = python(*command, *arguments, *own)
+        refused = name == "scripts/branch.py"
+        assert done.returncode == 2 * refused, done.stdout + done.stderr
+        assert not refused or "add --experimental.custom_args_module=evil" in done.stderr
+        assert not mark.exists(), name
+    train_here(*FLAGS, into(run))
+    train_here(*FLAGS, into(tmp_path / "other"), f"--checkpoint.initial_load_path={checkpoint}")
+    assert not mark.exists()
+    word = "--experimental.custom_args_module=evil"
+    done = python("scripts/branch.py", run / "checkpoint" / "step-2", *scripts["scripts/branch.py"][1:], word)
+    assert done.returncode == 0, done.stderr
+    (branch,) = tmp_path.glob("*/branch.toml")
+    assert "evil" not in branch.read_text() and word in done.stdout
+    train_here(f"--job.config_file={branch}", "--experimental.custom_import=tiny", "--training.steps=3")
+    assert last_step(branch.parent) == 3
+    shutil.copy(tmp_path / "evil.py", checkpoint)
+    for name in ("scripts/branch.py", "scripts/convert_to_hf.py"):
+        done = python(name, checkpoint, *scripts[name][1:])
+        assert done.returncode == 2 and "evil.py is not listed in manifest.json" in done.stderr
+    assert not mark.exists()
+
+
 def test_the_attack_is_one(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Evil(tmp_path / "it_ran")))
     assert (tmp_path / "it_ran").exists()
@@ -186,9 +243,9 @@ WRONG = {
     "windows": (in_train_state(*ROW, "windows", value=-1), "dataloader.positions.0.windows is -1"),
     "offset": (in_train_state(*ROW, "sources", 0, 2, value=-1), r"sources[0][2] is -1"),
     "tokens": (in_train_state(*ROW, "sources", 0, 1, value="x"), r"sources[0][1] is 'x'"),
-    "int64": (with_dtype(torch.int64), f"{WEIGHT} is torch.int64 in the checkpoint and torch.float32 in this run"),
+    "int32": (with_dtype(torch.int32), f"{WEIGHT} is torch.int32 in the checkpoint and torch.float32 in this run"),
+    "int64": (with_dtype(torch.int64), ".metadata is refused: its tensors have"),
     "bool": (with_dtype(torch.bool), f"{WEIGHT} is torch.bool in the checkpoint"),
-    "complex64": (with_dtype(torch.complex64), f"{WEIGHT} is torch.complex64 in the checkpoint"),
     "chunks": (without_chunks, f"{WEIGHT} is incomplete"),
 }
 

@@ -86,9 +86,8 @@ def test_a_plan_of_experts_on_two_machines(tmp_path: Path) -> None:
         ),
         (["--job.simulate_expert_load=1.5"], "job.simulate_expert_load applies only to plans"),
         (["--memory_estimation.enabled", "--memory_estimation.disable_fake_mode"], "a plan has no real tensors"),
-        ([PLAN, "--model.converters=mx", "--job.simulate_device=B200"], "even in a plan; set mx.emulate"),
     ],
-    ids=["no plan", "degrees", "device", "load", "load without a plan", "real tensors", "mxfp8"],
+    ids=["no plan", "degrees", "device", "load", "load without a plan", "real tensors"],
 )
 def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -144,6 +144,7 @@ def test_branches_and_averages_carry_it(run: Path, tmp_path: Path) -> None:
     status, output = script("scripts/convert_to_hf.py", tmp_path / "elsewhere", tmp_path / "out")
     assert status == 0, output
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (run / "own" / "tokenizer.model").read_bytes()
-    folder = make_branch(step, 1, tmp_path / "branch").parent
-    train_here(f"--job.config_file={folder / 'branch.toml'}")
+    module = "--experimental.custom_import=tiny"
+    folder = make_branch(step, 1, tmp_path / "branch", [module]).parent
+    train_here(f"--job.config_file={folder / 'branch.toml'}", module)
     assert 3 in losses(folder)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
 
-from torchtitan.compat.torchao_mx import KernelPreference, MXFP8Linear, ScaleCalculationMode
+from torchtitan.compat.torchao_mx import KernelPreference, ScaleCalculationMode
 from torchtitan.config.low_precision import MX, Float8
 from torchtitan.converters import Target, conversion_report
 from torchtitan.converters.block_linear import BlockLinear
@@ -181,18 +182,15 @@ def test_a_recipe_without_kernels_says_so() -> None:
     converter(target, recipe_name="mxint8")
 
 
-def test_what_torchaos_kernels_lack_is_only_emulated() -> None:
+def test_a_gpu_computes_mxfp8_in_bfloat16_alone() -> None:
     blackwell = Target("cuda", compute_capability=(10, 0))
-    with pytest.raises(ConfigError, match=r"mx\.scale_calculation_mode = even is only emulated.* floor and rceil"):
-        converter(blackwell, scale_calculation_mode="even", emulate=False)
+    converter(blackwell, scale_calculation_mode="even", emulate=False)
     with pytest.raises(ConfigError, match=r"mixed_precision_param = bfloat16, or mx\.emulate"):
         converter(dataclasses.replace(blackwell, dtype=torch.float32), emulate=False)
     converter(dataclasses.replace(blackwell, dtype=torch.float32), scale_calculation_mode="even")
 
 
-def test_high_precision_forward_alone_is_only_emulated() -> None:
-    with pytest.raises(ConfigError, match=r"mx\.forward_with_hp is only emulated"):
-        converter(Target("cuda", compute_capability=(10, 0)), forward_with_hp=True, emulate=False)
+def test_the_forward_pass_alone_may_stay_in_high_precision() -> None:
     linear = nn.Linear(64, 32, bias=False).bfloat16()
     x = torch.randn(32, 64).bfloat16()
     assert torch.equal(converter(forward_with_hp=True).swap(linear)(x), linear(x))

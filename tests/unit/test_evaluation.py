@@ -28,6 +28,7 @@ from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks, short_names
 from torchtitan.evaluation.formats import read_examples
 from torchtitan.evaluation.requests import Encoder, Request, pack
+from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import scorer_of_model
 from torchtitan.evaluation.tasks import Choice, LastWord, Text
 from torchtitan.interchange.convert import one_process
@@ -364,19 +365,36 @@ def test_a_model_without_finite_numbers_is_null(trained: Path, tmp_path: Path) -
     (broken / SUMS).unlink()
     (weights,) = broken.glob("*.safetensors")
     save_file({name: tensor * math.nan for name, tensor in load_file(weights).items()}, weights)
-    result = command(broken, "--tasks", f"text:{trained / 'one.jsonl'}", "--limit", 2, "--seq-len", 32,
+    tasks = [*(trained / f"{kind}.jsonl" for kind in KINDS), f"text:{trained / 'one.jsonl'}", "stdlib_brackets"]
+    result = command(broken, "--tasks", *tasks, "--limit", 2, "--seq-len", 32,
                      "--out", tmp_path / "out.jsonl", "--dump-folder", tmp_path)  # fmt: skip
     assert result.returncode == 0, result.stderr
-    for file in ("out.jsonl", "metrics.jsonl"):
+    assert "stdlib_brackets: 6 of 6 likelihoods are not finite" in result.stderr
+    for file, kept in (("out.jsonl", ("answer", "greedy")), ("metrics.jsonl", ())):
         for line in (tmp_path / file).read_text().splitlines():
             found = json.loads(line, parse_constant=pytest.fail)
             assert None in found.values()
+            assert all(found.get(key) is None for key in kept)
+    metrics = lines_of(tmp_path / "metrics.jsonl")[-1]
+    assert {key for key, value in metrics.items() if value is not None} == {
+        "step", *(f"{task}/chance" for task in ("hellaswag", "arc", "piqa", "stdlib_brackets"))
+    }  # fmt: skip
+
+
+def test_a_model_without_finite_numbers_writes_no_samples(group: None) -> None:
+    model = Llama(LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=TOKENIZER.vocab_size))
+    sampler = Sampler(["import", "def f("], TOKENIZER, scorer_of_model(model, 64, 512, "Llama"))
+    samples = sampler.samples()
+    assert samples is not None and all(text for _, text in samples)
+    torch.nn.init.constant_(model.norm.weight, math.nan)
+    assert sampler.samples() == [("import", None), ("def f(", None)]
 
 
 def test_mistakes_of_the_command() -> None:
     for arguments, words in (
-        (("/nowhere", "--tasks", "stdlib_brackets"), "there is no folder /nowhere"),
+        (("/nowhere", "--tasks", "stdlib_brackets"), "/nowhere does not exist"),
         (("docs", "--tasks", "brackets"), "--tasks: 'brackets' is neither a task"),
+        (("docs/tokenizer", "--tasks", "stdlib_brackets"), "docs/tokenizer does not exist."),
         (("docs", "--tasks", "stdlib_brackets", "--num-fewshot", "500"), "--num-fewshot = 500 needs 501 examples"),
         (("docs", "--tasks", "stdlib_brackets", "--limit", "0"), "--limit must be above 0"),
         (("docs", "--tasks", "stdlib_brackets", "--seq-len", "0"), "--seq-len must be above 0"),

@@ -103,6 +103,22 @@ def test_sampling_follows_the_probabilities_it_is_told_to() -> None:
     assert shares(temperature=0.0) == [1, 0, 0, 0, 0]
 
 
+def test_the_smallest_temperatures_pick_the_likeliest_token() -> None:
+    model, rows = llama(SMALL), prompts(4, 6)
+    for temperature in (1e-30, 1e-40, 1e-300):
+        chosen = generate(model, rows, Sampling(5, temperature=temperature), [EOS])
+        assert chosen == generate(model, rows, Sampling(5), [EOS])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_token_follows_from_logits_that_are_not_finite(temperature: float) -> None:
+    model = llama(SMALL)
+    model.tok_embeddings.weight.data[17] = float("nan")  # type: ignore[union-attr]
+    rows = [[1, 2, 17, 3], [1, 2, 3]]
+    found = generate(model, rows, Sampling(3, temperature=temperature), [EOS])
+    assert found[0] is None and len(found[1] or []) == 3
+
+
 def test_a_seed_gives_a_text() -> None:
     model, rows = llama(SMALL), prompts(4)
     texts = [generate(model, rows, Sampling(20, temperature=2.0, seed=seed), [EOS]) for seed in (1, 1, 2)]
@@ -180,9 +196,11 @@ def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--checkpoint", "/nowhere", "--prompt", "a"), "there is no folder /nowhere"),
+        (("--checkpoint", "/nowhere", "--prompt", "a"), "/nowhere does not exist"),
         (("--checkpoint", "docs", "--prompt", "a"), "docs holds neither config.json"),
         (("--checkpoint", "docs"), "there is no prompt"),
+        (("--checkpoint", "docs", "--prompt", "a", "--seed", str(10**30)), "--seed must be a 64-bit integer"),
+        (("--checkpoint", "docs", "--prompt", "a", "--max-new-tokens", str(10**9)), "--max-new-tokens must be 1 to"),
         (("--checkpoint", "docs", "--prompt", "a", "--top-p", "0"), "--top-p must be above 0"),
         (("--checkpoint", "docs", "--prompt", "a\udcff"), "'a\\udcff' holds half of a surrogate pair"),
         (("--checkpoint", "docs", "--prompts-file", "/nowhere"), "/nowhere cannot be read (No such file"),

@@ -1,11 +1,15 @@
 """Experts' linear layers in low precision: what each expert computes, whatever its number of tokens."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from torchtitan.compat.dispatch import FakeTensorMode
 from torchtitan.compat.torchao_mx import ScaleCalculationMode
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import CONVERTERS, LinearConverter, Target
@@ -196,3 +200,41 @@ def test_operands_have_the_layouts_that_a_gpu_requires() -> None:
         weight_grad = grouped_matmul_over_rows(left, right, padded_ends[0], torch.float32)
     assert (out.shape, x_grad.shape, weight_grad.shape) == ((rows, N), (rows, K), weight.shape)
     assert weight_grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "operand, gathers, scales",
+    [
+        (lambda x, places, factor: x[places], True, False),
+        (lambda x, places, factor: x[places] * factor.unsqueeze(1), True, True),
+        (lambda x, places, factor: (x * 2)[places], True, False),
+        (lambda x, places, factor: x[places].relu(), False, False),
+        (lambda x, places, factor: x[places] * factor[:32], False, False),  # a factor for each column
+        (lambda x, places, factor: x[places, :1].expand(-1, 32), False, False),
+        (lambda x, places, factor: x[places] * factor.float().unsqueeze(1), False, False),  # in another dtype
+    ],
+    ids=["gather", "times a factor", "of a result", "other", "columns", "elements", "float32"],
+)
+def test_compiled_for_a_gpu_rows_are_rounded_where_they_come_from(operand: Any, gathers: bool, scales: bool) -> None:
+    from torchtitan.kernels.gather_pass import FuseGathers  # imports the compiler
+
+    rounding = torch.ops.torchtitan.round_rows_and_columns.default
+
+    def program(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        x, places, factor, ends = inputs
+        return list(rounding(operand(x, places, factor), ends, torch.int8))
+
+    with FakeTensorMode():
+        x, factor = torch.empty(16, 32, dtype=torch.bfloat16), torch.empty(64, dtype=torch.bfloat16)
+        places, ends = torch.zeros(64, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+        module = make_fx(program, tracing_mode="real")(x, places, factor, ends)
+        expected = [out.shape for out in module(x, places, factor, ends)]
+        FuseGathers()(module.graph)
+        module.recompile()
+        assert [out.shape for out in module(x, places, factor, ends)] == expected
+    (node,) = module.graph.find_nodes(op="call_function", target=rounding)
+    more = node.args[3:]
+    if gathers:
+        assert more[0] is module.graph.find_nodes(op="placeholder")[1] and (more[1] is not None) == scales
+    else:
+        assert not more

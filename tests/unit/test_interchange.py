@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import warnings
@@ -237,7 +238,7 @@ FAULTS = {
     "another width": (lambda f: change(f, intermediate_size=100), "its ffn_dim is 100, this run's is 96"),
     "another vocabulary": (lambda f: change(f, vocab_size=32000), "its vocab_size is 32000, this run's is 4096"),
     "a size is a word": (lambda f: change(f, hidden_size="big"), "config.json: "),
-    "a size is missing": (lambda f: change(f, num_hidden_layers=None), "n_layers is None"),
+    "a size is missing": (lambda f: change(f, num_hidden_layers=None), "config.json: num_hidden_layers is missing"),
     "cut short": (lambda f: truncate(f / "model.safetensors"), "model.safetensors is damaged"),
     "a shape": (
         lambda f: rewrite(f / "model.safetensors", **{Q: torch.ones(8, 8)}),
@@ -301,6 +302,28 @@ def test_an_export_that_was_interrupted_looks_like_none(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(CheckpointError, match="already exists; move it away"):
         exported(nontrivial_llama(SMALL), tmp_path / "out")
+
+
+def test_an_export_is_readable_as_other_files_are(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        folder = exported(nontrivial_llama(SMALL), tmp_path / "out", largest_file=300_000)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(1e5, torch.float16), (float("nan"), torch.float32)])
+def test_a_weight_that_is_not_finite_in_the_export_s_dtype_is_named(
+    value: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = nontrivial_llama(SMALL)
+    model.norm.weight.data[3] = value
+    with pytest.raises(CheckpointError, match=r"norm\.weight has numbers that are not finite in float\d\d"):
+        exported(model, tmp_path / "out", dtype)
+    assert [*tmp_path.iterdir()] == []
+    if dtype == torch.float16:
+        exported(model, tmp_path / "out", torch.bfloat16)
 
 
 def test_experts_whose_config_does_not_say_the_width_of_a_head(tmp_path: Path) -> None:

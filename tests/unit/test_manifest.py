@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan.checkpoint import files
+from torchtitan.checkpoint import CheckpointManager, files
+from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.checkpoint.folder import keep_latest, publish, saved_steps, temporary_folder
 from torchtitan.checkpoint.manifest import FileRecord, HashingFile, damage, is_complete, read_manifest, write_manifest
+from torchtitan.config import JobConfig, to_toml
+from torchtitan.config.output import Checkpoint
+from torchtitan.errors import CheckpointError
+from torchtitan.interchange.convert import one_process
 
 FILES = ("__0_0.distcp", ".metadata", "train_state.json", "manifest.json")
 
@@ -111,6 +117,16 @@ def test_a_link_is_not_a_file_of_the_checkpoint(tmp_path: Path) -> None:
     assert damage(checkpoint) == ["__0_0.distcp is a link, a folder or a pipe, not a file"]
 
 
+def test_what_the_manifest_does_not_list_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    (checkpoint / "evil.py").touch()
+    (checkpoint / "\x1b[31m").mkdir()
+    assert damage(checkpoint) == [
+        "\\x1b[31m is not listed in manifest.json", "evil.py is not listed in manifest.json"
+    ]  # fmt: skip
+    assert not is_complete(checkpoint)
+
+
 def test_a_pipe_instead_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     for name, step in zip(FILES, range(1, 5), strict=True):
         checkpoint = save(tmp_path, step)
@@ -153,6 +169,53 @@ def test_a_file_that_did_not_reach_the_disk_fails_the_save(tmp_path: Path) -> No
     with pytest.raises(OSError, match=r"tensors has \d bytes on disk, but 7 were written"):
         publish(tmp_path, 1, {}, {}, {"tensors": file.record()})
     assert saved_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("folder", ["checkpoint", "mine", "deep/inside", "/absolute", ".", ""])
+def test_commands_find_checkpoints_where_training_puts_them(
+    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    saved = tmp_path / "elsewhere" if folder.startswith("/") else run / (folder or "checkpoint")
+    steps = [save(saved, step) for step in (1, 2, 10)]
+    if folder:  # else the configuration is damaged
+        where = saved if folder.startswith("/") else folder
+        config = replace(JobConfig(), checkpoint=Checkpoint(folder=str(where)))
+        (run / "config.toml").parent.mkdir(exist_ok=True)
+        (run / "config.toml").write_text(to_toml(config))
+    else:
+        (run / "config.toml").write_text("[checkpoint")
+    with one_process():
+        for path in (run, saved, steps[2]):
+            assert find_checkpoint(path) == steps[2]
+        assert find_checkpoint(steps[0]) == steps[0]
+        cut_short(steps[2] / "__0_0.distcp")
+        assert find_checkpoint(run) == steps[1]
+        assert f"using {steps[1]}, the newest intact checkpoint" in caplog.text
+        with pytest.raises(CheckpointError, match=r"step-10 is damaged: __0_0.distcp has"):
+            find_checkpoint(steps[2])
+        for step in steps[:2]:
+            (step / "manifest.json").unlink()
+        with pytest.raises(CheckpointError, match=r"3 checkpoint\(s\), but none is intact: .*manifest\.json"):
+            find_checkpoint(run)
+        assert find_checkpoint(tmp_path) is None
+        for path, words in ((tmp_path / "none", "does not exist"), (run / "config.toml", "is a file, not a folder")):
+            with pytest.raises(CheckpointError, match=words):
+                find_checkpoint(path)
+
+
+def test_weights_that_become_infinite_are_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    keys = {"enable_checkpoint": True, "last_save_model_weights_only": True}
+    for weight, dtype, saved in ((1e5, "float16", False), (1e5, "bfloat16", True), (6e4, "float16", True)):
+        torch.nn.init.constant_(model.weight, weight)
+        folder = tmp_path / f"{weight:g} {dtype}"
+        with one_process():
+            manager = CheckpointManager(Checkpoint(**keys, export_dtype=dtype), folder, model, optimizer, {})
+            manager.save(1, lambda: {"step": 1}, last=True)
+        assert (manager.last_save_failed, saved_steps(folder / "checkpoint")) == (not saved, [1] * saved)
+    assert "weight has numbers that are not finite in float16" in caplog.text
 
 
 def test_what_is_not_whole_counts_for_nothing_among_the_latest(tmp_path: Path) -> None:

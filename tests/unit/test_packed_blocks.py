@@ -23,19 +23,34 @@ from torchtitan.converters.linear import LinearConverter
 from torchtitan.converters.mx import MXConverter
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.block_formats import FORMATS, NVFP4, multiply, quantize
-from torchtitan.kernels.packed_blocks import _pack_nvfp4, _survey, block_mm, pack, pack_both, swizzle, unpack, unswizzle
+from torchtitan.kernels.packed_blocks import (
+    _pack_mx,
+    _pack_nvfp4,
+    _survey,
+    block_mm,
+    pack,
+    pack_both,
+    swizzle,
+    unpack,
+    unswizzle,
+)
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
 from torchtitan.parallel.pipeline import Passes
 
-FORMATS_OF_GPUS = {name: known.format for name, known in FORMATS.items() if not name.startswith("mx")}
+FORMATS_OF_GPUS = {name: known.format for name, known in FORMATS.items() if name != "mxint8"}
+FORMATS_OF_GPUS |= {
+    f"mxfp8, {mode}": FORMATS["mxfp8"].format._replace(scale_mode=mode) for mode in ("floor", "even", "ceil")
+}
 FORMATS_OF_GPUS["nvfp4, transformed"] = NVFP4._replace(hadamard=True)
 B200, H100 = (Target("meta", compute_capability=capability, tokens=128) for capability in ((10, 0), (9, 0)))
 RECIPES: dict[str, dict[str, Any]] = {
     "nvfp4": {},
     "weight gradient in bf16": {"wgrad_with_hp": True},
     "output in bf16": {"forward_with_hp": True},
+    "mxfp8": {"recipe_name": "mxfp8"},
+    "mxfp8, output in bf16": {"recipe_name": "mxfp8", "forward_with_hp": True},
     "without its ingredients": {"weight_scales_2d": False, "random_hadamard": False, "stochastic_rounding": False},
 }
 
@@ -44,7 +59,9 @@ def converters(recipe: str) -> tuple[LinearConverter, LinearConverter]:
     """A GPU's, and the emulated one."""
     if recipe == "blockwise":
         return tuple(Float8Converter(Float8(recipe_name="blockwise", emulate=e), H100) for e in (False, True))  # type: ignore[return-value]
-    return tuple(MXConverter(MX(recipe_name="nvfp4", emulate=e, **RECIPES[recipe]), B200) for e in (False, True))  # type: ignore[return-value]
+    return tuple(
+        MXConverter(MX(**{"recipe_name": "nvfp4", "emulate": e, **RECIPES[recipe]}), B200) for e in (False, True)
+    )  # type: ignore[return-value]
 
 
 def uneven(rows: int, columns: int) -> torch.Tensor:
@@ -66,7 +83,9 @@ def test_packed_numbers_are_those_of_the_definition(name: str, dtype: torch.dtyp
         assert torch.equal(unpack(pack(x, form)), quantize(x, form).dequantize(torch.float64))
 
 
-@pytest.mark.parametrize("name, transform", [("nvfp4", True), ("nvfp4 gradients", True), ("float8 1x128", False)])
+@pytest.mark.parametrize(
+    "name, transform", [("nvfp4", True), ("nvfp4 gradients", True), ("float8 1x128", False), ("mxfp8", False)]
+)
 def test_a_matrix_and_its_transpose_are_packed_as_one_by_one(name: str, transform: bool) -> None:
     form = FORMATS[name].format
     transposed, x = form._replace(hadamard=transform), uneven(128, 256)
@@ -95,6 +114,7 @@ def test_scales_return_from_their_layout() -> None:
     [
         ("nvfp4", "nvfp4 weights"),
         ("nvfp4 gradients", "nvfp4"),
+        ("mxfp8", "mxfp8"),
         ("float8 1x128", "float8 128x128"),
         ("float8 1x128", "float8 1x128"),
     ],
@@ -121,7 +141,7 @@ def test_a_layer_computes_as_the_emulated_one(recipe: str) -> None:
 def test_any_number_of_tokens_will_do() -> None:
     """The last batch of a validation may be shorter than those that the filter knows."""
     x, out_grad = torch.randn(1, 37, 128), torch.randn(1, 37, 256)
-    for recipe in ("nvfp4", "blockwise"):
+    for recipe in ("nvfp4", "mxfp8", "blockwise"):
         real, emulated = (converter.swap(nn.Linear(128, 256)) for converter in converters(recipe))
         emulated.load_state_dict(real.state_dict())
         pairs = zip(gemms_of(real, x, out_grad), gemms_of(emulated, x, out_grad), strict=True)
@@ -131,7 +151,7 @@ def test_any_number_of_tokens_will_do() -> None:
             assert (one - other).norm() <= error * other.norm()
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "output in bf16", "blockwise"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "output in bf16", "mxfp8", "blockwise"])
 def test_a_layer_traces_as_one_graph(recipe: str) -> None:
     layer = converters(recipe)[0].swap(nn.Linear(128, 256).bfloat16())
     torch.compiler.reset()
@@ -146,13 +166,14 @@ def test_operators_are_as_the_compiler_takes_them() -> None:
     torch.library.opcheck(_survey, (x, True, True))
     checks = ("test_faketensor", "test_autograd_registration")  # the others cannot compare float8
     torch.library.opcheck(_pack_nvfp4, (x, _survey(x, True, True), False, True, True), test_utils=checks)
-    for form in (NVFP4, FORMATS["float8 1x128"].format):
+    torch.library.opcheck(_pack_mx, (x, "floor", True), test_utils=checks)
+    for form in (NVFP4, FORMATS["mxfp8"].format, FORMATS["float8 1x128"].format):
         left, right = pack(uneven(64, 128), form), pack(uneven(128, 128), form)
         operands = (*left, right.data.t(), *right[1:], torch.bfloat16)
         torch.library.opcheck(torch.ops.torchtitan.block_mm.default, operands, test_utils=checks)
 
 
-@pytest.mark.parametrize("recipe, bits", [("nvfp4", 4.5), ("blockwise", 8.25)])
+@pytest.mark.parametrize("recipe, bits", [("nvfp4", 4.5), ("mxfp8", 8.25), ("blockwise", 8.25)])
 def test_the_input_is_kept_in_few_bits(recipe: str, bits: float) -> None:
     """As the weight gradient needs it, with its scales."""
     layer = converters(recipe)[0].swap(nn.Linear(128, 256, bias=False).bfloat16())
@@ -165,6 +186,7 @@ def test_the_input_is_kept_in_few_bits(recipe: str, bits: float) -> None:
 
 
 @pytest.mark.parametrize("recipe, reason", [("nvfp4", r"K = 48 is not a multiple of 32"),
+                                            ("mxfp8", r"K = 48 is not a multiple of 32"),
                                             ("blockwise", r"K = 48 is not a multiple of 128")])  # fmt: skip
 def test_a_model_runs_the_promised_gemms(recipe: str, reason: str) -> None:
     converter = converters(recipe)[0]

@@ -327,3 +327,15 @@ def test_a_page_that_cannot_be_written_is_one_sentence_and_status_2(tmp_path: Pa
     done = report(run, "-o", tmp_path / "run" / "config.toml" / "page.html")
     assert done.returncode == 2
     assert "cannot be written" in done.stderr and "--output" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    folder = add_everything(dump_folder(tmp_path / "run"))
+    for name in ("config.toml", "events.jsonl", "numerics.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    notes = "\n".join(read_run(folder).notes)
+    assert all(
+        f"{name} cannot be read (it is a named pipe, not a file)" in notes for name in ("config.toml", "events.jsonl")
+    )
+    assert "numerics.json cannot be read" in notes

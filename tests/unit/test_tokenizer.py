@@ -96,7 +96,7 @@ def test_the_script_says_what_is_wrong_in_a_line(tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, f"--dataset={tmp_path / 'missing'}", f"--output={tmp_path / 'a.model'}"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("train_tokenizer.py: dataset: there is no file or folder")
+    assert ended.stderr.startswith("Error: dataset: there is no file or folder")
     assert len(ended.stderr.splitlines()) == 1
 
 

@@ -2,85 +2,121 @@
 
 import json
 import shutil
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
-from torchtitan.checkpoint.folder import saved_steps, step_folder
-from torchtitan.checkpoint.manifest import damage, read_manifest
+from torchtitan.checkpoint.choose import find_checkpoint
+from torchtitan.checkpoint.folder import checkpoint_folders
+from torchtitan.checkpoint.manifest import TRAIN_STATE, read_manifest
 from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer, find_tokenizer
+from torchtitan.config.fields import PositiveInt
+from torchtitan.config.legacy_keys import LEGACY_KEYS
 from torchtitan.config.manager import tables_to_toml
 from torchtitan.config.output import Checkpoint
+from torchtitan.config.system import Experimental
 from torchtitan.config.training import LRScheduler
 from torchtitan.errors import CheckpointError
 from torchtitan.optim.schedule import lr_factor
+from torchtitan.strict_json import first_fault
 
 BRANCH = "branch.toml"
+PATHS = (("job", "dump_folder"), ("checkpoint", "folder"))
 
 
-def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None) -> Path:
+def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, flags: Sequence[str] = ()) -> Path:
     """Prepares a run that continues from a checkpoint and decays the learning rate over the next `decay_steps` updates:
     the checkpoint, and a configuration that differs from the run's only in its length, decay and dump folder.
 
     Args:
-        checkpoint: a step-N folder.
+        checkpoint: as for `find_checkpoint`.
         folder: dump folder of the branch, which must not exist; default: beside the run's.
+        flags: of the run, as the user wrote them. Only they name modules: what the checkpoint names is not imported.
 
     Returns:
         The configuration, in that folder.
 
     Raises:
         CheckpointError: the checkpoint is damaged, holds only weights, or is not of the stable phase; or the folder
-            exists.
+            exists; or the run imported a module that `flags` do not name.
     """
-    checkpoint = checkpoint.resolve()
-    if found := damage(checkpoint):
-        there = saved_steps(checkpoint)
-        hint = f" It contains checkpoints: use {step_folder(checkpoint, there[-1])}." if there else ""
-        raise CheckpointError(f"{checkpoint} is not a checkpoint, or is damaged: {'; '.join(found[:3])}.{hint}")
-    manifest = read_manifest(checkpoint)
-    step, tables = manifest.step, manifest.configuration
+    path = checkpoint.resolve()
+    found = find_checkpoint(path)
+    if found is None:
+        raise CheckpointError(f"{path} holds no checkpoint.")
+    checkpoint, manifest = found, read_manifest(found)
     try:
-        state = json.loads((checkpoint / "train_state.json").read_bytes())
+        state = json.loads((checkpoint / TRAIN_STATE).read_bytes())
         if state["weights_only"]:
             raise CheckpointError(f"{checkpoint} holds only weights, so training cannot continue from it.")
-        steps: int = tables["training"]["steps"]
+        tables = TypeAdapter(dict[str, dict[str, Any]]).validate_python(manifest.configuration)
+        steps = TypeAdapter(PositiveInt).validate_python(tables["training"]["steps"])
         schedule = TypeAdapter(LRScheduler).validate_python(tables["lr_scheduler"])
-        run = Path(tables["job"]["dump_folder"])
-        saved_in: str = tables["checkpoint"]["folder"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint} does not record its run's configuration ({error!r}).") from None
+        run, saved_in = map(Path, TypeAdapter(list[str]).validate_python([tables[s][k] for s, k in PATHS]))
+        modules = TypeAdapter(Experimental).validate_python(tables.get("experimental", {}))
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        reason = first_fault(error) if isinstance(error, ValidationError) else f"{error!r:.200}"
+        raise CheckpointError(f"{checkpoint} does not record its run's configuration ({reason}).") from None
+    for key, module in asdict(modules).items():
+        if module and not any(flag.split("=")[0] == f"--experimental.{key}" for flag in flags):
+            raise CheckpointError(
+                f"{checkpoint} is of a run that imported the module {module!r}, which is not imported because a "
+                f"checkpoint says so; if you trust it, add --experimental.{key}={module}."
+            )
+    step = manifest.step
     _check_stable(checkpoint, step, steps, schedule)
+    if folder is None and checkpoint.parent not in (place.resolve() for place in checkpoint_folders(run)):
+        raise CheckpointError(
+            f"{checkpoint} is not where its run, {run}, saves checkpoints: say where the branch goes with --folder."
+        )
     folder = (folder or run.parent / f"{run.name}_step{step}_decay{decay_steps}").resolve()
     if folder.exists():
         raise CheckpointError(f"{folder} exists; choose another folder with --folder.")
     total = step + decay_steps
-    branch: dict[str, Any] = {**tables}
-    branch["training"] = {**tables["training"], "steps": total}
-    branch["lr_scheduler"] = {**tables["lr_scheduler"], "decay_ratio": decay_steps / total}
-    branch["job"] = {**tables["job"], "dump_folder": str(folder)}
+    # A resolved configuration has no keys of other versions, of which some name modules.
+    branch = {
+        section: {key: value for key, value in keys.items() if f"{section}.{key}" not in LEGACY_KEYS}
+        for section, keys in tables.items()
+    }
+    branch["training"]["steps"] = total
+    branch["lr_scheduler"]["decay_ratio"] = decay_steps / total
+    branch["job"]["dump_folder"] = str(folder)
     # These were for the start of the run; the branch takes its checkpoint as it is.
-    branch["checkpoint"] = {**tables["checkpoint"], "load_step": -1, "exclude_from_loading": []}
+    branch["checkpoint"] |= {"load_step": -1, "exclude_from_loading": []}
+    branch["experimental"] = asdict(Experimental())
     if not (folder / saved_in).resolve().is_relative_to(folder):  # it would be the run's own
-        saved_in = Checkpoint.folder
-        branch["checkpoint"]["folder"] = saved_in
-    if "tokenizer" in state and tables["model"]["tokenizer_path"] is not None:  # which may be relative, or gone
-        copy_tokenizer(find_tokenizer(checkpoint, state["tokenizer"], tables), folder / COPY)
-        branch["model"] = {**tables["model"], "tokenizer_path": str(folder / COPY)}
-    shutil.copytree(checkpoint, folder / saved_in / checkpoint.name)
-    (folder / BRANCH).write_text(tables_to_toml(branch), encoding="utf-8")
+        saved_in = Path(Checkpoint.folder)
+        branch["checkpoint"]["folder"] = Checkpoint.folder
+    temporary = folder.with_name(f"{folder.name}.tmp")  # so that a kill leaves nothing under the final name
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        if "tokenizer" in state and branch["model"]["tokenizer_path"] is not None:  # which may be relative, or gone
+            copy_tokenizer(find_tokenizer(checkpoint, state["tokenizer"], tables), temporary / COPY)
+            branch["model"]["tokenizer_path"] = str(folder / COPY)
+        shutil.copytree(checkpoint, temporary / saved_in / checkpoint.name)
+        (temporary / BRANCH).write_text(tables_to_toml(branch), encoding="utf-8")
+        temporary.rename(folder)
+    except (TypeError, ValueError) as error:  # what TOML cannot say
+        raise CheckpointError(f"{checkpoint} does not record its run's configuration ({error}).") from None
+    except OSError as error:
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        raise CheckpointError(f"{checkpoint} could not be copied to {folder} ({why}).") from None
     return folder / BRANCH
 
 
 def _check_stable(checkpoint: Path, step: int, steps: int, schedule: LRScheduler) -> None:
     """Whether the peak learning rate was reached by `step`, and not left."""
-    if step < min(schedule.warmup_steps, steps):
+    warmup = min(schedule.warmup_steps, steps)
+    if step < warmup:
         raise CheckpointError(f"{checkpoint} is of the warm-up, which ends with step {schedule.warmup_steps}.")
     factor = lr_factor(step, steps, schedule)
     if factor < 1:
-        stable = next((earlier for earlier in range(step, 0, -1) if lr_factor(earlier, steps, schedule) == 1), 0)
+        decays_at = bisect_left(range(steps + 1), 1, warmup, key=lambda at: lr_factor(at, steps, schedule) < 1)
         raise CheckpointError(
             f"{checkpoint} is of the decay: its learning rate was {factor:.0%} of the peak. Branch from a checkpoint "
-            f"of step {stable} or earlier."
+            f"of step {decays_at - 1} or earlier."
         )

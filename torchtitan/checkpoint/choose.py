@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan.checkpoint.files import differences
-from torchtitan.checkpoint.folder import refuse_foreign, saved_steps, step_folder
-from torchtitan.checkpoint.manifest import damage, read_manifest
+from torchtitan.checkpoint.folder import checkpoint_folders, refuse_foreign, saved_steps, step_folder
+from torchtitan.checkpoint.manifest import MANIFEST, METADATA, TRAIN_STATE, damage, read_manifest
 from torchtitan.checkpoint.state_dict import OPTIMIZER
 from torchtitan.errors import CheckpointError, counted
 from torchtitan.logging import logger
@@ -43,6 +43,8 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
         return None
     step, damaged = newest_intact(folder, steps if wanted == -1 else [wanted])
     if step is not None:
+        if damaged and dist.get_rank() == 0:
+            logger.warning(f"resuming from step {step}, the newest intact checkpoint")
         return step
     if wanted != -1:
         raise CheckpointError(
@@ -61,13 +63,40 @@ def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]
         path = step_folder(folder, step)
         found = damage_over_ranks(path)
         if not found:
-            if damaged and dist.get_rank() == 0:
-                logger.warning(f"resuming from step {step}, the newest intact checkpoint")
             return step, damaged
         damaged.append(f"{path} is damaged: {abbreviated(found)}")
-        if dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank() == 0:
             logger.error(damaged[-1])
     return None, damaged
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a command's argument means: a step-N folder itself; or the newest intact one in a folder of
+    them, or in a run's dump folder.
+
+    Returns:
+        None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: the path does not exist, or the checkpoint is damaged, or none is intact.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} {'is a file, not a folder' if path.exists() else 'does not exist'}.")
+    if any((path / name).exists() for name in (MANIFEST, METADATA, TRAIN_STATE)):
+        if found := damage_over_ranks(path):
+            raise CheckpointError(f"{path} is damaged: {abbreviated(found)}.")
+        return path
+    for folder in (path, *checkpoint_folders(path)):
+        if steps := saved_steps(folder):
+            step, damaged = newest_intact(folder, steps)
+            if step is None:
+                raise CheckpointError(
+                    f"{folder} holds {len(steps)} checkpoint(s), but none is intact: {'; '.join(damaged[:NAMED])}."
+                )
+            if damaged:
+                logger.warning(f"using {step_folder(folder, step)}, the newest intact checkpoint")
+            return step_folder(folder, step)
+    return None
 
 
 def newest_of_same_command(folder: Path, steps: list[int], configuration: Mapping[str, Any] | None) -> int | None:
@@ -105,8 +134,10 @@ def check_start(path: Path) -> None:
     """Checks that another run's checkpoint, from which this run starts, is intact.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: it does not exist, or is damaged.
     """
+    if not broadcast_from_rank_0(path.exists):
+        raise CheckpointError(f"checkpoint.initial_load_path: {path} does not exist.")
     found = damage_over_ranks(path)
     if found:
         there = saved_steps(path)
@@ -118,7 +149,9 @@ def check_start(path: Path) -> None:
 
 
 def damage_over_ranks(path: Path) -> list[str]:
-    """What is wrong with a checkpoint. The ranks divide the reading."""
+    """What is wrong with a checkpoint. The ranks, if there is a process group, divide the reading."""
+    if not dist.is_initialized():
+        return damage(path)
     found = all_gather_object(damage(path, dist.get_rank(), dist.get_world_size()))
     return sorted({fault for part in found for fault in part})
 

@@ -2,7 +2,7 @@
 
 import os
 import pickle
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -189,11 +189,11 @@ def _member(of: object, name: str) -> Enum:
     return member
 
 
-def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
+def read_metadata(checkpoint: Path, files: Mapping[str, FileRecord]) -> Metadata:
     """The names, shapes and locations of a checkpoint's tensors. Executes nothing that is in it.
 
     Args:
-        files: the checkpoint's files; the tensors must be in these.
+        files: the checkpoint's files; the tensors must be in these, and no larger.
 
     Raises:
         CheckpointError: invalid metadata, or they point elsewhere. The message is only the reason.
@@ -201,6 +201,7 @@ def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
     try:
         metadata: Metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA))).load()
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        stored = 0
         for name, tensor in tensors.items():
             if type(tensor) is not TensorStorageMetadata:
                 raise TypeError(f"{name} is not a tensor")
@@ -208,9 +209,12 @@ def read_metadata(checkpoint: Path, files: Collection[str]) -> Metadata:
                 raise TypeError(f"{name} has no dtype")
             if not _is_complete(tensor):
                 raise ValueError(f"{name} is incomplete")
+            stored += prod(tensor.size) * tensor.properties.dtype.itemsize
         for place in places.values():
             if place.relative_path not in files:
                 raise ValueError(f"it points to {place.relative_path!r}, which is not a file of the checkpoint")
+        if stored > (there := sum(record.size for record in files.values())):
+            raise ValueError(f"its tensors have {stored:,} bytes, but its files {there:,}")
         return metadata
     except OSError as error:
         raise CheckpointError(f"{METADATA} cannot be read ({error.strerror})") from None

@@ -4,6 +4,7 @@ A checkpoint is written as `step-N.tmp` and renamed once everything is on disk; 
 removed. Folders with names other than `step-N` are never read.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -16,10 +17,13 @@ from torchtitan.checkpoint.manifest import (
     TRAIN_STATE,
     FileRecord,
     is_complete,
+    require_file,
     write_json,
     write_manifest,
 )
-from torchtitan.errors import CheckpointError
+from torchtitan.config.manager import read_toml
+from torchtitan.config.output import Checkpoint
+from torchtitan.errors import CheckpointError, UserError
 from torchtitan.logging import logger
 
 EXPORTED = "-hf"  # ends the names of exports
@@ -37,6 +41,16 @@ def exported_folder(folder: Path, step: int) -> Path:
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the published checkpoints, ascending."""
     return _steps(folder, "")
+
+
+def checkpoint_folders(dump_folder: Path) -> list[Path]:
+    """Where a run may have saved checkpoints: as its configuration says, and the default."""
+    folders = [Checkpoint.folder]
+    for name in ("config.toml", "branch.toml"):
+        with contextlib.suppress(OSError, UserError, KeyError, TypeError, RecursionError):  # of no run, or damaged
+            require_file(dump_folder / name)
+            folders.insert(0, read_toml(str(dump_folder / name))["checkpoint"]["folder"])
+    return [dump_folder / folder for folder in folders if isinstance(folder, str)]
 
 
 def _steps(folder: Path, suffix: str) -> list[int]:

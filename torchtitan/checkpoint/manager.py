@@ -37,7 +37,13 @@ from torchtitan.checkpoint.folder import (
     temporary_folder,
 )
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.state_dict import load_optimizer_tensors, model_tensors, optimizer_tensors
+from torchtitan.checkpoint.state_dict import (
+    load_optimizer_tensors,
+    model_tensors,
+    not_finite,
+    optimizer_tensors,
+    overflowing,
+)
 from torchtitan.checkpoint.tokenizer import check_tokenizer
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.output import Checkpoint
@@ -226,7 +232,8 @@ class CheckpointManager:
             try:
                 manifest = read_manifest(path)
                 if resumes:
-                    self.former_configuration = manifest.configuration
+                    former = manifest.configuration
+                    self.former_configuration = former if isinstance(former, dict) else {}
                 state = read_train_state(path, manifest.step)
                 return state, read_metadata(path, manifest.files), manifest.configuration
             except CheckpointError as error:
@@ -303,6 +310,9 @@ class CheckpointManager:
         train_state = {"weights_only": weights_only, "identity": self.identity, **tokenizer, **state()}
         if dist.get_rank() == 0 and is_removed(self.folder):
             logger.warning(f"{self.folder} was removed, with all checkpoints in it; creating it again")
+        if weights_only and (lost := self._overflowing()):
+            self._finish(step, RuntimeError(lost))
+            return
         # Asking a new optimizer for its state makes it count a step.
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)
         about = {"versions": _versions(), **self.about}
@@ -357,6 +367,12 @@ class CheckpointManager:
         dtype = getattr(torch, self.config.export_dtype)
         exact = dict(self.model.named_buffers()).keys()  # the biases of experts: rounded, they would choose others
         return {name: tensor if name in exact else tensor.to(dtype) for name, tensor in tensors.items()}
+
+    def _overflowing(self) -> str:
+        """Why the weights cannot be saved in `export_dtype`, the same on every rank; "" if they can."""
+        dtype = getattr(torch, self.config.export_dtype)
+        names = sorted(set().union(*all_gather_object(overflowing(model_tensors(self.model), dtype))))
+        return not_finite(names[0], dtype) if names else ""
 
     def _start(self, tensors: dict[str, torch.Tensor], writer: Writer, step: int) -> "Future[None]":
         """Copies the tensors and starts writing them. The future completes when the checkpoint is published."""

@@ -15,12 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge
+from pydantic import Strict, TypeAdapter, ValidationError
 from typing_extensions import Buffer
 
-from torchtitan.errors import CheckpointError
+from torchtitan.errors import CheckpointError, printable
 from torchtitan.launcher.processes import available_cores
+from torchtitan.strict_json import first_fault
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -28,6 +31,7 @@ TRAIN_STATE = "train_state.json"
 FORMAT = 1
 PIECE = 4 << 20  # bytes per read
 MOST_THREADS = 8
+LARGEST_JSON = 1 << 30  # bytes; a file that is read as a whole
 WORTH_A_THREAD = 1 << 20  # bytes; hashing fewer is faster than handing them to a thread
 
 
@@ -35,17 +39,17 @@ WORTH_A_THREAD = 1 << 20  # bytes; hashing fewer is faster than handing them to 
 class FileRecord:
     """Size in bytes and SHA-256 (hexadecimal) of a file."""
 
-    size: int
+    size: Annotated[int, Strict(), Ge(0)]
     sha256: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of `manifest.json`: the checkpoint's step, the run's configuration, its files by name."""
+    """Content of `manifest.json`: the checkpoint's step, its files by name, the run's configuration."""
 
-    step: int
-    configuration: Any
+    step: Annotated[int, Strict(), Ge(0)]
     files: dict[str, FileRecord]
+    configuration: Any = None
 
 
 class HashingFile(BufferedWriter):
@@ -127,17 +131,16 @@ def read_manifest(checkpoint: Path) -> Manifest:
             raise CheckpointError(
                 f"{MANIFEST} has format {content['format']}, written by a newer version of this program"
             )
-        files = {name: FileRecord(int(file["size"]), file["sha256"]) for name, file in content["files"].items()}
-        manifest = Manifest(int(content["step"]), content.get("configuration"), files)
+        manifest = TypeAdapter(Manifest).validate_python(content)
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged ({_reason(error)})") from None
-    for name in files:
+    for name in manifest.files:
         if not inside(name):
             raise CheckpointError(f"{MANIFEST} lists {name!r}, which is not a file in the checkpoint")
     for name in (METADATA, TRAIN_STATE):
-        if name not in files:  # its hash would not be checked
+        if name not in manifest.files:  # its hash would not be checked
             raise CheckpointError(f"{MANIFEST} does not list {name}")
     named = re.fullmatch(r"step-(\d+)", checkpoint.name)
     if named and int(named[1]) != manifest.step:
@@ -145,14 +148,25 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, follow_links: bool = False) -> bytes:
     """
     Raises:
         OSError: it cannot be read or is not a regular file: a link may lead elsewhere, a pipe may never end.
     """
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(errno.EINVAL, "it is a link, a folder or a pipe, not a file")
+    require_file(path, follow_links)
+    if path.stat().st_size > LARGEST_JSON:
+        raise OSError(errno.EFBIG, f"it has more than {LARGEST_JSON >> 30} GiB")
     return path.read_bytes()
+
+
+def require_file(path: Path, follow_links: bool = False) -> None:
+    """
+    Raises:
+        OSError: it does not exist, or opening it may never end.
+    """
+    if not stat.S_ISREG((path.stat() if follow_links else path.lstat()).st_mode):
+        other = "folder, a pipe or a device" if follow_links else "link, a folder or a pipe"
+        raise OSError(errno.EINVAL, f"it is a {other}, not a file")
 
 
 def inside(name: str) -> bool:
@@ -161,12 +175,19 @@ def inside(name: str) -> bool:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether every file exists with the right size. Reads only the manifest."""
+    """Whether every file exists with the right size, and no other. Reads only the manifest."""
     try:
         files = read_manifest(checkpoint).files
-        return all(_has_size(checkpoint / name, record.size) for name, record in files.items())
-    except CheckpointError:
+        return not unlisted(checkpoint, files) and all(
+            _has_size(checkpoint / name, record.size) for name, record in files.items()
+        )
+    except (CheckpointError, OSError):
         return False
+
+
+def unlisted(checkpoint: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """What lies in a checkpoint besides its files, such as a module that a later command could import."""
+    return sorted(entry.name for entry in checkpoint.iterdir() if entry.name not in files and entry.name != MANIFEST)
 
 
 def _has_size(path: Path, size: int) -> bool:
@@ -186,8 +207,11 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
     """
     try:
         files = read_manifest(checkpoint).files
+        foreign = [f"{printable(name)} is not listed in {MANIFEST}" for name in unlisted(checkpoint, files)]
     except CheckpointError as error:
         return [str(error)]
+    except OSError as error:  # removed in the meantime
+        return [f"it cannot be read ({error.strerror})"]
     load = [0] * parts
     own = []
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
@@ -197,7 +221,7 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
             own.append(name)
     with ThreadPoolExecutor(threads_of_rank()) as threads:
         faults = threads.map(lambda name: _fault(checkpoint / name, files[name]), own)
-        return [f"{name} {fault}" for name, fault in zip(own, faults, strict=True) if fault]
+        return foreign + [f"{printable(name)} {fault}" for name, fault in zip(own, faults, strict=True) if fault]
 
 
 def threads_of_rank() -> int:
@@ -233,4 +257,6 @@ def sha256_of(path: Path) -> str:
 def _reason(error: BaseException) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
+    if isinstance(error, ValidationError):
+        return first_fault(error)
     return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)

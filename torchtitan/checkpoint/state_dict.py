@@ -35,6 +35,20 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return sharded_like(tensor, local, tensor.shape)
 
 
+def overflowing(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> list[str]:
+    """Names of those with finite numbers, on this rank, that are infinite in `dtype`."""
+    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    return [name for name, tensor in local.items() if (tensor.isfinite() & tensor.to(dtype).isinf()).any()]
+
+
+def not_finite(name: str, dtype: torch.dtype) -> str:
+    """Why a weight is not saved in `dtype`."""
+    return (
+        f"{name} has numbers that are not finite in {str(dtype)[6:]}: NaN, or too large (float16 ends at 65,504); use "
+        "bfloat16 or float32 (checkpoint.export_dtype, --dtype), or an earlier checkpoint"
+    )
+
+
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's state, as `optimizer.state.<parameter>.<name>`. Learning rates and other settings are left out:
     they come from the configuration. Quantized moments are saved as they are."""

@@ -1,5 +1,6 @@
 """Imports a user's module, and merges the sections that it adds to the configuration."""
 
+import argparse
 import dataclasses
 import importlib
 import sys
@@ -54,6 +55,11 @@ def _frozen(section: type[Any], base: type[Any] | None) -> type[Any]:
     new = dataclasses.make_dataclass(section.__name__, fields, bases=(base,) if base else (), frozen=True)
     new.__doc__ = (base or section).__doc__
     return new
+
+
+def add_custom_import(parser: argparse.ArgumentParser) -> None:
+    """The flag that names a module to import. What a checkpoint or a published folder names is never imported."""
+    parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
 
 
 def import_user_module(name: str, key: str) -> types.ModuleType:

@@ -108,7 +108,7 @@ class MX:
         bool, Doc("nvfp4: spread outliers with a random Hadamard transform before the weight-gradient GEMM.")
     ] = True
     stochastic_rounding: Annotated[bool, Doc("nvfp4: round output gradients stochastically.")] = True
-    forward_with_hp: Annotated[bool, Doc("Compute the forward GEMM in high precision (mxfp8: only emulated).")] = False
+    forward_with_hp: Annotated[bool, Doc("Compute the forward GEMM in high precision.")] = False
     wgrad_with_hp: Annotated[bool, Doc("Compute the weight-gradient GEMM in high precision.")] = False
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
     emulate: Annotated[

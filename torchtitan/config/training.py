@@ -34,7 +34,13 @@ class Model:
             "Model family: llama2, llama3, llama3.1, llama3.2, qwen3, qwen3_moe, or one registered by a custom_import."
         ),
     ] = "llama3"
-    flavor: Annotated[str, Doc("Size within the family, such as debugmodel, 1B, 8B or 70B.")] = "debugmodel"
+    flavor: Annotated[
+        str,
+        Doc(
+            "Size within the family, such as debugmodel, 1B, 8B or 70B; auto: that of the model in "
+            "checkpoint.initial_load_path."
+        ),
+    ] = "debugmodel"
     dim: Annotated[
         PositiveInt | None,
         Doc("Width; heads and feed-forward grow with it, from those of the flavor. none: the flavor's."),

@@ -136,7 +136,7 @@ class Float8Converter(LinearConverter):
             )
         self.block_gemms = BLOCKWISE._replace(emulate=not real)
         self.gemms = self.grouped_gemms = self.block_gemms.known()
-        multiple_of = packed_blocks.MULTIPLE_OF["e4m3"] if real else MULTIPLE_OF
+        multiple_of = packed_blocks.MULTIPLE_OF["float32"] if real else MULTIPLE_OF
         self.rules = FilterRules(multiple_of, None, lambda *sizes: measured_reason(self, *sizes), "")
         if real:
             self.cannot_group = (

@@ -11,8 +11,16 @@ from torch import nn
 
 from torchtitan.converters.linear import with_parameters_of
 from torchtitan.kernels import rounding
+from torchtitan.kernels.grouped_8bit import round_gradient
 from torchtitan.kernels.matmul_8bit import as_right, float8_matmul
-from torchtitan.kernels.quantize import float8_scale, powers_of_two, quantize_once, quantize_weight, round_to_float8
+from torchtitan.kernels.quantize import (
+    float8_scale,
+    powers_of_two,
+    quantize_once,
+    quantize_weight,
+    round_rows,
+    round_to_float8,
+)
 from torchtitan.kernels.quantized import Quantized, QuantizedInput
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -55,8 +63,8 @@ class Float8Matmul(torch.autograd.Function):
     """x @ weight.T in float8. x: (..., K), weight: (N, K), out: (..., N).
 
     Saves x as the weight-gradient GEMM needs it, in float8 unless that GEMM stays in high precision. The weight is
-    quantized again in the backward pass: a saved float8 copy would take memory even after FSDP has freed the gathered
-    weight.
+    quantized again in the backward pass, rowwise with scales from the forward pass: a saved float8 copy would take
+    memory even after FSDP has freed the gathered weight.
 
     Args:
         low: x quantized by `round_input`.
@@ -69,8 +77,12 @@ class Float8Matmul(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, low: QuantizedInput, recipe: Float8Recipe
     ) -> torch.Tensor:
         ctx.recipe, ctx.shape, ctx.dtype = recipe, x.shape, x.dtype
-        ctx.save_for_backward(weight, *(low.right or (x.flatten(0, -2), None)))
-        right = _weight(weight, "rows") if recipe.rowwise else _weight(weight, "tensor")
+        column_scale_inverse = None
+        if recipe.rowwise and not recipe.hp_weight_grad and ctx.needs_input_grad[0]:
+            right, column_scale_inverse = quantize_weight(weight, "rows and columns", lambda w: round_rows(w, E4M3))
+        else:
+            right = _weight(weight, "rows" if recipe.rowwise else "tensor")
+        ctx.save_for_backward(weight, column_scale_inverse, *(low.right or (x.flatten(0, -2), None)))
         assert low.left is not None
         out: torch.Tensor = float8_matmul(low.left, right.transpose(), x.dtype, recipe.emulate, fast=True)
         out = out.unflatten(0, x.shape[:-1])
@@ -78,21 +90,24 @@ class Float8Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, x, x_scale_inverse = ctx.saved_tensors
+        weight, column_scale_inverse, x, x_scale_inverse = ctx.saved_tensors
         rowwise, hp_weight_grad, emulate = ctx.recipe
         out_grad = out_grad.flatten(0, -2).contiguous()
         columns: Quantized | None = None
         if not rowwise:
             rows = columns = _tensorwise(out_grad, E5M2)
-            right = _weight(weight, "tensor", by_columns=True)
         elif hp_weight_grad:
             rows = _rowwise(out_grad)
-            right = _weight(weight, "power of two", by_columns=True)
         else:
-            rows, columns = _rowwise_both(out_grad)
-            right = _weight(weight, "columns", by_columns=True)
+            rows, columns = round_gradient(out_grad, weight.shape[1], E4M3)
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
+            if not rowwise:
+                right = _weight(weight, "tensor", by_columns=True)
+            elif hp_weight_grad:
+                right = _weight(weight, "power of two", by_columns=True)
+            else:
+                right = quantize_weight(weight, "columns", lambda weight: _by_columns(weight, column_scale_inverse))
             x_grad = float8_matmul(rows, right, ctx.dtype, emulate).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             if columns is None:
@@ -113,8 +128,6 @@ def _weight(weight: Any, scales: str, by_columns: bool = False) -> Quantized:
         match scales:
             case "rows":
                 low = _rowwise(weight)
-            case "columns":
-                low = _columnwise(weight)
             case _:
                 low = _tensorwise(weight, E4M3, power_of_two=scales == "power of two")
         return as_right(low) if by_columns else low
@@ -139,9 +152,9 @@ def _rowwise(x: torch.Tensor) -> Quantized:
     return round_to_float8(x, powers_of_two(float8_scale(rounding.amax(x), E4M3)), E4M3)
 
 
-def _columnwise(x: torch.Tensor) -> Quantized:
-    _, amax = rounding.amax_both(x)
-    return round_to_float8(x, powers_of_two(float8_scale(amax, E4M3)), E4M3)
+def _by_columns(weight: torch.Tensor, scale_inverse: torch.Tensor) -> Quantized:
+    """A weight as the right operand of a GEMM that sums over rows, with known scales of columns."""
+    return as_right(round_to_float8(weight, scale_inverse.reciprocal(), E4M3))
 
 
 def _rowwise_both(x: torch.Tensor) -> tuple[Quantized, Quantized]:

@@ -19,6 +19,7 @@ from torchtitan.kernels.grouped_8bit import (
     round_columns,
     round_rows,
     round_rows_and_columns,
+    round_weight,
 )
 from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
 from torchtitan.kernels.quantize import quantize_once, quantize_weight
@@ -81,16 +82,18 @@ class GroupedMatmul(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, low: GroupedInput, gemms: GroupedGemms
     ) -> torch.Tensor:
         ctx.gemms, ctx.dtype = gemms, x.dtype
-        ctx.save_for_backward(weight, ends, low.ends, *(low.columns or (x, None)))
         if low.rows is None:
+            ctx.save_for_backward(weight, None, ends, low.ends, *(low.columns or (x, None)))
             return grouped_mm(x, weight.transpose(1, 2), ends)
-        data, scale_inverse = quantize_weight(weight, (gemms.dtype, "rows"), lambda w: round_rows(w, gemms.dtype))
+        rows, by_column = quantize_weight(weight, (gemms.dtype, "rows"), lambda w: round_weight(w, gemms.dtype))
+        data, scale_inverse = rows
+        ctx.save_for_backward(weight, by_column, ends, low.ends, *(low.columns or (x, None)))
         right = Quantized(data.transpose(1, 2), scale_inverse.transpose(1, 2))
         return grouped_matmul(low.rows, right, ends, x.dtype, gemms.emulate, fast=True)
 
     @staticmethod
     def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, ends, columns_ends, x, x_scale_inverse = ctx.saved_tensors
+        weight, by_column, ends, columns_ends, x, x_scale_inverse = ctx.saved_tensors
         gemms: GroupedGemms = ctx.gemms
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         out_grad = out_grad.contiguous()
@@ -103,7 +106,8 @@ class GroupedMatmul(torch.autograd.Function):
             weight_grad = grouped_mm_over_rows(out_grad, x, ends)
         if needs_x and gemms.grad_input:
             left = round_rows(out_grad, gemms.dtype) if rows is None else rows
-            right = quantize_weight(weight, (gemms.dtype, "columns"), lambda w: round_columns(w, gemms.dtype))
+            key = gemms.dtype, "columns"
+            right = quantize_weight(weight, key, lambda w: round_columns(w, gemms.dtype, by_column))
             x_grad = grouped_matmul(left, right, ends, ctx.dtype, gemms.emulate)
         elif needs_x:
             x_grad = grouped_mm(out_grad, weight, ends)

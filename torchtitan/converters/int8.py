@@ -24,6 +24,7 @@ from torchtitan.converters.numerics import Role
 from torchtitan.converters.target import Target
 from torchtitan.device import HAS_TRITON
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.grouped_8bit import round_gradient
 from torchtitan.kernels.matmul_8bit import as_right, int8_matmul
 from torchtitan.kernels.quantize import (
     LARGEST,
@@ -112,7 +113,10 @@ class Int8Matmul(torch.autograd.Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         rows = columns = x_grad = weight_grad = None
         if grad_input and needs_x and grad_weight and needs_weight:
-            rows, columns = quantize_both(out_grad, recipe)
+            if recipe == "rowwise":
+                rows, columns = round_gradient(out_grad, weight.shape[1], torch.int8)
+            else:
+                rows, columns = quantize_both(out_grad, recipe)
         elif grad_input and needs_x:
             rows = quantize(out_grad, recipe)
         elif grad_weight and needs_weight:

@@ -22,7 +22,6 @@ from torchtitan.device import keep_for_current_stream
 from torchtitan.kernels.matmul_8bit import as_right
 from torchtitan.kernels.quantize import (
     LARGEST,
-    SMALLEST_SCALE,
     ScaleRecipe,
     dequantize,
     fused,
@@ -31,6 +30,7 @@ from torchtitan.kernels.quantize import (
     quantize_with,
 )
 from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.rounding import SMALLEST_SCALE
 
 aten = torch.ops.aten
 # Operations of FSDP2, initialization and optimizers on a sharded weight whose result must be a sharded weight again.

@@ -1,13 +1,11 @@
 """GEMMs in formats with a scale per block of 16 or 32 numbers: mxfp8, mxint8 (OCP MX specification 1.0) and nvfp4.
 
-On Blackwell, mxfp8 is torchao's `MXFP8Linear`. (torchao's weight wrapper is not used: it drops the bias and silently
-stops quantizing under tensor parallelism.) nvfp4 is `BlockLinear` (`block_linear.py`), which emulates everything else.
+Layers are `BlockLinear` (`block_linear.py`), which also emulates them; experts' mxfp8 GEMMs are torchao's.
 """
 
 import dataclasses
 import math
 import re
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ from torchtitan.converters.block_linear import BlockGemms, BlockLinear, scaled
 from torchtitan.converters.filter import Decision, FilterRules, matches, names_own_layers
 from torchtitan.converters.grouped_blocks import GroupedBlockLinear
 from torchtitan.converters.grouped_mx import GroupedMX, GroupedMXLinear
-from torchtitan.converters.linear import LinearConverter, ProfilerOp, Scaled, with_parameters_of
+from torchtitan.converters.linear import LinearConverter, ProfilerOp, Scaled
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.numerics import Role
 from torchtitan.converters.target import Target
@@ -27,12 +25,9 @@ from torchtitan.kernels.block_formats import FORMATS
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
 
-if TYPE_CHECKING:
-    from torchtitan.compat.torchao_mx import ScaleCalculationMode
-
 FIRST_CAPABILITY = (10, 0)  # Blackwell: NVIDIA's CUDA programming guide, table of capabilities
 # M, K and N: whole blocks; of nvfp4, what a GPU takes.
-MULTIPLE_OF = {"mxfp8": 32, "mxint8": 32, "nvfp4": packed_blocks.MULTIPLE_OF["e2m1"]}
+MULTIPLE_OF = {"mxfp8": 32, "mxint8": 32, "nvfp4": packed_blocks.MULTIPLE_OF["e4m3"]}
 GPU_SCALE_MODES = ("floor", "rceil")  # torchao 0.18, prototype/mx_formats/kernels.py
 NVFP4_KEYS = (
     "keep_first_blocks_fraction",
@@ -78,7 +73,7 @@ def kept_blocks(model: nn.Module, config: MX) -> dict[str, str]:
 
 
 class MXConverter(LinearConverter):
-    """Replaces linear layers with torchao's `MXFP8Linear` or with `BlockLinear`.
+    """Replaces linear layers with `BlockLinear`.
 
     Raises:
         ConfigError: the device has no GEMMs of the recipe and `emulate` is not set, or a key does not apply.
@@ -114,21 +109,12 @@ class MXConverter(LinearConverter):
                 f"model.converters: mx needs a GPU of compute capability 10.0 or above, but this one has "
                 f"{capability[0]}.{capability[1]}; remove mx, or set mx.emulate (same numerics, no speedup)."
             )
-        if not config.emulate and config.forward_with_hp and self.recipe == "mxfp8":
+        on_gpu = self.recipe == "mxfp8" and target.device_type == "cuda" and not config.emulate
+        if on_gpu and target.dtype != torch.bfloat16:
             raise ConfigError(
-                "mx.forward_with_hp is only emulated with mxfp8: torchao's layer lacks it; set mx.emulate, or unset it."
+                "mx: a GPU's mxfp8 GEMMs return bfloat16 alone; set training.mixed_precision_param = bfloat16, or "
+                "mx.emulate."
             )
-        if not config.emulate and self.recipe == "mxfp8" and target.device_type == "cuda":
-            if config.scale_calculation_mode not in GPU_SCALE_MODES:
-                raise ConfigError(
-                    f"mx.scale_calculation_mode = {config.scale_calculation_mode} is only emulated: torchao's kernels "
-                    f"have {' and '.join(GPU_SCALE_MODES)}; set mx.emulate, or use one of these."
-                )
-            if target.dtype != torch.bfloat16:
-                raise ConfigError(
-                    "mx: torchao's kernels take bfloat16 alone; set training.mixed_precision_param = bfloat16, or "
-                    "mx.emulate."
-                )
         self.block_gemms = block_gemms(config)
         self.gemms = self.grouped_gemms = self.block_gemms.known()
         multiple_of = MULTIPLE_OF[self.recipe]
@@ -139,9 +125,14 @@ class MXConverter(LinearConverter):
                 "mx.emulate (same numerics, no speedup)."
             )
         elif not config.emulate:
-            self.gemms = dataclasses.replace(self.gemms, op=ProfilerOp("aten::_scaled_mm"))
             self.grouped_gemms = dataclasses.replace(self.gemms, op=ProfilerOp("aten::_scaled_grouped_mm"))
-            if not _has_grouped_kernels():
+            if config.forward_with_hp or config.scale_calculation_mode not in GPU_SCALE_MODES:
+                self.cannot_group = (
+                    "mx computes experts with torchao's kernels, which know neither mx.forward_with_hp nor a "
+                    f"mx.scale_calculation_mode other than {' and '.join(GPU_SCALE_MODES)}; change these, add "
+                    "moe.experts to mx.filter_fqns, or set mx.emulate (same numerics, no speedup)."
+                )
+            elif not _has_grouped_kernels():
                 self.cannot_group = (
                     "mx computes experts with kernels that this build of torchao lacks; add moe.experts to "
                     "mx.filter_fqns, install torchao's build for this CUDA version, or set mx.emulate (same numerics, "
@@ -169,29 +160,16 @@ class MXConverter(LinearConverter):
     def emulated(self) -> "MXConverter":
         return MXConverter(dataclasses.replace(self.config, emulate=True), self.target)
 
-    def _scale_mode(self) -> "ScaleCalculationMode":
-        from torchtitan.compat.torchao_mx import ScaleCalculationMode
-
-        return ScaleCalculationMode[self.config.scale_calculation_mode.upper()]
-
     def swap(self, linear: nn.Linear) -> nn.Linear:
-        if self.config.emulate or self.recipe == "nvfp4":
-            return BlockLinear.of(linear, self.block_gemms)
-        from torchtitan.compat.torchao_mx import KernelPreference, MXFP8Linear
-
-        new: nn.Linear = with_parameters_of(
-            linear,
-            MXFP8Linear,
-            kernel_preference=KernelPreference.AUTO,
-            scale_calculation_mode=self._scale_mode(),
-            wgrad_with_hp=self.config.wgrad_with_hp,
-        )
-        return new
+        return BlockLinear.of(linear, self.block_gemms)
 
     def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
         if self.config.emulate:
             return GroupedBlockLinear.of(layer, self.block_gemms)
-        return GroupedMXLinear.of(layer, GroupedMX(self._scale_mode(), self.config.wgrad_with_hp))
+        from torchtitan.compat.torchao_mx import ScaleCalculationMode
+
+        mode = ScaleCalculationMode[self.config.scale_calculation_mode.upper()]
+        return GroupedMXLinear.of(layer, GroupedMX(mode, self.config.wgrad_with_hp))
 
 
 def _has_grouped_kernels() -> bool:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
-import torch
-
 from torchtitan.config import JobConfig
 from torchtitan.config.manager import read_toml
 from torchtitan.config.system import Parallelism
@@ -328,10 +326,6 @@ def is_plan(config: JobConfig) -> bool:
     return config.job.plan or config.memory_estimation.enabled
 
 
-def _has_mxfp8_kernels() -> bool:
-    return torch.cuda.is_available() and bool(torch.cuda.get_device_capability() >= (10, 0))
-
-
 def _check_plan(config: JobConfig, problems: list[str]) -> None:
     if config.memory_estimation.disable_fake_mode:
         problems.append(
@@ -340,12 +334,6 @@ def _check_plan(config: JobConfig, problems: list[str]) -> None:
         )
     load, degree = config.job.simulate_expert_load, config.parallelism.expert_parallel_degree
     if is_plan(config):
-        mx = config.mx
-        if "mx" in config.model.converters and mx.recipe_name == "mxfp8" and not (mx.emulate or _has_mxfp8_kernels()):
-            problems.append(
-                "job.plan: torchao's mxfp8 layer needs a GPU of compute capability 10.0 or above even in a plan; set "
-                "mx.emulate, or leave mx out of model.converters."
-            )
         if load > degree:
             problems.append(
                 f"job.simulate_expert_load = {load:g}: a rank gets at most parallelism.expert_parallel_degree = "
@@ -429,7 +417,7 @@ def _check_dump_folder(config: JobConfig, problems: list[str]) -> None:
         problems.append(f"job.dump_folder: {folder} cannot be written ({error.strerror}); choose another folder.")
         return
     saved = folder / "config.toml"
-    if not saved.exists():
+    if not saved.is_file():
         return
     try:
         theirs = read_toml(str(saved)).get("model", {})

@@ -1,15 +1,51 @@
 """Sizes of the configured model."""
 
+import contextlib
 import math
 from dataclasses import replace
+from pathlib import Path
 
+from torchtitan.checkpoint.folder import saved_steps, step_folder
+from torchtitan.config import JobConfig
+from torchtitan.config.extension import import_user_module
 from torchtitan.config.training import Model
 from torchtitan.data.tokenizer import load_tokenizer
-from torchtitan.errors import ConfigError
-from torchtitan.models import MODELS
+from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.interchange.convert import sizes_in
+from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.registry import AUTO
 from torchtitan.protocols import ModelArgs
 
 GROW_WITH_WIDTH = ("n_heads", "n_kv_heads", "ffn_dim")
+
+
+def register_models(config: JobConfig) -> None:
+    """Imports the user's module. With `model.flavor = "auto"`, also makes a flavor of the sizes of the model in
+    `checkpoint.initial_load_path`. Call it before anything asks for sizes.
+
+    Raises:
+        UserError: there is no such module, or the path says no sizes of this family.
+    """
+    if config.experimental.custom_import:
+        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    if config.model.flavor == AUTO:
+        spec = MODELS.get(config.model.name)
+        flavors = {**spec.flavors, AUTO: _sizes_from_files(config, spec)}
+        MODELS.replace(config.model.name, replace(spec, flavors=flavors))
+
+
+def _sizes_from_files(config: JobConfig, spec: ModelSpec) -> ModelArgs:
+    """Of the run's own newest checkpoint, from which it resumes, or else of `initial_load_path`, which may be gone."""
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    for step in reversed(saved_steps(folder) if config.checkpoint.enable_checkpoint else []):
+        with contextlib.suppress(CheckpointError):  # a damaged one is reported when the run resumes
+            return sizes_in(step_folder(folder, step), spec)
+    path = config.checkpoint.initial_load_path
+    if path is None:
+        raise ConfigError(
+            f"model.flavor = {AUTO} takes the sizes of the model in checkpoint.initial_load_path, which is not set."
+        )
+    return sizes_in(Path(path), spec)
 
 
 def sizes_of(model: Model) -> ModelArgs:

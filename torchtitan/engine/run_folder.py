@@ -106,7 +106,7 @@ class RunFolder:
         if self._events is not None:
             self._events.write(step, {"event": event, "time": round(time.time(), 3), **values})
 
-    def record_samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
+    def record_samples(self, step: int, samples: Sequence[tuple[str, str | None]]) -> None:
         """Records prompts and their continuations, which the report shows. Acts on rank 0 only."""
         if self._samples is not None:
             for prompt, text in samples:

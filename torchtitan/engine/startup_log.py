@@ -71,13 +71,21 @@ def _selective_option(engine: Engine) -> str:
 
 
 def log_settings(
-    engine: Engine, *, dtype_reason: str, data: str, global_batch_size: int, first_step: int, checkpoints: Path
+    engine: Engine,
+    *,
+    dtype_reason: str,
+    data: str,
+    global_batch_size: int,
+    first_step: int,
+    tokens_seen: int,
+    checkpoints: Path,
 ) -> None:
     """Logs one line per decision.
 
     Args:
         dtype_reason: why the run computes in its dtype; "" if the configuration says so.
         data: description of what the loader reads.
+        tokens_seen: before the first step, perhaps in other batches.
         checkpoints: checkpoint folder.
     """
     config, training, dims, device = engine.config, engine.config.training, engine.meshes.dims, engine.device
@@ -99,7 +107,8 @@ def log_settings(
         "batch": f"{global_batch_size} x {training.seq_len} = {tokens:,} tokens per step"
         f" ({training.local_batch_size} x {counted(dims.dp, 'rank')} x "
         f"{counted(accumulation_steps, 'grad-accumulation step')})",
-        "steps": f"{first_step} to {training.steps}, {training.steps * tokens:,} tokens in total",
+        "steps": f"{first_step} to {training.steps}, "
+        f"{tokens_seen + (training.steps - first_step + 1) * tokens:,} tokens in total",
         "activations": {"none": "all stored", "full": "recomputed in every block"}.get(
             config.activation_checkpoint.mode,
             f"recomputed selectively ({_selective_option(engine)})",

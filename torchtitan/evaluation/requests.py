@@ -1,6 +1,7 @@
 """From text to the tokens whose likelihood is asked for, encoded and windowed as lm-evaluation-harness does."""
 
 import heapq
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ class Score(NamedTuple):
     log_likelihood: float
     greedy: bool
     tokens: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the model has answered: with weights that are NaN, it has not."""
+        return math.isfinite(self.log_likelihood)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from torchtitan.protocols import IGNORE_INDEX, Decoder
 USUAL_ROW = 1024  # tokens; where rows may be shorter than a sequence in training
 ROW_MULTIPLE = 64
 ShouldStop = Callable[[], bool]
+NOT_FINITE = -2  # in the place of the most likely token, where the logits say none
 NOBODY = -1  # owner of a position that belongs to no request's scored tokens
 
 
@@ -45,7 +46,7 @@ class TokenScores:
         self._group = None if mesh is None else mesh.get_group().group_name
         self.log_likelihoods = torch.zeros(labels, dtype=torch.float64, device=device)
         self.best = torch.full((labels,), -1, device=device)  # the most likely token; -1: nothing was computed
-        """(labels,) int64."""
+        """(labels,) int64; NOT_FINITE where a logit is."""
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counted = (labels != IGNORE_INDEX).nonzero()[:, 0]
@@ -57,7 +58,8 @@ class TokenScores:
             places = counted + labels.storage_offset()
             of_label = log_probabilities.gather(-1, labels[counted].unsqueeze(-1))[:, 0]
             self.log_likelihoods[places] = of_label.double()
-            self.best[places] = chosen.argmax(-1)
+            finite = log_probabilities.amax(-1).isfinite()  # NaN if any is
+            self.best[places] = chosen.argmax(-1).where(finite, NOT_FINITE)
         return torch.zeros((), device=logits.device), logits
 
 
@@ -108,7 +110,8 @@ class Scorer:
         ]
 
     def next_tokens(self, texts: Sequence[Sequence[int]], should_stop: ShouldStop = lambda: False) -> list[int] | None:
-        """The most likely token after each text, the same on every rank. None if the run is to stop. Collective."""
+        """The most likely token after each text, or NOT_FINITE; the same on every rank. None if the run is to stop.
+        Collective."""
         requests = [Request(array("i", [*text[-self.longest :], 0]), 1) for text in texts]
         totals = self._totals(requests, 1, lambda found, _: found.best.double().unsqueeze(-1), should_stop)
         return None if totals is None else [round(token) for (token,) in totals]
@@ -137,8 +140,8 @@ class Scorer:
                 labels, owners = labels[:, self.positions], owners[:, self.positions]
             labels, owners = labels.flatten().to(self.device), owners.flatten().to(self.device)
             counted = owners != NOBODY
-            if (found.best[counted] < 0).any():
-                raise ConfigError(_unsuitable(self.name))
+            if (found.best[counted] == -1).any():
+                raise ConfigError(self._unsuitable)
             totals.index_add_(0, owners[counted], of_labels(found, labels)[counted])
         reshard(self.stages)
         dist.all_reduce(totals)
@@ -152,6 +155,13 @@ class Scorer:
         with self._reading(batch) as scores:
             self.forward(batch)
         return scores
+
+    @property
+    def _unsuitable(self) -> str:
+        return (
+            f"{self.name} does not compute its loss with `self.cross_entropy` of logits and a view of the labels, as "
+            "Llama does, so its predictions cannot be read; change it."
+        )
 
     def _row_length(self, longest: int, total: int) -> int:
         """Positions in a row, for requests of at most `longest` positions, `total` together."""
@@ -175,7 +185,7 @@ class Scorer:
             yield None
             return
         if not hasattr(self.head, "cross_entropy"):
-            raise ConfigError(_unsuitable(self.name))
+            raise ConfigError(self._unsuitable)
         ranks = batch.tokens.shape[1] // len(self.positions) if self.positions is not None else 1
         scores = TokenScores(batch.labels.numel() // ranks, self.tensor_mesh, self.device)
         head: Any = self.head
@@ -184,14 +194,6 @@ class Scorer:
             yield scores
         finally:
             head.cross_entropy = before
-
-
-def _unsuitable(name: str) -> str:
-    return (
-        f"evaluation.tasks: the model {name} does not compute its loss with `self.cross_entropy` of logits and a view "
-        "of the labels, as Llama does, so its predictions cannot be read; change it, or unset evaluation.tasks and "
-        "validation.sample_prompts."
-    )
 
 
 def scorer_of_run(engine: Engine) -> Scorer:
@@ -205,7 +207,7 @@ def scorer_of_run(engine: Engine) -> Scorer:
         longest=config.training.seq_len,
         fixed_rows=dims.pp > 1 or dims.cp > 1 or config.training.compile,
         rows=lambda _: config.validation.local_batch_size,
-        name=f"{config.model.name} {config.model.flavor}",
+        name=f"evaluation.tasks, validation.sample_prompts: the model {config.model.name} {config.model.flavor}",
         dp_rank=engine.meshes.dp_rank,
         dp_size=dims.dp,
         positions=engine.positions if dims.cp > 1 else None,

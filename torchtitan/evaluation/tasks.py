@@ -133,6 +133,7 @@ class MultipleChoice(Examples[Choice]):
                 "gold": example.gold,
                 "log_likelihoods": [score.log_likelihood for score in found],
                 **dict(zip(("answer", "answer_norm"), self._answers(example, found), strict=True)),
+                **({} if all(score.is_finite for score in found) else {"answer": None, "answer_norm": None}),
             }
             for example, found in zip(self.asked, scores, strict=True)
         ]
@@ -158,7 +159,7 @@ class LastWords(Examples[LastWord]):
     def details(self, scores: Sequence[Sequence[Score]]) -> list[dict[str, Any]]:
         return [
             {"context": example.context, "word": example.word, "log_likelihood": score.log_likelihood,
-             "greedy": score.greedy}
+             "greedy": score.greedy if score.is_finite else None}
             for example, (score,) in zip(self.asked, scores, strict=True)
         ]  # fmt: skip
 

@@ -1,19 +1,18 @@
 """Opens models for generation and evaluation, from our checkpoints and from published folders."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan.checkpoint.folder import saved_steps
-from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
+from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.checkpoint.tokenizer import check_published_tokenizer
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan.errors import CheckpointError
-from torchtitan.interchange.convert import find_model, saved_model
+from torchtitan.errors import CheckpointError, DataError
+from torchtitan.interchange.convert import find_model, open_checkpoint
 from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import published
-from torchtitan.interchange.sources import longest_sequence, wrong_sums
+from torchtitan.interchange.sources import longest_sequence
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.logging import Waiting
 from torchtitan.models import MODELS, ModelSpec
@@ -55,20 +54,15 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
     Raises:
         UserError: the folder is none of these, or is damaged, or its tokenizer is missing or has too many ids.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"there is no folder {path}.")
-    if (path / MANIFEST).exists() or saved_steps(path) or saved_steps(path / "checkpoint"):
-        saved = saved_model(path)
+    if (checkpoint := find_checkpoint(path)) is not None:
+        saved = open_checkpoint(checkpoint)
         model = _empty(saved.spec, saved.args, device, dtype)
         with torch.no_grad():
             for name, tensor in Waiting.over(list(model.state_dict().items()), "loading the model", "weights"):
                 tensor.copy_(saved.weight(name))
-        tokenizer = load_tokenizer(saved.tokenizer_path(tokenizer_path), **saved.boundaries)
+        tokenizer = _tokenizer(saved.tokenizer_path(tokenizer_path), **saved.boundaries)
         _require_embeddings(tokenizer, saved.args)
-        step = read_manifest(saved.checkpoint).step
-        return OpenedModel(model, tokenizer, saved.seq_len or None, step, saved.checkpoint)
-    if found := wrong_sums(path):
-        raise CheckpointError(f"{path} is damaged: {'; '.join(found[:3])}.")
+        return OpenedModel(model, tokenizer, saved.seq_len or None, saved.manifest.step, checkpoint)
     family, source = find_model(path)
     spec = MODELS.get(family)
     known = published(spec, source.args, None, 0)
@@ -76,11 +70,20 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
     known.check(source)
     model = _empty(spec, source.args, device, dtype)
     load_weights(dict(model.named_parameters()), source)
-    tokenizer = load_tokenizer(tokenizer_path or str(path))
+    tokenizer = _tokenizer(tokenizer_path or str(path))
     if tokenizer_path:
         check_published_tokenizer(path, tokenizer, source.args.vocab_size, "--tokenizer-path", ", or leave it out")
     _require_embeddings(tokenizer, source.args)
     return OpenedModel(model, tokenizer, longest_sequence(path), 0, path)
+
+
+def _tokenizer(path: str | None, **boundaries: Any) -> Tokenizer:
+    """The tokenizer; messages name the flag of the commands that call this."""
+    try:
+        return load_tokenizer(path, **boundaries)
+    except DataError as error:
+        message = str(error).replace("model.tokenizer_path, or none for the shipped tokenizer", "model.tokenizer_path")
+        raise DataError(message.replace("model.tokenizer_path", "--tokenizer-path")) from None
 
 
 def _require_embeddings(tokenizer: Tokenizer, args: ModelArgs) -> None:

@@ -10,6 +10,8 @@ from torchtitan.generation.cache import cached
 from torchtitan.kernels.attention_gpu import ANY_LENGTH
 from torchtitan.protocols import Decoder
 
+MOST_TOKENS = 1 << 20
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -37,10 +39,11 @@ class Sampling:
             ValueError: a value is out of range. Names the flag.
         """
         for flag, value, fits, range_ in (
-            ("max-new-tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
+            ("max-new-tokens", self.max_new_tokens, 1 <= self.max_new_tokens <= MOST_TOKENS, f"1 to {MOST_TOKENS:,}"),
             ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 or above"),
             ("top-k", self.top_k, self.top_k >= 0, "0 (all) or above"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("seed", self.seed, -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
         ):
             if not fits:
                 raise ValueError(f"--{flag} must be {range_}, not {value}")
@@ -49,7 +52,9 @@ class Sampling:
         """(batch, vocab) logits -> (batch,) int64 tokens."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        # The largest becomes 0, so that no temperature makes it infinite.
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, torch.finfo(torch.float32).tiny)
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
@@ -69,8 +74,9 @@ def generate(
     stop_ids: Collection[int],
     use_cache: bool = True,
     emit: Callable[[list[int | None]], None] | None = None,
-) -> list[list[int]]:
-    """New tokens for each prompt, up to and including the first of `stop_ids`.
+) -> list[list[int] | None]:
+    """New tokens for each prompt, up to and including the first of `stop_ids`. None where the model's logits are not
+    finite, as with weights that are NaN: no token follows from them.
 
     Args:
         model: one of `torchtitan.models`, not sharded.
@@ -87,6 +93,7 @@ def generate(
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(sampling.seed)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    failed = torch.zeros_like(ended)
     new: list[list[int]] = [[] for _ in prompts]
     with sdpa_kernel(ANY_LENGTH), cached(model, longest + sampling.max_new_tokens, padding) as cache:
         given = tokens
@@ -96,7 +103,9 @@ def generate(
             model.positions = torch.arange(cache.filled, cache.filled + given.shape[1], device=device)
             logits = model(given)[:, -1]
             cache.filled += given.shape[1]
-            chosen = sampling.choose(logits, generator)
+            failed |= ~ended & ~logits.amax(-1).isfinite()  # NaN if any is
+            ended |= failed
+            chosen = sampling.choose(logits.masked_fill(failed[:, None], 0), generator)
             tokens = torch.cat([tokens, chosen[:, None]], dim=1)
             given = chosen[:, None]
             row = [None if end else id for id, end in zip(chosen.tolist(), ended.tolist(), strict=True)]
@@ -107,4 +116,4 @@ def generate(
             ended |= torch.isin(chosen, stops)
             if ended.all():
                 break
-    return new
+    return [None if fails else ids for ids, fails in zip(new, failed.tolist(), strict=True)]

@@ -10,9 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from torchtitan.checkpoint.files import Writer, first_line, read_metadata
-from torchtitan.checkpoint.folder import publish, saved_steps, step_folder, temporary_folder
-from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.files import Writer, first_line
+from torchtitan.checkpoint.folder import publish, remove_left_overs, saved_steps, step_folder, temporary_folder
 from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer, same_ids
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.convert import SavedModel, saved_model
@@ -48,17 +47,17 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
             raise CheckpointError(f"{model.checkpoint} was made with another tokenizer than {first.checkpoint}.")
     tensors = [_tensors(model, ema) for model in models]
     weights = {name: torch.empty(size, dtype=torch.float32, device="meta") for name, (_, size) in tensors[0].items()}
-    manifests = [read_manifest(model.checkpoint) for model in models]
-    step = max(manifest.step for manifest in manifests)
+    step = max(model.manifest.step for model in models)
     state = {"weights_only": True, "identity": dataclasses.asdict(first.args), "step": step}
     if first.tokenizer is not None:
         state["tokenizer"] = first.tokenizer
     about = {
         "versions": {"torch": torch.__version__},
-        "configuration": manifests[0].configuration,
+        "configuration": first.manifest.configuration,
         "average": {"of": [str(model.checkpoint) for model in models], "ema": ema},
     }
     out.mkdir(parents=True, exist_ok=True)
+    remove_left_overs(out)
     if first.tokenizer is not None:
         copy_tokenizer(first.tokenizer_path(), out / COPY)
     writer = Writer(temporary_folder(out, step), lambda files: publish(out, step, state, about, files))
@@ -73,7 +72,7 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
 
 def _tensors(model: SavedModel, ema: bool) -> dict[str, tuple[str, torch.Size]]:
     """The tensor to average for each weight and buffer, by name, and its size. Buffers have no moving average."""
-    metadata = read_metadata(model.checkpoint, read_manifest(model.checkpoint).files).state_dict_metadata
+    metadata = model.tensors.state_dict_metadata
     trained = {key.removeprefix(STATE).rpartition(".")[0] for key in metadata if key.startswith(STATE)}
     names = {
         name: f"{STATE}{name}.ema" if ema and name in trained else name

@@ -3,23 +3,24 @@
 import contextlib
 import dataclasses
 import shutil
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pydantic import TypeAdapter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
-from torchtitan.checkpoint.folder import publish, saved_steps, step_folder, temporary_folder
-from torchtitan.checkpoint.manifest import damage, read_manifest
+from torchtitan.checkpoint.choose import abbreviated, find_checkpoint
+from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, differences, first_line, read_metadata
+from torchtitan.checkpoint.folder import publish, remove_left_overs, saved_steps, step_folder, temporary_folder
+from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from torchtitan.checkpoint.state_dict import OPTIMIZER
 from torchtitan.checkpoint.tokenizer import (
     COPY,
     Identity,
@@ -31,32 +32,29 @@ from torchtitan.checkpoint.tokenizer import (
 )
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.extension import import_user_module
+from torchtitan.config.fields import NonNegativeInt
 from torchtitan.data.tokenizer import load_tokenizer
-from torchtitan.errors import EXIT_STATUS, INTERRUPTED, CheckpointError, DataError, UserError
-from torchtitan.interchange.model import PublishedModel, published
-from torchtitan.interchange.sources import Source, find_source, longest_sequence, wrong_sums
+from torchtitan.errors import CheckpointError, DataError
+from torchtitan.interchange.model import PublishedModel, meta_model, published, require_layers
+from torchtitan.interchange.sources import CONFIG, Source, config_args, find_source, longest_sequence, wrong_sums
 from torchtitan.logging import Waiting
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.hf_config import WrongModelType
+from torchtitan.models.registry import AUTO
 from torchtitan.protocols import ModelArgs
+from torchtitan.strict_json import first_fault
 
 
 @contextlib.contextmanager
-def one_process(custom_import: str | None) -> Iterator[None]:
-    """Context for a script: a process group of one, the user's model families, and one-sentence errors."""
+def one_process(custom_import: str | None = None) -> Iterator[None]:
+    """Context for a script: the user's model families, and a process group of one."""
+    if custom_import:
+        import_user_module(custom_import, "--custom-import")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        if custom_import:
-            import_user_module(custom_import, "--custom-import")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-    except (UserError, OSError) as error:
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -65,21 +63,47 @@ class SavedModel:
 
     Attributes:
         checkpoint: its folder.
-        spec: of its family.
+        manifest: of the checkpoint.
+        tensors: sizes, dtypes and places of its tensors.
+        spec: of the model's family.
         args: its sizes.
         tokenizer: what identifies that of the run; None: an old checkpoint.
-        configuration: of the run.
         seq_len: of the run.
-        weight: reads one by its name.
     """
 
     checkpoint: Path
+    manifest: Manifest
+    tensors: Metadata
     spec: ModelSpec
     args: ModelArgs
     tokenizer: Identity | None
-    configuration: Mapping[str, Any]
     seq_len: int
-    weight: Callable[[str], torch.Tensor]
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        """Of the run."""
+        configuration: Mapping[str, Any] = self.manifest.configuration
+        return configuration
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A tensor, read.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        saved: TensorStorageMetadata = self.tensors.state_dict_metadata[name]  # type: ignore[assignment]  # a tensor
+        read = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
+        reader = Reader(self.checkpoint, self.tensors)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it need not be initialized
+                dcp.load(read, storage_reader=reader, planner=TensorsOnlyPlanner())
+        except (CheckpointException, OSError, RuntimeError, ValueError, LookupError) as error:
+            raise CheckpointError(
+                f"{self.checkpoint}: {name} cannot be read ({first_line(error)}). If a run has removed this checkpoint "
+                "in the meantime (checkpoint.keep_latest_k), choose a newer one."
+            ) from None
+        return read[name]
 
     @property
     def boundaries(self) -> dict[str, Any]:
@@ -123,44 +147,99 @@ class SavedModel:
         return model
 
 
-def saved_model(checkpoint: Path) -> SavedModel:
+class _Model(pydantic.BaseModel):
+    name: str
+    tokenizer_path: str | None
+
+
+class _Training(pydantic.BaseModel):
+    seq_len: NonNegativeInt
+    add_bos: bool | None = None
+    add_eos: bool = True
+
+
+class _Configuration(pydantic.BaseModel):
+    """What is read of the configuration in a manifest."""
+
+    model: _Model
+    training: _Training
+
+
+def saved_model(path: Path) -> SavedModel:
     """Opens the model in a checkpoint.
 
     Args:
-        checkpoint: a step-N folder; or a run's dump folder, or its folder of checkpoints, of which the newest is used.
+        path: as for `find_checkpoint`.
 
     Raises:
-        CheckpointError: it is not a checkpoint, or is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged, or its model is not known here.
     """
-    if saved_steps(checkpoint / "checkpoint"):
-        checkpoint = checkpoint / "checkpoint"
-    if steps := saved_steps(checkpoint):
-        checkpoint = step_folder(checkpoint, steps[-1])
-    if found := damage(checkpoint):
-        raise CheckpointError(
-            f"{checkpoint} is not a checkpoint of this program, or is damaged: {'; '.join(found[:3])}."
-        )
-    manifest = read_manifest(checkpoint)
-    metadata = read_metadata(checkpoint, manifest.files)
-    state = read_train_state(checkpoint, manifest.step)
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None:
+        raise CheckpointError(f"{path} holds no checkpoint: give a step-N folder, or the dump folder of a run.")
+    return open_checkpoint(checkpoint)
+
+
+def open_checkpoint(checkpoint: Path) -> SavedModel:
+    """As `saved_model`, for a checkpoint that `find_checkpoint` has verified."""
     try:
-        section, seq_len = manifest.configuration["model"], int(manifest.configuration["training"]["seq_len"])
-        spec = MODELS.get(section["name"])
-        args = TypeAdapter(type(next(iter(spec.flavors.values())))).validate_python(state["identity"])
-        if not isinstance(section["tokenizer_path"], str | None):
-            raise TypeError("tokenizer_path")
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint} does not record the model that it belongs to ({error!r}).") from None
+        manifest = read_manifest(checkpoint)
+        tensors = read_metadata(checkpoint, manifest.files)
+        saved = read_train_state(checkpoint, manifest.step)
+        run = _Configuration.model_validate(manifest.configuration)
+        if run.model.name not in MODELS.names():
+            raise CheckpointError(
+                f"its model family, {run.model.name!r}, is not known here; name the module that registers it with "
+                "--custom-import"
+            )
+        spec = MODELS.get(run.model.name)
+        args = recorded_args(saved["identity"], spec)
+    except pydantic.ValidationError as error:
+        raise CheckpointError(f"{checkpoint} does not record its model: {first_fault(error)}.") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint} cannot be read: {error}.") from None
+    names = [name for name in tensors.state_dict_metadata if not name.startswith(OPTIMIZER)]
+    require_layers(args, names, checkpoint)
+    state = meta_model(spec.build, args).state_dict()
+    unknown = [f"{name} is not in the model" for name in names if name not in state]
+    if faults := differences(tensors, state) + unknown:
+        raise CheckpointError(f"{checkpoint} does not hold the model that it records: {abbreviated(faults)}.")
+    return SavedModel(checkpoint, manifest, tensors, spec, args, saved.get("tokenizer"), run.training.seq_len)
 
-    def weight(name: str) -> torch.Tensor:
-        saved: TensorStorageMetadata = metadata.state_dict_metadata[name]  # type: ignore[assignment]  # a tensor
-        tensors = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` says so
-            dcp.load(tensors, storage_reader=Reader(checkpoint, metadata), planner=TensorsOnlyPlanner(), no_dist=True)
-        return tensors[name]
 
-    return SavedModel(checkpoint, spec, args, state.get("tokenizer"), manifest.configuration, seq_len, weight)
+def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
+    """The sizes of the model in a published folder or a checkpoint. Its weights need not be there.
+
+    Raises:
+        CheckpointError: the folder does not exist or says no sizes, or they are of another family.
+    """
+    if not folder.exists():
+        raise CheckpointError(f"{folder} does not exist.")
+    if (folder / MANIFEST).exists():
+        try:
+            identity = read_train_state(folder, read_manifest(folder).step)["identity"]
+            return recorded_args(identity, spec)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder} cannot be read: {error}.") from None
+    if spec.hf is not None and (folder / CONFIG).exists():
+        return config_args(folder, spec.hf)
+    source = find_source(folder, spec.hf)
+    if source is None:
+        raise CheckpointError(f"{folder} holds neither a checkpoint nor config.json nor params.json.")
+    return source.args
+
+
+def recorded_args(identity: dict[str, Any], spec: ModelSpec) -> ModelArgs:
+    """The sizes that a checkpoint records.
+
+    Raises:
+        CheckpointError: they are not of this family; the message is only the reason.
+    """
+    kind = type(next(iter(spec.flavors.values())))
+    try:
+        return pydantic.TypeAdapter(kind).validate_python(identity)
+    except pydantic.ValidationError as error:
+        raise CheckpointError(f"it does not record the sizes of a model of its family ({first_fault(error)})") from None
 
 
 class ReadWhenWritten(dcp.DefaultSavePlanner):
@@ -190,10 +269,8 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         tokenizer_path: of the model; None: the one in the folder.
 
     Raises:
-        CheckpointError: the folder is damaged, or its model is unknown here, or `out` contains checkpoints.
+        CheckpointError: the folder is damaged, or its model is of no family here, or `out` contains checkpoints.
     """
-    if found := wrong_sums(folder):
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(found[:3])}.")
     if saved_steps(out):
         raise CheckpointError(f"{out} already holds checkpoints; choose another folder.")
     name, source = find_model(folder, family)
@@ -202,12 +279,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     fitting = (
         flavor for flavor in spec.flavors if spec.flavor(flavor).with_vocab_size(source.args.vocab_size) == source.args
     )
-    flavor = next(fitting, None)
-    if flavor is None:
-        raise CheckpointError(
-            f"{folder} matches no flavor of {name}: it has {source.args}. Register one (docs/extension.md), and "
-            "pass its module with --custom-import and its family with --family."
-        )
+    flavor = next(fitting, AUTO)
     path = str(tokenizer_path or folder)
     model = published(spec, source.args, path, 0)
     assert model is not None  # checked by find_model
@@ -233,6 +305,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         },
     }
     out.mkdir(parents=True, exist_ok=True)
+    remove_left_overs(out)
     if tokenizer is not None:
         copy_tokenizer(path, out / COPY)
     writer = Writer(temporary_folder(out, 0), lambda files: publish(out, 0, state, about, files))
@@ -250,8 +323,12 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
     first that supports such sizes.
 
     Raises:
-        CheckpointError: there is none, or the folder is damaged.
+        CheckpointError: there is none, or the folder does not exist or is damaged.
     """
+    if not folder.exists():
+        raise CheckpointError(f"{folder} does not exist.")
+    if found := wrong_sums(folder):
+        raise CheckpointError(f"{folder} is damaged: {abbreviated(found)}.")
     possible: list[tuple[str, Source]] = []
     refusals = []
     for name in [family] if family else MODELS.names():

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.folder import sync
 from torchtitan.checkpoint.manifest import sha256_of
-from torchtitan.errors import CheckpointError
+from torchtitan.checkpoint.state_dict import not_finite
+from torchtitan.errors import CheckpointError, UserError
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import INDEX, SUMS
 from torchtitan.logging import Waiting, logger
@@ -91,6 +92,8 @@ def export(
                     continue  # belongs to another pipeline stage
                 full = weight(name).detach().to(dtype)
                 full = full.full_tensor() if isinstance(full, DTensor) else full  # a collective of the stage
+                if not failures and not full.isfinite().all():
+                    failures.append(CheckpointError(f"{folder} is not written: {not_finite(name, dtype)}."))
                 if dist.get_rank() == file.writer:
                     mine = file_name
                     parts = full.unbind() if model.naming.stacks_experts(name) else [full]
@@ -99,11 +102,18 @@ def export(
                         content[theirs] = there.cpu().contiguous()
         if content:
             try:
+                (temporary / mine).touch()
+                mode = (temporary / mine).stat().st_mode  # by the umask; safetensors' file is its owner's alone
                 save_file(content, temporary / mine, metadata={"format": "pt"})
+                (temporary / mine).chmod(mode)
                 sums[mine] = sha256_of(temporary / mine)
             except (OSError, SafetensorError) as error:
                 failures.append(error)
-        attempt(lambda: _raise_first(failures))
+        try:
+            attempt(lambda: _raise_first(failures))
+        except UserError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     sums = {name: digest for part in all_gather_object(sums, group) for name, digest in part.items()}
 
     def finish() -> None:

@@ -5,12 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan.errors import CheckpointError
-from torchtitan.interchange.sources import Source
+from torchtitan.interchange.sources import Source, read_part
 from torchtitan.logging import Waiting
 from torchtitan.models.init import local_box
-
-FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 @torch.no_grad()
@@ -18,16 +15,8 @@ def load_weights(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
     """Fills the tensors, or this rank's shards of DTensors, by name.
 
     Raises:
-        CheckpointError: a weight is not a floating-point tensor, or cannot be read.
+        CheckpointError: a weight cannot be read.
     """
     for name, tensor in Waiting.over(list(tensors.items()), f"loading {source.folder}", "weights"):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        try:
-            part = source.read(name, local_box(tensor))
-        except (OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{source.folder}: {name} cannot be read ({error}).") from None
-        if part.dtype not in FLOATS:
-            raise CheckpointError(
-                f"{source.folder}: {name} is {part.dtype}; only float32, bfloat16 and float16 can be loaded."
-            )
-        local.copy_(part)
+        local.copy_(read_part(source, name, local_box(tensor)))

@@ -2,20 +2,54 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchtitan.checkpoint.files import first_line
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError
-from torchtitan.interchange.sources import CONFIG, Source
+from torchtitan.interchange.sources import CONFIG, Source, read_part
 from torchtitan.interchange.tokenizer_files import tokenizer_files
-from torchtitan.models.naming import HuggingFaceNaming
-from torchtitan.models.registry import ModelSpec
+from torchtitan.models.naming import LAYER_NUMBER, HuggingFaceNaming
+from torchtitan.models.registry import AUTO, ModelSpec
 from torchtitan.protocols import Decoder, ModelArgs
+
+FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def require_layers(args: ModelArgs, names: Iterable[str], where: Path) -> None:
+    """Before a model is built of sizes that come from a file.
+
+    Args:
+        names: of the weights beside that file.
+        where: the folder, for messages.
+
+    Raises:
+        CheckpointError: the weights are of fewer layers.
+    """
+    depth = len({found[0] for name in names if (found := LAYER_NUMBER.search(name))})
+    if args.n_layers > depth:
+        raise CheckpointError(
+            f"{where} is said to have {args.n_layers:,} layers, but its files hold the weights of {depth:,}."
+        )
+
+
+def meta_model(build: Callable[[Any], Decoder], args: ModelArgs) -> Decoder:
+    """The model, without memory for its weights.
+
+    Raises:
+        CheckpointError: there is no model of these sizes.
+    """
+    try:
+        with torch.device("meta"):
+            return build(args)
+    except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"there is no model of the sizes {args} ({first_line(error)}).") from None
 
 
 @dataclass(frozen=True)
@@ -42,35 +76,39 @@ class PublishedModel:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights by name, regardless of their rank."""
-        with torch.device("meta"):
-            return {name: tuple(parameter.shape) for name, parameter in self.build(self.args).named_parameters()}
+        return {n: tuple(weight.shape) for n, weight in meta_model(self.build, self.args).named_parameters()}
 
     @cached_property
     def unpublished(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what a checkpoint has and a published folder has not: biases that balance experts."""
-        with torch.device("meta"):
-            state = self.build(self.args).state_dict()
+        state = meta_model(self.build, self.args).state_dict()
         return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in self.shapes}
 
     def check(self, source: Source) -> None:
         """Checks that the model in a folder is this one.
 
         Raises:
-            CheckpointError: a size, name or shape differs.
+            CheckpointError: a size, name or shape differs, or a weight is not a floating-point tensor.
         """
         for field in dataclasses.fields(self.args):
             theirs, ours = getattr(source.args, field.name), getattr(self.args, field.name)
             if theirs != ours:
                 raise CheckpointError(
                     f"{source.folder} holds another model: its {field.name} is {theirs}, this run's is {ours}. "
-                    "Set the model.flavor (and model.tokenizer_path) that match it."
+                    f"Set the model.flavor (and model.tokenizer_path) that match it, or model.flavor = {AUTO}."
                 )
+        require_layers(source.args, source.names, source.folder)
         for name, shape in self.shapes.items():
             found = source.shape(name)
             if found is None:
                 raise CheckpointError(f"{source.folder} lacks the weight {name} (its name in this program).")
             if found != shape:
                 raise CheckpointError(f"{source.folder}: {name} has shape {found}, but {shape} in this run.")
+            dtype = read_part(source, name, tuple(slice(0, 0) for _ in shape)).dtype
+            if dtype not in FLOATS:
+                raise CheckpointError(
+                    f"{source.folder}: {name} is {dtype}; only float32, bfloat16 and float16 can be loaded."
+                )
         if unknown := source.unknown(self.shapes):
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             raise CheckpointError(

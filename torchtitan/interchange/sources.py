@@ -1,27 +1,56 @@
 """Folders of published weights, read one slice at a time."""
 
+import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import pydantic
 import torch
 from safetensors import SafetensorError, safe_open
 
-from torchtitan.checkpoint.manifest import sha256_of
+from torchtitan.checkpoint.files import first_line
+from torchtitan.checkpoint.manifest import inside, read_file, require_file, sha256_of
 from torchtitan.errors import CheckpointError
 from torchtitan.models.naming import HuggingFaceNaming
+from torchtitan.models.rope import Size
 from torchtitan.protocols import ModelArgs
+from torchtitan.strict_json import first_fault
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 PARAMS = "params.json"
 SUMS = "SHA256SUMS"
+SUM = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")  # as `sha256sum` writes it, "*" with --binary
 Box = tuple[slice, ...]
 """A part of a tensor: a slice with start and stop for each dimension."""
+
+
+def _is_file_name(name: str) -> str:
+    if not inside(name):
+        raise ValueError("not the name of a file in the folder")
+    return name
+
+
+def _is_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What a file claims must be in it: a tensor of stride 0 has any size."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("its numbers are not stored one after the other")
+    return tensor
+
+
+SIZE: pydantic.TypeAdapter[int] = pydantic.TypeAdapter(Size)
+WEIGHT_MAP = pydantic.TypeAdapter(dict[str, Annotated[str, pydantic.AfterValidator(_is_file_name)]])
+"""Of the index of a model in several files."""
+STORED = pydantic.TypeAdapter(
+    dict[str, Annotated[torch.Tensor, pydantic.AfterValidator(_is_plain)]],
+    config=pydantic.ConfigDict(arbitrary_types_allowed=True),
+)
+"""The content of a .pth file."""
 
 
 class StoredTensor(Protocol):
@@ -41,6 +70,10 @@ class Source(Protocol):
     def args(self) -> ModelArgs:
         """The model's sizes."""
 
+    @property
+    def names(self) -> Iterable[str]:
+        """The folder's own names of its weights."""
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of the weight with this name in this project; None if the folder lacks it."""
 
@@ -51,6 +84,18 @@ class Source(Protocol):
         """This part of a weight, in its stored dtype."""
 
 
+def read_part(source: Source, name: str, box: Box) -> torch.Tensor:
+    """This part of a weight, in its stored dtype.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return source.read(name, box)
+    except (OSError, RuntimeError, ValueError, LookupError, SafetensorError) as error:
+        raise CheckpointError(f"{source.folder}: {name} cannot be read ({first_line(error)}).") from None
+
+
 def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None:
     """The folder as a source of weights; None if it has neither Hugging Face's nor Meta's format.
 
@@ -58,12 +103,15 @@ def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None
         CheckpointError: it has, but cannot be read, or the family has no published format.
     """
     kind: type[HuggingFaceFolder] | type[MetaFolder]
-    if (folder / CONFIG).is_file() or (folder / INDEX).is_file() or (folder / "model.safetensors").is_file():
-        kind = HuggingFaceFolder
-    elif (folder / PARAMS).is_file() or any(folder.glob("consolidated.*.pth")):
-        kind = MetaFolder
-    else:
-        return None
+    try:
+        if any((folder / name).exists() for name in (CONFIG, INDEX, "model.safetensors")):
+            kind = HuggingFaceFolder
+        elif (folder / PARAMS).exists() or any(folder.glob("consolidated.*.pth")):
+            kind = MetaFolder
+        else:
+            return None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror}).") from None
     if naming is None:
         raise CheckpointError(f"{folder}: this model family has no published weight names (ModelSpec.hf).")
     return kind(folder, naming)
@@ -76,7 +124,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or not a JSON object.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_file(path, follow_links=True))
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
         return content
@@ -91,8 +139,38 @@ def read_json(path: Path) -> dict[str, Any]:
 def longest_sequence(folder: Path) -> int | None:
     """The tokens that the model sees at once, by its config.json; None if that does not say."""
     config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
-    seq_len = config.get("max_position_embeddings")
-    return seq_len if isinstance(seq_len, int) and seq_len > 0 else None
+    try:
+        return SIZE.validate_python(config.get("max_position_embeddings"))
+    except pydantic.ValidationError:
+        return None
+
+
+@contextlib.contextmanager
+def refuse_wrong_entries(path: Path) -> Iterator[None]:
+    """Wraps reading sizes from a file.
+
+    Raises:
+        CheckpointError: in place of the error, with the file's path.
+    """
+    try:
+        yield
+    except pydantic.ValidationError as error:
+        raise CheckpointError(f"{path}: {first_fault(error)}.") from error
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks the entry {error.args[0]}.") from None
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"{path}: {error}.") from error
+
+
+def config_args(folder: Path, naming: HuggingFaceNaming) -> ModelArgs:
+    """The sizes in a folder's config.json.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or the model is not of this family.
+    """
+    config = read_json(folder / CONFIG)
+    with refuse_wrong_entries(folder / CONFIG):
+        return naming.from_config(config)
 
 
 class HuggingFaceFolder:
@@ -109,10 +187,13 @@ class HuggingFaceFolder:
         self._file_of = self._find()
 
     def _find(self) -> dict[str, str]:
-        if (self.folder / INDEX).is_file():
-            listed = read_json(self.folder / INDEX).get("weight_map")
-            if not isinstance(listed, dict) or any(Path(str(file)).name != file for file in listed.values()):
-                raise CheckpointError(f"{self.folder / INDEX} is damaged: its weight_map does not name files.")
+        if (self.folder / INDEX).exists():
+            try:
+                listed = WEIGHT_MAP.validate_python(read_json(self.folder / INDEX).get("weight_map"))
+            except pydantic.ValidationError:
+                raise CheckpointError(
+                    f"{self.folder / INDEX} is damaged: its weight_map does not name files."
+                ) from None
         else:
             listed = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         there = {file: set(self._open(file).keys()) for file in sorted(set(listed.values()))}
@@ -125,6 +206,7 @@ class HuggingFaceFolder:
         if file not in self._files:
             path = self.folder / file
             try:
+                require_file(path, follow_links=True)
                 self._files[file] = safe_open(path, framework="pt")
             except FileNotFoundError:
                 raise CheckpointError(f"{path} is missing; download all files of this model.") from None
@@ -134,14 +216,11 @@ class HuggingFaceFolder:
 
     @cached_property
     def args(self) -> ModelArgs:
-        path = self.folder / CONFIG
-        config = read_json(path)
-        try:
-            return self.naming.from_config(config)
-        except KeyError as error:
-            raise CheckpointError(f"{path} lacks the entry {error.args[0]}.") from None
-        except (ValueError, TypeError, ArithmeticError) as error:
-            raise CheckpointError(f"{path}: {error}.") from error
+        return config_args(self.folder, self.naming)
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._file_of
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         theirs = self.naming.name(name)
@@ -214,9 +293,10 @@ class MetaFolder:
         self._parts: list[Mapping[str, torch.Tensor]] = []
         for path in paths:
             try:
-                part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                if not isinstance(part, dict) or not all(isinstance(value, torch.Tensor) for value in part.values()):
-                    raise ValueError("it holds objects that are not tensors")
+                require_file(path, follow_links=True)
+                part = STORED.validate_python(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+            except pydantic.ValidationError as error:
+                raise CheckpointError(f"{path}: {first_fault(error)}.") from None
             except Exception as error:  # any failure of a damaged or malicious pickle
                 raise CheckpointError(f"{path} is damaged ({str(error).splitlines()[0]}); download it again.") from None
             self._parts.append(part)
@@ -225,6 +305,9 @@ class MetaFolder:
                 raise CheckpointError(
                     f"{path} and {paths[0].name} hold different weights: {name} is in only one of them."
                 )
+            for name, weight in part.items():
+                if weight.shape != self._parts[0][name].shape:
+                    raise CheckpointError(f"{path} and {paths[0].name} hold {name} in different shapes.")
 
     @cached_property
     def args(self) -> ModelArgs:
@@ -232,21 +315,23 @@ class MetaFolder:
         params = read_json(path)
         if self.naming.from_params is None:
             raise CheckpointError(f"{path}: Meta has not released models of this family.")
-        try:
-            embedding = self._parts[0]["tok_embeddings.weight"].shape
+        embedding = self._parts[0].get("tok_embeddings.weight")
+        if embedding is None or embedding.ndim != 2:
+            raise CheckpointError(f"{path.parent}: its files hold no matrix tok_embeddings.weight.")
+        rows, columns = embedding.shape
+        with refuse_wrong_entries(path):
             # Llama 2 shards the embedding by columns, Llama 3 by rows.
-            rows = embedding[0] * (len(self._parts) if embedding[1] == params["dim"] else 1)
-            args = self.naming.from_params(params, rows)
+            args = self.naming.from_params(params, rows * (len(self._parts) if columns == params.get("dim") else 1))
             return replace(args, tied_embeddings=self._is_tied())
-        except KeyError as error:
-            raise CheckpointError(f"{path} or the weights beside it lack {error.args[0]}.") from None
-        except (ValueError, TypeError, ArithmeticError) as error:
-            raise CheckpointError(f"{path}: {error}.") from None
 
     def _is_tied(self) -> bool:
         """Llama 3.2's small models tie the embedding to the output layer, but params.json does not say so."""
         output = self._parts[0].get("output.weight")
         return output is None or torch.equal(output, self._parts[0]["tok_embeddings.weight"])
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._parts[0]
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         if name not in self._parts[0]:
@@ -258,7 +343,7 @@ class MetaFolder:
 
     def _divided(self, name: str) -> int | None:
         """The dimension along which the files shard a weight (Megatron's scheme)."""
-        if len(self._parts) == 1 or self._parts[0][name].ndim == 1:
+        if len(self._parts) == 1 or self._parts[0][name].ndim < 2:
             return None
         if name == "tok_embeddings.weight":
             return 1 if self._parts[0][name].shape[1] != self.args.dim else 0
@@ -289,16 +374,20 @@ def wrong_sums(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         part, parts: check only this part of the files, so that ranks can divide the work.
     """
     try:
-        lines = (folder / SUMS).read_text().splitlines()
+        lines = read_file(folder / SUMS, follow_links=True).decode().splitlines()
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
         return [f"{SUMS} cannot be read ({error})"]
     found = []
-    for line in lines[part::parts]:
-        digest, _, name = line.partition("  ")
+    for line in filter(str.strip, lines[part::parts]):
+        sum = SUM.fullmatch(line)
+        if sum is None or ".." in (name := Path(sum["name"])).parts or name.is_absolute():
+            found.append(f"{SUMS} has the line {line!r:.60}, which is no SHA-256 of a file in the folder")
+            continue
         try:
-            if sha256_of(folder / Path(name).name) != digest:
+            require_file(folder / name, follow_links=True)
+            if sha256_of(folder / name) != sum["digest"].lower():
                 found.append(f"{name} has changed since it was written (its SHA-256 differs)")
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")

@@ -12,7 +12,7 @@ Shapes: E experts, M rows of all experts together, K inputs and N outputs of eac
 import torch
 
 from torchtitan.device import HAS_TRITON
-from torchtitan.kernels import rounding
+from torchtitan.kernels import quantize, rounding
 from torchtitan.kernels.grouped_gemm import ALIGNMENT, rows_of
 from torchtitan.kernels.matmul_8bit import float8_matmul, int8_matmul
 from torchtitan.kernels.quantize import scale_inverse_of
@@ -27,11 +27,21 @@ def round_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
     return Quantized(data.view(x.shape), scale_inverse.view(*x.shape[:-1], 1))
 
 
-def round_columns(weight: torch.Tensor, dtype: torch.dtype) -> Quantized:
-    """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K)."""
+def round_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor | None]:
+    """`round_rows` of (E, N, K); and on a GPU the scale inverses of `round_columns`, which do not take another pass."""
+    return (round_rows(weight, dtype), None) if rounding.has_own_kernel(weight) else quantize.round_rows(weight, dtype)
+
+
+def round_columns(weight: torch.Tensor, dtype: torch.dtype, scale_inverse: torch.Tensor | None = None) -> Quantized:
+    """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K).
+
+    Args:
+        scale_inverse: if it is known.
+    """
     experts, rows, _ = weight.shape
-    if not rounding.has_own_kernel(weight):
+    if scale_inverse is None and not rounding.has_own_kernel(weight):
         scale_inverse = scale_inverse_of(weight.abs().amax(1, keepdim=True).float(), dtype)
+    if scale_inverse is not None:
         return Quantized(rounding.round_to(weight, scale_inverse.reciprocal(), dtype), scale_inverse)
     ends = torch.arange(rows, experts * rows + 1, rows, dtype=torch.int32)
     data, scale_inverse = round_columns_of_rows(weight.flatten(0, 1), ends, dtype)
@@ -69,6 +79,27 @@ def round_rows_and_columns(
     return round_rows(x, dtype), round_columns_of_rows(padded, padded_ends, dtype), padded_ends
 
 
+WIDENS = 2  # a layer with more outputs than so many times its inputs takes part in SwiGLU
+
+
+def round_gradient(x: torch.Tensor, inputs: int, dtype: torch.dtype) -> tuple[Quantized, Quantized]:
+    """Rounds the gradient of a linear layer's output, (M, C), with one scale per row, and with one per column.
+
+    On a GPU by the kernels for experts, of which there is one: the compiler computes a gradient again for each of the
+    scales, or keeps it in float32. Not so the two gradients of SwiGLU, which it computes in one pass.
+
+    Args:
+        inputs: of the layer.
+    """
+    if quantize.has_triton_kernels(x, dtype) and x.shape[1] <= WIDENS * inputs:
+        ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+        by_row, by_column, _ = round_rows_and_columns(x, ends, dtype)
+        return by_row, Quantized(by_column.data[: x.shape[0]], by_column.scale_inverse)
+    rows, columns = (scale_inverse_of(amax, dtype) for amax in rounding.amax_both(x))
+    data = rounding.round_to_both(x, rows.reciprocal(), columns.reciprocal(), dtype)
+    return Quantized(data[0], rows), Quantized(data[1], columns)
+
+
 def expert_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
     """(rows,) int64: the expert of each row; E after the last end."""
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
@@ -96,8 +127,8 @@ def _padded_ends(ends: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _padded_rows(rows: int, experts: int, multiple: int) -> int:
-    """The most rows that padding may lead to."""
-    return (rows + experts * (multiple - 1) + multiple - 1) // multiple * multiple
+    """The most rows that padding may lead to; of one expert, the only number."""
+    return (rows + experts * (multiple - 1)) // multiple * multiple
 
 
 def grouped_matmul(
@@ -206,29 +237,30 @@ def _(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Te
 
 @torch.library.custom_op("torchtitan::round_rows_and_columns", mutates_args=())
 def _round_both_triton(
-    x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    source: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    from torchtitan.kernels.grouped_rounding_triton import amax_both, round_both
+    """Of x; of x[source], and of that times factor.unsqueeze(1) (`gather_pass.py`)."""
+    from torchtitan.kernels.grouped_rounding_triton import round_both
 
-    x, padded_ends = x.contiguous(), _padded_ends(ends, ALIGNMENT)
-    row_scale_inverse, column_scale_inverse = (scale_inverse_of(amax, dtype) for amax in amax_both(x, ends))
-    rows, columns = round_both(
-        x,
-        row_scale_inverse.reciprocal(),
-        column_scale_inverse.reciprocal(),
-        ends,
-        padded_ends,
-        _padded_rows(x.shape[0], ends.shape[0], ALIGNMENT),
-        dtype,
-    )
-    return rows, row_scale_inverse, columns, column_scale_inverse, padded_ends
+    padded_ends = _padded_ends(ends, ALIGNMENT)
+    rows = _padded_rows((x if source is None else source).shape[0], ends.shape[0], ALIGNMENT)
+    return (*round_both(x.contiguous(), ends, padded_ends, rows, dtype, source, factor), padded_ends)
 
 
 @_round_both_triton.register_fake
 def _(
-    x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    source: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     (rows, columns), experts = x.shape, ends.shape[0]
+    rows = rows if source is None else source.shape[0]
     padded = x.new_empty(columns, _padded_rows(rows, experts, ALIGNMENT), dtype=dtype).t()
     scales = (x.new_empty(rows, 1, dtype=torch.float32), x.new_empty(experts, columns, dtype=torch.float32))
     return x.new_empty(rows, columns, dtype=dtype), scales[0], padded, scales[1], torch.empty_like(ends)

@@ -6,13 +6,14 @@ read the rows twice and write each 8-bit copy once, the second one transposed an
 Shapes: E experts, M rows of all experts together, sorted by expert, C channels.
 """
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from torchtitan.kernels.rounding import INT8_LARGEST
+from torchtitan.kernels.quantize_triton import constants_of, scale_of, to_8_bits
 
 TILE = {"ROWS": 64, "COLUMNS": 64}
 
@@ -33,136 +34,103 @@ def rows_of_tile(ends, E, tile, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def amax_kernel(  # type: ignore[no-untyped-def]
-    x,
-    row_amax,
-    column_amax,
-    ends,
-    E,
-    C,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+def load_tile(  # type: ignore[no-untyped-def]
+    x, source, factor, rows, columns, end, C, GATHER: tl.constexpr, FACTOR: tl.constexpr
 ):
+    """The operand's numbers at these places as float32, 0 outside: rows `source` of x if GATHER, times `factor`,
+    rounded to the dtype of x, if FACTOR."""
+    inside = (rows[:, None] < end) & (columns[None, :] < C)
+    from_rows = tl.load(source + rows, mask=rows < end, other=0) if GATHER else rows
+    numbers = tl.load(x + from_rows.to(tl.int64)[:, None] * C + columns[None, :], mask=inside, other=0).to(tl.float32)
+    if FACTOR:
+        times = tl.load(factor + rows, mask=rows < end, other=0).to(tl.float32)
+        numbers = (numbers * times[:, None]).to(x.dtype.element_ty).to(tl.float32)
+    return numbers
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def amax_kernel(  # type: ignore[no-untyped-def]
+    x, source, factor, row_amax, column_amax, ends, E, C,
+    GATHER: tl.constexpr, FACTOR: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Largest magnitudes of a tile's rows and columns. They are compared as integers: float32 numbers that are not
     negative have the same order as their bits, and NaN is larger than all."""
     expert, first, end = rows_of_tile(ends, E, tl.program_id(1), EXPERTS, ROWS)
     if expert < E:
         rows = first + tl.arange(0, ROWS)
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (rows[:, None] < end) & (columns[None, :] < C)
-        numbers = tl.load(x + rows.to(tl.int64)[:, None] * C + columns[None, :], mask=inside, other=0).to(tl.float32)
+        numbers = load_tile(x, source, factor, rows, columns, end, C, GATHER, FACTOR)
         magnitudes = tl.abs(numbers).to(tl.int32, bitcast=True)
         tl.atomic_max(row_amax + rows, tl.max(magnitudes, 1), mask=rows < end, sem="relaxed")
         tl.atomic_max(column_amax + expert * C + columns, tl.max(magnitudes, 0), mask=columns < C, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def to_8_bits(exact, LARGEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """To nearest, ties to even; values beyond the range saturate. NaN becomes NaN, in int8 some number."""
-    if FLOAT8:  # Triton compiles one branch
-        # NaN stays; see `avoid_nan_instructions`.
-        rounded = tl.where(exact > LARGEST, LARGEST, tl.where(exact < -LARGEST, -LARGEST, exact)).to(tl.float8e4nv)
-    else:
-        exact = tl.clamp(exact, -LARGEST, LARGEST)
-        rounded = ((exact + 12582912.0) - 12582912.0).to(tl.int8)  # sums of this size have no fraction
-    return rounded
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def round_kernel(  # type: ignore[no-untyped-def]
-    x,
-    by_row,
-    by_column,
-    row_scale,
-    column_scale,
-    ends,
-    padded_ends,
-    E,
-    C,
-    padded_rows,
-    LARGEST: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A tile of x times the scales of its rows, to `by_row` (M, C), and times those of its columns, to `by_column`
-    (C, padded_rows), where each expert's rows are followed by zeros up to its padded end."""
+    x, source, factor, by_row, by_column, row_amax, column_amax, row_inverse, column_inverse, ends, padded_ends, E, C,
+    padded_rows, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr, GATHER: tl.constexpr,
+    FACTOR: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the operand with scales of its rows, to `by_row` (M, C), and with those of its columns, to `by_column`
+    (C, padded_rows), where each expert's rows are followed by zeros up to its padded end; and inverses of scales."""
     expert, first, end = rows_of_tile(ends, E, tl.program_id(1), EXPERTS, ROWS)
     if expert < E:
         rows = first + tl.arange(0, ROWS)
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (rows[:, None] < end) & (columns[None, :] < C)
-        place = rows.to(tl.int64)[:, None] * C + columns[None, :]
-        numbers = tl.load(x + place, mask=inside, other=0).to(tl.float32)
-        scale = tl.load(row_scale + rows, mask=rows < end, other=0)
-        tl.store(by_row + place, to_8_bits(numbers * scale[:, None], LARGEST, FLOAT8), mask=inside)
-        scale = tl.load(column_scale + expert * C + columns, mask=columns < C, other=0)
-        rounded = tl.trans(to_8_bits(numbers * scale[None, :], LARGEST, FLOAT8))
+        numbers = load_tile(x, source, factor, rows, columns, end, C, GATHER, FACTOR)
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+
+        amax = tl.load(row_amax + rows, mask=rows < end, other=0)
+        scale, inverse = scale_of(amax, LARGEST, SMALLEST, FLOAT8)
+        tl.store(row_inverse + rows, inverse, mask=(rows < end) & (tl.program_id(0) == 0))
+        place = rows.to(tl.int64)[:, None] * C + columns[None, :]
+        tl.store(by_row + place, to_8_bits(numbers * scale[:, None], LARGEST, FLOAT8), mask=inside)
+
+        amax = tl.load(column_amax + expert * C + columns, mask=columns < C, other=0)
+        scale, inverse = scale_of(amax, LARGEST, SMALLEST, FLOAT8)
+        tl.store(column_inverse + expert * C + columns, inverse, mask=(columns < C) & (first == start))
+        rounded = tl.trans(to_8_bits(numbers * scale[None, :], LARGEST, FLOAT8))
         padded_start = tl.load(padded_ends + expert - 1, mask=expert > 0, other=0)
         padded = padded_start + rows - start
         written = (columns[:, None] < C) & (padded[None, :] < tl.load(padded_ends + expert))
         tl.store(by_column + columns.to(tl.int64)[:, None] * padded_rows + padded[None, :], rounded, mask=written)
 
 
-def _grid(x: torch.Tensor, experts: int) -> tuple[int, int]:
-    # Each expert's last tile may be partly filled. Most tiles are along the second dimension, whose size is limited.
-    return triton.cdiv(x.shape[1], TILE["COLUMNS"]), triton.cdiv(x.shape[0], TILE["ROWS"]) + experts
-
-
-def amax_both(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(M, 1) and (E, C) float32: the largest magnitudes of the rows, and of each expert's columns.
-
-    Args:
-        x: (M, C), row-major.
-        ends: (E,) int32, the end of each expert's rows; the last one is M.
-    """
-    experts = ends.shape[0]
-    row_amax = torch.zeros(x.shape[0], 1, dtype=torch.int32, device=x.device)
-    column_amax = torch.zeros(experts, x.shape[1], dtype=torch.int32, device=x.device)
-    constants: dict[str, Any] = {"EXPERTS": triton.next_power_of_2(experts), **TILE}
-    amax_kernel[_grid(x, experts)](x, row_amax, column_amax, ends, experts, x.shape[1], **constants)
-    return row_amax.view(torch.float32), column_amax.view(torch.float32)
-
-
 def round_both(
     x: torch.Tensor,
-    row_scale: torch.Tensor,
-    column_scale: torch.Tensor,
     ends: torch.Tensor,
     padded_ends: torch.Tensor,
     padded_rows: int,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(M, C), row-major, and (padded_rows, C), column-major, in int8 or float8_e4m3fn.
+    source: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In int8 or float8_e4m3fn, (M, C), row-major, and (M, 1) float32 inverses of its scales; (padded_rows, C),
+    column-major, and (E, C) inverses, 0 for experts without rows.
 
     Args:
         x: (M, C), row-major.
-        row_scale, column_scale: (M, 1) and (E, C) float32.
-        ends, padded_ends: (E,) int32, the ends of each expert's rows in x and in the second result. There, what is
-            after the last end is not written.
+        ends, padded_ends: (E,) int32, the ends of each expert's rows, the last one M, and in the second result. There,
+            what is after the last end is not written.
+        source: (M,) int64: the operand's rows are these of x, which may have any number of rows.
+        factor: (M,): and are multiplied by these first, in the dtype of x.
     """
-    experts, columns = column_scale.shape
-    by_row = torch.empty(x.shape, dtype=dtype, device=x.device)
-    by_column = torch.empty(columns, padded_rows, dtype=dtype, device=x.device)
-    is_float8 = dtype.is_floating_point
-    largest = torch.finfo(dtype).max if is_float8 else INT8_LARGEST
-    round_kernel[_grid(x, experts)](
-        x,
-        by_row,
-        by_column,
-        row_scale.contiguous(),
-        column_scale.contiguous(),
-        ends,
-        padded_ends,
-        experts,
-        columns,
-        padded_rows,
-        LARGEST=largest,
-        FLOAT8=is_float8,
-        EXPERTS=triton.next_power_of_2(experts),
-        **TILE,
-    )
-    return by_row, by_column.t()
+    (rows, columns), experts = x.shape, ends.shape[0]
+    rows = rows if source is None else source.shape[0]
+    empty: Any = functools.partial(torch.empty, device=x.device)
+    by_row, by_column = empty(rows, columns, dtype=dtype), empty(columns, padded_rows, dtype=dtype)
+    row_amax = torch.zeros(rows, dtype=torch.float32, device=x.device)
+    column_amax, column_inverse = torch.zeros(2, experts, columns, dtype=torch.float32, device=x.device).unbind()
+    row_inverse = empty(rows, 1, dtype=torch.float32)
+    operand = (x, x if source is None else source, x if factor is None else factor)
+    constants: dict[str, Any] = {"GATHER": source is not None, "FACTOR": factor is not None}
+    constants |= {"EXPERTS": triton.next_power_of_2(experts), **TILE}
+    # Each expert's last tile may be partly filled. Most tiles are along the second dimension, whose size is limited.
+    grid = triton.cdiv(columns, TILE["COLUMNS"]), triton.cdiv(rows, TILE["ROWS"]) + experts
+    bits = row_amax.view(torch.int32), column_amax.view(torch.int32)
+    amax_kernel[grid](*operand, *bits, ends, experts, columns, **constants)
+    outputs = (by_row, by_column, row_amax, column_amax, row_inverse, column_inverse)
+    sizes = (experts, columns, padded_rows)
+    round_kernel[grid](*operand, *outputs, ends, padded_ends, *sizes, **constants_of(dtype), **constants)
+    return by_row, row_inverse, by_column.t(), column_inverse

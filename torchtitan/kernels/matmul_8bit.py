@@ -7,6 +7,7 @@ Shapes of a GEMM: (M, K) x (K, N).
 """
 
 import torch
+from torch.torch_version import TorchVersion
 
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
@@ -38,13 +39,20 @@ def float8_matmul(
         scales = (a.scale_inverse.reshape(()), b.scale_inverse.reshape(()))
         return torch._scaled_mm(left, right, *scales, out_dtype=dtype, use_fast_accum=fast)
     rows, columns = a.scale_inverse.expand(a.data.shape[0], 1), b.scale_inverse.expand(1, b.data.shape[1])
-    if fast:  # the kernel with row scales has no float32 output
+    if fast or _scales_rows_fast(left.device):  # torch 2.11's kernel with row scales has no float32 output
         scales = (rows.contiguous(), columns.contiguous())
-        return torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, use_fast_accum=True).to(dtype)
-    # With full accumulation the row-scaled kernel is slow, so scale in a second pass over the result (as in torchao).
+        return torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
+    # Scales are powers of two, so scaling the result in a second pass (as in torchao) leads to the same numbers.
     one = torch.ones((), device=left.device)
     sums = torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
     return (sums * (rows * columns)).to(dtype)
+
+
+def _scales_rows_fast(device: torch.device) -> bool:
+    """Whether the GEMM with row scales is fast with full accumulation, too. torch uses cuBLASLt's on Hopper, from 12.9
+    on, and otherwise one of CUTLASS (ScaledBlas.cpp), which is slow before Blackwell."""
+    major, _ = torch.cuda.get_device_capability(device)
+    return major > 9 or (major == 9 and TorchVersion(torch.version.cuda or "0") >= "12.9")
 
 
 # An operator of its own, so that it can be counted.

@@ -1,13 +1,13 @@
-"""GEMMs of operands in block-scaled formats (`block_formats.py`), on the GPUs that multiply them: nvfp4 from compute
-capability 10.0 on, float8 with scales of 128 numbers on 9.0.
+"""GEMMs of operands in block-scaled formats (`block_formats.py`), on the GPUs that multiply them: nvfp4 and mxfp8 from
+compute capability 10.0 on, float8 with scales of 128 numbers on 9.0.
 
 - `pack`: an operand as `torch.nn.functional.scaled_mm` takes it.
 - `block_mm`: that product. A custom operator, because the compiler of torch 2.13 knows neither its second level of
   scales nor their layout, and passes scales of 128 x 128 in another shape than `scaled_mm` takes; that of 2.11 does not
   know it at all.
 
-Layouts of scales: NVIDIA's cuBLAS documentation, "1D block scaling factors layout" (nvfp4) and "128-element 1D and
-128x128 2D block scaling"; torch's checks are in aten/src/ATen/native/cuda/ScaledBlas.cpp.
+Layouts of scales: NVIDIA's cuBLAS documentation, "1D block scaling factors layout" (nvfp4, mxfp8) and "128-element 1D
+and 128x128 2D block scaling"; torch's checks are in aten/src/ATen/native/cuda/ScaledBlas.cpp.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
 from torchtitan.kernels.block_formats import (
+    FORMATS,
     NVFP4,
     BlockFormat,
     hadamard,
@@ -26,8 +27,9 @@ from torchtitan.kernels.block_formats import (
 )
 from torchtitan.kernels.quantize import fused
 
-NVFP4_BLOCK, FLOAT8_BLOCK = 16, 128
-MULTIPLE_OF = {"e2m1": 32, "e4m3": FLOAT8_BLOCK}  # sizes of operands that cuBLASLt takes; float8: whole blocks
+NVFP4_BLOCK, MX_BLOCK, FLOAT8_BLOCK = 16, 32, 128
+# By the type of scales: sizes of operands that cuBLASLt takes; of mxfp8 and float8, whole blocks.
+MULTIPLE_OF = {"e4m3": 32, "e8m0": MX_BLOCK, "float32": FLOAT8_BLOCK}
 
 
 class Packed(NamedTuple):
@@ -36,8 +38,9 @@ class Packed(NamedTuple):
     data: (rows, columns) float8_e4m3fn; or nvfp4, (rows, blocks) int64, whose 16 numbers of 4 bits are a block, the
         first one in the lowest bits.
     scale: float32 and column-major, for blocks of 1 x 128 (rows, blocks), for 128 x 128 (blocks of columns, filled up
-        to a multiple of 4, blocks of rows); or nvfp4, float8_e4m3fn of blocks of 1 x 16, in the order of `swizzle`.
-    tensor_scale: float32 scalar; None for float8.
+        to a multiple of 4, blocks of rows); or nvfp4, float8_e4m3fn of blocks of 1 x 16, and mxfp8, float8_e8m0fnu of
+        blocks of 1 x 32, in the order of `swizzle`.
+    tensor_scale: float32 scalar; None for float8 and mxfp8.
     """
 
     data: torch.Tensor
@@ -50,19 +53,25 @@ def pack(x: torch.Tensor, form: BlockFormat) -> Packed:
 
     Columns are filled up with zeros to a multiple of `MULTIPLE_OF`. Rows must be one, except those of a left operand.
     """
-    missing = -x.shape[1] % MULTIPLE_OF[form.element]
+    missing = -x.shape[1] % MULTIPLE_OF[form.scale]
     if missing:
         x = F.pad(x, (0, missing))
-    if form.element != "e2m1":
+    if form.scale == "float32":
         return _pack_float8(x, form)
+    if form.scale == "e8m0":
+        data, scale = _pack_mx(x, form.scale_mode, False)
+        return Packed(data, scale, None)
     how = form.stochastic, form.hadamard
     return Packed(*_pack_nvfp4(x, _survey(x, *how), form.rows > 1, *how))
 
 
 def pack_both(x: torch.Tensor, form: BlockFormat, transposed: BlockFormat) -> tuple[Packed, Packed]:
     """`pack` of x and of its transpose, which reads x once less; `form` has no transform."""
-    if form.element != "e2m1" or any(size % MULTIPLE_OF[form.element] for size in x.shape):
+    if form.scale == "float32" or any(size % MULTIPLE_OF[form.scale] for size in x.shape):
         return pack(x, form), pack(x.t(), transposed)
+    if form.scale == "e8m0":
+        data, scale, by_column, column_scale = _pack_mx(x, form.scale_mode, True)
+        return Packed(data, scale, None), Packed(by_column, column_scale, None)
     found = _survey(x, form.stochastic, transposed.hadamard, True)
     by_row = _pack_nvfp4(x, found[0], form.rows > 1, form.stochastic, False)
     by_column = _pack_nvfp4(x.t(), found[1], transposed.rows > 1, form.stochastic, transposed.hadamard)
@@ -80,6 +89,29 @@ def _pack_float8(x: torch.Tensor, form: BlockFormat) -> Packed:
     if form.rows > 1:
         return Packed(data, F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t(), None)
     return Packed(data, scale.t().contiguous().t(), None)
+
+
+@torch.library.custom_op("torchtitan::pack_mx", mutates_args=())
+def _pack_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
+    """Data and scale of mxfp8; if `both`, then those of the transpose."""
+    if x.device.type == "cuda":
+        from torchtitan.kernels.mx_triton import pack
+
+        return pack(x, mode, both)
+    packed = []
+    for operand in (x, x.t())[: 1 + both]:
+        blocks = quantize(operand, FORMATS["mxfp8"].format._replace(scale_mode=mode))  # type: ignore[arg-type]
+        packed += [blocks.data.to(torch.float8_e4m3fn).contiguous(), swizzle(blocks.scale, torch.float8_e8m0fnu)]
+    return packed
+
+
+@_pack_mx.register_fake
+def _(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
+    packed = []
+    for rows, columns in (x.shape, reversed(x.shape))[: 1 + both]:
+        packed.append(x.new_empty(rows, columns, dtype=torch.float8_e4m3fn))
+        packed.append(x.new_empty(-(-rows // 128) * -(-columns // 128) * 512, dtype=torch.float8_e8m0fnu))
+    return packed
 
 
 @torch.library.custom_op("torchtitan::survey_nvfp4", mutates_args=())
@@ -131,12 +163,12 @@ def _(x: torch.Tensor, *more: object) -> tuple[torch.Tensor, torch.Tensor, torch
     )
 
 
-def swizzle(scale: torch.Tensor) -> torch.Tensor:
-    """Scales of blocks, (rows, blocks of columns) float32, to float8_e4m3fn as cuBLASLt reads them: tiles of 128 rows
-    and 4 blocks, in which rows 32 apart are neighbors. Incomplete tiles are filled up with zeros."""
+def swizzle(scale: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    """Scales of blocks, (rows, blocks of columns) float32, to 8 bits as cuBLASLt reads them: tiles of 128 rows and 4
+    blocks, in which rows 32 apart are neighbors. Incomplete tiles are filled up with zeros."""
     rows, columns = scale.shape
     tiles = F.pad(scale, (0, -columns % 4, 0, -rows % 128)).unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
-    swizzled: torch.Tensor = tiles.permute(0, 3, 2, 1, 4).to(torch.float8_e4m3fn).contiguous().flatten()
+    swizzled: torch.Tensor = tiles.permute(0, 3, 2, 1, 4).to(dtype).contiguous().flatten()
     return swizzled
 
 
@@ -166,12 +198,16 @@ def _block_mm(
         exact_left = unpack(Packed(left, left_scale, left_tensor_scale))
         exact_right = unpack(Packed(right.t(), right_scale, right_tensor_scale))
         return (exact_left @ exact_right.t()).float().to(dtype)
+    layout: Any = SwizzleType.SWIZZLE_32_4_4
+    if left_scale.dtype == torch.float8_e8m0fnu:
+        of_32 = ScalingType.BlockWise1x32
+        return F.scaled_mm(left, right, left_scale, of_32, right_scale, of_32, layout, layout, output_dtype=dtype)
     if left_tensor_scale is None or right_tensor_scale is None:
         of_rows = right_scale.shape == (right.shape[1], right.shape[0] // FLOAT8_BLOCK)
         recipe = ScalingType.BlockWise1x128 if of_rows else ScalingType.BlockWise128x128
         return F.scaled_mm(left, right, left_scale, ScalingType.BlockWise1x128, right_scale, recipe, output_dtype=dtype)
     recipes = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-    layouts = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    layouts = [layout, SwizzleType.NO_SWIZZLE]
     return F.scaled_mm(
         _as_nvfp4(left),
         _as_nvfp4(right.t()).t(),
@@ -197,6 +233,9 @@ def _(left: torch.Tensor, left_scale: Any, left_tensor_scale: Any, right: torch.
 def unpack(operand: Packed) -> torch.Tensor:
     """(rows, columns), in float64, exactly."""
     data, scale, tensor_scale = operand
+    if scale.dtype == torch.float8_e8m0fnu:
+        of_32 = unswizzle(scale, data.shape[0], data.shape[1] // MX_BLOCK).double()
+        return data.double() * of_32.repeat_interleave(MX_BLOCK, 1)
     if tensor_scale is None:
         if scale.shape != (data.shape[0], data.shape[1] // FLOAT8_BLOCK):  # of squares
             scale = scale.t()[:, : data.shape[1] // FLOAT8_BLOCK].repeat_interleave(FLOAT8_BLOCK, 0)

@@ -12,10 +12,9 @@ from torchtitan.cache import keep_compiled_code_private
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.rounding import SMALLEST_AMAX, SMALLEST_SCALE
 
 LARGEST = rounding.INT8_LARGEST
-SMALLEST_SCALE = 1e-30  # scale inverse of an all-zero row, which stays zero
-SMALLEST_AMAX = 1e-12  # lower bound for float8 scales, as in torchao
 WIDEST = 2**14  # columns of a matrix that `round_rows` takes: a row must fit the registers of a block of threads
 
 R = TypeVar("R")
@@ -134,11 +133,26 @@ def quantize_rows(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, torc
     if recipe == "tensorwise":
         rows = quantize(x, recipe)
         return rows, rows.scale_inverse
-    if x.device.type == "cuda" and x.shape[1] <= WIDEST and HAS_TRITON:
-        data, scale_inverse, by_column = _round_rows(x)
-        return Quantized(data, scale_inverse), _int8_scale_inverse(by_column)
-    by_row, by_column = rounding.amax_both(x)
-    return _to_int8(x, by_row), _int8_scale_inverse(by_column)
+    return round_rows(x, torch.int8)
+
+
+def has_triton_kernels(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether our kernels for GPUs round x to this format. Triton has float8 from Ada (8.9) on; before, it can only be
+    emulated."""
+    on_gpu = x.device.type == "cuda" and HAS_TRITON
+    return on_gpu and (dtype == torch.int8 or torch.cuda.get_device_capability(x.device) >= (8, 9))
+
+
+def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor]:
+    """Rounds matrices, (..., rows, columns), to int8 or float8_e4m3fn, with a scale for each row; and the scale
+    inverses for each column, (..., 1, columns), which on a GPU do not take another pass."""
+    if has_triton_kernels(x, dtype) and x.shape[-1] <= WIDEST:
+        data, scale_inverse, by_column = _round_rows(x, dtype)
+    else:
+        by_row, by_column = rounding.amax_both(x) if x.dim() == 2 else rounding.amax_both_by_torch(x)
+        scale_inverse = scale_inverse_of(by_row, dtype)
+        data = rounding.round_to(x, scale_inverse.reciprocal(), dtype)
+    return Quantized(data, scale_inverse), scale_inverse_of(by_column, dtype)
 
 
 @fused
@@ -160,19 +174,19 @@ def _to_int8(x: torch.Tensor, amax: torch.Tensor) -> Quantized:
 
 
 @torch.library.custom_op("torchtitan::round_rows", mutates_args=(), device_types="cuda")
-def _round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from torchtitan.kernels.quantize_triton import round_rows
 
-    return round_rows(x.contiguous(), SMALLEST_SCALE)
+    return round_rows(x.contiguous(), dtype)
 
 
 @_round_rows.register_fake
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, columns = x.shape
+def _(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *matrices, rows, columns = x.shape
     return (
-        x.new_empty(rows, columns, dtype=torch.int8),
-        x.new_empty(rows, 1, dtype=torch.float32),
-        x.new_empty(1, columns, dtype=torch.float32),
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty(*matrices, rows, 1, dtype=torch.float32),
+        x.new_empty(*matrices, 1, columns, dtype=torch.float32),
     )
 
 

@@ -1,11 +1,16 @@
-"""Rounding of a matrix to int8 by rows on NVIDIA GPUs that also finds the largest magnitude of each column, in Triton.
+"""Rounding of matrices to 8 bits by rows on NVIDIA GPUs that also finds each column's largest magnitude, in Triton.
 
 torch's compiler reads the matrix again for the columns: it does not combine largest numbers over both dimensions.
+
+Nothing here asks Triton for maxima that propagate NaN: beside stores of one byte, Triton of torch 2.14 compiles them
+wrongly (triton #11111).
 """
 
 import torch
 import triton
 import triton.language as tl
+
+from torchtitan.kernels.rounding import INT8_LARGEST, SMALLEST_AMAX, SMALLEST_SCALE
 
 
 def rows_a_program(rows: int) -> int:
@@ -18,6 +23,43 @@ def warps(columns: int) -> int:
     return max(4, int(triton.next_power_of_2(columns)) // 1024)
 
 
+def constants_of(dtype: torch.dtype) -> dict[str, float | bool]:
+    """What the kernels need to know of int8 or float8_e4m3fn."""
+    if dtype == torch.int8:
+        return {"LARGEST": INT8_LARGEST, "SMALLEST": SMALLEST_SCALE, "FLOAT8": False}
+    return {"LARGEST": torch.finfo(dtype).max, "SMALLEST": SMALLEST_AMAX, "FLOAT8": True}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def to_8_bits(exact, LARGEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """To nearest, ties to even; values beyond the range saturate. NaN becomes NaN, in int8 some number."""
+    if FLOAT8:  # Triton compiles one branch
+        # NaN stays; see `avoid_nan_instructions`.
+        rounded = tl.where(exact > LARGEST, LARGEST, tl.where(exact < -LARGEST, -LARGEST, exact)).to(tl.float8e4nv)
+    else:
+        # Sums of this size have no fraction. (Triton's interpreter has no rint. The clamp keeps the multiplication
+        # before it from being fused with the addition, which would round once less; a `tl.where` would not.)
+        exact = tl.clamp(exact, -LARGEST, LARGEST)
+        rounded = ((exact + 12582912.0) - 12582912.0).to(tl.int8)
+    return rounded
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales for these largest magnitudes and their inverses, those of `quantize.scale_inverse_of`."""
+    one = tl.full(amax.shape, 1.0, tl.float32)
+    if FLOAT8:
+        wide = amax.to(tl.float64)
+        exact = (LARGEST / tl.where(wide < SMALLEST, SMALLEST, wide)).to(tl.float32)
+        scale = (exact.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        inverse = tl.div_rn(one, scale)
+    else:
+        inverse = tl.div_rn(amax, one * LARGEST)
+        inverse = tl.where(inverse < SMALLEST, SMALLEST, inverse)
+        scale = tl.div_rn(one, inverse)
+    return scale, inverse
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def round_rows_kernel(  # type: ignore[no-untyped-def]
     x,
@@ -26,12 +68,13 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]
     column_amax,
     M,
     N,
-    x_stride,
+    LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
+    FLOAT8: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rounds up to ROWS rows of x, one after another, as the compiler's code for `quantize.quantize` does.
+    """Rounds up to ROWS of the M rows of a matrix of x, one after another.
 
     Magnitudes are compared as integers: float32 numbers that are not negative have the same order as their bits, and
     NaN is larger than all.
@@ -39,42 +82,40 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]
     columns = tl.arange(0, BLOCK)
     inside = columns < N
     by_column = tl.zeros((BLOCK,), dtype=tl.int32)
+    matrix = tl.program_id(1)
     first = tl.program_id(0) * ROWS
     for row in range(first, min(first + ROWS, M)):
-        numbers = tl.load(x + tl.cast(row, tl.int64) * x_stride + columns, mask=inside, other=0).to(tl.float32)
+        place = tl.cast(matrix * M + row, tl.int64)
+        numbers = tl.load(x + place * N + columns, mask=inside, other=0).to(tl.float32)
         magnitudes = tl.abs(numbers).to(tl.int32, bitcast=True)
         by_column = tl.maximum(by_column, magnitudes)
-        inverse = tl.max(magnitudes, 0).to(tl.float32, bitcast=True) * (1.0 / 127.0)
-        inverse = tl.where(inverse < SMALLEST, SMALLEST, inverse)  # NaN stays; see `avoid_nan_instructions`
-        exact = tl.clamp(numbers * (1.0 / inverse), -127.0, 127.0)
-        # To nearest, ties to even: sums of this size have no fraction. (Triton's interpreter has no rint. The clamp
-        # keeps the multiplication from being fused with the addition, which would round once less.)
-        rounded = (exact + 12582912.0) - 12582912.0
-        tl.store(data + tl.cast(row, tl.int64) * N + columns, rounded.to(tl.int8), mask=inside)
-        tl.store(scale_inverse + row, inverse)
-    tl.atomic_max(column_amax + columns, by_column, mask=inside, sem="relaxed")
+        amax = tl.max(magnitudes, 0).to(tl.float32, bitcast=True)
+        scale, inverse = scale_of(amax, LARGEST, SMALLEST, FLOAT8)
+        tl.store(data + place * N + columns, to_8_bits(numbers * scale, LARGEST, FLOAT8), mask=inside)
+        tl.store(scale_inverse + place, inverse)
+    tl.atomic_max(column_amax + matrix * N + columns, by_column, mask=inside, sem="relaxed")
 
 
-def round_rows(x: torch.Tensor, smallest: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows, columns) int8, (rows, 1) float32 scale inverses and (1, columns) float32 magnitudes.
+def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(..., rows, columns) int8 or float8_e4m3fn, (..., rows, 1) float32 scale inverses and (..., 1, columns) float32
+    magnitudes.
 
     Args:
-        x: (rows, columns), row-major, with up to `quantize.WIDEST` columns.
-        smallest: scale inverse of a row of zeros.
+        x: (..., rows, columns), row-major, with up to `quantize.WIDEST` columns.
     """
-    (m, n), rows = x.shape, rows_a_program(x.shape[0])
-    data = torch.empty(m, n, dtype=torch.int8, device=x.device)
-    scale_inverse = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    column_amax = torch.zeros(1, n, dtype=torch.int32, device=x.device)
-    round_rows_kernel[(triton.cdiv(m, rows),)](
+    *matrices, m, n = x.shape
+    number, rows = x.shape[:-2].numel(), rows_a_program(m)
+    data = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale_inverse = torch.empty(*matrices, m, 1, dtype=torch.float32, device=x.device)
+    column_amax = torch.zeros(*matrices, 1, n, dtype=torch.int32, device=x.device)
+    round_rows_kernel[(triton.cdiv(m, rows), number)](
         x,
         data,
         scale_inverse,
         column_amax,
         m,
         n,
-        x.stride(0),
-        SMALLEST=smallest,
+        **constants_of(dtype),
         ROWS=rows,
         BLOCK=triton.next_power_of_2(n),
         num_warps=warps(n),

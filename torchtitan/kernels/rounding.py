@@ -14,6 +14,8 @@ from torchtitan.kernels.cpp_extension import isa_flags, load
 
 FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 INT8_LARGEST = 127.0  # -128 is unused, which keeps the range symmetric
+SMALLEST_SCALE = 1e-30  # scale inverse of an all-zero int8 row, which stays zero
+SMALLEST_AMAX = 1e-12  # lower bound for float8 scales, as in torchao
 
 
 class _Scale(ctypes.Structure):
@@ -38,7 +40,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 def amax_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, 1) and (1, columns) float32: the largest magnitude of each row and of each column."""
-    return _amax_both_cpu(x) if has_own_kernel(x) else _amax_both_by_torch(x)
+    return _amax_both_cpu(x) if has_own_kernel(x) else amax_both_by_torch(x)
 
 
 def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -70,7 +72,7 @@ def _amax_cpu(x: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("torchtitan::amax_both", mutates_args=())
 def _amax_both_cpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if (kernels := _kernels_for(x)) is None:
-        return _amax_both_by_torch(x)
+        return amax_both_by_torch(x)
     x = x.contiguous()
     rows, columns = x.new_empty(x.shape[0], 1, dtype=torch.float32), x.new_zeros(1, x.shape[1], dtype=torch.float32)
     kernels.largest_magnitudes(*_matrix(x), pointer(rows), pointer(columns), _threads())
@@ -160,9 +162,11 @@ def _kernels_for(x: torch.Tensor) -> ctypes.CDLL | None:
     return None if x.dtype == torch.float16 else library()
 
 
-def _amax_both_by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    magnitudes = x.abs()
-    return magnitudes.amax(1, keepdim=True).float(), magnitudes.amax(0, keepdim=True).float()
+def amax_both_by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`amax_both` of (..., rows, columns)."""
+    # Not -1 and -2: these have the same hash in Python, and the compiler would not see repetitions.
+    magnitudes, last = x.abs(), x.dim() - 1
+    return magnitudes.amax(last, keepdim=True).float(), magnitudes.amax(last - 1, keepdim=True).float()
 
 
 def _round_by_torch(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

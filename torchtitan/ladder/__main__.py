@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config.extension import import_user_module
 from torchtitan.errors import EXIT_STATUS, ConfigError, UserError
 from torchtitan.files import local_path
 from torchtitan.launcher.imports import quick_imports
@@ -44,12 +43,12 @@ def main() -> None:
 def climb(arguments: argparse.Namespace, config: JobConfig) -> None:
     """Plans, trains, fits and predicts."""
     with quick_imports():
+        from torchtitan.engine.model_args import register_models
         from torchtitan.ladder.plan import plan
         from torchtitan.ladder.report import report, table, time_left
         from torchtitan.ladder.runs import run, write_files
 
-    if config.experimental.custom_import:
-        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    register_models(config)
     ladder = plan(arguments, config)
     runs = [*ladder.by_cost, *([ladder.target] if arguments.verify else [])]
     print(table(runs))

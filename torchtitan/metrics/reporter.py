@@ -207,9 +207,12 @@ class MetricsReporter:
             if isinstance(writer, JSONLWriter):
                 writer.write(step, {"expert_load": rounded})
 
-    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
+    def samples(self, step: int, samples: Sequence[tuple[str, str | None]]) -> None:
         """Shows prompts with their continuations, in the log and in TensorBoard."""
         for number, (prompt, text) in enumerate(samples):
+            if text is None:
+                logger.info(f"step {step} | no sample of {prompt!r}: the model's outputs are not finite")
+                continue
             logger.info(f"step {step} | sample of {prompt!r}\n{prompt}{text}")
             for writer in self.writers:
                 if isinstance(writer, TensorBoardWriter):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from typing_extensions import Self
 
-from torchtitan.models.rope import RopeScaling
+from torchtitan.models.rope import Positive, RopeScaling, Size
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,26 @@ class TransformerArgs:
         tied_embeddings: the output layer shares the embedding's weight.
     """
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
-    vocab_size: int | None
-    norm_eps: float
-    rope_theta: float
+    dim: Size
+    n_layers: Size
+    n_heads: Size
+    n_kv_heads: Size
+    ffn_dim: Size
+    vocab_size: Size | None
+    norm_eps: Positive
+    rope_theta: Positive
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: heads do not share key-value heads evenly, or their channels are no pairs.
+        """
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"{self.n_heads} heads cannot share {self.n_kv_heads} key-value heads evenly")
+        if self.head_dim % 2 or not self.head_dim:
+            raise ValueError(f"a head has {self.head_dim} channels, which RoPE cannot rotate in pairs")
 
     @property
     def head_dim(self) -> int:

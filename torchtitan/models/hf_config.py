@@ -1,8 +1,12 @@
 """What the `config.json` files of all families have in common (Hugging Face `transformers`)."""
 
-from typing import Any
+from typing import Any, Literal
+
+import pydantic
+from typing_extensions import Self
 
 from torchtitan.models.args import TransformerArgs
+from torchtitan.models.rope import Positive, Size
 
 
 class WrongModelType(ValueError):
@@ -34,56 +38,89 @@ def common_config(args: TransformerArgs, model_type: str, architecture: str) -> 
     }
 
 
-def common_sizes(config: dict[str, Any], model_type: str, **only: Any) -> dict[str, Any]:
-    """Keyword arguments for `TransformerArgs`, except `rope_scaling`; the inverse of `common_config`.
+class Entries(pydantic.BaseModel):
+    """The entries of a JSON file that are read. A null is the same as no entry."""
 
-    Args:
-        model_type: of the family.
-        only: entries that have this value or are missing, since nothing else is supported.
-
-    Raises:
-        ValueError: an entry has another value (`WrongModelType` if it is the model type).
-        KeyError: an entry is missing.
-    """
-    if config.get("model_type", model_type) != model_type:
-        raise WrongModelType(f"model_type is {config['model_type']!r}, not {model_type!r}")
-    for key, value in {"hidden_act": "silu", "attention_bias": False, **only}.items():
-        if config.get(key, value) != value:
-            raise ValueError(f"{key} is {config[key]!r}, but only {value!r} is supported")
-    heads = config["num_attention_heads"]
-    return {
-        "dim": config["hidden_size"],
-        "n_layers": config["num_hidden_layers"],
-        "n_heads": heads,
-        "n_kv_heads": config.get("num_key_value_heads") or heads,
-        "ffn_dim": config["intermediate_size"],
-        "vocab_size": config["vocab_size"],
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_theta": float(config.get("rope_theta") or _rope(config).get("rope_theta") or 10000.0),
-        "tied_embeddings": config.get("tie_word_embeddings", False),
-    }
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        return (
+            {key: value for key, value in values.items() if value is not None} if isinstance(values, dict) else values
+        )
 
 
-def rope_scaling_of(config: dict[str, Any], *supported: str) -> dict[str, Any] | None:
-    """The entries of RoPE scaling; None without scaling.
+class Rope(Entries):
+    """RoPE; the last four entries are those of Llama 3.1's scaling."""
 
-    Args:
-        supported: types of scaling.
-
-    Raises:
-        ValueError: the type is another one.
-    """
-    rope = _rope(config)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind not in supported:
-        only = f"only {' or '.join(map(repr, supported))} is" if supported else "no scaling is"
-        raise ValueError(f"RoPE scaling has type {kind!r}, but {only} supported")
-    return rope
+    rope_type: str = pydantic.Field("default", validation_alias=pydantic.AliasChoices("rope_type", "type"))
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    # transformers 5 puts everything in rope_parameters.
-    found: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return found
+class CommonConfig(Entries):
+    """What is read of every family's `config.json`. A literal is the only value that is supported."""
+
+    hidden_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    intermediate_size: Size
+    vocab_size: Size
+    head_dim: Size | None = None
+    rms_norm_eps: Positive = 1e-6
+    rope_theta: Positive | None = None
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None  # of transformers 5
+    tie_word_embeddings: pydantic.StrictBool = False
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: Literal[False] = False
+
+    @classmethod
+    def read(cls, config: dict[str, Any], model_type: str) -> Self:
+        """
+        Args:
+            model_type: of the family.
+
+        Raises:
+            ValueError: an entry is missing, wrong or not supported (`WrongModelType` if it is the model type).
+        """
+        if config.get("model_type", model_type) != model_type:
+            raise WrongModelType(f"model_type is {config['model_type']!r:.60}, not {model_type!r}")
+        return cls.model_validate(config)
+
+    @property
+    def rope(self) -> Rope:
+        return self.rope_parameters or self.rope_scaling or Rope.model_validate({})
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Keyword arguments for `TransformerArgs`, except `rope_scaling`; the inverse of `common_config`."""
+        return {
+            "dim": self.hidden_size,
+            "n_layers": self.num_hidden_layers,
+            "n_heads": self.num_attention_heads,
+            "n_kv_heads": self.num_key_value_heads or self.num_attention_heads,
+            "ffn_dim": self.intermediate_size,
+            "vocab_size": self.vocab_size,
+            "norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta or self.rope.rope_theta or 10000.0,
+            "tied_embeddings": self.tie_word_embeddings,
+        }
+
+    def is_scaled(self, *supported: str) -> bool:
+        """Whether RoPE is scaled.
+
+        Args:
+            supported: types of scaling.
+
+        Raises:
+            ValueError: the type is another one.
+        """
+        kind = self.rope.rope_type
+        if kind not in ("default", *supported):
+            only = f"only {' or '.join(map(repr, supported))} is" if supported else "no scaling is"
+            raise ValueError(f"RoPE scaling has type {kind!r:.60}, but {only} supported")
+        return kind != "default"

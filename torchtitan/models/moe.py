@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from torchtitan.config.fields import NonNegativeInt
 from torchtitan.kernels.exact_gemm import exact_linear
 from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear
 from torchtitan.kernels.swiglu import Activation, swiglu
 from torchtitan.models.args import TransformerArgs
+from torchtitan.models.rope import Positive, Size
 from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock
 
 
@@ -36,14 +38,22 @@ class MoEArgs:
         scale: factor on these weights.
     """
 
-    n_experts: int
-    top_k: int
-    ffn_dim: int
-    n_shared_experts: int = 0
-    n_dense_layers: int = 0
+    n_experts: Size
+    top_k: Size
+    ffn_dim: Size
+    n_shared_experts: NonNegativeInt = 0
+    n_dense_layers: NonNegativeInt = 0
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True
-    scale: float = 1.0
+    scale: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: a token would have more experts than there are.
+        """
+        if self.top_k > self.n_experts:
+            raise ValueError(f"a token cannot have {self.top_k} of {self.n_experts} experts")
 
 
 class GroupedLinear(nn.Module):

@@ -21,6 +21,9 @@ from torchtitan.parallel.dims import Style
 from torchtitan.protocols import Decoder, ModelArgs
 from torchtitan.registry import Registry
 
+AUTO = "auto"
+"""`model.flavor` for the sizes of the model in `checkpoint.initial_load_path`."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -47,7 +50,10 @@ class ModelSpec:
         """The sizes called `name`, or a ConfigError that names the key and lists the known names."""
         if name not in self.flavors:
             known = list(self.flavors)
-            raise ConfigError(f"{key}: unknown flavor {name!r}{nearest(name, known)}; known: {', '.join(known)}.")
+            raise ConfigError(
+                f"{key}: unknown flavor {name!r}{nearest(name, known)}; known: {', '.join(known)}, and {AUTO}, which "
+                "takes the sizes of the model in checkpoint.initial_load_path."
+            )
         return self.flavors[name]
 
 

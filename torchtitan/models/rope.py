@@ -5,8 +5,15 @@ Shapes: B batch, S sequence, H heads, D channels of a head.
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Gt, Lt
+from pydantic import AllowInfNan, Strict
+
+# What sizes may be that come from a file.
+Size = Annotated[int, Strict(), Gt(0), Lt(2**31)]
+Positive = Annotated[float, Gt(0), AllowInfNan(False)]
 
 
 @dataclass(frozen=True)
@@ -16,10 +23,18 @@ class RopeScaling:
     Source: section 3.4.1 of "The Llama 3 Herd of Models" (arXiv 2407.21783) and the released model configurations.
     """
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_seq_len: int = 8192
+    factor: Positive = 8.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_seq_len: Size = 8192
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: no frequencies lie between the two factors.
+        """
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(f"low_freq_factor is {self.low_freq_factor}, but must be below high_freq_factor")
 
 
 def rope_table(head_dim: int, positions: torch.Tensor, theta: float, scaling: RopeScaling | None) -> torch.Tensor:

@@ -27,6 +27,10 @@ def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
         from torchtitan.kernels.transpose_pass import TransposeWeightGradients  # imports inductor
 
         options = {"post_grad_custom_pre_pass": TransposeWeightGradients()}
+    elif device_type == "cuda":
+        from torchtitan.kernels.gather_pass import FuseGathers  # imports inductor
+
+        options = {"joint_custom_post_pass": FuseGathers()}
     keep_compiled_code_private()
     # All blocks are compilations of one function, and in low precision no two need be alike.
     raise_recompile_limit(VARIANTS * len(blocks))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
-from torchtitan.config.extension import import_user_module
 from torchtitan.plan.lowering import GPUS, start
 from torchtitan.plan.step_model import Work
 
@@ -182,9 +181,10 @@ def extrapolate(simulated: list[Work], number: int) -> Work:
 
 def main(path: str, gpu: str, world_size: str) -> None:
     start(GPUS[gpu])
+    from torchtitan.engine.model_args import register_models
+
     config = ConfigManager().parse_args([f"--job.config_file={path}"])
-    if config.experimental.custom_import:
-        import_user_module(config.experimental.custom_import, "experimental.custom_import")
+    register_models(config)
     print(json.dumps(dataclasses.asdict(work_of(config, int(world_size)))))
 
 

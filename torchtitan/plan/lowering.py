@@ -113,6 +113,11 @@ class Lowered:
     calls: tuple[Call, ...]
     masks: tuple[tuple[int, ...], ...]
 
+    @property
+    def is_block(self) -> bool:
+        """Whether it has GEMMs, as transformer blocks have, unlike other compiled code."""
+        return any("mm" in call.operator for call in self.calls)
+
 
 MASK = range(1024, 2**16)  # queries and keys of a mask
 

@@ -4,10 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan.errors import EXIT_STATUS, UserError
+from torchtitan.errors import run_command
 from torchtitan.files import local_path
-from torchtitan.report.page import render, write
-from torchtitan.report.run import read_runs
 
 
 def main() -> None:
@@ -15,16 +13,15 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", type=local_path, help="dump folder of a run")
     parser.add_argument("-o", "--output", type=local_path, default=Path("report.html"), help="(default: %(default)s)")
     arguments = parser.parse_args()
-    try:
-        runs, left_out = read_runs(arguments.runs)
-        for note in left_out:
-            print(f"Warning: {note}", file=sys.stderr)
-        write(render(runs, left_out), arguments.output)
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
+    from torchtitan.report.page import render, write
+    from torchtitan.report.run import read_runs
+
+    runs, left_out = read_runs(arguments.runs)
+    for note in left_out:
+        print(f"Warning: {note}", file=sys.stderr)
+    write(render(runs, left_out), arguments.output)
     print(f"wrote {arguments.output}")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -3,15 +3,15 @@
 from dataclasses import dataclass, replace
 
 from torchtitan.models.args import TransformerArgs
-from torchtitan.models.rope import RopeScaling
+from torchtitan.models.rope import Positive, RopeScaling
 
 
 @dataclass(frozen=True)
 class LlamaArgs(TransformerArgs):
     """Sizes of one Llama model."""
 
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
+    norm_eps: Positive = 1e-5
+    rope_theta: Positive = 500000.0
 
 
 def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) -> LlamaArgs:

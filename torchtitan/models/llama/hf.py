@@ -1,12 +1,13 @@
 """Llama in Hugging Face `transformers` and in Meta's releases."""
 
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from torchtitan.models.hf_config import common_config, common_sizes, rope_scaling_of
+import pydantic
+
+from torchtitan.models.hf_config import CommonConfig, Entries, common_config
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.naming import NAMES, ROTARY, HuggingFaceNaming
-from torchtitan.models.rope import RopeScaling
+from torchtitan.models.rope import Positive, RopeScaling, Size
 
 
 def to_config(args: LlamaArgs) -> dict[str, Any]:
@@ -23,24 +24,43 @@ def to_config(args: LlamaArgs) -> dict[str, Any]:
     return config
 
 
+class LlamaConfig(CommonConfig):
+    """What is read of `config.json`."""
+
+    mlp_bias: Literal[False] = False
+
+
+class MetaParams(Entries):
+    """What is read of Meta's `params.json`."""
+
+    dim: Size
+    n_layers: Size
+    n_heads: Size
+    n_kv_heads: Size | None = None
+    multiple_of: Size = 256
+    ffn_dim_multiplier: Positive | None = None
+    norm_eps: Positive = 1e-5
+    rope_theta: Positive = 10000.0
+    use_scaled_rope: pydantic.StrictBool = False
+
+
 def from_config(config: dict[str, Any]) -> LlamaArgs:
     """The model sizes in a `config.json`.
 
     Raises:
         ValueError: the model is not a Llama that this project supports.
     """
-    args = LlamaArgs(**common_sizes(config, "llama", mlp_bias=False))
-    if (config.get("head_dim") or args.head_dim) * args.n_heads != args.dim:
-        raise ValueError(f"head_dim is {config['head_dim']}, but only hidden_size / num_attention_heads is supported")
-    if rope := rope_scaling_of(config, "llama3"):
-        scaling = RopeScaling(
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            rope["original_max_position_embeddings"],
-        )
-        args = replace(args, rope_scaling=scaling)
-    return args
+    read = LlamaConfig.read(config, "llama")
+    if (read.head_dim or read.hidden_size // read.num_attention_heads) * read.num_attention_heads != read.hidden_size:
+        raise ValueError(f"head_dim is {read.head_dim}, but only hidden_size / num_attention_heads is supported")
+    scaling = None
+    if read.is_scaled("llama3"):
+        rope = read.rope
+        given = (rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings)
+        if None in given:
+            raise ValueError("RoPE scaling of type 'llama3' lacks one of its four numbers")
+        scaling = RopeScaling(*given)  # type: ignore[arg-type]  # none is None
+    return LlamaArgs(**read.sizes, rope_scaling=scaling)
 
 
 def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
@@ -49,26 +69,27 @@ def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
 
     Args:
         vocab_size: rows of the embedding; Llama 2's files say -1.
+
+    Raises:
+        ValueError: a number is missing or wrong.
     """
-    width = int(2 * 4 * params["dim"] / 3)
-    if params.get("ffn_dim_multiplier") is not None:
-        width = int(params["ffn_dim_multiplier"] * width)
-    multiple = params.get("multiple_of", 256)
-    heads = params["n_heads"]
-    args = LlamaArgs(
-        dim=params["dim"],
-        n_layers=params["n_layers"],
-        n_heads=heads,
-        n_kv_heads=params.get("n_kv_heads") or heads,
-        ffn_dim=multiple * ((width + multiple - 1) // multiple),
+    read = MetaParams.model_validate(params)
+    width = int(2 * 4 * read.dim / 3)
+    if read.ffn_dim_multiplier is not None:
+        width = int(read.ffn_dim_multiplier * width)
+    # params.json does not contain the factor: 32 for Llama 3.2's small models, 8 for Llama 3.1.
+    scaling = RopeScaling(factor=32.0 if read.dim < 4096 else 8.0) if read.use_scaled_rope else None
+    return LlamaArgs(
+        dim=read.dim,
+        n_layers=read.n_layers,
+        n_heads=read.n_heads,
+        n_kv_heads=read.n_kv_heads or read.n_heads,
+        ffn_dim=read.multiple_of * ((width + read.multiple_of - 1) // read.multiple_of),
         vocab_size=vocab_size,
-        norm_eps=params.get("norm_eps", 1e-5),
-        rope_theta=float(params.get("rope_theta", 10000.0)),
+        norm_eps=read.norm_eps,
+        rope_theta=read.rope_theta,
+        rope_scaling=scaling,
     )
-    if params.get("use_scaled_rope"):
-        # params.json does not contain the factor: 32 for Llama 3.2's small models, 8 for Llama 3.1.
-        args = replace(args, rope_scaling=RopeScaling(factor=32.0 if args.dim < 4096 else 8.0))
-    return args
 
 
 HUGGING_FACE = HuggingFaceNaming(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torchtitan.models.args import TransformerArgs
+from torchtitan.models.rope import Positive, Size
 
 
 @dataclass(frozen=True)
@@ -13,9 +14,9 @@ class Qwen3Args(TransformerArgs):
         head_dim: channels of a head, whatever dim / n_heads is.
     """
 
-    norm_eps: float = 1e-6
-    rope_theta: float = 1000000.0
-    head_dim: int = 128
+    norm_eps: Positive = 1e-6
+    rope_theta: Positive = 1000000.0
+    head_dim: Size = 128
 
 
 def _qwen3(dim: int, n_layers: int, n_heads: int, ffn_dim: int, tied: bool = False) -> Qwen3Args:

@@ -1,8 +1,8 @@
 """Qwen3 in Hugging Face `transformers`."""
 
-from typing import Any
+from typing import Any, Literal
 
-from torchtitan.models.hf_config import common_config, common_sizes, rope_scaling_of
+from torchtitan.models.hf_config import CommonConfig, common_config
 from torchtitan.models.naming import LAYER, NAMES, ROTARY, HuggingFaceNaming
 from torchtitan.models.qwen3.args import Qwen3Args
 
@@ -17,15 +17,21 @@ def to_config(args: Qwen3Args) -> dict[str, Any]:
     return common_config(args, "qwen3", "Qwen3ForCausalLM") | {"use_sliding_window": False}
 
 
+class Qwen3Config(CommonConfig):
+    """What is read of `config.json`."""
+
+    use_sliding_window: Literal[False] = False
+
+
 def from_config(config: dict[str, Any]) -> Qwen3Args:
     """The model sizes in a `config.json`.
 
     Raises:
         ValueError: the model is not a Qwen3 that this project supports.
     """
-    sizes = common_sizes(config, "qwen3", use_sliding_window=False)
-    rope_scaling_of(config)  # must be none
-    return Qwen3Args(**sizes, head_dim=config.get("head_dim") or 128)
+    read = Qwen3Config.read(config, "qwen3")
+    read.is_scaled()  # must not be
+    return Qwen3Args(**read.sizes, head_dim=read.head_dim or 128)
 
 
 HUGGING_FACE = HuggingFaceNaming(

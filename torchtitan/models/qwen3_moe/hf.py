@@ -1,12 +1,16 @@
 """Sparse Qwen3 models in Hugging Face `transformers`."""
 
-from typing import Any
+from typing import Any, Literal
 
-from torchtitan.models.hf_config import common_config, common_sizes, rope_scaling_of
+import pydantic
+
+from torchtitan.config.fields import NonNegativeInt
+from torchtitan.models.hf_config import common_config
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.naming import LAYER, NAMES, ROTARY, HuggingFaceNaming
-from torchtitan.models.qwen3.hf import NORMS
+from torchtitan.models.qwen3.hf import NORMS, Qwen3Config
 from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
+from torchtitan.models.rope import Size
 
 MOE, THERE = f"{LAYER}.moe", f"model.{LAYER}.mlp"
 EXPERTS = {
@@ -37,27 +41,38 @@ def to_config(args: Qwen3MoEArgs) -> dict[str, Any]:
     }
 
 
+class Qwen3MoEConfig(Qwen3Config):
+    """What is read of `config.json`."""
+
+    num_experts: Size = pydantic.Field(validation_alias=pydantic.AliasChoices("num_experts", "num_local_experts"))
+    num_experts_per_tok: Size
+    moe_intermediate_size: Size
+    mlp_only_layers: tuple[NonNegativeInt, ...] = ()
+    norm_topk_prob: pydantic.StrictBool = False
+    decoder_sparse_step: Literal[1] = 1
+
+
 def from_config(config: dict[str, Any]) -> Qwen3MoEArgs:
     """The model sizes in a `config.json`.
 
     Raises:
         ValueError: the model is not a sparse Qwen3 that this project supports.
     """
-    sizes = common_sizes(config, "qwen3_moe", use_sliding_window=False, decoder_sparse_step=1)
-    rope_scaling_of(config)  # must be none
-    dense = config.get("mlp_only_layers") or []
+    read = Qwen3MoEConfig.read(config, "qwen3_moe")
+    read.is_scaled()  # must not be
+    dense = read.mlp_only_layers
     if sorted(dense) != list(range(len(dense))):
-        raise ValueError(f"mlp_only_layers is {dense}, but only the first layers can be dense")
+        raise ValueError(f"mlp_only_layers is {dense!r:.60}, but only the first layers can be dense")
     moe = MoEArgs(
-        n_experts=config.get("num_experts") or config["num_local_experts"],  # the latter from transformers 5
-        top_k=config["num_experts_per_tok"],
-        ffn_dim=config["moe_intermediate_size"],
+        n_experts=read.num_experts,
+        top_k=read.num_experts_per_tok,
+        ffn_dim=read.moe_intermediate_size,
         n_dense_layers=len(dense),
-        normalize=config.get("norm_topk_prob", False),
+        normalize=read.norm_topk_prob,
     )
     # Unlike that of dense models, its class in `transformers` has no default for head_dim.
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return Qwen3MoEArgs(**sizes, head_dim=head_dim, moe=moe)
+    head_dim = read.head_dim or read.hidden_size // read.num_attention_heads
+    return Qwen3MoEArgs(**read.sizes, head_dim=head_dim, moe=moe)
 
 
 HUGGING_FACE = HuggingFaceNaming(

@@ -1,0 +1,74 @@
+"""`model.flavor = "auto"`: a published model of sizes that no flavor has, such as SmolLM."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from runs import CHECKPOINTS, SMALL, into, losses, python, tensors_of, train_here
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from torchtitan.errors import UserError
+
+FLAGS = (*SMALL, *CHECKPOINTS, "--model.flavor=auto")
+# SmolLM-135M's proportions: three key-value heads for nine heads, tied embeddings.
+SIZES = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 192,
+         "num_hidden_layers": 3, "vocab_size": 4096, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    return folder
+
+
+def test_it_trains_resumes_and_goes_back(hub: Path, tmp_path: Path) -> None:
+    there, run = shutil.copytree(hub, tmp_path / "hub"), tmp_path / "run"
+    path = f"--checkpoint.initial_load_path={there}"
+    train_here(*FLAGS, into(run), path, "--training.steps=2", "--checkpoint.last_save_in_hf")
+    assert tensors_of(run, 2)["tok_embeddings.weight"].shape == (4096, 144)
+    shutil.rmtree(there)  # the run has sizes of its own now
+    train_here(*FLAGS, into(run), path, "--training.steps=3")
+    assert sorted(losses(run)) == [1, 2, 3]
+    AutoModelForCausalLM.from_pretrained(run / "checkpoint" / "step-2-hf")
+    done = python("scripts/generate.py", "--checkpoint", run, "--prompt=a", "--max-new-tokens=2")
+    assert done.returncode == 0, done.stderr
+    # Of a checkpoint, too.
+    train_here(*FLAGS, into(tmp_path / "other"), f"--checkpoint.initial_load_path={run / 'checkpoint' / 'step-3'}",
+               "--training.steps=1")  # fmt: skip
+
+
+def test_the_scripts_take_it(hub: Path, tmp_path: Path) -> None:
+    tokenizer = Path(__file__).parents[2] / "torchtitan/data/assets"
+    done = python("scripts/convert_from_hf.py", hub, tmp_path, "--tokenizer-path", tokenizer)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "step-0" / "manifest.json").read_text())
+    assert manifest["configuration"]["model"]["flavor"] == "auto"
+    done = python("scripts/convert_to_hf.py", tmp_path, tmp_path / "back", "--dtype=float32")
+    assert done.returncode == 0, done.stderr
+    one, other = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (hub, tmp_path / "back"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    done = python("scripts/explain_conversion.py", *FLAGS, into(tmp_path), f"--checkpoint.initial_load_path={hub}",
+                  "--model.converters=int8")  # fmt: skip
+    assert done.returncode == 0 and "21 of 21 linear layers converted" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model.flavor=auto",), "takes the sizes of the model in checkpoint.initial_load_path, which is not set"),
+        (("--model.flavor=auto", "--checkpoint.initial_load_path=/nowhere"), "/nowhere does not exist"),
+        (("--model.flavor=auto", "--model.name=qwen3", "{hub}"), "config.json: model_type is 'llama', not 'qwen3'"),
+        (("--model.flavor=auto", "--checkpoint.initial_load_path=docs"), "holds neither a checkpoint nor config.json"),
+        (("--model.flavor=smol",), "and auto, which takes the sizes of the model in checkpoint.initial_load_path"),
+        (("--model.flavor=debugmodel", "{hub}"), "or model.flavor = auto"),
+    ],
+)
+def test_sizes_that_are_nowhere(flags: tuple[str, ...], words: str, hub: Path, tmp_path: Path) -> None:
+    path = f"--checkpoint.initial_load_path={hub}"
+    with pytest.raises(UserError, match=re.escape(words)):
+        train_here(*SMALL, into(tmp_path), *(flag.format(hub=path) for flag in flags), "--training.steps=1")

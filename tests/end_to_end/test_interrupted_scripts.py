@@ -1,0 +1,49 @@
+"""Ctrl-C ends every script without a traceback, whatever it is doing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Of each: what it imports when Ctrl-C comes.
+COMMANDS = {
+    "scripts/average_checkpoints.py": ("torch", "a", "--out=b"),
+    "scripts/branch.py": ("torch", "a", "--decay-steps=1"),
+    "scripts/convert_from_hf.py": ("torch", "a", "b"),
+    "scripts/convert_to_hf.py": ("torch", "a", "b"),
+    "scripts/coordinate_check.py": ("matplotlib", "--output=/nowhere/a.png"),
+    "scripts/explain_conversion.py": ("torch",),
+    "scripts/generate.py": ("torch", "--checkpoint=a", "--prompt=b"),
+    "scripts/learning_rate_transfer.py": ("matplotlib", "--output=/nowhere/a.png"),
+    "scripts/numerics_report.py": ("torch", "--output=numerics"),
+    "scripts/plot_experts.py": ("matplotlib", "a"),
+    "scripts/plot_run.py": ("matplotlib", "a"),
+    "scripts/search_precision.py": ("torch", "train_configs/debug_model.toml", "--budget=1%"),
+    "scripts/train_tokenizer.py": ("sentencepiece", "--documents=1", "--output=/nowhere/a.model"),
+    "-m torchtitan.report": ("numpy", "a"),
+    "-m torchtitan.evaluate": ("torch", "a", "--tasks=b"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_interrupted_script_says_nothing(command: str, tmp_path: Path) -> None:
+    module, *arguments = COMMANDS[command]
+    text = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / f"{module}.py").write_text(text)
+    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    done = subprocess.run(
+        [sys.executable, *command.split(), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode in (130, -2), done.stderr
+    assert (done.stdout + done.stderr).strip() in (
+        "",
+        "Stopped by SIGINT. Nothing is written; the same command starts again.",
+    )

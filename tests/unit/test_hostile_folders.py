@@ -1,0 +1,317 @@
+"""Published folders and checkpoints with wrong or hostile content: one sentence, in bounded time and memory."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from tiny import nontrivial, nontrivial_llama
+
+from torchtitan.checkpoint.files import Writer
+from torchtitan.checkpoint.folder import publish, temporary_folder
+from torchtitan.checkpoint.manifest import MANIFEST, TRAIN_STATE, FileRecord, sha256_of, write_manifest
+from torchtitan.errors import CheckpointError, UserError
+from torchtitan.generation.open import open_model
+from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
+from torchtitan.interchange.export import export
+from torchtitan.interchange.model import PublishedModel
+from torchtitan.models import MODELS
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
+from torchtitan.models.rope import RopeScaling
+
+LLAMA = LlamaArgs(32, 2, 4, 2, 48, 4096, rope_scaling=RopeScaling(original_seq_len=32))
+SPARSE = Qwen3MoEArgs(32, 2, 4, 2, 48, 4096, head_dim=16, moe=MoEArgs(4, 2, 16))
+FEW = [None, "big", [], -1, 0, 2.5, 10**9]
+MANY = [*FEW, True, "", [1], {}, {"a": 1}, 1, 3, 2**63, 10**30, 1e308, float("nan"), float("inf"), "\x1b[31m"]
+SWEEPS = pytest.mark.parametrize("values", [FEW, pytest.param(MANY, marks=pytest.mark.full)], ids=["few", "many"])
+MISSING = object()
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    with one_process():
+        yield
+
+
+def publish_model(folder: Path, args: Any) -> Path:
+    family = "llama3" if isinstance(args, LlamaArgs) else "qwen3_moe"
+    spec = MODELS.get(family)
+    assert spec.hf is not None
+    weights = dict(nontrivial(spec.build(args)).named_parameters())
+    model = PublishedModel(spec.hf, args, spec.build, None, 64)
+    export(folder, {name: weight.shape for name, weight in weights.items()}, weights.__getitem__, model, torch.float32)
+    (folder / "SHA256SUMS").unlink()
+    return folder
+
+
+def meta_folder(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save(dict(nontrivial_llama(LlamaArgs(32, 2, 4, 2, 256, 4096)).state_dict()), folder / "consolidated.00.pth")
+    params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1, "multiple_of": 256}
+    params |= {"ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0, "use_scaled_rope": False}
+    (folder / "params.json").write_text(json.dumps(params))
+    return folder
+
+
+def checkpoint(folder: Path) -> Path:
+    """A weights-only checkpoint of this project."""
+    args = LlamaArgs(32, 2, 4, 2, 48, 4096)
+    state = {"weights_only": True, "identity": asdict(args), "step": 3}
+    about = {
+        "configuration": {"model": {"name": "llama3", "tokenizer_path": None}, "training": {"seq_len": 64}},
+    }
+    folder.mkdir()
+    writer = Writer(temporary_folder(folder, 3), lambda files: publish(folder, 3, state, about, files))
+    dcp.save(dict(nontrivial_llama(args).state_dict()), storage_writer=writer)
+    return folder / "step-3"
+
+
+def use(folder: Path) -> None:
+    """What the commands do with a published folder."""
+    open_model(folder, CPU, torch.float32, str(Path(__file__).parents[2] / "torchtitan/data/assets"))
+
+
+def leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything in a JSON object, also of objects and the first item of lists."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield (*path, key)
+            yield from leaves(value, (*path, key))
+    elif isinstance(content, list) and content:
+        yield (*path, 0)
+        yield from leaves(content[0], (*path, 0))
+
+
+def with_value(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    content = json.loads(json.dumps(content))
+    part = content
+    for key in path[:-1]:
+        part = part[key]
+    if value is MISSING:
+        del part[path[-1]]
+    else:
+        part[path[-1]] = value
+    return content
+
+
+def attempt(act: Callable[[], object], what: str) -> None:
+    """Whatever happens, it is a success or one sentence."""
+    try:
+        act()
+    except UserError as error:
+        message = str(error)
+        assert message and "\n" not in message and "\x1b" not in message and len(message) < 1500, what
+    except BaseException as error:
+        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+@SWEEPS
+@pytest.mark.parametrize("kind", ["llama", "experts", "index", "params"])
+def test_every_entry_with_every_wrong_value(
+    kind: str, values: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.generation.open._tokenizer", lambda path, **_: FewIds())
+    monkeypatch.setattr("torchtitan.generation.open.check_published_tokenizer", lambda *_: None)
+    folder = tmp_path / "model"
+    if kind == "params":
+        meta_folder(folder)
+    else:
+        publish_model(folder, SPARSE if kind == "experts" else LLAMA)
+    file = folder / {"index": "model.safetensors.index.json", "params": "params.json"}.get(kind, "config.json")
+    if kind == "index":
+        names = load_file(folder / "model.safetensors").keys()
+        file.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}))
+    use(folder)
+    good = json.loads(file.read_text())
+    entries = list(leaves(good))[: 8 if kind == "index" else None]
+    for entry in entries:
+        for value in [*values, MISSING]:
+            file.write_text(json.dumps(with_value(good, entry, value)))
+            attempt(lambda: use(folder), f"{'.'.join(map(str, entry))} = {value!r:.30}")
+
+
+class FewIds:
+    vocab_size = 10
+
+
+@SWEEPS
+@pytest.mark.parametrize("file", [MANIFEST, TRAIN_STATE])
+def test_every_entry_of_a_checkpoint_with_every_wrong_value(file: str, values: list[Any], tmp_path: Path) -> None:
+    """Under right hashes, as an attacker would write them."""
+    folder = checkpoint(tmp_path / "run")
+    path = folder / file
+    manifest = json.loads((folder / MANIFEST).read_text())
+    good = json.loads(path.read_text())
+    for entry in leaves(good):
+        for value in [*values, MISSING]:
+            changed = with_value(good, entry, value)
+            if file == TRAIN_STATE:
+                path.write_text(json.dumps(changed))
+                record = FileRecord(path.stat().st_size, sha256_of(path))
+                changed = with_value(manifest, ("files", file), asdict(record))
+            sign(folder, changed)
+            attempt(lambda: saved_model(folder.parent), f"{'.'.join(map(str, entry))} = {value!r:.30}")
+
+
+def sign(folder: Path, manifest: dict[str, Any]) -> None:
+    from torchtitan.checkpoint.manifest import _digest
+
+    manifest.pop("sha256", None)
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
+
+
+Harm = Callable[[Path], object]
+
+
+def replaced(name: str, make: Callable[[Path], object]) -> Harm:
+    def harm(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return harm
+
+
+def to_pipe(name: str) -> Harm:
+    return replaced(name, os.mkfifo)
+
+
+def to_device(name: str) -> Harm:
+    return replaced(name, lambda path: path.symlink_to("/dev/zero"))
+
+
+def pth(change: Callable[[dict[str, Any]], object]) -> Harm:
+    def harm(folder: Path) -> None:
+        weights = torch.load(folder / "consolidated.00.pth")
+        torch.save(change(weights) or weights, folder / "consolidated.00.pth")
+
+    return harm
+
+
+def config(**values: Any) -> Harm:
+    def harm(folder: Path) -> None:
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**content, **values}))
+
+    return harm
+
+
+def int32_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "model.norm.weight": torch.ones(32, dtype=torch.int32)}, folder / "model.safetensors")
+
+
+def unknown_dtype(folder: Path) -> None:
+    """One that safetensors has, but torch has not. All numbers before and after keep their places."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    weight = header["model.norm.weight"]
+    start, end = weight["data_offsets"]
+    header["rest"] = {"dtype": "U8", "shape": [104], "data_offsets": [start + 24, end]}
+    weight.update(dtype="F6_E2M3", data_offsets=[start, start + 24])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+
+
+def large(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # takes no room
+
+
+EMBEDDING = "tok_embeddings.weight"
+HARMS: dict[str, tuple[str, Harm, str]] = {
+    "a thousand million layers": ("hf", config(num_hidden_layers=10**9), "1,000,000,000 layers, but its files hold"),
+    "a huge config.json": ("hf", replaced("config.json", large), "config.json cannot be read"),
+    "int32": ("hf", int32_weight, r"norm.weight is torch.int32; only float32, bfloat16 and float16 can be loaded"),
+    "a dtype that torch lacks": ("hf", unknown_dtype, "norm.weight cannot be read (Dtype not understood: F6_E2M3)"),
+    **{f"{name} is a pipe": ("hf", to_pipe(name), "not a file") for name in
+       ("config.json", "model.safetensors", "model.safetensors.index.json", "SHA256SUMS")},
+    **{f"{name} is a device": ("hf", to_device(name), "not a file") for name in
+       ("config.json", "model.safetensors", "model.safetensors.index.json", "SHA256SUMS")},
+    "weights are a pipe": ("meta", to_pipe("consolidated.00.pth"), "not a file"),
+    "weights are a device": ("meta", to_device("consolidated.00.pth"), "not a file"),
+    "params.json is a pipe": ("meta", to_pipe("params.json"), "not a file"),
+    "one number of any size": (
+        "meta", pth(lambda w: w.update({EMBEDDING: torch.ones(1).expand(10**9, 32)})), "not stored one after the"),
+    "no tensor": ("meta", pth(lambda w: w.update({EMBEDDING: "words"})), f"{EMBEDDING} is 'words'"),
+    "no weights": ("meta", pth(lambda w: [1, 2]), "should be a valid dictionary"),
+    "numbers as names": ("meta", pth(lambda w: w.update({5: torch.ones(1)})), "should be a valid string"),
+    "on no device": ("meta", pth(lambda w: w.update({EMBEDDING: torch.ones(4096, 32, device="meta")})), "stored"),
+    "sparse": ("meta", pth(lambda w: w.update({EMBEDDING: torch.ones(4096, 32).to_sparse()})), ".pth"),
+    "a vector for a matrix": ("meta", pth(lambda w: w.update({EMBEDDING: torch.ones(4096)})), f"no matrix {EMBEDDING}"),
+    "a name that colors": ("meta", pth(lambda w: w.update({"\x1b[31mred": torch.ones(1)})), r"\x1b[31mred"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_folder_is_refused_in_a_sentence(harm: str, tmp_path: Path) -> None:
+    kind, act, words = HARMS[harm]
+    folder = publish_model(tmp_path / "m", LLAMA) if kind == "hf" else meta_folder(tmp_path / "m")
+    act(folder)
+    for command in (lambda: use(folder), lambda: import_weights(folder, tmp_path / "out", None, None)):
+        with pytest.raises(CheckpointError) as caught:
+            command()
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
+
+
+def test_lists_of_hashes_as_sha256sum_writes_them(tmp_path: Path) -> None:
+    folder = publish_model(tmp_path / "m", LLAMA)
+    digest = sha256_of(folder / "config.json")
+    for line in (f"{digest}  config.json", f"{digest} *config.json", f"{digest.upper()}  ./config.json\r", "\n"):
+        (folder / "SHA256SUMS").write_text(f"{line}\n")
+        find_model(folder)
+    for line, words in (
+        (f"{'0' * 64} *config.json", "config.json has changed"),
+        (f"{digest}  ../../etc/hostname", "no SHA-256 of a file in the folder"),
+        (f"{digest}  /etc/hostname", "no SHA-256 of a file in the folder"),
+        ("hello", "no SHA-256 of a file in the folder"),
+        (f"{digest}  none.json", "none.json cannot be read"),
+    ):
+        (folder / "SHA256SUMS").write_text(f"{line}\n")
+        with pytest.raises(CheckpointError, match=words):
+            find_model(folder)
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_read(tmp_path: Path) -> None:
+    saved = saved_model(checkpoint(tmp_path / "run"))
+    shutil.rmtree(saved.checkpoint)
+    with pytest.raises(CheckpointError, match=r"norm.weight cannot be read .*removed this checkpoint in the meantime"):
+        saved.weight("norm.weight")
+
+
+def test_a_checkpoint_that_claims_more_than_it_has(tmp_path: Path) -> None:
+    import pickle
+
+    folder = checkpoint(tmp_path / "run")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    tensor = metadata.state_dict_metadata[EMBEDDING]
+    tensor.size = tensor.chunks[0].sizes = torch.Size([2**40, 32])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    files = {name: FileRecord((folder / name).stat().st_size, sha256_of(folder / name)) for name in manifest["files"]}
+    write_manifest(folder, {"step": 3, "configuration": manifest["configuration"]}, files)
+    with pytest.raises(CheckpointError, match=r"its tensors have 140,\d+,\d+,\d+,\d+ bytes, but its files"):
+        saved_model(folder)
+
+
+def test_integers_are_no_weights_of_a_checkpoint_either(tmp_path: Path) -> None:
+    args = LlamaArgs(32, 2, 4, 2, 48, 4096)
+    state = {"weights_only": True, "identity": asdict(args), "step": 3}
+    about = {"configuration": {"model": {"name": "llama3", "tokenizer_path": None}, "training": {"seq_len": 64}}}
+    weights = dict(nontrivial_llama(args).state_dict()) | {"norm.weight": torch.ones(32, dtype=torch.int32)}
+    writer = Writer(temporary_folder(tmp_path, 3), lambda files: publish(tmp_path, 3, state, about, files))
+    dcp.save(weights, storage_writer=writer)
+    with pytest.raises(CheckpointError, match=r"norm\.weight is torch\.int32 in the checkpoint"):
+        saved_model(tmp_path)
