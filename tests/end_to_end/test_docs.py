@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIRST_RUN, *_ = re.findall(r"^\./run_train\.sh.*$", README, re.MULTILINE)
-TO_TRANSFORMERS = re.findall(r"^(?:\./|python ).*$", README.partition("## From training to transformers")[2], re.MULTILINE)[:5]
+TO_TRANSFORMERS = re.findall(
+    r"^(?:\./|python ).*$", README.partition("## From training to transformers")[2], re.MULTILINE
+)[:5]
 
 # In a block for a shell, or in one with a prompt and the output, or indented.
 COMMAND = re.compile(
@@ -45,7 +47,6 @@ SMALLER = {
     "simulate_world_size=256": "simulate_world_size=8 --job.simulate_device=cpu",
 }
 BEFORE = {  # what README has made before, as the page says
-    "evaluation.md": [TO_TRANSFORMERS[0]],
     "interchange.md": [TO_TRANSFORMERS[0], TO_TRANSFORMERS[3]],
     "report.md": [FIRST_RUN],
 }
@@ -84,8 +85,16 @@ def test_the_first_command_of_a_page(page: str, repository: Path) -> None:
     run(BEFORE.get(page, ()), repository)
     command = FIRST[page]
     expected = (command["output"] or "").splitlines()
-    [output] = run([command["bash"] or command["console"] or command["indented"]], repository, status=2 if expected else 0)
+    [output] = run(
+        [command["bash"] or command["console"] or command["indented"]], repository, status=2 if expected else 0
+    )
     assert set(expected) <= set(output.splitlines())
+
+
+def test_scripts_find_the_package_beside_them() -> None:
+    for script in (ROOT / "scripts").glob("*.py"):
+        before, imports, _ = script.read_text(encoding="utf-8").partition("\nfrom torchtitan")
+        assert "sys.path" in before or not imports, f"{script.name} needs PYTHONPATH"
 
 
 def test_pages_begin_with_commands() -> None:
