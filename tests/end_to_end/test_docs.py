@@ -29,7 +29,7 @@ CONSOLES = {
 }
 
 # What each of these stands for is less work. A flag of the command itself comes later, and wins.
-TINY = "--training.seq_len=64 --training.local_batch_size=4"
+TINY = "--training.seq_len=64"
 SMALLER = {
     "./run_train.sh": f"./run_train.sh --training.steps=2 {TINY} --evaluation.limit=2 --validation.steps=1",
     "scripts/search_precision.py train_configs/debug_model.toml": "scripts/search_precision.py "
