@@ -8,6 +8,10 @@ Start a run from the result with --checkpoint.initial_load_path, export it with 
 """
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config.extension import add_custom_import
 from torchtitan.errors import run_command

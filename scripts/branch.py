@@ -11,7 +11,10 @@ resumes with the command that is printed.
 import argparse
 import os
 import shlex
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config.extension import add_custom_import
 from torchtitan.errors import run_command

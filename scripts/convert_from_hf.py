@@ -7,6 +7,10 @@ accepts FOLDER directly.) Weights are read and written one at a time.
 """
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config.extension import add_custom_import
 from torchtitan.errors import run_command

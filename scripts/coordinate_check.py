@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ if __name__ == "__main__":  # a KeyboardInterrupt inside an import would print a
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import matplotlib
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.files import local_path
 

@@ -4,6 +4,10 @@ python scripts/explain_conversion.py [--json out.json] --job.config_file=FILE.to
 """
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import ConfigManager
 from torchtitan.errors import ConfigError, run_command

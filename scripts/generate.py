@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from torchtitan.config.extension import add_custom_import
 from torchtitan.errors import CheckpointError, ConfigError, run_command
 from torchtitan.files import expand, local_path, regular_file

@@ -20,6 +20,8 @@ if __name__ == "__main__":  # a KeyboardInterrupt inside an import would print a
 
 import matplotlib
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from torchtitan.files import local_path
 
 matplotlib.use("Agg")  # no display needed

@@ -11,8 +11,11 @@ flushed to zero (the larger of the two operands' fractions), and more (torchtita
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.errors import ConfigError, run_command

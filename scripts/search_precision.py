@@ -24,9 +24,12 @@ import shlex
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.errors import INTERRUPTED, ConfigError, run_command

@@ -1,0 +1,112 @@
+"""Commands of README.md, and the first of every page of docs/, as they are written there, but with less to do."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST_RUN, *_ = re.findall(r"^\./run_train\.sh.*$", README, re.MULTILINE)
+SECTION = README.partition("## From training to transformers")[2]
+TO_TRANSFORMERS = re.findall(r"^(?:\./|python ).*$", SECTION, re.MULTILINE)[:5]
+
+# The first line of a block for a shell, or an indented one; lines that belong together are one command.
+COMMAND = re.compile(
+    r"^```bash\n(?P<block>(?:export .*\n)*(?:.*\\\n)*.*)$"
+    r"|^    (?P<indented>(?:[A-Z_]+=\S+ )*(?:python|torchrun|\./|scripts/)(?:.*\\\n)*.*)$",
+    re.MULTILINE,
+)
+CONSOLE = re.compile(r"^```console\n\$ (?P<command>.*)\n(?P<output>(?:.*\n)*?)```$", re.MULTILINE)
+PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}
+FIRST = {name: found["block"] or found["indented"] for name, text in PAGES.items() if (found := COMMAND.search(text))}
+CONSOLES = {
+    f"{name}: {found['command'][:50]}": found for name, text in PAGES.items() for found in CONSOLE.finditer(text)
+}
+
+# What each of these stands for is less work. A flag of the command itself comes later, and wins.
+TINY = "--training.seq_len=64"
+SMALLER = {
+    "./run_train.sh": f"./run_train.sh --training.steps=2 {TINY} --evaluation.limit=2 --validation.steps=1",
+    "scripts/search_precision.py train_configs/debug_model.toml": "scripts/search_precision.py "
+    f"train_configs/debug_model.toml {TINY} --steps 2 --seeds 2",
+    "training.steps=100 ": "training.steps=2 --widths 32,64 ",
+    "training.steps=300": "training.steps=2",
+    "warmup_steps=20": "warmup_steps=1",
+    "limit 200": "limit 10",
+    "NGPU=8": "NGPU=4",
+    # one machine, and no GPU
+    "PET_NNODES=2": "PET_NNODES=1",
+    "node0:29500": "127.0.0.1:0",
+    "llama3_8b.toml": "debug_model.toml",
+    # minutes
+    "llama3_70b.toml": "llama3.2_1b.toml",
+    "simulate_world_size=256": "simulate_world_size=8 --job.simulate_device=cpu",
+}
+BEFORE = {  # what README has made before, as the page says
+    "interchange.md": [TO_TRANSFORMERS[0], TO_TRANSFORMERS[3]],
+    "report.md": [FIRST_RUN],
+}
+NOT_RUN = {"versions.md": "takes hours"}
+FAST = {"ladder.md", "report.md"}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The repository as it is after checkout. What commands write there is beside its links."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")  # a command writes to docs/figures
+    for name in ("pyproject.toml", "run_train.sh", "scripts", "torchtitan", "train.py", "train_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    for written, smaller in SMALLER.items():
+        command = command.replace(written, smaller)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PATH": path, "PYTHON": sys.executable}
+    return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def output_of(command: str, folder: Path) -> str:
+    done = run(command, folder)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, marks=[] if p in FAST else pytest.mark.full) for p in FIRST])
+def test_the_first_command_of_a_page(page: str, repository: Path) -> None:
+    if page in NOT_RUN:
+        pytest.skip(NOT_RUN[page])
+    for command in (*BEFORE.get(page, ()), FIRST[page]):
+        output_of(command, repository)
+
+
+@pytest.mark.parametrize("console", [name for name in CONSOLES if "torchfrtrace" not in name])
+def test_what_a_page_shows_is_what_a_command_prints(console: str, repository: Path) -> None:
+    expected = CONSOLES[console]["output"]
+    done = run(CONSOLES[console]["command"], repository)
+    assert expected == (done.stderr if expected.startswith("Error:") else done.stdout)
+    assert done.returncode == (2 if expected.startswith("Error:") else 0)
+
+
+def test_scripts_find_the_package_beside_them() -> None:
+    for script in (ROOT / "scripts").glob("*.py"):
+        before, imports, _ = script.read_text(encoding="utf-8").partition("\nfrom torchtitan")
+        assert "sys.path" in before or not imports, f"{script.name} needs PYTHONPATH"
+
+
+def test_pages_begin_with_commands() -> None:
+    assert FIRST.keys() > BEFORE.keys() | NOT_RUN.keys() | FAST and len(FIRST) > 15 and len(CONSOLES) > 3
+
+
+@pytest.mark.full
+def test_from_training_to_transformers(repository: Path) -> None:
+    _, ours, scores, _, theirs = [output_of(command, repository) for command in TO_TRANSFORMERS]
+    assert "def main(" in ours and ours.strip() == theirs.strip()
+    assert "stdlib_brackets" in scores and "stdlib_identifiers" in scores
