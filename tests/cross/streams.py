@@ -588,9 +588,9 @@ def checkpoints_of(engine: Any, mode: str) -> Iterator[Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(state_dict_saver, "_DistWrapper", Alone),
-        patch.object(manager, "all_gather_object", lambda value: [value]),
+        patch.object(manager, "all_gather_object", lambda value, *_: [value]),
         patch.object(dist, "new_group", lambda **_: dist.group.WORLD),
-        patch.object(dist, "barrier", lambda: None),
+        patch.object(dist, "barrier", lambda *_: None),
     ):
         yield manager.CheckpointManager(config, Path(folder), engine.model, engine.optimizer, {})
 

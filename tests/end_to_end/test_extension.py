@@ -58,12 +58,3 @@ def test_code_in_the_doc_is_the_example_or_a_real_family(command: tuple[list[str
         for part in block.strip().split("\n\n\n"):
             assert any(part in source for source in (example, *family)), part
     assert sum(source.count("\n") for source in family[:-1]) == pytest.approx(100, abs=15)  # "about 100 lines"
-
-
-def test_a_mistake_in_the_own_section_is_the_one_sentence_of_the_doc(
-    command: tuple[list[str], str], tmp_path: Path
-) -> None:
-    shown = re.search(r"```console\n\$ python train.py .*?(--rounding\S+)\n(Error: .*)\n```", DOC)
-    assert shown
-    done = run([command[0][0], shown[1]], tmp_path, command[1])
-    assert (done.returncode, done.stderr.strip()) == (2, shown[2])

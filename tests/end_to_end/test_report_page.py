@@ -74,7 +74,9 @@ def test_the_report_at_the_end_of_a_run_is_drawn(real_run: Path, page: Page) -> 
     page.open(real_run / "report.html")
     assert_drawn_in_silence(page, charts=8)
     assert page.evaluate("runs[0].checkpoints") == [2, 4, 6]
-    assert page.evaluate("document.querySelector('.tiles').innerText.replace(/\\s+/g, ' ')").endswith("Restarts 1")
+    assert page.evaluate("document.querySelector('.tiles').innerText.replace(/\\s+/g, ' ')").endswith(
+        "Restarts 1 from step 4: training.steps = 6 (was 4); from step 4: metrics.report = true (was false)"
+    )
 
 
 @needs_chromium

@@ -11,7 +11,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.config.training import Model
 from torchtitan.engine.config_checks import check
 from torchtitan.engine.model_args import find_model_args, sizes_of
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, run_command
 from torchtitan.ladder.__main__ import main
 from torchtitan.ladder.fit import Row, fit
 from torchtitan.ladder.runs import make_rung
@@ -132,7 +132,7 @@ def test_ladders_that_cannot_be(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["ladder", str(FILE), *flags.split(), "--folder", str(tmp_path / "new")])
     with pytest.raises(SystemExit) as exit:
-        main()
+        run_command(main)
     output = capsys.readouterr()
     assert exit.value.code == 2
     assert message in output.err and len(output.err.splitlines()) == 1
