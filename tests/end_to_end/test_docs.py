@@ -52,7 +52,7 @@ BEFORE = {  # what README has made before, as the page says
     "report.md": [FIRST_RUN],
 }
 NOT_RUN = {"versions.md": "takes hours"}
-FAST = {"ladder.md", "report.md"}
+FAST = {"report.md"}
 
 
 @pytest.fixture
@@ -95,6 +95,7 @@ def test_what_a_page_shows_is_what_a_command_prints(console: str, repository: Pa
     assert done.returncode == (2 if expected.startswith("Error:") else 0)
 
 
+@pytest.mark.full
 def test_scripts_find_the_package_beside_them() -> None:
     for script in (ROOT / "scripts").glob("*.py"):
         before, imports, _ = script.read_text(encoding="utf-8").partition("\nfrom torchtitan")

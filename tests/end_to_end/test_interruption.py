@@ -36,7 +36,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.mark.parametrize(
     ("processes", "command"),
-    [(1, None), (2, None), pytest.param(2, TORCHRUN, marks=pytest.mark.full)],
+    [(1, None), *(pytest.param(2, command, marks=pytest.mark.full) for command in (None, TORCHRUN))],
     ids=["one process", "two", "torchrun"],
 )
 def test_ctrl_c_saves_and_stops(processes: int, command: tuple[str, ...] | None, tmp_path: Path) -> None:
