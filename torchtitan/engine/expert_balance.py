@@ -118,7 +118,7 @@ def _number(layer: tuple[str, object]) -> int:
 def balance_experts(
     model: nn.Module, mesh: DeviceMesh, config: MoEConfig, skip: torch.Tensor | None = None
 ) -> Mapping[str, torch.Tensor]:
-    """Call after each optimizer step: updates the biases, and centers them, since only their differences matter.
+    """Call after each optimizer step: updates the biases, by numbers whose mean is 0, since only differences matter.
     Collective.
 
     Args:
@@ -139,7 +139,7 @@ def balance_experts(
         mixture.statistics.zero_()
         if config.balance == "bias":
             load = statistics[:-1]
-            new = mixture.expert_bias + config.bias_update_speed * (load.mean() - load).sign()
-            new = (new - new.mean()).to(mixture.expert_bias.dtype)
+            signs = (load.mean() - load).sign()
+            new = (mixture.expert_bias + config.bias_update_speed * (signs - signs.mean())).to(torch.float32)
             mixture.expert_bias.copy_(new if skip is None else torch.where(skip > 0, mixture.expert_bias, new))
     return dict(zip(found, seen, strict=True))
