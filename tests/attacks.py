@@ -374,7 +374,7 @@ def freeze(trial: Trial) -> None:
     phases = ("step", "save") if for_good else EVERYWHERE
     seconds = trial.random.uniform(0.2, 4)
     trial.facts["for good"] = for_good
-    timeout = ["--comm.train_timeout_seconds=5"] if for_good else []
+    timeout = [f"--comm.{when}_timeout_seconds=5" for when in ("train", "save")] if for_good else []
     with started(trial, *timeout, PET_SHUTDOWN_TIMEOUT="2") as start:
         wait_for_moment(start, phases)
         start.wait_until(start.ranks)
