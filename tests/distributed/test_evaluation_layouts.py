@@ -120,8 +120,8 @@ def test_every_layout_validates_on_the_whole_set(layout: str, tmp_path: Path) ->
     corpus = tmp_path / "held_out.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n + 3)}) + "\n" for n in range(23)))
     run = (*TINY, "--training.local_batch_size=4", "--training.global_batch_size=16", "--training.steps=1",
-           "--optimizer.lr=1e-12", "--validation.enabled", f"--validation.dataset_path={corpus}", "--validation.steps=-1",
-           "--validation.local_batch_size=4", "--model.flavor=deep")  # fmt: skip
+           "--optimizer.lr=1e-12", "--validation.enabled", f"--validation.dataset_path={corpus}",
+           "--validation.steps=-1", "--validation.local_batch_size=4", "--model.flavor=deep")  # fmt: skip
     found = {}
     for name, (processes, parallel) in {"one": (1, ()), layout: LAYOUTS[layout]}.items():
         train(*run, *parallel, into(tmp_path / name), processes=processes)
