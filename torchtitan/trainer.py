@@ -22,7 +22,6 @@ from torchtitan.engine.engine import Engine
 from torchtitan.engine.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.engine.garbage_collection import garbage_collection
 from torchtitan.engine.openmp_threads import limit_spinning
-from torchtitan.engine.precision_phases import PrecisionPhases
 from torchtitan.engine.run_folder import RunFolder
 from torchtitan.engine.startup_log import log_settings
 from torchtitan.engine.train_step import evaluate, sum_over_ranks, train_step
@@ -50,6 +49,8 @@ class Trainer:
         step: number of the last optimizer step, performed or skipped.
         data_error: why this rank can no longer read its data.
         changed: keys that had another value when the checkpoint was saved, and [old, new], as text.
+        has_begun: whether files of the run are written.
+        compiles: whether the next step may compile, for which collectives have a longer timeout.
     """
 
     config: JobConfig
@@ -69,6 +70,8 @@ class Trainer:
     tokens_seen: int = 0
     data_error: str | None = None
     changed: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    has_begun: bool = False
+    compiles: bool = True
 
     def __enter__(self) -> "Trainer":
         return self
@@ -84,60 +87,42 @@ class Trainer:
 
     def train(self) -> None:
         """Trains up to `training.steps`, or until a signal or the end of the data stops the run."""
-        config, steps, phases = self.config, self.config.training.steps, self.engine.phases
+        config, steps = self.config, self.config.training.steps
         if config.checkpoint.create_seed_checkpoint:
-            self._save_seed_checkpoint()
-            return
-        left = []  # of the reports after the last step, if the start that trained it was stopped
-        if self.step == steps:
-            recorded = self.folder.recorded(steps)
-            left = [key for key in self._due() if key not in recorded]
-        if self.step >= steps and not left:
+            return self._save_seed_checkpoint()
+        complete = not (left := self._left_over())
+        if self.step >= steps and complete:
             logger.info(f"this run has already finished its {steps} steps; raise training.steps to continue")
-            self.checkpoints.export(self.step)
-            return
+            return self.checkpoints.export(self.step)
         self._log_settings()
-        first_step = self.step + 1
-        checked_steps = steps_to_check(self.engine, first_step)
+        checked_steps = steps_to_check(self.engine, self.step + 1)
         with (
             self._profiler(checked_steps) as profiler,
             self._reporter() as reporter,
             garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
             limit_spinning(self._record_busy) if self.engine.device.type == "cpu" else contextlib.nullcontext(),
         ):
-            complete = True
             if left:
                 self._begin()
                 complete = self._report(left, reporter)
             while self.step < steps and not self._should_stop(reporter):
-                if self.step + 1 == first_step:
-                    self._begin()
+                self._begin()
                 self.stop.progress.begins()
                 with record_function("data"):
                     microbatches = self.loader.next()
                 self.step += 1
                 collect_garbage(self.step)
-                recompiles = False
-                if phases is not None and self._enter_phase(phases, self.step):
-                    logger.info(f"step {self.step}: precision changes to {phases.schedule[phases.current][1]}")
-                    recompiles = config.training.compile
-                if recompiles:
-                    set_timeout(config.comm.init_timeout_seconds)
-                checked = self.step in checked_steps
-                with checked_step(self.engine, len(microbatches)) if checked else contextlib.nullcontext():
+                self._enter_phase(self.step)
+                with checked_step(self.engine, len(microbatches), self.step in checked_steps):
                     self.train_step(microbatches, reporter)
                 self.stop.progress.ends()
                 profiler.step()
                 reporter.measure_peak()
                 complete = self._report(self._due(), reporter)
                 self._save_if_due(reporter)
-                if self.step == first_step and self.engine.fused_gemms is not None:
-                    self.engine.fused_gemms.check()
-                if self.step == first_step or recompiles:
-                    set_timeout(config.comm.train_timeout_seconds)
+                self._has_compiled()
         if self.step < steps or not complete:
-            self._end_early()
-            return
+            return self._end_early()
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
             raise CheckpointError(
@@ -148,8 +133,18 @@ class Trainer:
         self.folder.restore_config()
         logger.info(f"training finished after step {self.step}; its output is in {self.folder.path}")
 
+    def _left_over(self) -> list[str]:
+        """The reports after the last step that are missing because the start that trained it was stopped."""
+        if self.step != self.config.training.steps:
+            return []
+        recorded = self.folder.recorded(self.step)
+        return [key for key in self._due() if key not in recorded]
+
     def _begin(self) -> None:
-        """From here on, files of the run are written."""
+        """From the first call on, files of the run are written."""
+        if self.has_begun:
+            return
+        self.has_begun = True
         config = self.config
         # Of the ranks that train on the same rows, the first records the sample ids.
         recording = config.training.record_sample_ids and self.engine.meshes.is_first_of_dp_rank
@@ -164,6 +159,14 @@ class Trainer:
             torch=torch.__version__,
             **({"changed": self.changed} if self.changed else {}),
         )
+
+    def _has_compiled(self) -> None:
+        """After a step that may have compiled: the next ones get the shorter timeout."""
+        if self.compiles:
+            self.compiles = False
+            if self.engine.fused_gemms is not None:
+                self.engine.fused_gemms.check()
+            set_timeout(self.config.comm.train_timeout_seconds)
 
     def train_step(self, microbatches: Sequence[Batch], reporter: MetricsReporter) -> None:
         """Runs one training step and reports it."""
@@ -200,12 +203,17 @@ class Trainer:
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.config.training.seq_len
 
-    def _enter_phase(self, phases: PrecisionPhases, step: int) -> bool:
-        """Enters the precision phase of `step`; returns whether the phase changed."""
-        changed = phases.enter(step, self.engine.model, self.config.training.compile)
-        if changed:
-            self.engine = dataclasses.replace(self.engine, converters=phases.converters)
-        return changed
+    def _enter_phase(self, step: int) -> None:
+        """Enters the precision phase of `step`."""
+        phases, compiled = self.engine.phases, self.config.training.compile
+        if phases is None or not phases.enter(step, self.engine.model, compiled):
+            return
+        self.engine = dataclasses.replace(self.engine, converters=phases.converters)
+        if self.has_begun:
+            logger.info(f"step {step}: precision changes to {phases.schedule[phases.current][1]}")
+            if compiled:
+                self.compiles = True
+                set_timeout(self.config.comm.init_timeout_seconds)
 
     @property
     def _reports(self) -> dict[str, tuple[object, int, Callable[[MetricsReporter], bool]]]:
@@ -327,8 +335,8 @@ class Trainer:
     def _before_loading(self, state: Mapping[str, Any]) -> None:
         """Enters the checkpoint's precision phase; warns if its schedule was different."""
         phases = self.engine.phases
-        if phases is not None and state["step"] > 0:
-            self._enter_phase(phases, state["step"])
+        if state["step"] > 0:
+            self._enter_phase(state["step"])
         with refuse_wrong_values():
             saved = [(last, str(name)) for last, name in state.get("precision_schedule", [])]
         schedule = phases.schedule if phases is not None else []

@@ -1,0 +1,73 @@
+"""The process of one rank: the signals it listens to, and what it prints and exits with when the run fails."""
+
+import contextlib
+import errno
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+
+from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError
+from torchtitan.launcher.signals import STARTED_AGAIN, Stop, exit_now, exit_with_launcher, ignore_stop_signals
+from torchtitan.logging import outlive_readers
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+PATIENCE = 10  # seconds
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+@contextlib.contextmanager
+def rank_process() -> Iterator[Stop]:
+    """Wraps all that this process does: signals ask the yielded `Stop` to end the run, and an error ends the process
+    with one sentence and an exit status."""
+    outlive_readers()
+    faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, even if none gets to run
+    stop = Stop(RANK)
+    stop.listen()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        exit_with_launcher()
+    try:
+        yield stop
+        ignore_stop_signals()
+    except Exception as error:
+        stop.failed = True
+        exit_now(_report(error, stop))
+
+
+def _report(error: Exception, stop: Stop) -> int:
+    """Prints what went wrong. Returns the exit status: on 1 torchrun restarts the processes while restarts are left; on
+    EXIT_STATUS it gives up."""
+    prefix = f"[rank {RANK}] " if WORLD_SIZE > 1 else ""
+    if isinstance(error, UserError):
+        if RANK > 0:  # usually every rank has the same error: let rank 0 report it and end the others
+            if stop.requested:
+                return EXIT_STATUS
+            time.sleep(PATIENCE)
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        print("\n".join(f"{prefix if RANK else ''}Error: {problem}" for problem in problems), file=sys.stderr)
+        return _status_of(error, stop)
+    # The signal that asked this rank to stop may have ended another rank, or a process of the compiler, already.
+    if stop.requested and (isinstance(error, LostRankError) or not stop.has_trained):
+        stop.give_up()
+    if isinstance(error, LostRankError):
+        print(f"{prefix}Error: {error}", file=sys.stderr)
+        return 1
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        print(f"{prefix}Error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)
+        return _status_of(error, stop)
+    print("".join(f"{prefix}{line}\n" for line in traceback.format_exc().splitlines()), file=sys.stderr, end="")
+    return 1
+
+
+def _status_of(error: Exception, stop: Stop) -> int:
+    """A restart cannot fix a user error. But data or files that were readable earlier in this run may be unavailable
+    only temporarily."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    started_again = STARTED_AGAIN in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    environmental = any(isinstance(cause, DataError | OSError) for cause in (error, error.__cause__, error.__context__))
+    return 1 if restarts and environmental and (stop.has_trained or started_again) else EXIT_STATUS
