@@ -143,7 +143,7 @@ def test_a_phase_switches_the_experts(alone: dict[str, list[float]], tmp_path: P
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--moe.all_to_all_dtype=float8"], "set parallelism.expert_parallel_degree above 1"),
+        (["--moe.all_to_all_dtype=float8"], "no effect without parallelism.expert_parallel_degree above 1"),
         (["--moe.all_to_all_dtype=fp8", *EP], "moe.all_to_all_dtype"),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_plan_of_experts_on_two_machines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--job.simulate_world_size=8"], "job.simulate_world_size applies only to plans; add --job.plan"),
+        (["--job.simulate_world_size=8"], "job.simulate_world_size has no effect without job.plan"),
         (
             [PLAN, "--job.simulate_world_size=6", "--parallelism.tensor_parallel_degree=4"],
             "6 processes are not a multiple",
@@ -84,7 +84,7 @@ def test_a_plan_of_experts_on_two_machines(tmp_path: Path) -> None:
             [PLAN, "--job.simulate_world_size=4", "--job.simulate_expert_load=1.5"],
             "job.simulate_expert_load = 1.5: a rank gets at most parallelism.expert_parallel_degree = 1 times the mean",
         ),
-        (["--job.simulate_expert_load=1.5"], "job.simulate_expert_load applies only to plans"),
+        (["--job.simulate_expert_load=1.5"], "job.simulate_expert_load has no effect without job.plan"),
         (["--memory_estimation.enabled", "--memory_estimation.disable_fake_mode"], "a plan has no real tensors"),
     ],
     ids=["no plan", "degrees", "device", "load", "load without a plan", "real tensors"],

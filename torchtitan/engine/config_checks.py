@@ -14,7 +14,7 @@ from torchtitan.converters import CONVERTERS
 from torchtitan.data.datasets import DATASETS
 from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.engine.precision_phases import parse_phases
-from torchtitan.engine.unused_keys import unused_keys
+from torchtitan.engine.unused_keys import refused_keys, unused_keys
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
@@ -51,11 +51,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     if config.parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule:
         check_schedule(config.parallelism, problems)
     dims = find_dims(config.parallelism, world_size, problems)
-    if config.moe.all_to_all_dtype and config.parallelism.expert_parallel_degree == 1:
-        problems.append(
-            f"moe.all_to_all_dtype = {config.moe.all_to_all_dtype}, but no rows are sent to experts of other ranks: "
-            "set parallelism.expert_parallel_degree above 1, or unset it."
-        )
+    problems += refused_keys(config)
     if dims is not None:
         _check_batch(config, dims, problems)
         _check_parallel(config, dims, device_type, problems)
@@ -216,15 +212,6 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
             "float8.weight_scale = bound needs float32 updates: with optimizer.state_dtype or training.weight_dtype "
             "in bfloat16, rounding could exceed the bound. Use measured, or float32."
         )
-    if optimizer.state_dtype != "float32" and optimizer.name not in ("AdamW", "Muon"):
-        problems.append(
-            "optimizer.state_dtype applies only to AdamW and Muon; unset it, or change optimizer.name = "
-            f"{optimizer.name}."
-        )
-    if optimizer.second_moment != "v" and optimizer.name != "AdamWFp8":
-        problems.append(
-            f"optimizer.second_moment applies only to AdamWFp8; unset it, or change optimizer.name = {optimizer.name}."
-        )
     if training.weight_dtype != "float32" and not is_quantized and optimizer.name not in ("AdamW", "Muon"):
         problems.append(
             f"training.weight_dtype = {training.weight_dtype} needs an optimizer with stochastic rounding, since most "
@@ -295,8 +282,6 @@ def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, prob
         problems.append(f"validation.steps must be -1 (the whole set) or above 0, not {config.validation.steps}.")
     if checkpoint.load_step < -1:
         problems.append(f"checkpoint.load_step must be -1 (the newest) or a step, not {checkpoint.load_step}.")
-    if checkpoint.load_step != -1 and not checkpoint.enable_checkpoint:
-        problems.append("checkpoint.load_step is set, but checkpoint.enable_checkpoint is off; turn it on.")
     for part in checkpoint.exclude_from_loading:
         if part not in PARTS_OF_CHECKPOINT:
             problems.append(
@@ -312,13 +297,8 @@ def _check_checkpoint(config: JobConfig, world_size: int, device_type: str, prob
         )
     elif checkpoint.last_save_in_hf:
         _collect(problems, lambda: _check_export(config))
-    if checkpoint.create_seed_checkpoint:
-        if not checkpoint.enable_checkpoint:
-            problems.append("checkpoint.create_seed_checkpoint needs checkpoint.enable_checkpoint = true.")
-        if world_size > 1:
-            problems.append(
-                "checkpoint.create_seed_checkpoint needs one process (NGPU=1); any layout can load the result."
-            )
+    if checkpoint.create_seed_checkpoint and world_size > 1:
+        problems.append("checkpoint.create_seed_checkpoint needs one process (NGPU=1); any layout can load the result.")
 
 
 def is_plan(config: JobConfig) -> bool:
@@ -344,14 +324,6 @@ def _check_plan(config: JobConfig, problems: list[str]) -> None:
                 "job.plan needs one process, whatever the world size; start one (NGPU=1 or `python train.py`) and set "
                 "--job.simulate_world_size."
             )
-        return
-    for key, on in {
-        "simulate_world_size": config.job.simulate_world_size is not None,
-        "simulate_device": config.job.simulate_device != "auto",
-        "simulate_expert_load": load != 1,
-    }.items():
-        if on:
-            problems.append(f"job.{key} applies only to plans; add --job.plan, or unset it.")
 
 
 def _check_not_built(config: JobConfig, device_type: str, problems: list[str]) -> None:
