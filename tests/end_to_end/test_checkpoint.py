@@ -416,6 +416,12 @@ def test_a_rank_without_memory_for_its_copies_fails_the_save_on_all(tmp_path: Pa
     assert checkpoint_steps(tmp_path) == [4]
 
 
+def test_a_second_run_in_a_folder_has_curves_of_its_own_in_tensorboard(tmp_path: Path) -> None:
+    for _ in range(2):
+        train_here(*TINY, "--training.steps=1", "--metrics.enable_tensorboard", into(tmp_path))
+    assert [len([*(tmp_path / name).iterdir()]) for name in ("tb", "tb.1")] == [1, 1]
+
+
 def test_a_second_run_in_a_folder_leaves_the_first_one_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

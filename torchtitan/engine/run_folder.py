@@ -63,7 +63,7 @@ class RunFolder:
         if rank == 0:
             records = [*(self.path / name for name in RECORDS), *self.path.glob("sample_ids/rank_*[0-9].jsonl")]
             if step == 0 and any(path.exists() and path.stat().st_size for path in records):
-                others = ("config.toml", "conversion.json", "report.html")
+                others = ("config.toml", "conversion.json", "report.html", self.config.metrics.save_tb_folder)
                 set_aside([*records, *(self.path / name for name in others)])
             self.write_config()
             copy_tokenizer(self.config.model.tokenizer_path, self.path / COPY)

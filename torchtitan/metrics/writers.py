@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan.errors import ConfigError, counted
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Value = float | int | None
 """Finite; None if the number is unknown or was not finite."""
@@ -99,7 +102,7 @@ def _append(file: FileIO, line: bytes) -> None:
 
 
 def set_aside(paths: Sequence[Path]) -> None:
-    """Renames the non-empty ones of these files: one number, the first that is free for all, tells them together."""
+    """Renames the non-empty ones of these files and folders, with one number for all: the first that is free."""
     paths = [path for path in paths if path.exists() and path.stat().st_size]
 
     def numbered(path: Path, number: int) -> Path:
@@ -159,7 +162,7 @@ def step_of(line: bytes) -> int:
 
 class TensorBoardWriter:
     """Event files, one tag per key. TensorBoard hides what an earlier run wrote after `start_step`,
-    unless that is None.
+    unless that is None. The first value creates the folder: until then, that of another run may be there.
 
     TensorBoard's writer does not recover from a full disk; it then gets no more values, and the run continues.
     """
@@ -169,30 +172,33 @@ class TensorBoardWriter:
 
         self._begin: Callable[[int | None], SummaryWriter] = lambda step: SummaryWriter(str(folder), purge_step=step)
         self.folder = folder
-        self.summary = self._begin(None if start_step is None else start_step + 1)
+        self.first_step = None if start_step is None else start_step + 1
+        self.summary: SummaryWriter | None = None
         self.broken = False
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        def write() -> None:
+        def write(summary: "SummaryWriter") -> None:
             for name, value in values.items():
                 if value is not None:
-                    self.summary.add_scalar(name, value, step)
+                    summary.add_scalar(name, value, step)
 
         self._attempt(step, write)
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Writes a text that is shown as it is: TensorBoard renders Markdown, in which indented lines are code."""
         indented = textwrap.indent(text, "    ", lambda line: True)
-        self._attempt(step, lambda: self.summary.add_text(name, indented, step))
+        self._attempt(step, lambda summary: summary.add_text(name, indented, step))
 
-    def _attempt(self, step: int, write: Callable[[], object]) -> None:
+    def _attempt(self, step: int, write: "Callable[[SummaryWriter], object]") -> None:
         if self.broken:
             return
         try:
-            if is_removed(self.folder):
+            if self.summary is None:
+                self.summary = self._begin(self.first_step)
+            elif is_removed(self.folder):
                 logger.warning(f"{self.folder} was removed; its content is lost, and it continues from step {step}")
                 self.summary = self._begin(step)
-            write()
+            write(self.summary)
             self.summary.flush()
         except OSError as error:
             self.broken = True
@@ -202,7 +208,8 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         with suppress(OSError):  # already reported
-            self.summary.close()
+            if self.summary is not None:
+                self.summary.close()
 
 
 class WandbWriter:
