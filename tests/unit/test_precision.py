@@ -22,8 +22,8 @@ from torchtitan.converters import (
     gemm_check,
     layer_variants,
 )
+from torchtitan.converters.converter import ProfilerOp
 from torchtitan.converters.int8 import Int8Converter, Int8Linear
-from torchtitan.converters.linear import ProfilerOp
 from torchtitan.engine.config_checks import check
 from torchtitan.engine.precision_phases import parse_phases, phase_of
 from torchtitan.errors import ConfigError
@@ -271,14 +271,9 @@ def test_layers_with_buffers_of_their_own_are_refused() -> None:
         layer_variants([converted("bf16"), by(Buffering(Int8(filter_fqns=[]), CPU))])
 
 
-def test_converters_of_other_things_than_linear_layers_are_refused() -> None:
-    class Other:
-        def convert(self, model: nn.Module) -> None: ...
-
-        def post_optimizer_hook(self, models: Any) -> None: ...
-
-    with pytest.raises(ConfigError, match="Other changes more than linear layers"):
-        layer_variants([converted("bf16"), (blocks(), [Other()])])
+def test_converters_that_add_modules_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2 is not in the model in all phases"):
+        layer_variants([converted("bf16"), (nn.Sequential(*blocks(), nn.ReLU()), [])])
 
 
 def test_products_of_another_phase_are_found() -> None:

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from torchtitan.converters.linear import EMULATED_BLOCKS, LayerGemms, ProfilerOp, Scaled, with_parameters_of
+from torchtitan.converters.converter import EMULATED_BLOCKS, LayerGemms, ProfilerOp
+from torchtitan.converters.linear import Scaled, with_parameters_of
 from torchtitan.converters.numerics import Role
 from torchtitan.kernels.block_formats import ELEMENTS, BlockFormat, known_error, quantize, round_to_blocks, times
 from torchtitan.kernels.packed_blocks import Packed, block_mm, pack, pack_both

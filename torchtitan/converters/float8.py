@@ -13,12 +13,13 @@ from torch.torch_version import TorchVersion
 from torchtitan.config.low_precision import Float8
 from torchtitan.converters.amax import stage_group
 from torchtitan.converters.block_linear import BlockGemms, BlockLinear, scaled
+from torchtitan.converters.converter import LayerGemms, ProfilerOp
 from torchtitan.converters.filter import FilterRules, names_own_layers, too_small_for_rowwise, too_small_for_tensorwise
 from torchtitan.converters.float8_keys import casts, find_problems
 from torchtitan.converters.float8_linear import RECIPES, Float8Linear, Float8Recipe
 from torchtitan.converters.grouped_8bit import Grouped8BitLinear, GroupedGemms, grouped_op
 from torchtitan.converters.grouped_blocks import GroupedBlockLinear
-from torchtitan.converters.linear import LayerGemms, LinearConverter, ProfilerOp, Scaled
+from torchtitan.converters.linear import LinearConverter, Scaled
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.numerics import Role
 from torchtitan.converters.target import Target

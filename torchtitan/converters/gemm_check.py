@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan.compat.dispatch import in_backward_pass
-from torchtitan.converters.linear import EMULATED_BLOCKS, LayerGemms, LinearConverter, ProfilerOp
+from torchtitan.converters.converter import EMULATED_BLOCKS, LayerGemms, ModelConverter, ProfilerOp
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger, silence_profiler
 from torchtitan.parallel.pipeline import Passes
@@ -28,17 +28,17 @@ FORWARD, RECOMPUTED = "forward pass of ", "recomputed forward pass of "
 @contextmanager
 def checked_gemms(
     model: nn.Module,
-    converters: Sequence[object],
+    converters: Sequence[ModelConverter],
     passes: Mapping[str, Passes],
     compiled: bool,
     recomputed: bool = False,
-    others: Sequence[object] = (),
+    others: Sequence[ModelConverter] = (),
 ) -> Iterator[None]:
     """Wraps one training step that compiles nothing and checks that the promised low-precision GEMMs run.
 
     Args:
         model: the part on this rank.
-        converters: of the run, after conversion; only `LinearConverter`s promise anything.
+        converters: of the run, after conversion; those with decisions promise something.
         passes: by path, how often the layers on this rank run in this step.
         compiled: the compiler rounds an operand of several emulated GEMMs once, so they cannot be counted.
         recomputed: activation checkpointing is on. A compiled block recomputes in its backward pass, and the compiler
@@ -49,9 +49,7 @@ def checked_gemms(
         ConfigError: fewer or more GEMMs ran than promised.
     """
     by_op = _promised(converters)
-    possible = [
-        gemms for other in others if isinstance(other, LinearConverter) for gemms in (other.gemms, other.grouped_gemms)
-    ]
+    possible = [gemms for other in others for gemms in (other.gemms, other.grouped_gemms)]
     unwanted = {gemms.op for gemms in possible if gemms is not None} - by_op.keys()
     if not by_op and not unwanted:
         yield
@@ -77,15 +75,14 @@ def checked_gemms(
         _compare(what, op, gemms, passes, units, ran[op], recomputed)
 
 
-def _promised(converters: Iterable[object]) -> dict[ProfilerOp, dict[tuple[str, LayerGemms], str]]:
+def _promised(converters: Iterable[ModelConverter]) -> dict[ProfilerOp, dict[tuple[str, LayerGemms], str]]:
     """The converted layers with each kind of GEMM, by path, and what they were converted to."""
     found: dict[ProfilerOp, dict[tuple[str, LayerGemms], str]] = {}
     for converter in converters:
-        for decision in converter.decisions if isinstance(converter, LinearConverter) else ():
-            if decision.converted:
-                assert isinstance(converter, LinearConverter)
-                gemms = converter.gemms_of(decision)
-                what = f"{converter.name} {converter.recipe}" + (" (experts)" if decision.experts else "")
+        for decision in converter.decisions:
+            gemms = converter.grouped_gemms if decision.experts else converter.gemms
+            if decision.converted and gemms is not None:
+                what = f"{decision.converter} {decision.recipe}" + (" (experts)" if decision.experts else "")
                 found.setdefault(gemms.op, {})[decision.fqn, gemms] = what
     return found
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from torchtitan.converters.linear import ProfilerOp
+from torchtitan.converters.converter import ProfilerOp
 from torchtitan.kernels.grouped_8bit import (
     grouped_matmul,
     grouped_matmul_over_rows,

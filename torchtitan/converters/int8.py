@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from torchtitan.config.low_precision import Int8
+from torchtitan.converters.converter import LayerGemms, ProfilerOp
 from torchtitan.converters.filter import FilterRules, names_own_layers
 from torchtitan.converters.grouped_8bit import Grouped8BitLinear, GroupedGemms, grouped_op
 from torchtitan.converters.int8_fsdp import GatheredWeight, ShardedWeight, set_tensorwise_scales
-from torchtitan.converters.linear import LayerGemms, LinearConverter, ProfilerOp, Scaled, with_parameters_of
+from torchtitan.converters.linear import LinearConverter, Scaled, with_parameters_of
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.numerics import Role
 from torchtitan.converters.target import Target

@@ -3,13 +3,12 @@ swapped layer quantizes."""
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.converters.converter import LayerGemms, ModelConverter
 from torchtitan.converters.filter import Decision, FilterRules, decide
 from torchtitan.converters.numerics import Role
 from torchtitan.converters.numerics_filter import inaccurate_layers
@@ -17,51 +16,6 @@ from torchtitan.converters.target import Target
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
-
-
-@dataclass(frozen=True)
-class ProfilerOp:
-    """How low-precision GEMMs appear in the profiler.
-
-    Attributes:
-        operation: name of the operation.
-        input_dtypes: if not empty, count only operations whose first input has one of these dtypes, in the profiler's
-            spelling.
-        per_gemm: number of these operations per GEMM.
-    """
-
-    operation: str
-    input_dtypes: tuple[str, ...] = ()
-    per_gemm: int = 1
-
-
-# An emulated GEMM rounds both operands, then multiplies in high precision.
-EMULATED_BLOCKS = ProfilerOp("torchtitan::round_to_blocks", per_gemm=2)
-
-
-@dataclass(frozen=True)
-class LayerGemms:
-    """The GEMMs of one converted layer and their known errors.
-
-    Attributes:
-        op: how the profiler shows them.
-        output, grad_input, grad_weight: known relative error (2-norm) against float32 on normally distributed data;
-            None for a GEMM that stays in high precision.
-    """
-
-    op: ProfilerOp
-    output: float | None
-    grad_input: float | None
-    grad_weight: float | None
-
-    @property
-    def forward(self) -> int:
-        """Number of low-precision GEMMs in a forward pass."""
-        return int(self.output is not None)
-
-    @property
-    def backward(self) -> int:
-        return int(self.grad_input is not None) + int(self.grad_weight is not None)
 
 
 class Scaled(NamedTuple):
@@ -88,7 +42,7 @@ def with_parameters_of(linear: nn.Linear, make: Callable[..., L], **settings: An
     return new
 
 
-class LinearConverter:
+class LinearConverter(ModelConverter):
     """Replaces linear layers with a subclass of `nn.Linear` whose weight stays a plain parameter; and so
     `GroupedLinear` layers, if the recipe has grouped GEMMs.
 
@@ -102,7 +56,6 @@ class LinearConverter:
         cannot_group: why this device cannot run `grouped_gemms`, with the remedy; "" if it can.
         rules: requirements of the recipe on a layer.
         decisions: one per linear layer of the model, set by `convert`.
-        warms_up: layers change behaviour after the first step, so recompile then.
     """
 
     name: str
@@ -111,7 +64,6 @@ class LinearConverter:
     grouped_gemms: LayerGemms | None = None
     cannot_group: str = ""
     rules: FilterRules
-    warms_up: bool = False
 
     def emulated(self) -> "LinearConverter":
         """A converter whose layers compute the same on any device; this one, if they all do."""
@@ -193,43 +145,6 @@ class LinearConverter:
             "is all-gathered in high precision"
         )
         return False
-
-    def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
-        """Does nothing by default; for recipes with state between steps."""
-
-    # Hooks for recipes whose scales have a history; by default they do nothing.
-
-    def connect(self, mesh: DeviceMesh) -> None:
-        """Called once after `convert`, with the mesh (pp, dp_replicate, fsdp, tp)."""
-
-    def after_step(
-        self, models: Sequence[nn.Module], learning_rate: float | None, skip: torch.Tensor | None = None
-    ) -> None:
-        """`post_optimizer_hook` with what it needs to know of the update.
-
-        Args:
-            learning_rate: None if the host knows that the update was skipped.
-            skip: a scalar on the device, above 0 if the update was skipped; None if it was not.
-        """
-        self.post_optimizer_hook(models)
-
-    def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
-        """Whether a layer on this rank has hidden nonfinite numbers since the last step, by turning them into finite
-        ones that show in neither loss nor gradients: a scalar on the device. None if layers do not do that."""
-        return None
-
-    def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
-        """What a resumed run needs to continue exactly: JSON of this rank's layers, by path. None, on every rank, if
-        there is no such state."""
-        return None
-
-    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
-        """Restores a `state_dict` merged over all ranks; {} if the checkpoint has none.
-
-        Args:
-            gradient_ratio: this run's loss scale over that of the run that saved it. Gradients inside the backward pass
-                contain the loss scale, which depends on the layout and the batch size.
-        """
 
     def check_swap(self) -> None:
         """Compares a converted layer of each kind with its bf16 copy, forward and backward.

@@ -12,10 +12,11 @@ from torch import nn
 
 from torchtitan.config.low_precision import MX
 from torchtitan.converters.block_linear import BlockGemms, BlockLinear, scaled
+from torchtitan.converters.converter import ProfilerOp
 from torchtitan.converters.filter import Decision, FilterRules, matches, names_own_layers
 from torchtitan.converters.grouped_blocks import GroupedBlockLinear
 from torchtitan.converters.grouped_mx import GroupedMX, GroupedMXLinear
-from torchtitan.converters.linear import LinearConverter, ProfilerOp, Scaled
+from torchtitan.converters.linear import LinearConverter, Scaled
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.numerics import Role
 from torchtitan.converters.target import Target

@@ -1,33 +1,18 @@
-"""The protocol of converters, and the registry that `model.converters` names."""
+"""The registry of converters that `model.converters` names."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from torchtitan.config.keys import Section
+from torchtitan.converters.converter import ModelConverter, with_all_hooks
 from torchtitan.converters.float8 import Float8Converter
 from torchtitan.converters.int8 import Int8Converter
 from torchtitan.converters.mx import MXConverter
 from torchtitan.converters.target import Target
 from torchtitan.registry import Registry
-
-
-class ModelConverter(Protocol):
-    """A converter, built for one run."""
-
-    def convert(self, model: nn.Module) -> None:
-        """Changes the full model in place, on the meta device: not yet parallelized, compiled or wrapped.
-
-        Raises:
-            ConfigError: nothing in the model can be converted, or a key of the section does not fit the model.
-        """
-        ...
-
-    def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
-        """Called after each optimizer step, with this rank's parts of the model."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +50,7 @@ def apply_converters(
     converters = []
     for name in names:
         entry = CONVERTERS.get(name)
-        converter = entry.build(section_of(entry.section) if entry.section else None, target)
+        converter = with_all_hooks(entry.build(section_of(entry.section) if entry.section else None, target), name)
         converter.convert(model)
         converters.append(converter)
     return converters

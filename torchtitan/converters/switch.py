@@ -1,6 +1,6 @@
-"""Changes the precision of a built model by changing how its linear layers compute, and nothing else.
+"""Changes the precision of a built model by changing how its layers compute, and nothing else.
 
-A converter replaces a linear layer with a subclass that has the same plain parameters. So in two precisions a layer
+A converter replaces a layer with a subclass that has the same plain parameters. So in two precisions a layer
 differs only in its class and its own attributes: its variant. The module, its parameters and its hooks stay, so FSDP,
 the optimizer and callers of compiled code keep working with them.
 """
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchtitan.converters.linear import LinearConverter
-from torchtitan.converters.registry import ModelConverter
+from torchtitan.converters.converter import ModelConverter
 from torchtitan.errors import ConfigError
 from torchtitan.parallel.tensor import choose_all_gathers, set_class
 
@@ -40,17 +39,17 @@ def layer_variants(models: Sequence[ConvertedModel]) -> list[LayerVariants]:
     """The variants of a model's layers in each phase.
 
     Raises:
-        ConfigError: a converter changes modules other than linear layers, or adds more to them than attributes.
+        ConfigError: a converter adds or removes modules, or adds more to them than attributes.
     """
-    converted: dict[str, None] = {}
-    for _, converters in models:
-        for converter in converters:
-            if not isinstance(converter, LinearConverter):
-                raise ConfigError(
-                    f"[[precision.phase]]: {type(converter).__name__} changes more than linear layers, which a phase "
-                    "cannot do once the model is built; list it in model.converters, without phases."
-                )
-            converted.update(dict.fromkeys(decision.fqn for decision in converter.decisions if decision.converted))
+    modules = [dict(model.named_modules()) for model, _ in models]
+    if different := [fqn for of_phase in modules for fqn in of_phase.keys() ^ modules[0].keys()]:
+        raise ConfigError(
+            f"[[precision.phase]]: {different[0]} is not in the model in all phases, and modules cannot come and go "
+            "once it is built; list the converter that changes this in model.converters, without phases."
+        )
+    converted = [fqn for fqn in modules[0] if len({type(of_phase[fqn]) for of_phase in modules}) > 1]
+    decisions = [decision for _, converters in models for converter in converters for decision in converter.decisions]
+    converted = [*dict.fromkeys([*converted, *(decision.fqn for decision in decisions if decision.converted)])]
     for fqn in converted:
         if len({_registered(model.get_submodule(fqn)) for model, _ in models}) > 1:
             raise ConfigError(

@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import JobConfig
 from torchtitan.converters import (
     Decision,
-    LinearConverter,
     ModelConverter,
     Target,
     apply_converters,
@@ -35,16 +34,15 @@ def build_converted_model(
         parameter.data = parameter.data.to(getattr(torch, config.training.weight_dtype))
     converters = apply_converters(model, config.model.converters, functools.partial(getattr, config), target)
     for converter in converters:
-        if isinstance(converter, LinearConverter):
-            converter.connect(mesh)
+        converter.connect(mesh)
     return model, converters
 
 
 def decisions_of(converters: Sequence[ModelConverter]) -> list[Decision]:
     """What became of each linear layer; empty without a converter of linear layers."""
-    return conversion_report(c.decisions for c in converters if isinstance(c, LinearConverter))
+    return conversion_report(converter.decisions for converter in converters)
 
 
 def steps_that_compile(converters: Sequence[ModelConverter], compiled: bool) -> int:
     """How many steps may compile, from the first one with these converters on."""
-    return int(compiled) + (compiled and any(isinstance(c, LinearConverter) and c.warms_up for c in converters))
+    return int(compiled) + (compiled and any(converter.warms_up for converter in converters))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.converters import LinearConverter, checked_gemms
+from torchtitan.converters import checked_gemms
 from torchtitan.engine.conversion import steps_that_compile
 from torchtitan.engine.engine import Engine
 from torchtitan.parallel.pipeline import Passes
@@ -16,23 +16,20 @@ from torchtitan.parallel.pipeline import Passes
 def saturated_nonfinite(engine: Engine) -> torch.Tensor | None:
     """Whether a low-precision layer on this rank has saturated an infinity or NaN to a finite number, which hides it
     from loss and gradients: a bool on the device. None if no layer can do so."""
-    flags = [c.hidden_nonfinite([engine.model]) for c in engine.converters if isinstance(c, LinearConverter)]
+    flags = [converter.hidden_nonfinite([engine.model]) for converter in engine.converters]
     found = [flag for flag in flags if flag is not None]
     return torch.stack(found).any() if found else None
 
 
 def after_optimizer_step(engine: Engine, learning_rate: float | None, skip: torch.Tensor | None) -> None:
-    """Calls the converters' hooks, with the arguments of `LinearConverter.after_step`."""
+    """Calls the converters' hooks, with the arguments of `ModelConverter.after_step`."""
     for converter in engine.converters:
-        if isinstance(converter, LinearConverter):
-            converter.after_step([engine.model], learning_rate, skip)
-        else:
-            converter.post_optimizer_hook([engine.model])
+        converter.after_step([engine.model], learning_rate, skip)
 
 
 def converter_state(engine: Engine) -> dict[str, Any]:
     """State that converters keep between steps, by converter name: JSON, for the full model. Collective."""
-    own = {c.name: c.state_dict([engine.model]) for c in engine.converters if isinstance(c, LinearConverter)}
+    own = {converter.name: converter.state_dict([engine.model]) for converter in engine.converters}
     dims, mesh = engine.meshes.dims, engine.meshes.mesh
     stages: list[Any] = [own]
     if dims.pp > 1 and any(state is not None for state in own.values()):
@@ -53,8 +50,7 @@ def load_converter_state(engine: Engine, state: Mapping[str, Any], loss_scale: f
     """
     ratio = engine.loss_scale / loss_scale
     for converter in engine.converters:
-        if isinstance(converter, LinearConverter):
-            converter.load_state_dict([engine.model], state.get(converter.name, {}), ratio)
+        converter.load_state_dict([engine.model], state.get(converter.name, {}), ratio)
 
 
 def steps_to_check(engine: Engine, first_step: int) -> set[int]:
@@ -63,7 +59,7 @@ def steps_to_check(engine: Engine, first_step: int) -> set[int]:
     compiled = engine.config.training.compile
     if engine.phases is not None:
         return engine.phases.steps_to_check(first_step, compiled)
-    if any(isinstance(converter, LinearConverter) for converter in engine.converters):
+    if any(converter.decisions for converter in engine.converters):
         return {first_step + steps_that_compile(engine.converters, compiled)}
     return set()
 

@@ -3,7 +3,7 @@
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.converters import Decision, LinearConverter, Target, apply_converters, conversion_report
+from torchtitan.converters import Decision, Target, apply_converters, conversion_report
 from torchtitan.device import Device
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.models import MODELS, ModelSpec
@@ -44,4 +44,4 @@ def explain_conversion(config: JobConfig) -> list[Decision]:
         lambda section: getattr(config, section),
         conversion_target(config, spec, device=None),
     )
-    return conversion_report(converter.decisions for converter in converters if isinstance(converter, LinearConverter))
+    return conversion_report(converter.decisions for converter in converters)

@@ -13,7 +13,6 @@ from torchtitan.converters import (
     CONVERTERS,
     Decision,
     LayerVariants,
-    LinearConverter,
     ModelConverter,
     apply_variants,
     layer_variants,
@@ -91,7 +90,7 @@ class PrecisionPhases:
     def steps_to_check(self, first_step: int, compiled: bool) -> set[int]:
         """The first step of each phase, from `first_step` on, that compiles nothing; empty if no phase converts linear
         layers."""
-        if not any(isinstance(converter, LinearConverter) for converter in self.all_converters):
+        if not any(converter.decisions for converter in self.all_converters):
             return set()
         steps, first_of_phase = set(), 1
         for phase, converters in zip(self.phases, self.converters_by_phase, strict=True):

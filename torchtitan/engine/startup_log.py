@@ -1,6 +1,7 @@
 """What a run logs before its first step: the decisions made, and why."""
 
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -43,11 +44,12 @@ def log_cost_of_low_precision(engine: Engine) -> None:
     dtype = engine.config.training.mixed_precision_param
     for converter in engine.converters:
         meter = CoreMeter()
-        if not isinstance(converter, LinearConverter) or not (ratios := slowness(converter, getattr(torch, dtype))):
+        ratios = slowness(cast(LinearConverter, converter), getattr(torch, dtype)) if converter.decisions else []
+        if not ratios or converter.gemms is None:
             continue
         busy = meter.threads_waiting() > BUSY
         found = f"{min(ratios):.1f} to {max(ratios):.1f} times as long as in {dtype}"
-        line = f"{converter.name} {converter.recipe}: its layers take {found} on this CPU"
+        line = f"{converter.name} {converter.decisions[0].recipe}: its layers take {found} on this CPU"
         if busy:
             logger.info(f"{line}, as measured beside other processes; on a quiet machine this may differ")
         elif max(ratios) > SLOW:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.converters import LinearConverter, apply_converters, conversion_report
+from torchtitan.converters import apply_converters, conversion_report
 from torchtitan.device import Device
 from torchtitan.engine.compute_dtype import decide_compute_dtype
 from torchtitan.engine.config_checks import check, global_batch_size
@@ -155,9 +155,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         mfu=mfu,
         notes=[*([_phase_note(phases)] if len(phases) > 1 else []), *_notes(job, why), note],
         expected=expected,
-        conversion=conversion_report(
-            converter.decisions for converter in converters if isinstance(converter, LinearConverter)
-        ),
+        conversion=conversion_report(converter.decisions for converter in converters),
     )
 
 

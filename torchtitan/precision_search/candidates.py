@@ -11,7 +11,7 @@ import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.converters import CONVERTERS, Decision, LinearConverter, Target
-from torchtitan.converters.linear import LayerGemms
+from torchtitan.converters.converter import LayerGemms
 from torchtitan.converters.numerics import LayerErrors, Operands, layer_errors, noise_of
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.errors import ConfigError

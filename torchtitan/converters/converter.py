@@ -1,0 +1,128 @@
+"""What a converter is: a change to the model before it is parallelized, and hooks for what it keeps between steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.converters.filter import Decision
+
+
+@dataclass(frozen=True)
+class ProfilerOp:
+    """How low-precision GEMMs appear in the profiler.
+
+    Attributes:
+        operation: name of the operation.
+        input_dtypes: if not empty, count only operations whose first input has one of these dtypes, in the profiler's
+            spelling.
+        per_gemm: number of these operations per GEMM.
+    """
+
+    operation: str
+    input_dtypes: tuple[str, ...] = ()
+    per_gemm: int = 1
+
+
+# An emulated GEMM rounds both operands, then multiplies in high precision.
+EMULATED_BLOCKS = ProfilerOp("torchtitan::round_to_blocks", per_gemm=2)
+
+
+@dataclass(frozen=True)
+class LayerGemms:
+    """The GEMMs of one converted layer and their known errors.
+
+    Attributes:
+        op: how the profiler shows them.
+        output, grad_input, grad_weight: known relative error (2-norm) against float32 on normally distributed data;
+            None for a GEMM that stays in high precision.
+    """
+
+    op: ProfilerOp
+    output: float | None
+    grad_input: float | None
+    grad_weight: float | None
+
+    @property
+    def forward(self) -> int:
+        """Number of low-precision GEMMs in a forward pass."""
+        return int(self.output is not None)
+
+    @property
+    def backward(self) -> int:
+        return int(self.grad_input is not None) + int(self.grad_weight is not None)
+
+
+class ModelConverter:
+    """A converter, built for one run. Only `convert` is required; a class that is no subclass gets the other methods
+    from here.
+
+    Attributes:
+        name: of the converter, under which checkpoints have its state.
+        decisions: one per linear layer, if it converts these.
+        gemms, grouped_gemms: of a converted layer, and of one of all experts.
+        warms_up: layers change behaviour after the first step, so recompile then.
+    """
+
+    name: str = ""
+    decisions: Sequence[Decision] = ()
+    gemms: LayerGemms | None = None
+    grouped_gemms: LayerGemms | None = None
+    warms_up: bool = False
+
+    def convert(self, model: nn.Module) -> None:
+        """Changes the full model in place, on the meta device: not yet parallelized, compiled or wrapped.
+
+        Raises:
+            ConfigError: nothing in the model can be converted, or a key of the section does not fit the model.
+        """
+        raise NotImplementedError
+
+    def connect(self, mesh: DeviceMesh) -> None:
+        """Called once after `convert`, with the mesh (pp, dp_replicate, fsdp, tp)."""
+
+    def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
+        """Called after each optimizer step, with this rank's parts of the model."""
+
+    def after_step(
+        self, models: Sequence[nn.Module], learning_rate: float | None, skip: torch.Tensor | None = None
+    ) -> None:
+        """`post_optimizer_hook` with what a converter may need to know of the update.
+
+        Args:
+            learning_rate: None if the host knows that the update was skipped.
+            skip: a scalar on the device, above 0 if the update was skipped; None if it was not.
+        """
+        self.post_optimizer_hook(models)
+
+    def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
+        """Whether a layer on this rank has hidden nonfinite numbers since the last step, by turning them into finite
+        ones that show in neither loss nor gradients: a scalar on the device. None if layers do not do that."""
+        return None
+
+    def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
+        """What a resumed run needs to continue exactly: JSON of this rank's layers, by path. None, on every rank, if
+        there is no such state."""
+        return None
+
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
+        """Restores a `state_dict` merged over all ranks; {} if the checkpoint has none.
+
+        Args:
+            gradient_ratio: this run's loss scale over that of the run that saved it. Gradients inside the backward pass
+                contain the loss scale, which depends on the layout and the batch size.
+        """
+
+
+def with_all_hooks(converter: Any, name: str) -> ModelConverter:
+    """The converter, which has all of `ModelConverter` afterwards, and a name."""
+    for key, default in vars(ModelConverter).items():
+        if not key.startswith("_") and not hasattr(converter, key):
+            setattr(converter, key, MethodType(default, converter) if callable(default) else default)
+    converter.name = converter.name or name
+    result: ModelConverter = converter
+    return result
