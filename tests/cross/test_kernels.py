@@ -184,8 +184,14 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 256)], (torch.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "program",
-    [GEMM, ROUNDING, GROUPED, GROUPED_ROUNDING, NVFP4, MX],
-    ids=["GEMM", "rounding", "grouped GEMM", "grouped rounding", "nvfp4", "mx"],
+    [
+        pytest.param(GEMM, id="GEMM"),
+        pytest.param(ROUNDING, id="rounding"),
+        pytest.param(GROUPED, id="grouped GEMM", marks=pytest.mark.full),
+        pytest.param(GROUPED_ROUNDING, id="grouped rounding", marks=pytest.mark.full),
+        pytest.param(NVFP4, id="nvfp4", marks=pytest.mark.full),
+        pytest.param(MX, id="mx", marks=pytest.mark.full),
+    ],
 )
 def test_a_kernel_computes_what_the_reference_does(program: str) -> None:
     """Sizes that fill tiles and that do not; of rounding, every bit."""

@@ -76,14 +76,14 @@ EXPERTS = "--parallelism.expert_parallel_degree=4"
 CASES = {
     "bf16": Case(),
     "float8 tensorwise": float8("tensorwise"),
-    "int8 rowwise": int8("rowwise"),
     "selective recomputation": Case(
         ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
         checkpointing=True,
     ),
-    "8 ranks": Case(world_size=8),
 }
 LONG_CASES = {
+    "int8 rowwise": int8("rowwise"),
+    "8 ranks": Case(world_size=8),
     "async tensor parallel": tensor_parallel(ASYNC),
     "documents": Case((DOCUMENTS,)),
     "nvfp4, sm_100": Case(
