@@ -6,6 +6,7 @@ It runs from a bare checkout and needs only torch 2.11 or later and the packages
 Rows run in order of importance; those for which no time is left are dropped, and the table says so. The table is
 written after each row, to benchmarks/results/NAME.md and NAME.json. `--smoke` runs tiny shapes uncompiled, on CPU too.
 
+First train.py itself trains 20 steps, as a user starts it; the rows are a block's speed: no data, no checks, no logs.
 A row is `torchtitan.engine.train_step` (model, converter, per-block compile, FSDP2 on a group of one, clipping, fused
 AdamW with float32 weights and states) on random tokens, without activation checkpointing. If not all layers of a model
 fit in memory, the row uses fewer and says how many. Steps are timed with CUDA events, without synchronization in
@@ -35,7 +36,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_report import report
-from benchmarks.gpu_rows import BASE, CACHED, MODELS, PEER, PEERS, RECIPES, Recipe, Row, rows_by_worth
+from benchmarks.gpu_rows import (
+    BASE,
+    CACHED,
+    MODELS,
+    PEER,
+    PEERS,
+    RECIPES,
+    SMOKE_USER,
+    USER,
+    Recipe,
+    Row,
+    rows_by_worth,
+)
 from benchmarks.runs import ROOT
 from benchmarks.tables import write_json
 
@@ -77,6 +90,8 @@ def main() -> None:
     models = arguments.models.split(",")
     rows = rows_by_worth(models, wanted, arguments.smoke)
     run = Run(start + 60 * arguments.minutes, arguments)
+    if not wanted:
+        run.as_a_user(SMOKE_USER if arguments.smoke else USER)
     run.all(rows)
     if not any("rate" in result for result in run.results):
         sys.exit("no row finished")
@@ -94,9 +109,29 @@ class Run:
         self.arguments = arguments
         self.about: dict[str, Any] = {}
         self.results: list[dict[str, Any]] = []
+        self.user: dict[str, Any] = {}
         self.cache = tempfile.mkdtemp()
         self.carried = carried()
         self.peer = carried("peer")
+
+    def as_a_user(self, flags: Sequence[str]) -> None:
+        """Trains with train.py, on text, with everything that a run has; takes the speed from its metrics.jsonl."""
+        file, *rest = flags
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {
+                **os.environ,
+                **{"PYTHON": sys.executable, "NGPU": "1", "CONFIG_FILE": str(ROOT / "train_configs" / file)},
+                "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), self.carried])),
+            }
+            self.user = {"command": " ".join([f"CONFIG_FILE=train_configs/{file} ./run_train.sh", *rest])}
+            try:
+                command = [str(ROOT / "run_train.sh"), f"--job.dump_folder={folder}", *rest]
+                seconds = min(ROW_SECONDS, self.deadline - RESERVE - time.monotonic())
+                subprocess.run(command, env=environment, timeout=seconds, check=True)
+                lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+                self.user |= {"last": [line for line in map(json.loads, lines) if "tokens_per_second" in line][-1]}
+            except (OSError, subprocess.SubprocessError, IndexError) as error:
+                self.user["failed"] = str(error)
 
     def all(self, rows: list[Row]) -> None:
         try:
@@ -201,8 +236,8 @@ class Run:
             return
         device = re.sub(r"\W+", "_", self.about["machine"]["device"].lower()).strip("_")
         name = self.arguments.name or ("smoke" if self.arguments.smoke else device)
-        write_json(self.arguments.output / f"{name}.json", {**self.about, "rows": self.results})
-        (self.arguments.output / f"{name}.md").write_text(report(self.about, self.results, BASE.name))
+        write_json(self.arguments.output / f"{name}.json", {**self.about, "user": self.user, "rows": self.results})
+        (self.arguments.output / f"{name}.md").write_text(report(self.about, self.results, BASE.name, self.user))
 
 
 def carried(*part: str) -> str:

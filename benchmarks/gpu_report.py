@@ -10,12 +10,14 @@ GIB = 2**30
 Result = dict[str, Any]
 
 
-def report(about: dict[str, Any], results: Sequence[Result], base: str) -> str:
+def report(about: dict[str, Any], results: Sequence[Result], base: str, user: Result) -> str:
     """Markdown: the machine, the table, the missing rows, and a breakdown of the device time.
 
     Args:
         about: `machine` and `settings`.
         base: the recipe that others are compared with, for the same shape.
+        user: the run of train.py: its `command`, and the `last` report in its metrics.jsonl or why it `failed`; empty
+            if there was none.
     """
     models = list(dict.fromkeys(result["model"] for result in results))
     results = sorted(results, key=lambda result: models.index(result["model"]))
@@ -24,7 +26,10 @@ def report(about: dict[str, Any], results: Sequence[Result], base: str) -> str:
         f"# Training on {about['machine']['device']}",
         about["machine"]["text"] + ".",
         *([f"```\n{about['machine']['driver']}\n```"] if about["machine"]["driver"] else []),
-        ", ".join(f"{key} {value}" for key, value in about["settings"].items()) + ".",
+        *([of_user(user)] if user else []),
+        "The rows are a block's speed: steps on random tokens, without data, checks or logs. "
+        + ", ".join(f"{key} {value}" for key, value in about["settings"].items())
+        + ".",
         rates(done, about["machine"], base),
         "MFU: model FLOPs at this rate over the bf16 GEMM rate, measured or of the data sheet; `full` counts "
         "attention as if each token saw the whole sequence (torchtitan), `causal` half of that (Megatron). The range "
@@ -40,6 +45,19 @@ def report(about: dict[str, Any], results: Sequence[Result], base: str) -> str:
     if traced:
         parts += ["## Where a step's time goes", split(traced), device_time(traced)]
     return "\n\n".join(parts) + "\n"
+
+
+def of_user(user: Result) -> str:
+    """What train.py says of its last steps."""
+    if "failed" in user:
+        return f"As a user starts it, no figure ({user['failed']}): `{user['command']}`"
+    last = user["last"]
+    mfu = "unknown" if last["mfu"] is None else f"{last['mfu']:.1%}"
+    return (
+        f"As a user starts it: {last['tokens_per_second']:,.0f} tokens/s, MFU {mfu} (full), waiting for data "
+        f"{last['data_wait_share']:.1%}, {last['peak_memory_bytes'] / GIB:.1f} GiB, in steps up to {last['step']} of "
+        f"`{user['command']}`"
+    )
 
 
 def name(result: Result) -> str:

@@ -56,6 +56,14 @@ PEERS = (
     Recipe(f"{PEER}, bf16 compiled", peer=True),
     Recipe(f"{PEER}, float8 tensorwise", converter="float8", keys=float8("tensorwise"), peer=True),
 )
+# What a user starts: a shipped file that fits on one GPU, with text and a tokenizer that need no download.
+USER = (
+    "llama3.2_1b.toml",
+    *("--training.steps=20", "--lr_scheduler.warmup_steps=2", "--training.dataset=python_stdlib"),
+    *("--training.global_batch_size=4", "--training.compile", "--metrics.log_freq=5"),
+    *("--model.tokenizer_path=none", "--checkpoint.enable_checkpoint=false", "--metrics.enable_tensorboard=false"),
+)
+SMOKE_USER = ("debug_model.toml", "--training.steps=20", "--training.local_batch_size=2", "--metrics.log_freq=5")
 # What the aims are about (docs/performance.md) comes first; then every other combination. The peer has no tied
 # embeddings, so only one model is the same there.
 FIRST = (

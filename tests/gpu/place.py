@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from runs import ROOT, TINY, failure, losses, train
 
@@ -43,10 +44,12 @@ class Place:
     Attributes:
         device: "cuda" or "cpu".
         folder: for dump folders.
+        model: flags of another model than `SHAPE`'s.
     """
 
     device: str
     folder: Path
+    model: tuple[str, ...] = ()
 
     @property
     def compile(self) -> list[str]:
@@ -67,25 +70,33 @@ class Place:
         """The flag for the common initial weights: a GPU draws others than a CPU."""
         return f"--checkpoint.initial_load_path={self.folder / 'start' / 'checkpoint' / 'step-0'}"
 
-    def losses(self, name: str, *flags: str) -> tuple[list[float], str]:
+    def rows(self, parts: int) -> list[str]:
+        """Flags for the reference's global batch in so many parts: ranks, or grad-accumulation steps."""
+        rows = {"cpu": 4, "cuda": 8}[self.device]
+        return [f"--training.local_batch_size={rows // parts}", f"--training.global_batch_size={rows}"]
+
+    def losses(self, name: str, *flags: str, processes: int = 1) -> tuple[list[float], str]:
         """Losses of a run on the device from the common initial weights, and its output."""
         assert self.reference.exists()
         run = self.folder / name.replace(" ", "_")
-        output = self.on_device(f"--job.dump_folder={run}", self.from_start, *flags)
+        output = self.on_device(f"--job.dump_folder={run}", self.from_start, *flags, processes=processes)
         return list(losses(run).values()), output
 
-    def on_device(self, *flags: str) -> str:
+    def on_device(self, *flags: str, processes: int = 1) -> str:
         """Trains. Returns the output."""
-        return self.train(SHAPE[self.device], *flags)
+        return self.train(SHAPE[self.device], *self.model, *flags, processes=processes)
 
     def on_cpu(self, *flags: str) -> str:
-        return self.train(SHAPE[self.device], *flags, visible=False)
+        return self.train(SHAPE[self.device], *self.model, *flags, visible=False)
 
-    def train(self, shape: Sequence[str], *flags: str, visible: bool = True) -> str:
-        if self.device == "cpu":
-            return train(*shape, *flags)  # in a forked process
-        # In a process of its own: a CUDA error must not reach the next test.
-        return train(*shape, *flags, command=PROGRAM, OMP_NUM_THREADS="4", **hidden(not visible))
+    def train(
+        self, shape: Sequence[str], *flags: str, visible: bool = True, processes: int = 1, **environment: str
+    ) -> str:
+        if self.device == "cpu" and not environment:
+            return train(*shape, *flags, processes=processes)  # forked
+        # In processes of their own: a CUDA error must not reach the next test.
+        options: dict[str, Any] = {"command": PROGRAM} if processes == 1 else {"processes": processes}
+        return train(*shape, *flags, **options, OMP_NUM_THREADS="4", **hidden(not visible), **environment)
 
     def failure_on_device(self, *flags: str) -> tuple[int, str]:
         return failure(*SHAPE[self.device], *flags, command=PROGRAM)

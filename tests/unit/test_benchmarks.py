@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks import figures, gpu, gpu_rows, throughput
 from benchmarks.gpu_report import report
 from benchmarks.machine import Machine
-from benchmarks.runs import Observed, Result, Variant, observe, recompiled_after, timed_other, variables_first
+from benchmarks.runs import ROOT, Observed, Result, Variant, observe, recompiled_after, timed_other, variables_first
 from benchmarks.scaling import earlier
 from benchmarks.step_split import length, step_split, time_by_class, union, without
+from torchtitan.config import ConfigManager
+from torchtitan.engine.config_checks import check
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p))), max_size=6)
 
@@ -158,7 +161,7 @@ def row(recipe: str, seconds: float, layers: int = 4) -> dict[str, Any]:
 def test_the_gpus_table_compares_like_with_like() -> None:
     done = [row("bf16", 2.0), row("float8", 1.6), row("int8", 1.0, layers=3)]
     gone = {"model": "8B", "recipe": "eager", "layers": 4, "failed": "out of memory"}
-    page = report({"machine": MACHINE, "settings": {"seq_len": 10}}, [*done, gone], "bf16")
+    page = report({"machine": MACHINE, "settings": {"seq_len": 10}}, [*done, gone], "bf16", {})
     lines = {
         line.split("|")[3].strip(): [c.strip() for c in line.split("|")] for line in page.splitlines() if "8B |" in line
     }
@@ -243,6 +246,23 @@ def test_the_peer_runs_in_a_process_of_its_own_with_as_many_layers(tmp_path: Pat
     assert {reason for *_, reason in written(tmp_path)} == {
         "its packages are not in carried/ (run scripts/carry_for_gpu.sh)"
     }
+
+
+def test_the_run_that_a_user_would_start_is_a_configuration() -> None:
+    for file, *flags in (gpu_rows.USER, gpu_rows.SMOKE_USER):
+        config = ConfigManager().parse_args([f"--job.config_file={ROOT / 'train_configs' / file}", *flags])
+        check(config, 1, "cuda")
+        assert config.training.steps == 20 and not config.checkpoint.enable_checkpoint
+
+
+@pytest.mark.full
+def test_the_gpus_table_says_what_a_user_gets(tmp_path: Path, fake_run: gpu.Run) -> None:
+    fake_run.deadline += 100
+    fake_run.as_a_user((*gpu_rows.SMOKE_USER, "--training.steps=2", "--metrics.log_freq=1"))
+    fake_run.all([gpu.Row("3B", gpu.BASE)])
+    page = (tmp_path / "x.md").read_text()
+    assert re.search(r"As a user starts it: [1-9][\d,]* tokens/s, MFU .*in steps up to 2 of .*run_train.sh --tr", page)
+    assert "The rows are a block's speed" in page
 
 
 def test_rows_run_in_order_of_worth() -> None:

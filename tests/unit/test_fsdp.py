@@ -1,7 +1,7 @@
 """FSDP of a single shard: what one process runs."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,14 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.config.low_precision import Int8
+from torchtitan.config.system import ActivationCheckpoint, Parallelism
+from torchtitan.config.training import Training
 from torchtitan.converters import apply_converters
 from torchtitan.converters.int8_fsdp import GatheredWeight
 from torchtitan.converters.target import Target
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.parallelize import parallelize
 from torchtitan.parallel import fsdp
+from torchtitan.parallel.dims import ParallelDims
 
 WIDTH = 48
 PLAIN = (torch.Tensor, nn.Parameter)
@@ -107,6 +115,26 @@ def test_a_single_shard_is_quantized_once_a_step(group: None, recipe: str) -> No
     assert [count[amax] for count in counts] == [3, 0, 0] and [other[amax] for other in others] == [3, 3, 3]
 
 
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Gathers and reductions of groups, as they come."""
+    events: list[str] = []
+    gather, reduce = FSDPParamGroup.unshard, _fsdp_param_group.foreach_reduce
+
+    def unshard(group: FSDPParamGroup, *arguments: object) -> None:
+        gathered = group.is_unsharded or group._all_gather_result is not None
+        gather(group, *arguments)
+        if not gathered and group._all_gather_result is not None:
+            events.append(f"gather {group._module_fqn}")
+
+    def foreach_reduce(parameters: Sequence[Any], *arguments: Any) -> Any:
+        events.append(f"reduce {parameters[0]._param_fqn}")
+        return reduce(parameters, *arguments)
+
+    monkeypatch.setattr(FSDPParamGroup, "unshard", unshard)
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", foreach_reduce)
+    return events
+
+
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -124,15 +152,7 @@ def test_the_next_block_and_its_experts_are_gathered_while_a_block_computes(
     model = nn.Sequential(*blocks)
     experts = [block.experts for block in blocks]
     fsdp.apply_fsdp(model, list(blocks), mesh, torch.float32, torch.float32, True, experts=experts, expert_mesh=mesh)
-    events: list[str] = []
-    gather = FSDPParamGroup.unshard
-
-    def unshard(group: FSDPParamGroup, *arguments: object) -> None:
-        if not group.is_unsharded and group._all_gather_result is None:
-            events.append(f"gather {group._module_fqn}")
-        gather(group, *arguments)
-
-    monkeypatch.setattr(FSDPParamGroup, "unshard", unshard)
+    events = recorded(monkeypatch)
     for number, block in enumerate(blocks):
         block.dense.register_forward_pre_hook(lambda *_, n=number: events.append(f"forward {n}"))
         block.experts.register_full_backward_pre_hook(lambda *_, n=number: events.append(f"backward {n}"))
@@ -141,3 +161,42 @@ def test_the_next_block_and_its_experts_are_gathered_while_a_block_computes(
         assert events.index(f"gather {number + 1}.experts") < events.index(f"forward {number}")
         again = events.index("backward 3")
         assert events.index(f"gather {number}.experts", again - 4) < events.index(f"backward {number + 1}")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_head_and_tail_of_a_step_are_gathered_only_if_needed_and_reduced_early(
+    group: None, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    """The output layer's gradient while the blocks compute; the last block stays gathered between its forward and its
+    backward pass, and the backward pass of an embedding needs no weight."""
+    args = LlamaArgs(dim=16, n_layers=3, n_heads=2, n_kv_heads=2, ffn_dim=32, vocab_size=32, tied_embeddings=tied)
+    model = Llama(args)
+    names, parallelism = list(model.state_dict()), Parallelism(fsdp_reshard_after_forward="always")
+    sections = parallelism, ActivationCheckpoint(mode="none"), Training(mixed_precision_param="float32")
+    mesh = ParallelDims().build_mesh("cpu")
+    parallelize(model, {}, mesh, None, None, *sections)
+    events = recorded(monkeypatch)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    first, head = ("", []) if tied else ("tok_embeddings", ["head_group"])
+    for last in (False, True):
+        events.clear()
+        fsdp.set_last_microbatch([model], last)
+        model(tokens, tokens).backward()
+        gathered = [event.removeprefix("gather ") for event in events if event.startswith("gather")]
+        # What the backward pass needs first stays gathered until the last micro-batch.
+        kept = [] if last else ["layers.2", *head]
+        forward = [*([first] if not (tied and last) else []), "layers.0", "layers.1", *kept]
+        assert gathered == [*forward, "layers.1", "layers.0"]
+        reduced = [event.removeprefix("reduce ") for event in events if event.startswith("reduce")]
+        assert reduced[0] == ("layers.2.attention.wq.weight" if tied else "norm.weight")
+        assert reduced[-1] == "tok_embeddings.weight" and len(reduced) == (4 if tied else 5)
+    assert list(model.state_dict()) == names
+    with torch.no_grad():
+        model(tokens, tokens)
+    fsdp.reshard([model])
+    assert all(group.is_sharded for group in groups_of(model))
+
+
+def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for state in states for group in state._fsdp_param_groups]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
@@ -21,7 +22,7 @@ from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.dims import Style
 from torchtitan.parallel.expert import ExpertDispatch, apply_expert_parallel, gather_with_block
 from torchtitan.parallel.float8_tensor_parallel import all_gather_for
-from torchtitan.parallel.fsdp import apply_fsdp, require_parts
+from torchtitan.parallel.fsdp import Group, apply_fsdp, require_parts
 from torchtitan.parallel.loss_parallel import all_gather_cross_entropy, vocab_parallel_cross_entropy
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
@@ -92,8 +93,16 @@ def parallelize(
         apply_compile(blocks, mesh.device_type)
     for block, module in experts:
         gather_with_block(block, module)
-    # A tied embedding is also the output layer's weight, so it stays in the root group.
-    groups = blocks if model.args.tied_embeddings or model.tok_embeddings is None else [model.tok_embeddings, *blocks]
+    groups, keep_last = list(blocks), int(mesh["pp"].size() == 1)  # in a pipeline other micro-batches come in between
+    embedding, norm, output = model.tok_embeddings, model.norm, model.output
+    if not model.args.tied_embeddings:  # else its weight is that of the output layer as well, and both stay in the root
+        if embedding is not None:
+            groups.insert(0, embedding)
+        if norm is not None and output is not None and type(model).forward is Transformer.forward:
+            model.head_group = Group(model.head, [norm, output])
+            model.head = model.head_group.__call__  # type: ignore[method-assign]
+            groups.append(model.head_group)
+            keep_last += 1
     reshard = parallelism.fsdp_reshard_after_forward
     apply_fsdp(
         model,
@@ -108,7 +117,11 @@ def parallelize(
         cpu_offload=training.enable_cpu_offload,
         experts=[module for _, module in experts],
         expert_mesh=None if expert_mesh is None else _data_parallel(expert_mesh),
+        keep_last=keep_last,
     )
+    if isinstance(embedding, FSDPModule) and type(embedding).forward is nn.Embedding.forward:
+        embedding.set_unshard_in_backward(False)  # its gradient is a sum of rows of the output's
+        embedding.set_modules_to_backward_prefetch([embedding])  # else the head, as if another backward pass followed
 
 
 def _spread_experts(

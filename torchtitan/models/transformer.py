@@ -137,8 +137,11 @@ class Transformer(Decoder):
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             h = layer(h, rope, document_ids)
-        if self.norm is None or self.output is None:
-            return h
+        return h if self.norm is None or self.output is None else self.head(h, labels)
+
+    def head(self, h: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+        """Norm, output layer and loss."""
+        assert self.norm is not None and self.output is not None
         h = self.norm(h)
         if labels is None:
             logits: torch.Tensor = self.output(h)

@@ -5,7 +5,7 @@ float32 weights and gradients around a computation in `param_dtype`.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,28 @@ def require_parts(model: nn.Module) -> None:
         )
 
 
+class Group(nn.Module):
+    """A function around which FSDP gathers and reduces the weights of some modules together.
+
+    FSDP acts in hooks of a module's forward, and the modules' own do not suit it: the chunked loss runs the output
+    layer once a chunk, each time with its backward pass.
+    """
+
+    def __init__(self, run: Callable[..., torch.Tensor], modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.run = run
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self.run(*inputs)
+
+    def release(self) -> list[nn.Parameter]:
+        """The parameters, which belong to the model under their own names; `fully_shard` has seen them here."""
+        parameters = list(self.parameters())
+        del self.parts
+        return parameters
+
+
 def apply_fsdp(
     model: nn.Module,
     blocks: list[nn.Module],
@@ -38,11 +60,12 @@ def apply_fsdp(
     cpu_offload: bool = False,
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
+    keep_last: int = 0,
 ) -> None:
     """Shards each block, then the remaining parameters (the root).
 
-    The root's weights stay gathered from the start of the forward pass to the end of the backward pass. The output
-    layer must be among them: the chunked loss computes its gradient during the forward pass.
+    The root's weights stay gathered from the start of the forward pass to the end of the backward pass, and those of a
+    `Group` from its own: the chunked loss computes its gradient during the forward pass.
 
     Args:
         blocks: modules to gather and reshard one by one.
@@ -50,6 +73,8 @@ def apply_fsdp(
         param_dtype: dtype of gathered weights, and so of the computation.
         reduce_dtype: dtype in which gradients are summed.
         experts: modules inside of blocks that are sharded over `expert_mesh` instead.
+        keep_last: number of last blocks that are not resharded after the forward pass, since the backward pass needs
+            them at once.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -57,14 +82,17 @@ def apply_fsdp(
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
+    last = [module for block in blocks[len(blocks) - keep_last :] for module in _with_experts(block, experts)]
+    kept = [module for module in (*experts, *blocks) if not reshard_after_forward or module in last]
     for module in experts:
-        fully_shard(module, reshard_after_forward=reshard_after_forward, **(options | {"mesh": expert_mesh}))
+        fully_shard(module, reshard_after_forward=module not in kept, **(options | {"mesh": expert_mesh}))
     for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
+        fully_shard(block, reshard_after_forward=block not in kept, **options)
+    done = {parameter for block in blocks if isinstance(block, Group) for parameter in block.release()}
+    fully_shard(model, reshard_after_forward=False, ignored_params=done, **options)
     if experts:
         _prefetch_experts(blocks, experts)
-    model.stay_gathered = [model, *(() if reshard_after_forward else (*blocks, *experts))]  # type: ignore[assignment]
+    model.stay_gathered = [model, *kept]  # type: ignore[assignment]
     single = [*blocks, model] if mesh.size(-1) == 1 else []
     if expert_mesh is not None and expert_mesh.size(-1) == 1:
         single += experts
@@ -77,10 +105,14 @@ def _prefetch_experts(blocks: list[nn.Module], experts: Sequence[nn.Module]) -> 
     """Gathers the next block and its experts while a block computes. By default FSDP gathers one group ahead in the
     backward pass, which is that of the experts of the same block, and in the forward pass as far ahead as the host is,
     which waits in each block for the numbers of rows."""
-    groups: Any = [[block, *(module for module in block.modules() if module in experts)] for block in blocks]
+    groups: Any = [_with_experts(block, experts) for block in blocks]
     for group, next_group in itertools.pairwise(groups):
         group[0].set_modules_to_forward_prefetch(next_group)
         next_group[0].set_modules_to_backward_prefetch(group[::-1])
+
+
+def _with_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[nn.Module]:
+    return [block, *(module for module in block.modules() if module in experts)]
 
 
 class _NoReduceScatter(DefaultReduceScatter):
@@ -117,5 +149,5 @@ def set_last_microbatch(models: Iterable[nn.Module], last: bool) -> None:
 def reshard(models: Iterable[nn.Module]) -> None:
     """Frees gathered weights after a forward pass without a backward pass."""
     for model in models:
-        if isinstance(model, FSDPModule):
-            model.reshard()
+        for module in getattr(model, "stay_gathered", ()):
+            module.reshard()
