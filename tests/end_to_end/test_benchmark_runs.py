@@ -26,9 +26,13 @@ def test_without_a_name_all_are_listed() -> None:
     assert all(len(line.split()) > 3 for line in lines)
 
 
-def test_a_typo_in_a_name() -> None:
-    done = python("-m", "benchmarks", "thruput")
-    assert done.returncode == 2 and "unknown benchmark 'thruput' (did you mean throughput?)" in done.stderr
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("thruput", " (did you mean throughput?)."), ("busy", ": it is finished, and docs/ has its result.")],
+)
+def test_a_name_that_is_not_there(name: str, remedy: str) -> None:
+    done = python("-m", "benchmarks", name)
+    assert done.returncode == 2 and f"unknown benchmark '{name}'{remedy}" in done.stderr
 
 
 @pytest.mark.full
