@@ -7,6 +7,8 @@ from pathlib import Path
 
 from torchtitan.errors import EXIT_STATUS, nearest
 
+FINISHED = ("busy", "precision_schedule", "precision_search", "weight_bound")
+
 
 def benchmarks() -> dict[str, str]:
     """The available benchmarks by name, with the first sentence of each script's docstring."""
@@ -28,7 +30,8 @@ def main(arguments: list[str]) -> int:
         return 0
     name = arguments[0]
     if name not in known:
-        print(f"Error: unknown benchmark {name!r}{nearest(name, list(known))}.", file=sys.stderr)
+        remedy = ": it is finished, and docs/ has its result" if name in FINISHED else nearest(name, list(known))
+        print(f"Error: unknown benchmark {name!r}{remedy}.", file=sys.stderr)
         return EXIT_STATUS
     sys.argv = arguments
     runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)

@@ -1,20 +1,12 @@
-"""Errors of each recipe's three GEMMs against float64, on normal data and on data with outliers: two tables. And what
-mxint8 would gain on this CPU from int8 GEMMs.
+"""Errors of each recipe's three GEMMs against float64, on normal data and on data with outliers: two tables.
 
-python -m benchmarks block_formats [--only errors,int8]
+python -m benchmarks block_formats
 
-errors: one linear layer with float32 operands, so that only the recipe's own rounding shows. Outliers: every 64th
-    channel of the input is 30 times as large, and the gradients of tokens and of outputs differ in scale (lognormal,
-    sigma 1).
-int8: the output GEMM of mxint8, emulated (rounding to blocks, and a bfloat16 GEMM), and as one int8 GEMM per block of
-    32 channels, whose sums are scaled and added. Sizes of layers of the debug and the 100M model.
+One layer with float32 operands, so that only the recipe's own rounding shows. Outliers: every 64th channel of the input
+is 30 times as large, and the gradients of tokens and of outputs differ in scale (lognormal, sigma 1).
 """
 
-import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -90,65 +82,12 @@ def table(outliers: bool) -> str:
     return markdown(["recipe", "output", "input gradient", "weight gradient"], rows)
 
 
-SIZES = [(256, 256), (256, 768), (768, 768), (768, 2048)]  # inputs, outputs
-ROUNDS = 41
-
-
-def int8_ratios(inputs: int, outputs: int) -> list[float]:
-    """Time of rounding both operands, and of int8 GEMMs of blocks, over that of the bfloat16 GEMM."""
-    import torch
-
-    from torchtitan.kernels.block_formats import FORMATS, quantize, round_to_blocks
-
-    form = FORMATS["mxint8"].format
-    x, weight = torch.randn(TOKENS, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
-    left, right = quantize(x, form), quantize(weight, form)
-    exact = [operand.dequantize(torch.bfloat16) for operand in (left, right)]
-    lefts = [part.mul(64).to(torch.int8).contiguous() for part in left.data.split(form.columns, 1)]
-    rights = [part.mul(64).to(torch.int8).t().contiguous() for part in right.data.split(form.columns, 1)]
-    scales = left.scale / 64, right.scale.t().contiguous() / 64
-
-    def in_blocks() -> Any:
-        out = torch.zeros(TOKENS, outputs)
-        for place, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-            out += torch._int_mm(left, right).float().mul_(scales[0][:, [place]]).mul_(scales[1][[place]])
-        return out
-
-    torch.testing.assert_close(in_blocks(), exact[0].float() @ exact[1].float().t(), rtol=1e-5, atol=1e-4)
-    kinds: list[Callable[[], Any]] = [
-        lambda: exact[0] @ exact[1].t(),
-        lambda: (round_to_blocks(x, form), round_to_blocks(weight, form)),
-        in_blocks,
-    ]
-    seconds: list[list[float]] = [[] for _ in kinds]
-    for _ in range(ROUNDS):
-        for times, run in zip(seconds, kinds, strict=True):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-    gemm, *others = (statistics.median(times[1:]) for times in seconds)
-    return [other / gemm for other in others]
-
-
-def int8_table() -> str:
-    rows = []
-    for inputs, outputs in SIZES:
-        rows.append([f"{TOKENS} x {inputs} x {outputs}", *(f"{ratio:.1f}" for ratio in int8_ratios(inputs, outputs))])
-    return markdown(["tokens x inputs x outputs", "rounding both operands", "int8 GEMMs of blocks"], rows)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="errors,int8")
-    wanted = parser.parse_args().only.split(",")
     import torch
 
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}\n")
-    if "errors" in wanted:
-        print(f"Normally distributed:\n\n{table(outliers=False)}\n")
-        print(f"With outliers:\n\n{table(outliers=True)}\n")
-    if "int8" in wanted:
-        print(f"Time relative to the bfloat16 GEMM, {torch.get_num_threads()} threads:\n\n{int8_table()}")
+    print(f"Normally distributed:\n\n{table(outliers=False)}\n")
+    print(f"With outliers:\n\n{table(outliers=True)}")
 
 
 if __name__ == "__main__":

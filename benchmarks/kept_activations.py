@@ -1,11 +1,8 @@
-"""What a training step keeps for its backward pass, and what that costs in loss: activations in 8 bits.
+"""What a training step keeps for its backward pass, by the plan (which tests compare with real steps).
 
-python -m benchmarks kept_activations [--only memory,loss] [--models debug,100M] [--steps 300] [--seeds 3]
+python -m benchmarks kept_activations [--models debug,100M] [--device cpu]
 
-memory: by the plan (which tests compare with real steps): peak bytes of a step on one --device, and those of
-    activations and buffers per token.
-loss: of the debug model, the mean over seeds of the last 20 steps; runs that exist already (in --folder) are not
-    repeated.
+Peak bytes of a step, and bytes of activations and buffers per token, with activations in 8 bits and without.
 """
 
 import argparse
@@ -16,7 +13,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.loss_runs import run_other_weights, run_seeds, seeds_table, spread_of_losses
 from benchmarks.machine import ask
 from benchmarks.runs import ROOT, finish
 from benchmarks.tables import markdown
@@ -61,31 +57,14 @@ def memory(device: str, models: list[str]) -> str:
     return markdown(head, rows)
 
 
-def loss(steps: int, seeds: int, folder: Path) -> str:
-    runs = {name: run_seeds(name, flags, steps, folder, seeds) for name, flags in VARIANTS.items()}
-    table = seeds_table("step", runs)
-    if seeds == 1:
-        return table
-    spread = spread_of_losses([runs["bf16"][0], *run_other_weights("bf16", [], steps, folder, seeds)])
-    return f"{table}\n\nbf16's losses spread by {spread:.2f}% over initial weights with the same data."
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="memory,loss")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--device", default="cpu", help="as job.simulate_device")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/kept_activations"))
     arguments = parser.parse_args()
     print(ask())
-    wanted = arguments.only.split(",")
-    if "memory" in wanted:
-        print(f"\n{BATCH} x {SEQ_LEN} tokens on one {arguments.device}\n", flush=True)
-        print(memory(arguments.device, arguments.models.split(",")), flush=True)
-    if "loss" in wanted:
-        print(f"\n{loss(arguments.steps, arguments.seeds, arguments.folder)}")
+    print(f"\n{BATCH} x {SEQ_LEN} tokens on one {arguments.device}\n", flush=True)
+    print(memory(arguments.device, arguments.models.split(",")))
 
 
 if __name__ == "__main__":

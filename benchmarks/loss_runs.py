@@ -70,9 +70,9 @@ def losses(dump: Path) -> list[float]:
     return [entry["loss"] for entry in entries if "loss" in entry]
 
 
-def final_loss(dump: Path, steps: int = LAST) -> float:
+def final_loss(dump: Path) -> float:
     """The loss of a finished run: the mean of its last steps."""
-    return statistics.mean(losses(dump)[-steps:])
+    return statistics.mean(losses(dump)[-LAST:])
 
 
 def spread_of_losses(dumps: Sequence[Path]) -> float:
@@ -89,10 +89,10 @@ def losses_table(what: str, runs: dict[str, Path]) -> str:
     return markdown([what, "loss", f"against {base}"], rows)
 
 
-def against(runs: Sequence[Path], bases: Sequence[Path], steps: int = LAST) -> list[str]:
+def against(runs: Sequence[Path], bases: Sequence[Path]) -> list[str]:
     """How far the mean loss of the last steps is above that of the run with the same seed: the mean over seeds, and its
     standard deviation, both in percent."""
-    return mean_gap([final_loss(run, steps) for run in runs], [final_loss(base, steps) for base in bases])
+    return mean_gap(list(map(final_loss, runs)), list(map(final_loss, bases)))
 
 
 def mean_gap(results: Sequence[float], bases: Sequence[float]) -> list[str]:

@@ -1,10 +1,9 @@
 """Loss of each recipe relative to bf16 with the same seed and data, and the errors of its GEMMs: tables and a plot.
 
-python -m benchmarks low_precision --output docs/figures/low_precision.png [--steps 300] [--seeds 3] [--no-variants]
-python -m benchmarks low_precision --model 100M --steps 40 --no-variants
+python -m benchmarks low_precision --output docs/figures/low_precision.png [--steps 300] [--seeds 3]
+python -m benchmarks low_precision --model 100M --steps 40
 
-A run's loss is the mean over the last 20 steps. Variants of recipes are run with one seed. Runs that exist already (in
---folder) are not repeated.
+A run's loss is the mean over the last 20 steps. Runs that exist already (in --folder) are not repeated.
 """
 
 import argparse
@@ -25,7 +24,6 @@ FLOAT8_EVERYWHERE = ["--model.converters=float8", "--float8.filter_fqns="]
 DELAYED = [*FLOAT8_EVERYWHERE, "--float8.recipe_name=delayed"]
 INT8 = ["--model.converters=int8"]
 MX_FLAGS = ["--model.converters=mx", "--mx.emulate"]
-FLOOR = "--mx.scale_calculation_mode=floor"
 NVFP4 = [*MX_FLAGS, "--mx.recipe_name=nvfp4"]
 RECIPES: dict[str, list[str]] = {
     "bf16": [],
@@ -39,27 +37,6 @@ RECIPES: dict[str, list[str]] = {
     "mx mxfp8 (emulated)": MX_FLAGS,
     "mx mxint8 (emulated)": [*MX_FLAGS, "--mx.recipe_name=mxint8"],
     "mx nvfp4 (emulated)": NVFP4,
-}
-VARIANTS: dict[str, list[str]] = {
-    "float8 delayed, most recent amax": [*DELAYED, "--float8.delayed_amax=most_recent"],
-    "float8 delayed, margin 1": [*DELAYED, "--float8.delayed_margin=1"],
-    "float8 delayed, e4m3 gradients": [*DELAYED, "--float8.delayed_format=e4m3"],
-    "float8 delayed, weights dynamic": [*DELAYED, "--float8.cast_weight=dynamic"],
-    "float8 tensorwise, all-gather by bound": [
-        *FLOAT8_EVERYWHERE,
-        "--float8.enable_fsdp_float8_all_gather",
-        "--float8.weight_scale=bound",
-    ],
-    "int8 rowwise, output too": [*INT8, "--int8.filter_fqns="],
-    "int8 rowwise, int8 all-gather": [*INT8, "--int8.enable_fsdp_int8_all_gather"],
-    "mx mxint8, floor": [*MX_FLAGS, "--mx.recipe_name=mxint8", FLOOR],
-    "mx mxint8, floor, to -128": [*MX_FLAGS, "--mx.recipe_name=mxint8", FLOOR, "--mx.symmetric_clipping=false"],
-    "mx nvfp4, all blocks": [*NVFP4, "--mx.keep_last_blocks_fraction=0"],
-    "mx nvfp4, no transform": [*NVFP4, "--mx.random_hadamard=false"],
-    "mx nvfp4, round to nearest": [*NVFP4, "--mx.stochastic_rounding=false"],
-    "mx nvfp4, 1D weight scales": [*NVFP4, "--mx.weight_scales_2d=false"],
-    "mx nvfp4, output in bf16": [*NVFP4, "--mx.forward_with_hp"],
-    "mx nvfp4, weight gradient in bf16": [*NVFP4, "--mx.wgrad_with_hp"],
 }
 
 
@@ -103,7 +80,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model", choices=MODEL_FLAGS, default="debug")
-    parser.add_argument("--variants", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--folder", type=Path, default=Path("outputs/low_precision"))
     parser.add_argument("--output", type=Path, default=Path("low_precision.png"))
     arguments = parser.parse_args()
@@ -111,21 +87,16 @@ def main() -> None:
 
     folder, model = arguments.folder / arguments.model, MODEL_FLAGS[arguments.model]
 
-    def results(cases: dict[str, list[str]], seeds: int) -> dict[str, list[Path]]:
-        return {
-            name: run_seeds(name, [*model, *flags], arguments.steps, folder, seeds) for name, flags in cases.items()
-        }
-
-    recipes = results(RECIPES, arguments.seeds)
+    recipes = {
+        name: run_seeds(name, [*model, *flags], arguments.steps, folder, arguments.seeds)
+        for name, flags in RECIPES.items()
+    }
     chance = [recipes["bf16"][0], *run_other_weights("bf16", model, arguments.steps, folder, arguments.seeds)]
-    variants = {"bf16": recipes["bf16"][:1], **(results(VARIANTS, 1) if arguments.variants else {})}
     print(f"{arguments.model} model, CPU, torch {torch.__version__}, torchao {version('torchao')}, ", end="")
     print(f"{arguments.steps} steps\n\n{seeds_table('recipe', recipes)}")
     if arguments.seeds > 1:
         print(f"\nbf16's losses spread by {spread_of_losses(chance):.2f}% over initial weights with the same data")
         print(f"and by {spread_of_losses(recipes['bf16']):.2f}% over seeds, which also choose the data.")
-    if arguments.variants:
-        print(f"\n{seeds_table('variant', variants)}")
     print(f"\n{gemms_table()}")
     differences(
         by_family(recipes), list(map(losses, recipes["bf16"])), arguments.output, LAST, list(map(losses, chance))

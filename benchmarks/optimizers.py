@@ -1,9 +1,7 @@
-"""Costs and savings of smaller optimizer states: four tables, and a plot of losses and update errors.
+"""Costs and savings of smaller optimizer states: three tables.
 
-python -m benchmarks optimizers --output docs/figures/optimizers.png [--steps 1000] [--only losses,errors,bytes,peaks]
+python -m benchmarks optimizers [--only errors bytes peaks] [--error-steps 30]
 
-losses: the debug model with each optimizer, on the same data (as `low_precision.py`; runs in --folder are not
-    repeated).
 errors: each optimizer's update compared with the float32 one, from the same weights and gradient history.
 bytes: of an 8B model, as planned (`--job.plan`).
 peaks: peak bytes of live tensors on 1 and 2 processes, with updates after and during the backward pass.
@@ -13,15 +11,12 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.figures import bare, label_ends, percent_above, pyplot, saved
-from benchmarks.loss_runs import losses, losses_table, run
 from benchmarks.runs import DEBUG_MODEL, ROOT, finish
 from benchmarks.tables import markdown
 
@@ -36,11 +31,6 @@ CHANGES: dict[str, dict[str, str]] = {
 BFLOAT16 = "--training.weight_dtype=bfloat16"
 EARLY = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.no_skip_nonfinite"]
 FLAGS = {name: [f"--optimizer.{key}={value}" for key, value in changes.items()] for name, changes in CHANGES.items()}
-TRAINED = {
-    **FLAGS,
-    "AdamW, bfloat16 weights": [BFLOAT16],
-    "AdamW8bit, bfloat16 weights": [*FLAGS["AdamW8bit"], BFLOAT16],
-}
 PLANNED = {
     "AdamW": [],
     "AdamW, bfloat16 states": FLAGS["AdamW, bfloat16 states"],
@@ -54,6 +44,7 @@ PLANNED = {
 }
 DEBUG = [f"--job.config_file={DEBUG_MODEL}", "--training.seq_len=128"]
 GIB = 2**30
+TABLES = ("errors", "bytes", "peaks")
 
 
 def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]:
@@ -197,65 +188,21 @@ def _peak(processes: int, flags: list[str]) -> dict[str, int]:
     return peaks
 
 
-def plot(runs: dict[str, Path], errors: dict[str, list[float]], output: Path, smooth: int) -> None:
-    """Difference of losses from the first run's, and update errors, over the steps."""
-    figure, (above, below) = pyplot().subplots(2, 1, figsize=(9, 7.5))
-    found = {name: losses(dump) for name, dump in runs.items()}
-    base_name, base = next(iter(found.items()))
-    colors = {name: f"C{number}" for number, name in enumerate(TRAINED)}
-    above.axhline(0, color="black", linewidth=0.8)
-    for name, values in found.items():
-        if name != base_name:
-            above.plot(percent_above(values, base, smooth), color=colors[name], label=name, linewidth=1.4)
-    above.set_ylabel(f"loss against {base_name}\n(%, mean of {smooth} steps)")
-    for name, values in errors.items():
-        # The first update has no state yet.
-        below.plot(range(2, len(values) + 1), values[1:], color=colors[name], label=name, linewidth=1.2)
-    below.set_yscale("log")
-    below.set_ylabel("error of an update\nagainst float32's")
-    for panel in (above, below):
-        panel.set_xlabel("step")
-        bare(panel)
-    figure.tight_layout(rect=(0, 0, 0.8, 1))  # room for the labels
-    for panel in (above, below):
-        label_ends(panel)
-    saved(figure, output)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument(
-        "--optimizer", action="append", choices=TRAINED, help="optimizer to train with; repeatable (default: all)"
-    )
-    parser.add_argument("--error-steps", type=int, default=100)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/optimizers"))
-    parser.add_argument("--output", type=Path, default=Path("optimizers.png"))
-    parser.add_argument("--only", default="losses,errors,bytes,peaks")
+    parser.add_argument("--error-steps", type=int, default=30)
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES)
     arguments = parser.parse_args()
     import torch
 
-    wanted = arguments.only.split(",")
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}")
-    runs: dict[str, Path] = {}
-    errors: dict[str, list[float]] = {}
-    if "losses" in wanted:
-        chosen = arguments.optimizer or list(TRAINED)
-        runs = {name: run(name, TRAINED[name], arguments.steps, arguments.folder) for name in chosen}
-        print(f"\nlosses, {arguments.steps} steps\n\n{losses_table('optimizer', runs)}", flush=True)
-    saved = arguments.folder / "errors.json"
-    if "errors" in wanted:
-        errors, flushed = update_errors(arguments.error_steps)
-        print(f"\nerrors, {arguments.error_steps} steps\n\n{errors_table(errors, flushed)}", flush=True)
-        saved.parent.mkdir(parents=True, exist_ok=True)
-        saved.write_text(json.dumps(errors))
-    tables: dict[str, Callable[[], str]] = {"bytes": bytes_table, "peaks": peaks_table}
-    for name, table in tables.items():
-        if name in wanted:
-            print(f"\n{name}\n\n{table()}", flush=True)
-    if runs:
-        errors = errors or (json.loads(saved.read_text()) if saved.exists() else {})
-        plot(runs, errors, arguments.output, smooth=max(1, arguments.steps // 20))
+    tables = {
+        "errors": lambda: errors_table(*update_errors(arguments.error_steps)),
+        "bytes": bytes_table,
+        "peaks": peaks_table,
+    }
+    for name in arguments.only:
+        print(f"\n{name}\n\n{tables[name]()}", flush=True)
 
 
 if __name__ == "__main__":

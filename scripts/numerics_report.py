@@ -57,7 +57,6 @@ def judge(config: JobConfig) -> dict[str, Any]:
     from torchtitan.device import find_device
     from torchtitan.engine.explain import conversion_target
     from torchtitan.models import MODELS
-    from torchtitan.precision_search.runs import short_run
 
     (name,) = config.model.converters
     entry = CONVERTERS.get(name)
@@ -68,9 +67,9 @@ def judge(config: JobConfig) -> dict[str, Any]:
             f"model.converters: {name} does not convert linear layers, so there is nothing to measure; use another."
         )
     bf16 = dataclasses.replace(config, model=dataclasses.replace(config.model, converters=[]))
-    high, low = short_run(bf16, capture=True), short_run(config)
+    (high, operands), (low, _) = short_run(bf16), short_run(config)
     layers = {
-        fqn: layer_errors(converter, found) for fqn, found in high.operands.items() if can_convert(converter, found)
+        fqn: layer_errors(converter, captured) for fqn, captured in operands.items() if can_convert(converter, captured)
     }
     if not layers:
         raise ConfigError(
@@ -80,10 +79,45 @@ def judge(config: JobConfig) -> dict[str, Any]:
     return {
         "recipe": f"{name} {converter.recipe}",
         "steps": config.training.steps,
-        "loss": {"bf16": high.losses[-1], "recipe": low.losses[-1]},
+        "loss": {"bf16": high[-1], "recipe": low[-1]},
         "layers": layers,
         "proposed_filter_fqns": worst(layers),
     }
+
+
+def short_run(config: JobConfig) -> tuple[list[float], dict[str, Any]]:
+    """Trains in this process, uncompiled, without activation checkpointing, in a temporary folder.
+
+    Returns:
+        The losses of all steps, and the operands of each unconverted linear layer in the first micro-batch of the last
+        step, by path (`converters.numerics.Operands`).
+
+    Raises:
+        ConfigError: a loss is not finite; and what a run raises.
+    """
+    from torchtitan.converters.numerics import capture_operands
+    from torchtitan.temporary_trainer import temporary_trainer
+
+    operands: dict[str, list[Any]] = {}
+    config = dataclasses.replace(
+        config,
+        activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode="none"),
+        metrics=dataclasses.replace(config.metrics, log_freq=1),
+        training=dataclasses.replace(config.training, compile=False),
+    )
+    with temporary_trainer(config) as trainer:
+        if not config.model.converters:
+            capture_operands(trainer.engine.model, operands, lambda: trainer.step == config.training.steps)
+        trainer.train()
+        entries = map(json.loads, (Path(trainer.config.job.dump_folder) / "metrics.jsonl").read_text().splitlines())
+        # Entries of a model with experts may hold only their load.
+        losses = [entry["loss"] for entry in entries if "loss" in entry]
+    if None in losses:
+        precision = ", ".join(config.model.converters) or "bf16"
+        raise ConfigError(
+            f"a short run in {precision} has a loss that is not finite; lower optimizer.lr, or fix its data."
+        )
+    return losses, operands
 
 
 def can_convert(converter: Any, operands: Any) -> bool:

@@ -26,9 +26,13 @@ def test_without_a_name_all_are_listed() -> None:
     assert all(len(line.split()) > 3 for line in lines)
 
 
-def test_a_typo_in_a_name() -> None:
-    done = python("-m", "benchmarks", "thruput")
-    assert done.returncode == 2 and "unknown benchmark 'thruput' (did you mean throughput?)" in done.stderr
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("thruput", " (did you mean throughput?)."), ("busy", ": it is finished, and docs/ has its result.")],
+)
+def test_a_name_that_is_not_there(name: str, remedy: str) -> None:
+    done = python("-m", "benchmarks", name)
+    assert done.returncode == 2 and f"unknown benchmark '{name}'{remedy}" in done.stderr
 
 
 @pytest.mark.full
@@ -124,7 +128,7 @@ def test_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_errors_of_block_formats_against_float64() -> None:
-    normal, outliers = bench("block_formats", "--only=errors").split("With outliers")
+    normal, outliers = bench("block_formats").split("With outliers")
     for recipe, most in (("mx mxint8, rceil", 0.03), ("float8 blockwise", 0.05), ("mx nvfp4", 0.2)):
         for table in (normal, outliers):
             (row,) = (line for line in table.splitlines() if line.startswith(f"| {recipe} |"))

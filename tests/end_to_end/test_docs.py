@@ -32,8 +32,7 @@ CONSOLES = {
 TINY = "--training.seq_len=64"
 SMALLER = {
     "./run_train.sh": f"./run_train.sh --training.steps=2 {TINY} --evaluation.limit=2 --validation.steps=1",
-    "scripts/search_precision.py train_configs/debug_model.toml": "scripts/search_precision.py "
-    f"train_configs/debug_model.toml {TINY} --training.local_batch_size=4 --steps 2 --seeds 2",
+    "numerics_report.py --output numerics": f"numerics_report.py --output numerics --steps 2 {TINY}",
     "training.steps=100 ": "training.steps=2 --widths 32,64 ",
     "training.steps=300": "training.steps=2",
     "warmup_steps=20": "warmup_steps=1",

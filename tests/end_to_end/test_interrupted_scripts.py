@@ -21,7 +21,6 @@ COMMANDS = {
     "scripts/numerics_report.py": ("torch", "--output=numerics"),
     "scripts/plot_experts.py": ("matplotlib", "a"),
     "scripts/plot_run.py": ("matplotlib", "a"),
-    "scripts/search_precision.py": ("torch", "train_configs/debug_model.toml", "--budget=1%"),
     "scripts/train_tokenizer.py": ("sentencepiece", "--documents=1", "--output=/nowhere/a.model"),
     "-m torchtitan.ladder": ("torch", "train_configs/debug_model.toml", "--sizes=1M,2M,3M", "--predict=10M"),
     "-m torchtitan.report": ("numpy", "a"),
@@ -49,7 +48,4 @@ def test_an_interrupted_script_says_nothing(command: str, tmp_path: Path) -> Non
         timeout=50,
     )
     assert done.returncode in (130, -2), done.stderr
-    assert (done.stdout + done.stderr).strip() in (
-        "",
-        "Stopped by SIGINT. Nothing is written; the same command starts again.",
-    )
+    assert (done.stdout + done.stderr).strip() == ""

@@ -6,7 +6,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from torchtitan.converters.filter import FilterRules
 from torchtitan.converters.target import Target
 from torchtitan.models.moe import GroupedLinear
 
@@ -26,12 +25,11 @@ LayerErrors = Mapping[str, Mapping[str, float]]
 
 
 class Recipe(Protocol):
-    """What is needed here of a `LinearConverter`, which see."""
+    """The part of `LinearConverter` that this module uses."""
 
     name: str
     gemms: Any
     grouped_gemms: Any
-    rules: FilterRules
     target: Target
 
     def emulated(self) -> "Recipe": ...
@@ -83,10 +81,6 @@ def layer_errors(converter: Recipe, operands: Operands) -> dict[str, dict[str, f
             cosine: between the result and the exact one.
             saturated, flushed: fractions of operand values that exceed the format's range and that become 0; the larger
                 of the two operands', for experts their mean.
-            update_error, update_bias (grad_weight only): root mean square error of AdamW's update relative to the
-                update, which is the gradient over the root of its usual square: so errors in a row of small gradients
-                count like those in a row of large ones. And the systematic part of this error, which momentum does not
-                average out; 0 for experts, for which it is not measured.
     """
     found, exact, lost = _of_layer(converter, *operands) if len(operands) == 3 else _of_experts(converter, *operands)
     known = converter.gemms if len(operands) == 3 else converter.grouped_gemms
@@ -102,80 +96,7 @@ def layer_errors(converter: Recipe, operands: Operands) -> dict[str, dict[str, f
             "cosine": float(nn.functional.cosine_similarity(low.flatten(), high.flatten(), dim=0)),
             **lost[gemm],
         }
-    second_moment = usual_squares(exact[2])
-    error = found[2].float() - exact[2]
-    errors["grad_weight"]["update_error"] = _root_mean(error.square(), second_moment)
-    errors["grad_weight"]["update_bias"] = 0.0
-    if len(operands) == 3:
-        x, weight, out_grad = operands
-        errors["grad_weight"]["update_bias"] = _update_bias(converter, x, weight, out_grad, second_moment)
     return errors
-
-
-def noise_of(fqn: str, errors: LayerErrors, sizes: Mapping[str, int], momentum: float) -> float:
-    """What a layer adds to the loss, up to a factor that short runs measure (`precision_search.search.LossModel`).
-
-    The errors of GEMMs are small and nearly independent, so the loss rises by a sum of their squares. AdamW moves every
-    weight by about the learning rate. So an error of its update, relative to the update, costs alike in all weights:
-    hence `update_error`, times the number of weights. An error of the output or of the input gradient reaches other
-    gradients with about its own relative size. In a block, the residual connection carries most of them past the layer,
-    so as many weights count as the layer has; but all gradients come through the output layer.
-
-    Momentum b averages the random part of an update's error over steps, whose mean square becomes (1 - b) / (1 + b) of
-    a step's, and leaves its systematic part, such as that of gradients rounded to 0. The output layer's input gradient
-    counts as systematic too: training runs say so (docs/low_precision.md).
-
-    Args:
-        sizes: number of weights of each linear layer, by path.
-        momentum: decay rate of the optimizer's first moment.
-    """
-    output, grad_input = (errors[gemm]["relative_error"] ** 2 for gemm in ("output", "grad_input"))
-    update, bias = (errors["grad_weight"][key] ** 2 for key in ("update_error", "update_bias"))
-    systematic = (1 + momentum) / (1 - momentum)
-    if not _in_block(fqn):
-        grad_input *= systematic
-    return reached(fqn, sizes) * grad_input + sizes[fqn] * (output + max(update - bias, 0.0) + systematic * bias)
-
-
-def reached(fqn: str, sizes: Mapping[str, int]) -> int:
-    """Number of weights whose gradients a layer's input gradient reaches, in the sense of `noise_of`."""
-    return sizes[fqn] if _in_block(fqn) else sum(sizes.values())
-
-
-def _in_block(fqn: str) -> bool:
-    return any(part.isdecimal() for part in fqn.split("."))
-
-
-def usual_squares(grad: torch.Tensor) -> torch.Tensor:
-    """An estimate of Adam's second moment from one gradient, (..., N, K): the product of the mean squares of its row
-    and of its column over the mean of all (Adafactor, arXiv 1804.04235, section 3)."""
-    squares = grad.square()
-    rows, columns = squares.mean(-1, keepdim=True), squares.mean(-2, keepdim=True)
-    return rows * columns / rows.mean(-2, keepdim=True)
-
-
-def _root_mean(squares: torch.Tensor, second_moment: torch.Tensor) -> float:
-    ratio = torch.where(second_moment > 0, squares / second_moment, 0.0)
-    return float(ratio.mean().clamp(min=0).sqrt())
-
-
-def _update_bias(
-    converter: Recipe,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out_grad: torch.Tensor,
-    second_moment: torch.Tensor,
-) -> float:
-    """The errors of two halves of the tokens have the systematic error in common and are independent otherwise, so four
-    times their product is on average the square of the systematic error of all tokens."""
-    half = len(x) // 2 // converter.rules.multiple_of * converter.rules.multiple_of
-    if half == 0:
-        return 0.0
-    errors = []
-    for tokens in (slice(half), slice(half, 2 * half)):
-        _, _, low = _gemms(_converted(converter, weight), x[tokens], out_grad[tokens])
-        errors.append(low.float() - out_grad[tokens].float().T @ x[tokens].float())
-    return _root_mean(4 * errors[0] * errors[1], second_moment)
 
 
 Results = tuple[list[torch.Tensor], list[torch.Tensor], dict[str, dict[str, float]]]

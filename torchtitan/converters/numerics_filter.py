@@ -1,7 +1,7 @@
-"""`auto_filter_numerics`: which layers a recipe computes too inaccurately for a loss budget."""
+"""`auto_filter_numerics`: which layers a recipe computes too inaccurately."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,25 +10,23 @@ from torch import nn
 
 from torchtitan.compat.dispatch import unset_fake_temporarily
 from torchtitan.converters.filter import AUTO_FILTER_NUMERICS
-from torchtitan.converters.numerics import LayerErrors, Recipe, capture_operands, layer_errors, noise_of, reached
+from torchtitan.converters.numerics import LayerErrors, Recipe, capture_operands, layer_errors
 from torchtitan.device import Device
 from torchtitan.errors import ConfigError
 from torchtitan.models.init import init_weights
 from torchtitan.models.moe import GroupedLinear, reset_buffers
 
-BUDGET = 0.5  # percent of the loss
-PERCENT_PER_NOISE = 3.0  # of the loss, for noise per weight: fits runs of the debug model (docs/low_precision.md)
-MOMENTUM = 0.9
-MOST_FLUSHED = 0.9  # fraction
+MOST_FLUSHED = 0.9  # fraction of an operand's values
+MOST_ERROR = 0.4  # of a GEMM's result, relative; no recipe here has more than half of it on ordinary operands
+MOST_ERROR_OF_ALL = 0.07  # of the output layer's input gradient, which reaches all layers; 8 bits: 0.03, nvfp4: 0.11
 TOKENS = 256
 BYTES = 8  # per parameter: weights and gradients in bfloat16, and room for the largest layer in float32
 
 
 def inaccurate_layers(converter: Recipe, model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
-    """The layers that the recipe does not suit, and why: with errors like theirs in all layers, the loss would rise by
-    more than `BUDGET` (by the precision search's model, `noise_of`); or more than `MOST_FLUSHED` of an operand becomes
-    0. (At the start of training the latter errors are still harmless: large gradients of few logits hide the small ones
-    of all others.)
+    """The layers that the recipe does not suit, and why: more than `MOST_FLUSHED` of an operand becomes 0, or a GEMM's
+    relative error is more than `MOST_ERROR`, or `MOST_ERROR_OF_ALL`. (At the start of training values that become 0 are
+    still harmless: large gradients of few logits hide the small ones of all others.)
 
     The operands are those of one forward and backward pass on random tokens. A model on the meta device gets initial
     weights from a fixed seed. So the choice depends on the sizes and the recipe alone, and a resumed run makes the
@@ -67,24 +65,24 @@ def _measure(converter: Recipe, model: nn.Module, layers: Sequence[str]) -> dict
     tokens = tokens.to(embedding.device)
     with torch.enable_grad():
         copied(tokens[:, :-1], tokens[:, 1:]).backward()
-    sizes = {fqn: captured[1].numel() for fqn, captured in operands.items()}
     against = {}
     for fqn in layers:
         experts = isinstance(model.get_submodule(fqn), GroupedLinear)
         known = converter.grouped_gemms if experts else converter.gemms
-        reason = _unsuited(fqn, known, layer_errors(converter, operands[fqn]), sizes)
+        reason = _unsuited(fqn, known, layer_errors(converter, operands[fqn]))
         if reason:
             against[fqn] = reason
     return against
 
 
-def _unsuited(fqn: str, known: Any, layer: LayerErrors, sizes: Mapping[str, int]) -> str | None:
-    percent = PERCENT_PER_NOISE * noise_of(fqn, layer, sizes, MOMENTUM) / reached(fqn, sizes)
-    if not percent <= BUDGET:
-        return f"errors like its own in all layers would cost {percent:.2g}% of the loss"
+def _unsuited(fqn: str, known: Any, layer: LayerErrors) -> str | None:
+    in_block = any(part.isdecimal() for part in fqn.split("."))
     for gemm, errors in layer.items():
         if getattr(known, gemm) is not None and errors["flushed"] > MOST_FLUSHED:
             return f"{errors['flushed']:.1%} of an operand of {gemm} would be 0"
+        most = MOST_ERROR_OF_ALL if gemm == "grad_input" and not in_block else MOST_ERROR
+        if not errors["relative_error"] <= most:  # NaN neither
+            return f"{gemm} would have an error of {errors['relative_error']:.1%}, more than {most:.0%}"
     return None
 
 
@@ -96,8 +94,8 @@ def _with_weights(converter: Recipe, model: nn.Module) -> Any:
     if needed > device.memory_capacity_bytes():
         raise ConfigError(
             f"{converter.name}.filter_fqns: {AUTO_FILTER_NUMERICS} runs the full model on one device, which takes "
-            f"about {needed / 2**30:.0f} GiB; list the layers that scripts/search_precision.py finds, perhaps in a "
-            "model with fewer layers."
+            f"about {needed / 2**30:.0f} GiB; list the layers that scripts/numerics_report.py proposes, perhaps in "
+            "a model with fewer layers."
         )
     copied: Any = copy.deepcopy(model)
     if all(parameter.device.type != "meta" for parameter in model.parameters()):

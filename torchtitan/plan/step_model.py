@@ -38,12 +38,6 @@ _BANDWIDTHS = {"H100": 3.0e12, "H200": 4.3e12}  # by the names of `devices.GPUS`
 RATES = {gpu: _hopper(bandwidth, *_TYPICAL) for gpu, bandwidth in _BANDWIDTHS.items()}
 RANGES = {gpu: (_hopper(bandwidth, *_SLOW), _hopper(bandwidth, *_FAST)) for gpu, bandwidth in _BANDWIDTHS.items()}
 COLLECTIVES_SHARE = 16 / 132  # of the multiprocessors, which NCCL takes from computation; by assumption
-# Not measured: 0.8 of the dense peaks of an HGX B200 (NVIDIA Blackwell architecture technical brief: 2,250 TFLOP/s in
-# bf16, 4,500 in FP8 and INT8, 9,000 in FP4, 80 in FP32) and 0.9 of its 8 TB/s, as an H100 reaches of its own.
-_B200 = {"bf16": 2250e12, "float8": 4500e12, "int8": 4500e12, "mxfp8": 4500e12, "nvfp4": 9000e12, "float32": 80e12}
-DATA_SHEET_RATES = {
-    "B200": Rates({kind: 0.8 * peak for kind, peak in _B200.items()}, (0.35 * 2250e12, 0.28 * 2250e12), 0.9 * 8e12)
-}
 
 
 @dataclass(frozen=True)
