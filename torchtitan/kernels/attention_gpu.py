@@ -54,7 +54,7 @@ def has_own_kernel(q: torch.Tensor) -> bool:
     return q.device.type == "cuda"
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def torchs_choice(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> str:
     """The backend of `scaled_dot_product_attention` for causal training without a mask: a name of `SDPBackend`."""
     return _torchs_choice(device, dtype, heads, kv_heads, head_dim)
@@ -66,7 +66,7 @@ def _torchs_choice(device: torch.device, dtype: torch.dtype, heads: int, kv_head
     with contextlib.nullcontext() if device.type == "cpu" else FakeTensorMode():  # a fake CPU always chooses "MATH"
         q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
         choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=heads != kv_heads)
-    return {int(backend): name for name, backend in SDPBackend.__members__.items()}[choice]
+    return str(SDPBackend(choice).name)
 
 
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -54,7 +54,7 @@ def kernel_name(q: torch.Tensor, kv_heads: int, documents: bool, context_paralle
         return "torch's, with a mask"
     if has_own_kernel(q):
         return attention_cpu.kernel_name(q)
-    choice = attention_gpu.torchs_choice(q.device, q.dtype, q.shape[1], kv_heads, q.shape[3])
+    choice: str = attention_gpu.torchs_choice(q.device, q.dtype, q.shape[1], kv_heads, q.shape[3])
     if documents or (context_parallel and choice not in attention_gpu.BACKENDS):
         return "flex"
     return choice.removesuffix("_ATTENTION").lower()
