@@ -53,6 +53,7 @@ from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE, Scale
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.quantize import WIDEST
 from torchtitan.models import MODELS
+from torchtitan.models.attention import kernel_name
 from torchtitan.optim import muon, state_formats
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel import async_tensor
@@ -196,6 +197,14 @@ def build(
                 allocate=lambda model, stages, *_: [stage.to_empty(device=holder) for stage in stages],
             )
             yield engine, UpdateGuard(config.training, lambda *_: None)
+
+
+def attention_names() -> list[str]:
+    """What the log of a run calls attention: plain, within documents, under context parallelism, in float32 too."""
+    with FakeTensorMode():
+        q = torch.empty(1, 32, 2, 128, dtype=torch.bfloat16, device="cuda")
+        kinds = [(q, False, False), (q, True, False), (q, False, True), (q.float(), False, True)]
+        return [kernel_name(q, 8, documents, context_parallel) for q, documents, context_parallel in kinds]
 
 
 def make_batch(shape: tuple[int, int], document_mask: bool, pin_memory: bool = True) -> Batch:

@@ -15,7 +15,7 @@ from runs import all_equal
 
 from torchtitan.kernels import attention_cpu
 from torchtitan.kernels.attention_cpu import bfloat16_library, float32_library
-from torchtitan.models.attention import causal_attention
+from torchtitan.models.attention import causal_attention, kernel_name
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 WAYS = ["bfloat16 GEMMs", "float32 arithmetic", "torch"]
@@ -183,3 +183,17 @@ def test_instructions_that_may_not_be_used_are_left_alone(take: Callable[[str], 
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout == "1.0\n", done.stderr
     assert "oneDNN cannot use this CPU's bfloat16 instructions" in done.stderr
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("documents, context_parallel", [(False, False), (True, False), (False, True)])
+def test_the_log_names_what_computes_attention(
+    documents: bool, context_parallel: bool, way: str, take: Callable[[str], None]
+) -> None:
+    """`tests/cross` does the same for GPUs."""
+    take(way)
+    q = torch.empty(1, 4, 2, 16, dtype=torch.bfloat16)
+    own = {"torch": "torch's for CPUs", "float32 arithmetic": "own kernel, float32 arithmetic"}
+    expected = own.get(way, "own kernel, bfloat16 instructions")
+    masked = documents or context_parallel
+    assert kernel_name(q, 2, documents, context_parallel) == ("torch's, with a mask" if masked else expected)

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from torchtitan.kernels.attention_gpu import BLOCK, block_mask
+from torchtitan.kernels import attention_gpu
+from torchtitan.kernels.attention_gpu import BLOCK, Backend, block_mask
 
 
 def random_documents(rows: int, length: int, documents: int) -> torch.Tensor:
@@ -43,6 +44,36 @@ def test_blocks_are_those_of_the_dense_mask(keys: int, queries: int, documents: 
             assert unmasked[batch, row, full].all()
             found[batch, row] += torch.bincount(torch.cat([full, partial]), minlength=columns)
     assert torch.equal(found, seen.int())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("queries, log_sum_exp", [(96, (2, 4, 96)), (32, (2, 4, 32)), (32, (2, 4, 32, 1))])
+def test_two_parts_are_attention_of_the_whole(
+    queries: int, log_sum_exp: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output and gradients, by an operator of the CPU. flash's log-sum-exp has three dimensions, cuDNN's four."""
+    aten = torch.ops.aten
+
+    def forward(q, k, v, causal):  # type: ignore[no-untyped-def]
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, lse.view(log_sum_exp), torch.empty(0), torch.empty(0)
+
+    def backward(grad, q, k, v, saved, causal):  # type: ignore[no-untyped-def]
+        out, lse = saved[0], saved[1].view(log_sum_exp[:3])
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+
+    monkeypatch.setitem(attention_gpu.BACKENDS, "FLASH_ATTENTION", Backend(forward, backward))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, n, 32).to(dtype).requires_grad_() for n in (queries, 96, 96))
+    grad = torch.randn(q.shape)
+    out = attention_gpu.causal_attention_gpu(q, k, v)
+    found = [out, *torch.autograd.grad(out, (q, k, v), grad.to(dtype))]
+    exact = [t.detach().float().requires_grad_() for t in (q, k, v)]
+    mask = torch.ones(queries, 96, dtype=torch.bool).tril(96 - queries)
+    expected = F.scaled_dot_product_attention(*exact, attn_mask=mask)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for one, other in zip(found, [expected, *torch.autograd.grad(expected, exact, grad)], strict=True):
+        torch.testing.assert_close(one.float(), other, atol=tolerance, rtol=tolerance)
 
 
 def test_attention_within_documents_is_that_of_the_dense_mask() -> None:

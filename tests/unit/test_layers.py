@@ -15,6 +15,7 @@ PRIVATE_OPERATORS = (
     "_int_mm",
     "_scaled_grouped_mm",
     "_foreach_",
+    "_fused_sdp_choice",
 )  # private names in `torch` without a public equivalent
 
 

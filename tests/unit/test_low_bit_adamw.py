@@ -10,6 +10,7 @@ import torchao.optim
 from torch import nn
 
 from torchtitan.config.training import Optimizer
+from torchtitan.optim.low_bit import noise_of, random_bits
 from torchtitan.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8, LowBitAdamW, update
 from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan.optim.state_formats import block_size
@@ -138,6 +139,34 @@ def test_rounding_is_a_function_of_the_seed() -> None:
     assert torch.equal(first, again)
     assert 0 < float((first - other).norm() / first.norm()) < 0.02
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_gpus_noise_is_even_and_new_for_each_number() -> None:
+    """Between steps, parameters, places and the tensors that are rounded; all are functions of the key."""
+    count = 1 << 16
+    keys, steps = (torch.tensor(range(7, 9)), torch.tensor([1.0, 2.0]))
+    bits = torch.stack([random_bits(key, step, count) for key in keys for step in steps])
+    noise = torch.stack(noise_of(bits, [True] * 4)).flatten(0, 1).float()  # type: ignore[arg-type]  # (16, count)
+    assert bits.unique().numel() == 4 * count
+    assert noise.min() == 0 and noise.max() == 65535
+    torch.testing.assert_close(noise.mean(1), torch.full((16,), 32767.5), atol=500, rtol=0)
+    correlations = torch.corrcoef(torch.cat([noise, noise.roll(1, 1)]))
+    assert float((correlations - torch.eye(32)).abs().max()) < 0.03
+
+
+def test_a_gpus_update_rounds_to_the_expected_value() -> None:
+    """With other noise than on a CPU, since the device alone knows the number of the update, but as well."""
+    exact = train(lambda them: LowBitAdamW(them, **OPTIONS))
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = LowBitAdamW(parameters, **OPTIONS)
+        optimizer.defaults["fused"] = True
+        return optimizer
+
+    host = train(lambda them: LowBitAdamW(them, **OPTIONS), dtype=torch.bfloat16) - exact
+    found = train(make, dtype=torch.bfloat16) - exact
+    assert not torch.equal(found, host)
+    assert float(found.norm()) == pytest.approx(float(host.norm()), rel=0.05)
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from torchtitan.config import ConfigManager, to_toml
 from torchtitan.config.training import Optimizer, OptimizerGroup
 from torchtitan.errors import ConfigError
+from torchtitan.optim.combined import parts_of
+from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.optim.optimizer import build_optimizer, optimizer_step, set_learning_rate
 from torchtitan.optim.parameters import check_groups, named_parameters, parameters_with_roles
 
@@ -46,19 +49,41 @@ def test_update_has_the_hyperparameters_of_the_configuration(
     assert (group["fused"], group["foreach"]) == (implementation == "fused", implementation == "foreach")
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["the host knows", "the device alone knows"])
 @pytest.mark.parametrize("faults", [1.0, 2.0])
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "AdamW8bit"])
-def test_a_skipped_step_changes_nothing(name: str, faults: float) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"name": name} for name in ("AdamW", "Adam", "AdamW8bit", "AdamW4bit", "AdamWFp8", "Muon8bit")),
+        {"name": "AdamWFp8", "second_moment": "sqrt_v"},
+        {"state_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_a_skipped_step_changes_nothing(changes: dict[str, Any], faults: float, on_device: bool) -> None:
     """However many ranks found a fault. torch's fused update takes anything but 1 for a step to make."""
-    weight = nn.Parameter(torch.ones(64, 64))
-    optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(name=name, implementation="fused"))
-    weight.grad = torch.ones(64, 64)
-    optimizer_step(optimizer, torch.tensor(0.0))
-    assert (weight < 1).all()
-    before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
-    weight.grad = torch.full((64, 64), torch.nan)
-    optimizer_step(optimizer, torch.tensor(faults))
-    assert all_equal(before, [weight.detach(), *optimizer.state[weight].values()])
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(64, 64)])}).bfloat16()
+    if changes["name" if "name" in changes else "state_dtype"] in ("AdamW", "Adam"):
+        model.float()
+    optimizer = build_optimizer(model, Optimizer(lr=0.1, implementation="fused", **changes))
+    for part in parts_of(optimizer):
+        if isinstance(part, LowBitOptimizer):
+            part.defaults["fused"] = on_device
+
+    def step(gradient: float, skip: float) -> list[torch.Tensor]:
+        """Weights and states afterwards."""
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer_step(optimizer, torch.tensor(skip))
+        states = [part.state[parameter] for part in parts_of(optimizer) for parameter in model.parameters()]
+        tensors = [*model.parameters(), *(tensor for state in states for tensor in state.values())]
+        return [tensor.detach().clone() for tensor in tensors]
+
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    assert all_equal(start, step(torch.nan, faults)[:2])
+    before = step(1.0, 0.0)
+    assert not all_equal(start, before[:2])
+    assert all_equal(before, step(torch.nan, faults))
 
 
 def test_learning_rate_of_the_next_step() -> None:

@@ -8,12 +8,14 @@
 - `_inductor.codegen.triton.get_triton_reduction_function`, `TritonOverrides`: what a kernel calls for the largest or
   smallest of many numbers, and its code for that of two
 - `_inductor.virtualized.V`: the kernel that is being generated, which takes helper functions
+- `_inductor.config.combo_kernels`, `combo_kernel_...`: several kernels in one launch, and how many
 - `_inductor.codecache._HEADER_DIR`, `_HEADER_LOCK_DIR`: where precompiled C++ headers are
 - `_inductor.runtime.cache_dir_utils.default_cache_dir`: the folder that it uses unless it is told otherwise
 """
 
 import functools
 import os
+from typing import Any
 
 import torch
 from torch._inductor import codecache
@@ -24,6 +26,7 @@ __all__ = [
     "CustomGraphPass",
     "avoid_nan_instructions",
     "default_cache_dir",
+    "few_launches",
     "fuse_collectives_with_gemms",
     "get_hash_for_files",
     "keep_precompiled_headers_in",
@@ -35,6 +38,16 @@ def fuse_collectives_with_gemms(first_pass: CustomGraphPass, last_pass: CustomGr
     torch._inductor.config._micro_pipeline_tp = True
     torch._inductor.config.post_grad_custom_pre_pass = first_pass
     torch._inductor.config.post_grad_custom_post_pass = last_pass
+
+
+def few_launches() -> dict[str, Any]:
+    """Options of `torch.compile`: on GPUs, kernels that do not need each other's results are launched as one."""
+    options = {
+        "combo_kernels": True,
+        "combo_kernel_max_num_nodes": 32,
+        "combo_kernel_peak_memory_pct_threshold": float("inf"),
+    }
+    return {name: value for name, value in options.items() if hasattr(torch._inductor.config, name)}
 
 
 CHOICE = "tl.where(({0} {sign} {1}) | ({0} != {0}), {0}, {1})"

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["binaries", "in_compiled_code", "on_lowered", "operator_of", "resource_usage", "simulate"]
+__all__ = ["binaries", "bytes_of", "in_compiled_code", "on_lowered", "operator_of", "resource_usage", "simulate"]
 
 
 class _Stream:
@@ -222,6 +222,12 @@ def operator_of(node: Any) -> str | None:
         return None
     overload = getattr(node.node, "op_overload", None)
     return str(overload).removesuffix(".default") if overload is not None else node.node.python_kernel_name
+
+
+def bytes_of(node: Any) -> int:
+    """That a scheduled node reads and writes. Of several kernels in one launch, that of each: the compiler would count
+    what they keep in registers."""
+    return sum(part.get_read_write_buffers_sizes() for part in (node.snodes if node.is_foreach() else [node]))
 
 
 def binaries(source: str, name: str, all_configurations: bool) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from torchtitan.engine.engine import Engine
 from torchtitan.errors import counted
 from torchtitan.kernels.cpu_gemm import cpu_kernel
 from torchtitan.logging import logger
+from torchtitan.models.attention import kernel_name
 
 SLOW = 4  # times the time of a bf16 layer; slower than this is too slow even for experiments
 
@@ -72,6 +73,14 @@ def _selective_option(engine: Engine) -> str:
     return f"op: the results of all GEMMs are kept, {kept / 2**30:.3g} GiB of them recomputed in torchtitan"
 
 
+def _attention(engine: Engine) -> str:
+    config, args = engine.config, engine.model.args
+    dtype, device = getattr(torch, config.training.mixed_precision_param), engine.device.torch_device
+    q = torch.empty(1, args.n_heads, 2, args.head_dim, dtype=dtype, device=device)
+    in_chunks = engine.meshes.dims.cp > 1 and config.parallelism.context_parallel_rotate_method == "allgather"
+    return kernel_name(q, args.n_kv_heads, config.training.document_mask, in_chunks)
+
+
 def log_settings(
     engine: Engine,
     *,
@@ -111,6 +120,7 @@ def log_settings(
         f"{counted(accumulation_steps, 'grad-accumulation step')})",
         "steps": f"{first_step} to {training.steps}, "
         f"{tokens_seen + (training.steps - first_step + 1) * tokens:,} tokens in total",
+        "attention": _attention(engine),
         "activations": {"none": "all stored", "full": "recomputed in every block"}.get(
             config.activation_checkpoint.mode,
             f"recomputed selectively ({_selective_option(engine)})",

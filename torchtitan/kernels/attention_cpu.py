@@ -125,6 +125,13 @@ def _library_for(q: torch.Tensor) -> ctypes.CDLL | None:
     return (bfloat16_library() if pairs else None) or float32_library()
 
 
+def kernel_name(q: torch.Tensor) -> str:
+    """What computes attention with queries of this shape and dtype, for the log."""
+    if (library := _library_for(q)) is None:
+        return "torch's for CPUs"
+    return "own kernel, " + ("bfloat16 instructions" if library is bfloat16_library() else "float32 arithmetic")
+
+
 @functools.cache
 def bfloat16_library() -> ctypes.CDLL | None:
     """`attention_bfloat16.cpp`, for even seq and head_dim; compiled once per torch version. None without such

@@ -1,18 +1,23 @@
 """Causal attention on GPUs where `scaled_dot_product_attention` would take a dense mask: for queries at the end of a
 longer sequence, and within documents. No tensor of queries x keys is made, and blocks that see nothing are skipped.
 
+Queries at the end attend to all keys before them, and causally to their own. Torch's fastest kernel for this GPU
+computes both parts, and their log-sum-exps say how much each counts (arXiv 2310.01889).
+
 Shapes: B batch, H query heads, G key-value heads, Q queries, S keys, D channels of a head.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchtitan.cache import keep_compiled_code_private
+from torchtitan.compat.dispatch import FakeTensorMode
 
 BLOCK = 128  # queries and keys of a block
 # For texts of many lengths. cuDNN's kernel, which torch prefers on recent GPUs, builds a plan for each new length
@@ -34,11 +39,10 @@ def causal_attention_gpu(
     Returns:
         (B, H, Q, D) in the dtype of q.
     """
-    if document_ids is None and _fits_flash(q):
-        # This operator aligns the causal mask with the last key (torch.nn.attention.bias relies on it as well).
-        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-        return out
     if document_ids is None:
+        backend = torchs_choice(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3])
+        if backend in BACKENDS:
+            return _InTwoParts.apply(q, k, v, backend)
         document_ids = q.new_zeros((q.shape[0], k.shape[2]), dtype=torch.int32)
     attend: Callable[..., torch.Tensor] = flex_attention if torch.compiler.is_compiling() else _compiled()  # type: ignore[assignment]
     grouped = q.shape[1] != k.shape[1]
@@ -50,8 +54,102 @@ def has_own_kernel(q: torch.Tensor) -> bool:
     return q.device.type == "cuda"
 
 
-def _fits_flash(q: torch.Tensor) -> bool:
-    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def torchs_choice(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> str:
+    """The backend of `scaled_dot_product_attention` for causal training without a mask: a name of `SDPBackend`."""
+    return _torchs_choice(device, dtype, heads, kv_heads, head_dim)
+
+
+@functools.cache
+def _torchs_choice(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> str:
+    shapes = [(1, count, BLOCK, head_dim) for count in (heads, kv_heads)]
+    with contextlib.nullcontext() if device.type == "cpu" else FakeTensorMode():  # a fake CPU always chooses "MATH"
+        q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+        choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=heads != kv_heads)
+    return str(SDPBackend(choice).name)
+
+
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Output (B, H, Q, D); log-sum-exp (B, H, Q) or (B, H, Q, 1), float32; two tensors of dropout, which is not used."""
+
+
+class Backend(NamedTuple):
+    """An operator that returns the log-sum-exp.
+
+    Attributes:
+        forward: of queries, keys, values, and whether Q = S and the mask is causal.
+        backward: gradients of q, k and v from the output's and what the forward pass got and returned.
+    """
+
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Saved]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Saved:
+    out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, lse, seed, offset
+
+
+def _flash_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out, lse, *random = saved
+    lengths = (None, None, q.shape[2], k.shape[2])
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+        grad, q, k, v, out, lse, *lengths, 0.0, causal, *random
+    )
+
+
+def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Saved:
+    results = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+    out, lse, _, _, _, _, seed, offset, _ = results
+    return out, lse, seed, offset
+
+
+def _cudnn_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mask_and_lengths = (None, None, None, q.shape[2], k.shape[2])
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+        grad, q, k, v, *saved, *mask_and_lengths, 0.0, causal
+    )
+
+
+BACKENDS = {
+    "CUDNN_ATTENTION": Backend(_cudnn, _cudnn_backward),
+    "FLASH_ATTENTION": Backend(_flash, _flash_backward),
+}
+"""By their names in `SDPBackend`. With `torch.nn.attention.activate_flash_attention_impl`, the second is what the user
+has activated."""
+
+
+class _InTwoParts(torch.autograd.Function):
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str) -> torch.Tensor:
+        before, ctx.backend = k.shape[2] - q.shape[2], backend
+        attend = BACKENDS[backend].forward
+        out, lse, *random = attend(q, k[:, :, before:], v[:, :, before:], True)
+        if before:
+            full, full_lse, *_ = attend(q, k[:, :, :before], v[:, :, :before], False)
+            share = torch.sigmoid(full_lse - lse).view(*q.shape[:3], 1)
+            out = out.float().lerp(full.float(), share).to(out.dtype)
+            lse = torch.logaddexp(lse, full_lse)
+        ctx.save_for_backward(q, k, v, out, lse, *random)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, *saved = ctx.saved_tensors
+        before, gradients = k.shape[2] - q.shape[2], BACKENDS[ctx.backend].backward
+        # With output and log-sum-exp of the whole, each part's gradients are those that it has in the whole.
+        dq, dk, dv = gradients(grad, q, k[:, :, before:], v[:, :, before:], tuple(saved), True)
+        if before:
+            full_dq, *full = gradients(grad, q, k[:, :, :before], v[:, :, :before], tuple(saved), False)
+            dq = dq + full_dq
+            dk, dv = (torch.cat(pair, 2) for pair in zip(full, (dk, dv), strict=True))
+        return dq, dk, dv, None
 
 
 @functools.cache

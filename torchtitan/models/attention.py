@@ -41,6 +41,25 @@ def causal_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=same & causal, enable_gqa=grouped)
 
 
+def kernel_name(q: torch.Tensor, kv_heads: int, documents: bool, context_parallel: bool) -> str:
+    """What computes attention in training, for the log.
+
+    Args:
+        q: (B, H, S, D), of which the numbers do not matter.
+        documents: whether there is a mask of documents.
+        context_parallel: whether ranks have only the last of the queries.
+    """
+    on_gpu = attention_gpu.has_own_kernel(q)
+    if not on_gpu and (documents or context_parallel):
+        return "torch's, with a mask"
+    if has_own_kernel(q):
+        return attention_cpu.kernel_name(q)
+    choice: str = attention_gpu.torchs_choice(q.device, q.dtype, q.shape[1], kv_heads, q.shape[3])
+    if documents or (context_parallel and choice not in attention_gpu.BACKENDS):
+        return "flex"
+    return choice.removesuffix("_ATTENTION").lower()
+
+
 def has_own_kernel(q: torch.Tensor) -> bool:
     """Whether these queries use the CPU attention kernel."""
     return q.device.type == "cpu" and q.dtype in attention_cpu.DTYPES

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.cache import keep_compiled_code_private
 from torchtitan.optim.state_formats import BlockQuantized, State, StateFormat, Unquantized, block_size
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
 
@@ -19,6 +20,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     The noise of stochastic rounding depends only on seed, step, parameter and shard: a resumed run draws the same, and
     so do replicas of a shard.
+
+    On GPUs it is "fused", as `optimizer_step` understands it: if the attribute `found_inf`, a scalar on the device, is
+    above 0, a step leaves everything unchanged, without the host knowing.
 
     Args:
         defaults: settings of parameter groups that do not set them.
@@ -43,6 +47,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         super().__init__(parameters, defaults)
+        on_gpu = self.parameters()[0].device.type == "cuda"
+        self.defaults.setdefault("fused", on_gpu)  # a CPU reads whether to skip without waiting
+        self._random_bits = random_bits
+        if on_gpu:
+            keep_compiled_code_private()
+            self._random_bits = torch.compile(random_bits)
         self.state_dtype = state_dtype
         self.seed = seed
         self._numbers = {parameter: number for number, parameter in enumerate(self.parameters())}
@@ -74,13 +84,21 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """The state by name, initialized to zeros on first use. It is sharded like the parameter."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for key, form in zip(self.moment_names, self._formats[parameter], strict=True):
                 full = form.layout(tuple(parameter.shape))
                 for part, (shape, dtype) in form.layout(tuple(local_tensor(parameter).shape)).items():
                     zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
                     state[_join(key, part)] = sharded_like(parameter, zeros, full[part][0])
         return state
+
+    def _count_step(self, parameters: Iterable[nn.Parameter], skip: torch.Tensor | None) -> None:
+        """Counts an update of these parameters, unless the device skips it."""
+        steps = [self.state_of(parameter)["step"] for parameter in parameters]
+        if steps:
+            torch._foreach_add_(
+                steps, [torch.ones_like(steps[0]) if skip is None else (skip <= 0).float()] * len(steps)
+            )
 
     def _noise(
         self, parameter: nn.Parameter, like: torch.Tensor, needs_noise: list[bool], step: torch.Tensor, part: str = ""
@@ -92,11 +110,36 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """
         if not any(needs_noise):
             return [None] * len(needs_noise)
-        key = f"{self.seed}:{int(step)}:{self._numbers[parameter]}:{shard_number(parameter)}{part}"
-        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
-        generator = torch.Generator(like.device).manual_seed(seed)
-        draw = functools.partial(torch.randint, 1 << 16, like.shape, generator=generator, device=like.device)
+        if self.defaults["fused"]:
+            bits = self._random_bits(torch.tensor(self._key(parameter, part=part)), step, like.numel())
+            return noise_of(bits.view(like.shape), needs_noise)
+        generator = torch.Generator().manual_seed(self._key(parameter, f"{int(step)}:", part))
+        draw = functools.partial(torch.randint, 1 << 16, like.shape, generator=generator)
         return [draw(dtype=torch.int32) if one else None for one in needs_noise]
+
+    def _key(self, parameter: nn.Parameter, step: str = "", part: str = "") -> int:
+        """56 bits for a parameter's noise."""
+        key = f"{self.seed}:{step}{self._numbers[parameter]}:{shard_number(parameter)}{part}"
+        return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+
+
+def random_bits(key: torch.Tensor, step: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` times 64 random bits, int64, on the device of `step`: SplitMix64 (doi.org/10.1145/2660193.2660195) of a
+    counter. Unlike a generator's, they depend on a number that the host does not know.
+
+    Args:
+        key: int64, a scalar on any device.
+        step: a scalar.
+    """
+    bits = torch.arange(count, device=step.device) * -0x61C8864680B583EB + step.long() * 0x2545F4914F6CDD1D + key
+    bits = (bits ^ (bits >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    bits = (bits ^ (bits >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return bits ^ (bits >> 31 & (1 << 33) - 1)
+
+
+def noise_of(bits: torch.Tensor, needs_noise: list[bool]) -> list[torch.Tensor | None]:
+    """16 of the 64 bits for each of up to four tensors, int32."""
+    return [(bits >> 16 * place & 0xFFFF).int() if one else None for place, one in enumerate(needs_noise)]
 
 
 def _join(key: str, part: str) -> str:

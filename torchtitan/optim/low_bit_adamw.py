@@ -12,11 +12,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from torchtitan.cache import keep_compiled_code_private
 from torchtitan.compat.dynamo import recompile_limit
-from torchtitan.optim.low_bit import LowBitOptimizer
+from torchtitan.optim.low_bit import LowBitOptimizer, noise_of, random_bits
 from torchtitan.optim.state_formats import State, StateFormat, store
 from torchtitan.parallel.sharded_tensors import local_tensor
+
+TOGETHER = 8  # parameters of the same shape that a GPU updates in one compiled call
+
+Shard = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[State], list[torch.Tensor | None] | torch.Tensor]
+"""This rank's: weight, gradient, number of the update (from 1), moments, and noise for the weight, first and second
+moment (see `store`), or the key from which to compute it (see `random_bits`)."""
 
 
 class LowBitAdamW(LowBitOptimizer):
@@ -46,40 +51,40 @@ class LowBitAdamW(LowBitOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(parameters, defaults, state_dtype, seed)
         self._update: Callable[..., None] = update
-        if self.parameters()[0].device.type == "cuda":
-            keep_compiled_code_private()
-            self._update = torch.compile(update, fullgraph=True, dynamic=False)
+        if self.defaults["fused"]:
+            from torchtitan.compat.inductor import few_launches  # imports the compiler
+
+            self._update = torch.compile(update, fullgraph=True, dynamic=False, options=few_launches())
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
+        skip: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a Python float would recompile at each step
+            settings = (lr, skip, self.root, *group["betas"], group["eps"], group["weight_decay"])
+            alike: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, lr, group)
+                    key = (local_tensor(parameter).shape, parameter.dtype, parameter.grad.dtype)
+                    alike.setdefault(key, []).append(parameter)
+            for parameters in alike.values():
+                self._count_step(parameters, skip)
+                size = TOGETHER if self.defaults["fused"] else 1
+                for first in range(0, len(parameters), size):
+                    shards = [self._shard(parameter) for parameter in parameters[first : first + size]]
+                    with recompile_limit(128):  # one compilation per shape, and one for the rest of `TOGETHER`
+                        self._update(shards, self._formats[parameters[0]], *settings)
 
-    def _step(self, parameter: nn.Parameter, grad: torch.Tensor, lr: torch.Tensor, group: dict[str, Any]) -> None:
-        state, formats = self.state_of(parameter), self._formats[parameter]
-        state["step"] += 1
-        moments = self._parts(parameter)
-        weight = local_tensor(parameter)
-        dtypes = [weight.dtype, *(moment[""].dtype if "" in moment else None for moment in moments)]
-        noise = self._noise(parameter, weight, [dtype == torch.bfloat16 for dtype in dtypes], state["step"])
-        with recompile_limit(64):  # one compilation per shape
-            self._update(
-                weight,
-                local_tensor(grad),
-                state["step"],
-                lr,
-                formats,
-                moments,
-                noise,
-                self.root,
-                *group["betas"],
-                group["eps"],
-                group["weight_decay"],
-            )
+    def _shard(self, parameter: nn.Parameter) -> Shard:
+        assert parameter.grad is not None
+        step, moments, weight = self.state_of(parameter)["step"], self._parts(parameter), local_tensor(parameter)
+        noise: list[torch.Tensor | None] | torch.Tensor
+        if self.defaults["fused"]:
+            noise = torch.tensor(self._key(parameter))
+        else:
+            noise = self._noise(parameter, weight, needs_noise(weight, moments), step)
+        return weight, local_tensor(parameter.grad), step, moments, noise
 
     @torch.no_grad()
     def moments(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,36 +112,43 @@ class AdamWFp8(LowBitAdamW):
     quantization = "fp8"
 
 
+def needs_noise(weight: torch.Tensor, moments: list[State]) -> list[bool]:
+    """Which of them are rounded stochastically."""
+    parts = [weight, *(moment.get("") for moment in moments)]
+    return [part is not None and part.dtype == torch.bfloat16 for part in parts]
+
+
 def update(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    step: torch.Tensor,
-    lr: torch.Tensor,
+    shards: list[Shard],
     formats: tuple[StateFormat, StateFormat],
-    moments: list[State],
-    noise: list[torch.Tensor | None],
+    lr: torch.Tensor,
+    skip: torch.Tensor | None,
     root: bool,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One update of this rank's shard of a parameter and its moments, in place.
+    """One update of this rank's shards of parameters and of their moments, in place.
 
     Args:
-        step: number of the update, from 1.
-        noise: for the weight, first and second moment.
+        skip: a scalar on the device; if above 0, weights and moments stay as they are. None: no check.
     """
-    value, grad = weight.float(), grad.float()
-    first, second = (form.read(state) for form, state in zip(formats, moments, strict=True))
-    if root:
-        second = second.square()
-    first = first.lerp(grad, 1 - beta1)
-    second = second.lerp(grad.square(), 1 - beta2)
-    root_of_second = second.sqrt()
-    value = value * (1 - lr * weight_decay)
-    denominator = root_of_second / (1 - beta2**step).sqrt() + eps
-    value = value - lr / (1 - beta1**step) * first / denominator
-    store(weight, value, noise[0])
-    formats[0].write(moments[0], first, noise[1])
-    formats[1].write(moments[1], root_of_second if root else second, noise[2])
+    for weight, grad, step, moments, noise in shards:
+        if isinstance(noise, torch.Tensor):
+            needed = needs_noise(weight, moments)
+            bits = random_bits(noise, step, weight.numel()).view(weight.shape) if any(needed) else weight
+            noise = noise_of(bits, needed)
+        value, grad = weight.float(), grad.float()
+        first, second = (form.read(state) for form, state in zip(formats, moments, strict=True))
+        if root:
+            second = second.square()
+        first = first.lerp(grad, 1 - beta1)
+        second = second.lerp(grad.square(), 1 - beta2)
+        root_of_second = second.sqrt()
+        value = value * (1 - lr * weight_decay)
+        denominator = root_of_second / (1 - beta2**step).sqrt() + eps
+        value = value - lr / (1 - beta1**step) * first / denominator
+        store(weight, value, noise[0], skip)
+        formats[0].write(moments[0], first, noise[1], skip)
+        formats[1].write(moments[1], root_of_second if root else second, noise[2], skip)

@@ -43,8 +43,7 @@ class Muon(LowBitOptimizer):
     AdamW's updates (arXiv 2502.16982).
 
     A parameter with more than two dimensions is a stack of matrices. All ranks that hold shards of a parameter must
-    step together. If the attribute `found_inf`, a scalar on the device, is above 0, a step leaves everything unchanged,
-    as in torch's fused optimizers.
+    step together.
 
     Args:
         parameters: of at least two dimensions.
@@ -79,15 +78,12 @@ class Muon(LowBitOptimizer):
         bucket: int = BUCKET,
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            parameters, {"lr": lr, "weight_decay": weight_decay, "beta2": beta2, "fused": False}, state_dtype, seed
-        )
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "beta2": beta2}, state_dtype, seed)
         self.momentum, self.nesterov = momentum, nesterov
         self.polynomials = polynomials(steps, coefficients, polar_express)
         self.row_normalization = row_normalization
         self.dtype = dtype
         self._all = self.parameters()
-        self.defaults["fused"] = self._all[0].device.type == "cuda"  # a CPU reads whether to skip without waiting
         flat = [parameter for parameter in self._all if parameter.ndim < 2]
         if flat:
             raise ValueError(f"Muon takes matrices, not a parameter of shape {tuple(flat[0].shape)}")
@@ -102,6 +98,7 @@ class Muon(LowBitOptimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates all matrices. Collective over the ranks that hold shards of them."""
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
+        self._count_step((parameter for parameter in self._all if parameter.grad is not None), skip)
         directions = _Directions(self, skip)
         gathering = self._gather(0, directions) if self.buckets else None
         returning: Exchange | None = None
@@ -143,14 +140,11 @@ class Muon(LowBitOptimizer):
         if parameter.grad is None:
             return torch.zeros_like(local_tensor(parameter), dtype=self.dtype)
         state, (form,), (stored,) = self.state_of(parameter), self._formats[parameter], self._parts(parameter)
-        state["step"] += 1
-        grad, old = local_tensor(parameter.grad).float(), form.read(stored)
-        new = old.lerp(grad, 1 - self.momentum)
+        grad = local_tensor(parameter.grad).float()
+        new = form.read(stored).lerp(grad, 1 - self.momentum)
         direction = grad.lerp(new, self.momentum) if self.nesterov else new
-        if skip is not None:
-            new = torch.where(skip > 0, old, new)
         rounded = "" in stored and stored[""].dtype == torch.bfloat16
-        form.write(stored, new, self._noise(parameter, new, [rounded], state["step"], "momentum")[0])
+        form.write(stored, new, self._noise(parameter, new, [rounded], state["step"], "momentum")[0], skip)
         return direction.to(self.dtype)
 
     def _gather(self, number: int, directions: "_Directions") -> Exchange:
@@ -236,12 +230,9 @@ class Muon(LowBitOptimizer):
             factors = (new + ROW_EPS).rsqrt()
             update = update * factors[part.rows].unsqueeze(1)
             scale = RMS * (rows / (squares * factors.square()).sum()).sqrt()  # so that the root mean square is RMS
-        old = weight.float()
-        value = old * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * scale * update
-        if skip is not None:
-            value = torch.where(skip > 0, old, value)
+        value = weight.float() * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * scale * update
         rounded = weight.dtype == torch.bfloat16
-        store(weight, value, self._noise(parameter, weight, [rounded], state["step"], f"{part.place}")[0])
+        store(weight, value, self._noise(parameter, weight, [rounded], state["step"], f"{part.place}")[0], skip)
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def optimizer_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> bool:
     """Runs the optimizer step unless `skip`, a scalar on the device, is above 0.
 
-    torch's fused optimizers read it on the device (as `found_inf`, meant for gradient scaling). For the others the host
-    must read it, which waits for the device.
+    Fused optimizers, torch's and on GPUs our own, read it on the device (as `found_inf`, meant for gradient scaling).
+    For the others the host must read it, which waits for the device.
 
     Returns:
         False if the host knows that the step was skipped.

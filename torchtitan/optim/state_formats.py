@@ -31,8 +31,10 @@ class StateFormat(Protocol):
     def read(self, state: State) -> torch.Tensor:
         """Dequantizes to float32."""
 
-    def write(self, state: State, value: torch.Tensor, noise: torch.Tensor | None) -> None:
-        """Stores the float32 numbers of `value`, rounded to the format."""
+    def write(
+        self, state: State, value: torch.Tensor, noise: torch.Tensor | None, skip: torch.Tensor | None = None
+    ) -> None:
+        """Stores the float32 numbers of `value`, rounded to the format, unless `skip`, a scalar, is above 0."""
 
 
 class Unquantized:
@@ -52,8 +54,10 @@ class Unquantized:
     def read(self, state: State) -> torch.Tensor:
         return state[""].float()
 
-    def write(self, state: State, value: torch.Tensor, noise: torch.Tensor | None) -> None:
-        store(state[""], value, noise)
+    def write(
+        self, state: State, value: torch.Tensor, noise: torch.Tensor | None, skip: torch.Tensor | None = None
+    ) -> None:
+        store(state[""], value, noise, skip)
 
 
 class BlockQuantized:
@@ -94,16 +98,19 @@ class BlockQuantized:
             numbers = self.table[quantized.int()]
         return (numbers.view(*scale.shape, self.block) * scale.unsqueeze(-1)).flatten(-2)
 
-    def write(self, state: State, value: torch.Tensor, noise: torch.Tensor | None) -> None:
+    def write(
+        self, state: State, value: torch.Tensor, noise: torch.Tensor | None, skip: torch.Tensor | None = None
+    ) -> None:
         quantized, blocks = state[self.name], value.unflatten(-1, (-1, self.block))
         scale = blocks.abs().amax(-1).clamp_min(SMALLEST_SCALE)
         numbers = (blocks / scale.unsqueeze(-1)).flatten(-2)
-        state["scale"].copy_(scale)
+        _copy_unless(skip, state["scale"], scale)
         if self.name == "fp8":
-            quantized.copy_(numbers * torch.finfo(quantized.dtype).max)
+            _copy_unless(skip, quantized, numbers * torch.finfo(quantized.dtype).max)
             return
         nearest = torch.bucketize(numbers, self.between, out_int32=True, right=True).to(torch.uint8)
-        quantized.copy_((nearest[..., ::2] << 4) | nearest[..., 1::2] if self.per_byte == 2 else nearest)
+        codes = (nearest[..., ::2] << 4) | nearest[..., 1::2] if self.per_byte == 2 else nearest
+        _copy_unless(skip, quantized, codes)
 
 
 def block_size(row: int) -> int:
@@ -121,10 +128,17 @@ def _table(name: str, signed: bool) -> torch.Tensor:
     return torch.tensor(create_dynamic_map(signed) if name == "8bit" else create_dynamic_map(signed, 3, 4))
 
 
-def store(target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor | None) -> None:
-    """Writes float32 numbers to `target`. With noise (int32, 0 to 65535), rounds stochastically to bfloat16, so that
-    the expected value is exact."""
+def store(
+    target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor | None, skip: torch.Tensor | None = None
+) -> None:
+    """Writes float32 numbers to `target`, unless `skip`, a scalar, is above 0. With noise (int32, 0 to 65535), rounds
+    stochastically to bfloat16, so that the expected value is exact."""
     if noise is not None:
         # Add the noise to the 16 bits that bfloat16 drops; a carry rounds the number up.
         value = ((value.view(torch.int32) + noise) & -65536).view(torch.float32)
-    target.copy_(value)
+    _copy_unless(skip, target, value)
+
+
+def _copy_unless(skip: torch.Tensor | None, target: torch.Tensor, value: torch.Tensor) -> None:
+    """Chooses between numbers as they are stored, since quantizing them once more might change them."""
+    target.copy_(value if skip is None else torch.where(skip > 0, target.to(value.dtype), value))

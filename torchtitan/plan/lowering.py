@@ -143,6 +143,7 @@ def start(gpu: SimulatedGpu) -> None:
     if load(SOURCE, "the simulated GPU", *flags) is None:
         raise RuntimeError("the simulated GPU cannot be compiled and loaded; is there a C++ compiler?")
     # Variables, since settings hold in one thread only, and backward passes are compiled in another.
+    os.environ["SIMULATED_CAPABILITY"] = str(gpu.capability[0])  # read when torch chooses a kernel for attention
     os.environ |= {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -153,7 +154,7 @@ def start(gpu: SimulatedGpu) -> None:
 
 def record() -> list[Lowered]:
     """A list to which each graph is added that the compiler lowers from now on."""
-    from torchtitan.compat.lowering import on_lowered
+    from torchtitan.compat.lowering import bytes_of, on_lowered
 
     found: list[Lowered] = []
 
@@ -162,7 +163,7 @@ def record() -> list[Lowered]:
             Lowered(
                 code,
                 bool(graph.is_backward),
-                graph.count_bytes()[0],
+                sum(map(bytes_of, graph.scheduler.nodes)),
                 len(re.findall(r"^\s+\w+\.run\(", code, re.M)),
                 tuple(_calls(graph)),
                 tuple(_masks(graph)),

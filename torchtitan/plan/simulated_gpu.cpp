@@ -7,6 +7,8 @@
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <cstdlib>
+
 namespace at {
 
 struct SimulatedGuard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
@@ -31,12 +33,16 @@ C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PRE
 
 namespace native {
 
-// Flash attention, which has no masks; with a mask the memory-efficient kernel, which has no grouped queries; else
-// separate operations (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). A mask is what the checks look for.
+// cuDNN's attention on Hopper and later, as torch 2.11 for CUDA 13 does, before them flash attention, which has no masks;
+// with a mask the memory-efficient kernel, which has no grouped queries; else separate operations
+// (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). A mask is what the checks look for.
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor&, const std::optional<Tensor>& mask,
                          double, bool, std::optional<double>, bool grouped) {
     auto half = query.scalar_type() == kBFloat16 || query.scalar_type() == kHalf;
-    if (half && !mask.has_value()) return static_cast<int64_t>(sdp::SDPBackend::flash_attention);
+    const char* major = std::getenv("SIMULATED_CAPABILITY");
+    auto cudnn = major != nullptr && std::atoi(major) >= 9 && query.sym_size(3) <= 128;
+    auto unmasked = cudnn ? sdp::SDPBackend::cudnn_attention : sdp::SDPBackend::flash_attention;
+    if (half && !mask.has_value()) return static_cast<int64_t>(unmasked);
     auto fits = !(grouped && query.sym_size(1) != key.sym_size(1));
     return static_cast<int64_t>(fits ? sdp::SDPBackend::efficient_attention : sdp::SDPBackend::math);
 }

@@ -82,7 +82,7 @@ def work_of_graph(graph: Any, code: str, count: Count) -> Work:
     """Of a graph that the compiler has lowered to this code, for the inputs that it was lowered for."""
     work = Work(kernels=len(re.findall(r"^\s+\w+\.run\(", code, re.M)))
     for node in graph.scheduler.nodes:
-        size = node.get_read_write_buffers_sizes()
+        size = compat.bytes_of(node)
         operator = compat.operator_of(node)
         operands = [] if operator is None else [i for i in node.node.inputs if hasattr(i, "get_size")]
         hint = graph.sizevars.optimization_hint  # of a size that varies: the first one
