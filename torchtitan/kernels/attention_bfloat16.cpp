@@ -53,8 +53,8 @@ inline Pair rounded_up(float x) { return std::bit_cast<Pair>(x) + 0x7fff + (std:
 inline Half rounded(float x) { return Half(rounded_up(x) >> 16); }
 inline Pair pair(float first, float second) { return rounded_up(first) >> 16 | (rounded_up(second) & 0xffff0000); }
 
-// Rounds two rows to pairs, and if `first_out` is given to rows of bfloat16, too. The instruction rounds as `pair` does,
-// except that it flushes denormals to zero, which the GEMMs that read them do as well.
+// Rounds two rows to pairs, and if `first_out` is given to rows of bfloat16, too. The instruction rounds as `pair`
+// does, except that it flushes denormals to zero, which the GEMMs that read them do as well.
 inline void round_rows(int64_t count, const float* first, const float* second, Pair* pairs, Half* first_out = nullptr,
                        Half* second_out = nullptr) {
   alignas(64) Pair order[LANES];
@@ -269,7 +269,8 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
             transpose_to_rows(queries, dim, q_, q.row_stride, space.data(), qt.data());
             transpose_to_rows(queries, dim, do_, out_grad.row_stride, space.data(), dot.data());
             for (int64_t r = 0; r < queries; ++r) {
-              row_sums[r] = sum_of_products(dim, out.of(b, h) + (i + r) * out.row_stride, do_ + r * out_grad.row_stride);
+              const Half* o = out.of(b, h) + (i + r) * out.row_stride;
+              row_sums[r] = sum_of_products(dim, o, do_ + r * out_grad.row_stride);
               exponents[r] = logsumexp->of(b, h)[(i + r) * logsumexp->row_stride];
             }
             for (int64_t j = 0; j <= i; j += TILE) {
