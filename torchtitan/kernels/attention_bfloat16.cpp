@@ -11,6 +11,8 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <immintrin.h>
+#include <new>
 #include <vector>
 
 #include "attention.h"
@@ -29,7 +31,20 @@ namespace {
 using Half = uint16_t;         // a bfloat16: the upper half of a float's bits
 using Pair = uint32_t;         // two bfloat16, from rows 2 i and 2 i + 1 of one column
 constexpr int64_t TILE = 128;  // queries and keys; their scores take 64 KiB and stay in the cache
+constexpr int64_t LANES = 16;  // numbers in a vector register
 constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
+
+// Begins at a cache line, so that no vector register is read from two.
+template <typename Number>
+struct Aligned {
+  using value_type = Number;
+  static constexpr std::align_val_t LINE{64};
+  Number* allocate(std::size_t count) { return static_cast<Number*>(operator new(count * sizeof(Number), LINE)); }
+  void deallocate(Number* data, std::size_t) { operator delete(data, LINE); }
+  bool operator==(const Aligned&) const { return true; }
+};
+template <typename Number>
+using Buffer = std::vector<Number, Aligned<Number>>;
 
 inline float widened(Half x) { return std::bit_cast<float>(Pair(x) << 16); }
 
@@ -37,6 +52,23 @@ inline float widened(Half x) { return std::bit_cast<float>(Pair(x) << 16); }
 inline Pair rounded_up(float x) { return std::bit_cast<Pair>(x) + 0x7fff + (std::bit_cast<Pair>(x) >> 16 & 1); }
 inline Half rounded(float x) { return Half(rounded_up(x) >> 16); }
 inline Pair pair(float first, float second) { return rounded_up(first) >> 16 | (rounded_up(second) & 0xffff0000); }
+
+// Rounds two rows to pairs, and if `first_out` is given to rows of bfloat16, too. The instruction rounds as `pair`
+// does, except that it flushes denormals to zero, which the GEMMs that read them do as well.
+inline void round_rows(int64_t count, const float* first, const float* second, Pair* pairs, Half* first_out = nullptr,
+                       Half* second_out = nullptr) {
+  alignas(64) Pair order[LANES];
+  for (Pair i = 0; i < LANES; ++i) order[i] = i | (i + LANES) << 16;
+  for (int64_t c = 0; c < count; c += LANES) {
+    const auto some = __mmask16(_bzhi_u32(-1, std::min(LANES, count - c)));
+    const __m512 low = _mm512_maskz_loadu_ps(some, first + c), high = _mm512_maskz_loadu_ps(some, second + c);
+    const auto both = __m512i(_mm512_cvtne2ps_pbh(high, low));
+    _mm512_mask_storeu_epi32(pairs + c, some, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
+    if (!first_out) continue;
+    _mm256_mask_storeu_epi16(first_out + c, some, _mm512_castsi512_si256(both));
+    _mm256_mask_storeu_epi16(second_out + c, some, _mm512_extracti64x4_epi64(both, 1));
+  }
+}
 
 // 2^x for x up to 127: series of e^y for |y| <= ln(2) / 2 (relative error 2e-7), integer part added to the exponent.
 inline float power_of_2(float x) {
@@ -47,6 +79,18 @@ inline float power_of_2(float x) {
   return x < -126 ? 0 : std::bit_cast<float>(std::bit_cast<int32_t>(series) + (int32_t(whole) << 23));
 }
 
+// In an order that no compiler chooses: the losses of a run depend on it.
+inline float sum_of_products(int64_t count, const Half* a, const Half* b) {
+  constexpr int64_t SUMS = 2 * LANES;
+  float sums[SUMS] = {};
+  int64_t i = 0;
+  for (; i + SUMS <= count; i += SUMS)
+    for (int64_t c = 0; c < SUMS; ++c) sums[c] += widened(a[i + c]) * widened(b[i + c]);
+  for (; i < count; ++i) sums[0] += widened(a[i]) * widened(b[i]);
+  for (int64_t c = 1; c < SUMS && count >= SUMS; ++c) sums[0] += sums[c];
+  return sums[0];
+}
+
 // c = a b, or c += a b if `add`. a: m rows of k. b: k / 2 rows of n pairs. c: m rows of n.
 void multiply(int64_t m, int64_t n, int64_t k, const Half* a, int64_t a_row, const Pair* b, float* c, bool add) {
   at::native::cpublas::brgemm(m, n, k, a_row, n, n, add, reinterpret_cast<const c10::BFloat16*>(a),
@@ -54,11 +98,29 @@ void multiply(int64_t m, int64_t n, int64_t k, const Half* a, int64_t a_row, con
 }
 
 void transpose(int64_t rows, int64_t columns, const Pair* in, int64_t in_row, Pair* out, int64_t out_row) {
-  constexpr int64_t SIDE = 16;  // a cache line
-  for (int64_t row = 0; row < rows; row += SIDE)
-    for (int64_t column = 0; column < columns; column += SIDE)
-      for (int64_t c = column; c < std::min(columns, column + SIDE); ++c)
-        for (int64_t r = row; r < std::min(rows, row + SIDE); ++r) out[c * out_row + r] = in[r * in_row + c];
+  for (int64_t row = 0; row < rows; row += LANES)
+    for (int64_t column = 0; column < columns; column += LANES) {
+      const int64_t height = std::min(LANES, rows - row), width = std::min(LANES, columns - column);
+      __m512i x[LANES], y[LANES];
+      for (int64_t r = 0; r < LANES; ++r)
+        x[r] = _mm512_maskz_loadu_epi32(r < height ? _bzhi_u32(-1, width) : 0, in + (row + r) * in_row + column);
+      for (int64_t r = 0; r < LANES; r += 2)
+        y[r] = _mm512_unpacklo_epi32(x[r], x[r + 1]), y[r + 1] = _mm512_unpackhi_epi32(x[r], x[r + 1]);
+      for (int64_t r = 0; r < LANES; r += 4)
+        for (int64_t i = 0; i < 2; ++i) {
+          x[r + 2 * i] = _mm512_unpacklo_epi64(y[r + i], y[r + i + 2]);
+          x[r + 2 * i + 1] = _mm512_unpackhi_epi64(y[r + i], y[r + i + 2]);
+        }
+      for (int64_t i = 0; i < 4; ++i) {  // x[r + i] has columns i, i + 4, i + 8 and i + 12 of rows r to r + 3
+        const auto even = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), odd = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        const auto even_8 = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+        const auto odd_8 = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+        y[i] = _mm512_shuffle_i32x4(even, even_8, 0x88), y[i + 8] = _mm512_shuffle_i32x4(even, even_8, 0xdd);
+        y[i + 4] = _mm512_shuffle_i32x4(odd, odd_8, 0x88), y[i + 12] = _mm512_shuffle_i32x4(odd, odd_8, 0xdd);
+      }
+      for (int64_t c = 0; c < width; ++c)
+        _mm512_mask_storeu_epi32(out + (column + c) * out_row + row, _bzhi_u32(-1, height), y[c]);
+    }
 }
 
 // rows of dim numbers to tiles of dim / 2 rows of pairs: xᵀ as the right operand of a GEMM
@@ -123,9 +185,9 @@ extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices
   const float natural_scale = 1 / std::sqrt(float(dim)), scale = LOG2E * natural_scale;
 #pragma omp parallel
   {
-    std::vector<Pair> qt(TILE * dim / 2), p_pairs(TILE * TILE / 2), space(TILE * dim / 2);
-    std::vector<Half> vt(seq * dim);
-    std::vector<float> scores(TILE * TILE), ot(TILE * dim), highest(TILE), higher(TILE), sums(TILE), factors(TILE);
+    Buffer<Pair> qt(TILE * dim / 2), p_pairs(TILE * TILE / 2), space(TILE * dim / 2);
+    Buffer<Half> vt(seq * dim);
+    Buffer<float> scores(TILE * TILE), ot(TILE * dim), highest(TILE), higher(TILE), sums(TILE), factors(TILE);
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t b = 0; b < batches; ++b)
       for (int64_t kv = 0; kv < kv_heads; ++kv) {
@@ -144,7 +206,8 @@ extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices
                 std::fill_n(&scores[r * queries], r, -INFINITY);
               higher = highest;
               for (int64_t r = 0; r < keys; ++r)
-                for (int64_t c = 0; c < queries; ++c) higher[c] = std::max(higher[c], scores[r * queries + c]);
+                for (int64_t c = i == j ? r / LANES * LANES : 0; c < queries; ++c)
+                  higher[c] = std::max(higher[c], scores[r * queries + c]);
               for (int64_t c = 0; c < queries; ++c) {
                 factors[c] = power_of_2((highest[c] - higher[c]) * scale);
                 sums[c] *= factors[c];
@@ -153,14 +216,16 @@ extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices
               for (int64_t d = 0; d < dim && j > 0; ++d)
                 for (int64_t c = 0; c < queries; ++c) ot[d * queries + c] *= factors[c];
               for (int64_t r = 0; r < keys; r += 2) {
-                const int64_t row = r * queries, next = row + queries;
+                // All queries of the first vectors may come before these keys.
+                const int64_t row = r * queries, next = row + queries, start = i == j ? r / LANES * LANES : 0;
+                std::fill_n(&p_pairs[row / 2], start, 0);
 #pragma omp simd
-                for (int64_t c = 0; c < queries; ++c) {
-                  const float p0 = power_of_2((scores[row + c] - highest[c]) * scale);
-                  const float p1 = power_of_2((scores[next + c] - highest[c]) * scale);
-                  sums[c] += p0 + p1;
-                  p_pairs[row / 2 + c] = pair(p0, p1);
+                for (int64_t c = start; c < queries; ++c) {
+                  scores[row + c] = power_of_2((scores[row + c] - highest[c]) * scale);
+                  scores[next + c] = power_of_2((scores[next + c] - highest[c]) * scale);
+                  sums[c] += scores[row + c] + scores[next + c];
                 }
+                round_rows(queries - start, &scores[row + start], &scores[next + start], &p_pairs[row / 2 + start]);
               }
               multiply(dim, queries, keys, &vt[j * dim], keys, p_pairs.data(), ot.data(), j > 0);
             }
@@ -184,11 +249,11 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
   const float scale = 1 / std::sqrt(float(dim));
 #pragma omp parallel
   {
-    std::vector<Pair> kt_pairs(seq * dim / 2), vt_pairs(seq * dim / 2), k_pairs(seq * dim / 2);
-    std::vector<Pair> p_pairs(TILE * TILE / 2), ds_pairs(TILE * TILE / 2), space(TILE * dim / 2);
-    std::vector<Half> qt(TILE * dim), dot(TILE * dim), ds(TILE * TILE);
-    std::vector<float> scores(TILE * TILE), dp(TILE * TILE), dq(TILE * dim), dkt(seq * dim), dvt(seq * dim);
-    std::vector<float> row_sums(TILE), exponents(TILE), scales(TILE, scale), ones(TILE, 1);
+    Buffer<Pair> kt_pairs(seq * dim / 2), vt_pairs(seq * dim / 2), k_pairs(seq * dim / 2);
+    Buffer<Pair> p_pairs(TILE * TILE / 2), ds_pairs(TILE * TILE / 2), space(TILE * dim / 2);
+    Buffer<Half> qt(TILE * dim), dot(TILE * dim), ds(TILE * TILE);
+    Buffer<float> scores(TILE * TILE), dp(TILE * TILE), dq(TILE * dim), dkt(seq * dim), dvt(seq * dim);
+    Buffer<float> row_sums(TILE), exponents(TILE), scales(TILE, scale), ones(TILE, 1);
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t b = 0; b < batches; ++b)
       for (int64_t kv = 0; kv < kv_heads; ++kv) {
@@ -205,10 +270,7 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
             transpose_to_rows(queries, dim, do_, out_grad.row_stride, space.data(), dot.data());
             for (int64_t r = 0; r < queries; ++r) {
               const Half* o = out.of(b, h) + (i + r) * out.row_stride;
-              float sum = 0;
-#pragma omp simd reduction(+ : sum)
-              for (int64_t d = 0; d < dim; ++d) sum += widened(o[d]) * widened(do_[r * out_grad.row_stride + d]);
-              row_sums[r] = sum;
+              row_sums[r] = sum_of_products(dim, o, do_ + r * out_grad.row_stride);
               exponents[r] = logsumexp->of(b, h)[(i + r) * logsumexp->row_stride];
             }
             for (int64_t j = 0; j <= i; j += TILE) {
@@ -217,20 +279,23 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
               multiply(queries, keys, dim, do_, out_grad.row_stride, &vt_pairs[j * dim / 2], dp.data(), false);
               for (int64_t r = 0; r < queries; r += 2) {
                 const int64_t row = r * keys, next = row + keys;
+                const int64_t end = i == j ? std::min(keys, r / LANES * LANES + LANES) : keys;
                 if (i == j) {  // mask the keys that come after their query
-                  std::fill_n(&scores[row + r + 1], keys - r - 1, -INFINITY);
-                  std::fill_n(scores.data() + next + r + 2, keys - r - 2, -INFINITY);
+                  std::fill(&scores[row + r + 1], &scores[row + end], -INFINITY);
+                  std::fill(scores.data() + next + r + 2, scores.data() + next + end, -INFINITY);
+                  for (auto* pairs : {&p_pairs, &ds_pairs}) std::fill_n(pairs->data() + row / 2 + end, keys - end, 0);
+                  for (int64_t first : {row, next}) std::fill_n(ds.data() + first + end, keys - end, 0);
                 }
 #pragma omp simd
-                for (int64_t c = 0; c < keys; ++c) {
+                for (int64_t c = 0; c < end; ++c) {
                   // Rounded exactly as in logsumexp, so that the rounding errors of large scores cancel.
-                  const float p0 = power_of_2(LOG2E * (scale * scores[row + c] - exponents[r]));
-                  const float p1 = power_of_2(LOG2E * (scale * scores[next + c] - exponents[r + 1]));
-                  const Pair both = pair(p0 * (dp[row + c] - row_sums[r]), p1 * (dp[next + c] - row_sums[r + 1]));
-                  p_pairs[row / 2 + c] = pair(p0, p1);
-                  ds_pairs[row / 2 + c] = both;
-                  ds[row + c] = Half(both), ds[next + c] = Half(both >> 16);
+                  scores[row + c] = power_of_2(LOG2E * (scale * scores[row + c] - exponents[r]));
+                  scores[next + c] = power_of_2(LOG2E * (scale * scores[next + c] - exponents[r + 1]));
+                  dp[row + c] = scores[row + c] * (dp[row + c] - row_sums[r]);
+                  dp[next + c] = scores[next + c] * (dp[next + c] - row_sums[r + 1]);
                 }
+                round_rows(end, &scores[row], &scores[next], &p_pairs[row / 2]);
+                round_rows(end, &dp[row], &dp[next], &ds_pairs[row / 2], &ds[row], &ds[next]);
               }
               multiply(dim, keys, queries, dot.data(), queries, p_pairs.data(), &dvt[j * dim], begun);
               multiply(dim, keys, queries, qt.data(), queries, ds_pairs.data(), &dkt[j * dim], begun);

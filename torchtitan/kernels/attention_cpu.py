@@ -140,7 +140,7 @@ def bfloat16_library() -> ctypes.CDLL | None:
     if not (matrix_unit or torch.cpu._is_avx512_bf16_supported()):
         return None
     # Every CPU with AMX supports at least what Sapphire Rapids, the first of them, does.
-    isa = ["-march=sapphirerapids"] if matrix_unit else isa_flags()
+    isa = ["-march=sapphirerapids"] if matrix_unit else [*isa_flags(), "-mavx512bf16"]
     flags = ("-ffp-contract=off", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu")
     library = load(Path(__file__).with_name("attention_bfloat16.cpp"), "attention", *isa, *flags)
     if library is None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from torchtitan.kernels import rounding
+from torchtitan.kernels import pointwise, rounding
 from torchtitan.kernels.quantize import dequantize, float8_scale, fused, quantize, round_to_float8
 from torchtitan.kernels.quantized import Quantized
 
@@ -19,7 +19,25 @@ Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, of (..., H)."""
-    return F.silu(gate) * up
+    return _OnCpu.apply(gate, up) if pointwise.has_own_kernel(gate, up) else F.silu(gate) * up
+
+
+class _OnCpu(torch.autograd.Function):
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        pointwise.run("swiglu", gate.numel(), gate, up, out := torch.empty_like(gate))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        pointwise.run("swiglu_gradients", gate.numel(), grad.contiguous(), gate, up, *grads)
+        return grads
 
 
 def swiglu_saved_in_8_bits(gate: torch.Tensor, up: torch.Tensor, dtype: SavedDtype) -> torch.Tensor:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan.kernels import pointwise
+
 
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in at least float32."""
@@ -35,16 +37,27 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, weight.dtype)
-        wide = x.to(torch.promote_types(dtype, torch.float32))
-        mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        wide = torch.promote_types(dtype, torch.float32)
+        mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_().div_(x.shape[-1])
         inverse = mean.add_(torch.finfo(x.dtype).eps if eps is None else eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        out: torch.Tensor = (wide * inverse).mul_(weight).to(dtype)
-        return out
+        if pointwise.has_own_kernel(x, weight):
+            x = x.contiguous()
+            pointwise.run("norm", inverse.numel(), x.shape[-1], x, inverse, weight, out := torch.empty_like(x))
+            return out
+        normal: torch.Tensor = x.to(wide) * inverse
+        return normal.mul_(weight).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
+        if pointwise.has_own_kernel(grad, x, weight):
+            x, grad, sizes = x.contiguous(), grad.contiguous(), (inverse.numel(), x.shape[-1])
+            products = torch.empty(sizes)
+            pointwise.run("norm_products", *sizes, grad, x, inverse, products)
+            means, x_grad = products.mv(weight.float()).div_(x.shape[-1]), torch.empty_like(x)
+            pointwise.run("norm_gradient", *sizes, grad, x, inverse, weight, means, x_grad)
+            return x_grad, products.sum(0).to(weight.dtype), None
         grad, wide_weight = grad.to(inverse.dtype), weight.to(inverse.dtype)
         normal = x.to(inverse.dtype) * inverse
         products = (grad * normal).flatten(0, -2)

@@ -4,12 +4,15 @@ Shapes: B batch, S sequence, H heads, D channels of a head.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Gt, Lt
 from pydantic import AllowInfNan, Strict
+
+from torchtitan.kernels import pointwise
 
 # What sizes may be that come from a file.
 Size = Annotated[int, Strict(), Gt(0), Lt(2**31)]
@@ -68,6 +71,8 @@ def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     Returns:
         Same shape and dtype as x; the rotation is computed in float32.
     """
+    if pointwise.has_own_kernel(x):
+        return _RotationOnCpu.apply(x, table)
     pairs = x.float().unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():  # inductor does not generate code for complex numbers
         (even, odd), (cos, sin) = pairs.unbind(-1), table[:, None].unbind(-1)
@@ -75,3 +80,23 @@ def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     else:  # one complex multiplication is three times as fast as six real operations
         rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table)[:, None])
     return rotated.flatten(-2).to(x.dtype)
+
+
+class _RotationOnCpu(torch.autograd.Function):
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(table)
+        return _rotated(x.contiguous(), table, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (table,) = ctx.saved_tensors
+        return _rotated(grad.contiguous(), table, -1.0), None
+
+
+def _rotated(x: torch.Tensor, table: torch.Tensor, sign: float) -> torch.Tensor:
+    batch, seq, heads, dim = x.shape
+    pointwise.run("rotate", batch, seq, heads, dim // 2, x, table, sign, out := torch.empty_like(x))
+    return out

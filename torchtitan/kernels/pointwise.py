@@ -1,0 +1,44 @@
+"""What lies between the GEMMs of a block on CPU, in bfloat16: each in one pass over memory (`pointwise.cpp`).
+
+torch's operations take several passes. Results are equal bit by bit, so each caller falls back to them where there is
+no C++ compiler, or for other dtypes.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+from torchtitan.kernels.cpp_extension import isa_flags, load
+
+MULTIPLE = 16  # of sizes: a vector register
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """`pointwise.cpp`; None if it cannot be compiled."""
+    flags = ("-ffp-contract=off", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu")
+    return load(Path(__file__).with_name("pointwise.cpp"), "norms and gates", *isa_flags(), *flags)
+
+
+def has_own_kernel(*tensors: torch.Tensor) -> bool:
+    """Whether these tensors use the CPU kernels; compiled code does not, since the compiler fuses as well."""
+    if torch.compiler.is_compiling():
+        return False
+    for x in tensors:  # a subclass, such as a simulated tensor, has no memory to read
+        plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.dtype == torch.bfloat16
+        if not plain or x.shape[-1] % MULTIPLE:
+            return False
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and _library() is not None
+
+
+def run(kernel: str, *arguments: torch.Tensor | int | float) -> None:
+    """Calls a function of `pointwise.cpp`. Tensors must be contiguous."""
+    getattr(_library(), kernel)(*map(_argument, arguments), torch.get_num_threads())
+
+
+def _argument(x: torch.Tensor | int | float) -> object:
+    if isinstance(x, torch.Tensor):
+        return ctypes.c_void_p(x.data_ptr())
+    return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int64(x)
