@@ -22,16 +22,16 @@ def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = 
 
     check_versions()
     with quick_imports():  # torch is imported only now, so that --help and typos do not wait for it
-        from torchtitan.build_trainer import build_trainer
+        from torchtitan.checks.config_checks import check, global_batch_size, is_plan
         from torchtitan.config import to_toml
         from torchtitan.device import find_device
-        from torchtitan.engine.config_checks import check, global_batch_size, is_plan
         from torchtitan.engine.model_args import register_models
-        from torchtitan.engine.watchdog import watch_progress
         from torchtitan.launcher.folder_lock import FolderLock
         from torchtitan.launcher.processes import refuse_lone_tasks
         from torchtitan.logging import init_logging, logger
         from torchtitan.parallel.process_group import named_failures
+        from torchtitan.run.build_trainer import build_trainer
+        from torchtitan.run.watchdog import watch_progress
 
     init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
     for notice in notices:

@@ -135,4 +135,4 @@ def import_ahead() -> None:
 
     import torchtitan.launcher.agent
     import torchtitan.plan.planner
-    import torchtitan.trainer  # noqa: F401
+    import torchtitan.run.trainer  # noqa: F401

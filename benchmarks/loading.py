@@ -26,12 +26,11 @@ import torch.distributed as dist
 
 from benchmarks.runs import finish
 from benchmarks.tables import markdown
-from torchtitan.build_trainer import build_trainer
 from torchtitan.checkpoint.state_dict import model_tensors
+from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import JobConfig
 from torchtitan.device import find_device
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.interchange.load import load_weights
@@ -40,7 +39,8 @@ from torchtitan.interchange.sources import INDEX, find_source
 from torchtitan.models import MODELS
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.plan.simulation import fake_process_group
-from torchtitan.trainer import Trainer
+from torchtitan.run.build_trainer import build_trainer
+from torchtitan.run.trainer import Trainer
 
 MIB = 2**20
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -73,13 +73,13 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
     """Seconds of a step in one process, and of its update alone."""
     import torch
 
-    from torchtitan.build_trainer import build_trainer
+    from torchtitan.checks.config_checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.device import find_device
-    from torchtitan.engine.config_checks import check, global_batch_size
     from torchtitan.engine.train_step import train_step
     from torchtitan.models import MODELS, ModelSpec
     from torchtitan.optim.optimizer import build_optimizer, optimizer_step
+    from torchtitan.run.build_trainer import build_trainer
 
     debug = MODELS.get("llama3").flavors["debugmodel"]
     sizes = dataclasses.replace(debug, dim=dim, n_layers=layers, ffn_dim=3 * dim)

@@ -56,14 +56,14 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
     import torch
 
     from benchmarks.peak_memory import NoReport
-    from torchtitan.build_trainer import build_trainer
+    from torchtitan.checks.config_checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.config.training import Optimizer
     from torchtitan.device import find_device
-    from torchtitan.engine.config_checks import check, global_batch_size
     from torchtitan.optim.low_bit_adamw import LowBitAdamW
     from torchtitan.optim.optimizer import build_optimizer
     from torchtitan.parallel.sharded_tensors import local_tensor
+    from torchtitan.run.build_trainer import build_trainer
 
     errors: dict[str, list[float]] = {name: [] for name in CHANGES if name != "AdamW"}
     flushed: dict[str, float] = {}
@@ -127,9 +127,9 @@ def bytes_table() -> str:
     """For Llama 3 8B: bytes per parameter, and GiB on each of 8 GPUs and of 2."""
     import torch
 
+    from torchtitan.checks.config_checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.device import find_device
-    from torchtitan.engine.config_checks import check, global_batch_size
     from torchtitan.models import MODELS
     from torchtitan.plan.extrapolation import Job, measure
     from torchtitan.plan.planner import planned_device

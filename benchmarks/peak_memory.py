@@ -12,14 +12,14 @@ import sys
 import tempfile
 from typing import Any
 
-from torchtitan.build_trainer import build_trainer
+from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.engine.model_args import register_models
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
 from torchtitan.plan.simulation import local_bytes, state_bytes
+from torchtitan.run.build_trainer import build_trainer
 
 
 class NoReport:

@@ -129,7 +129,7 @@ def activations(config: JobConfig) -> dict[str, list[float]]:
     import torch
 
     from torchtitan.engine.train_step import train_step
-    from torchtitan.temporary_trainer import temporary_trainer
+    from torchtitan.run.temporary_trainer import temporary_trainer
 
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     with temporary_trainer(config) as trainer:

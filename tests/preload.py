@@ -6,7 +6,7 @@ from importlib import import_module
 from torchtitan.launcher.imports import quick_imports
 
 LIBRARIES = ("pydantic.type_adapter", "sentencepiece", "tomli_w", "torchao.prototype.mx_formats")
-OURS = ("torchtitan.build_trainer", "torchtitan.engine.watchdog", "torchtitan.plan.planner", "runs", "tiny")
+OURS = ("torchtitan.run.build_trainer", "torchtitan.run.watchdog", "torchtitan.plan.planner", "runs", "tiny")
 
 with quick_imports():  # frozen, so that a forked process's first garbage collection copies none of it
     for name in (*LIBRARIES, *OURS):

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from torchtitan.checks.config_checks import check
 from torchtitan.compat import inductor
 from torchtitan.compat.lowering import binaries, in_compiled_code, resource_usage
 from torchtitan.config import ConfigManager
@@ -38,7 +39,6 @@ from torchtitan.data import Batch
 from torchtitan.data.loader import BatchSpec, build_batch
 from torchtitan.data.packing import Window
 from torchtitan.device import find_device
-from torchtitan.engine.config_checks import check
 from torchtitan.engine.engine import Engine, build_engine, build_meshes
 from torchtitan.engine.train_step import train_step
 from torchtitan.kernels import (

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from simulated import needs_triton
 
+from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.plan import lowered_step
 from torchtitan.plan.devices import named_device
 from torchtitan.plan.planner import make_plan

@@ -9,8 +9,8 @@ import torch
 from runs import SMALL, into, losses, train, train_here
 from workers import in_processes
 
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
-from torchtitan.engine.config_checks import check
 from torchtitan.errors import ConfigError
 from torchtitan.parallel.expert import exchange_rows
 

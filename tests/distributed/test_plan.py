@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from workers import on_ranks, once
 
+from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.models.moe import mixtures
 from torchtitan.optim.combined import parts_of
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
@@ -68,7 +68,7 @@ def train(rank: int, world_size: int, flags: list[str], port: int, folder: str) 
 
 def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
     """What the next steps hold and send, without interception; and the last step, by dimension."""
-    from torchtitan.build_trainer import build_trainer
+    from torchtitan.run.build_trainer import build_trainer
 
     config = ConfigManager().parse_args(flags)
     dims = check(config, world_size, "cpu")

@@ -14,10 +14,10 @@ from runs import TINY
 from torch import nn
 from workers import in_processes, once
 
+from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.engine.converter_hooks import checked_step
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.train_step import sum_over_ranks, train_step

@@ -11,7 +11,7 @@ from runs import SMALL, TINY, checkpoint_steps, failure, into, last_step, train_
 
 from torchtitan.device import Device
 from torchtitan.errors import UserError
-from torchtitan.trainer import Trainer
+from torchtitan.run.trainer import Trainer
 
 
 def assert_message(status: int, output: str, *parts: str) -> None:

@@ -186,7 +186,7 @@ def test_weights_are_drawn_only_if_none_are_loaded(
     def refuse(*arguments: object) -> None:
         raise AssertionError("weights are drawn")
 
-    monkeypatch.setattr("torchtitan.trainer.init_weights", refuse)
+    monkeypatch.setattr("torchtitan.run.trainer.init_weights", refuse)
     train_here(*FLAGS, into(copy_of(six_steps, tmp_path / "resumed")), "--training.steps=7")
     with pytest.raises(AssertionError, match="weights are drawn"):
         train_here(*FLAGS, into(tmp_path / "new"), "--training.steps=1")

@@ -36,7 +36,7 @@ from runs import (
 
 from torchtitan.checkpoint.manifest import damage
 from torchtitan.optim.skip_step import UpdateGuard
-from torchtitan.trainer import Trainer
+from torchtitan.run.trainer import Trainer
 
 
 def figures(**values: object) -> None:
@@ -255,7 +255,7 @@ def test_training_outlives_a_disk_on_which_no_file_can_be_made(
 QUOTA = """
 import errno, os, sys, tiny
 from torchtitan.optim.skip_step import UpdateGuard
-from torchtitan.trainer import Trainer
+from torchtitan.run.trainer import Trainer
 used_up = False
 
 def refuse_new_files(event, arguments):

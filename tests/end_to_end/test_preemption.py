@@ -198,7 +198,7 @@ STUCK = """
 import os, tiny, torch
 from torchtitan.launcher import signals
 from torchtitan.converters import CONVERTERS, ConverterEntry
-from torchtitan.engine import watchdog
+from torchtitan.run import watchdog
 signals.GRACE, watchdog.FIRST = 2, 1
 class Stuck:
     steps = 0

@@ -11,7 +11,7 @@ from runs import TINY, into, losses, train_here
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torchtitan.trainer
+import torchtitan.run.trainer
 from torchtitan.converters import switch
 from torchtitan.engine import precision_phases
 
@@ -67,7 +67,7 @@ def test_a_step_does_not_wait_for_the_device_to_know_whether_it_is_skipped(
     implementation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host waits only if the optimizer cannot read the decision on the device."""
-    train_step = torchtitan.trainer.train_step
+    train_step = torchtitan.run.trainer.train_step
     readers = []
 
     def watched(*arguments: Any) -> Any:
@@ -76,6 +76,6 @@ def test_a_step_does_not_wait_for_the_device_to_know_whether_it_is_skipped(
         readers.append(set(reads.readers) - {"cross_entropy"})  # reads only on CPU, where there is no wait
         return result
 
-    monkeypatch.setattr(torchtitan.trainer, "train_step", watched)
+    monkeypatch.setattr(torchtitan.run.trainer, "train_step", watched)
     train_here(*FLAGS, into(tmp_path), "--training.steps=4", f"--optimizer.implementation={implementation}")
     assert readers == [set() if implementation == "fused" else {"optimizer_step"}] * 4

@@ -15,9 +15,9 @@ import torch
 from place import BFLOAT16, FLOAT32, MIDDLE, STEPS, WIDE, Place
 from runs import ROOT, lines_of, losses
 
+from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.config.extension import import_user_module
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.plan.devices import named_device
 from torchtitan.plan.planner import make_plan
 

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import JobConfig
 from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.config.training import Training
-from torchtitan.engine.startup_log import _selective_option
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.run.startup_log import _selective_option
 
 LAYERS = 4
 GEMMS = 6  # of a block's seven: nothing needs the output of the last one, so recomputation stops before it

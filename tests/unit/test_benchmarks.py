@@ -22,8 +22,8 @@ from benchmarks.machine import Machine
 from benchmarks.runs import ROOT, Observed, Result, Variant, observe, recompiled_after, timed_other, variables_first
 from benchmarks.scaling import earlier
 from benchmarks.step_split import length, step_split, time_by_class, union, without
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
-from torchtitan.engine.config_checks import check
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p))), max_size=6)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.engine import compute_dtype
-from torchtitan.engine.compute_dtype import decide_compute_dtype
 from torchtitan.kernels import cpu_speed
+from torchtitan.run import compute_dtype
+from torchtitan.run.compute_dtype import decide_compute_dtype
 
 
 def config(folder: Path, *flags: str) -> JobConfig:

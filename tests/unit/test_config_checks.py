@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.models.parallelize import parallelize

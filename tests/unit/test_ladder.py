@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.config.training import Model
-from torchtitan.engine.config_checks import check
 from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.errors import ConfigError, run_command
 from torchtitan.ladder.__main__ import main

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, time, torch
 from torchtitan import device
-from torchtitan.engine import openmp_threads
+from torchtitan.run import openmp_threads
 from torchtitan.logging import init_logging
 
 def spun():

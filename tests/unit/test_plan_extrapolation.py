@@ -7,8 +7,8 @@ import pytest
 import tiny  # noqa: F401  registers models
 
 import torchtitan.plan.devices as devices
+from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.models import MODELS
 from torchtitan.plan.extrapolation import Job, measure
 

@@ -10,6 +10,7 @@ from runs import all_equal, python
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import (
@@ -24,7 +25,6 @@ from torchtitan.converters import (
 )
 from torchtitan.converters.converter import ProfilerOp
 from torchtitan.converters.int8 import Int8Converter, Int8Linear
-from torchtitan.engine.config_checks import check
 from torchtitan.engine.precision_phases import parse_phases, phase_of
 from torchtitan.errors import ConfigError
 from torchtitan.metrics.profiling import ProfilerAction, trace_schedule

@@ -62,7 +62,7 @@ def test_each_function_calls_the_next() -> None:
     sections = [(path, name) for _, path, name, _ in SECTION.findall(TOUR)]
     for caller, callee in ((0, 1), (1, 2), (2, 3), (0, 4)):
         assert f"{sections[callee][1].split('.')[-1]}(" in source_of_window(*sections[caller])
-    assert "train_step(self.engine" in source_of_window("torchtitan/trainer.py", "Trainer.train_step")
+    assert "train_step(self.engine" in source_of_window("torchtitan/run/trainer.py", "Trainer.train_step")
     assert "self.train_step(" in source_of_window(*sections[4])
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.models import MODELS
 
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from torchtitan.engine import watchdog
-from torchtitan.engine.watchdog import watch_progress
 from torchtitan.launcher.progress import Progress, main_thread_location
 from torchtitan.launcher.signals import Stop
 from torchtitan.parallel.heartbeat import Heartbeat
+from torchtitan.run import watchdog
+from torchtitan.run.watchdog import watch_progress
 
 
 def wait_for_lines(log: list[str], count: int) -> None:

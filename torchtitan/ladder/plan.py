@@ -4,8 +4,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig
-from torchtitan.engine.config_checks import global_batch_size
 from torchtitan.errors import ConfigError
 from torchtitan.ladder.fit import varies_tokens
 from torchtitan.ladder.runs import Rung, make_rung

@@ -95,12 +95,12 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     import torch
     from torch import nn
 
+    from torchtitan.checks.config_checks import check, global_batch_size
     from torchtitan.compat.dispatch import FakeTensorMode
     from torchtitan.compat.lowering import on_lowered
     from torchtitan.converters.linear import LinearConverter
     from torchtitan.data import Batch
     from torchtitan.device import find_device
-    from torchtitan.engine.config_checks import check, global_batch_size
     from torchtitan.engine.engine import build_engine, build_meshes
     from torchtitan.engine.model_args import find_model_args
     from torchtitan.engine.train_step import train_step

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.converters import apply_converters, conversion_report
 from torchtitan.device import Device
-from torchtitan.engine.compute_dtype import decide_compute_dtype
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.engine.explain import explain_conversion
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.precision_phases import Phase, parse_phases
@@ -35,6 +34,7 @@ from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
 from torchtitan.plan.step_model import RANGES, RATES, Expected, seconds_by_part
 from torchtitan.protocols import Decoder
+from torchtitan.run.compute_dtype import decide_compute_dtype
 
 BLOCKING = ("tp", "cp", "ep")  # dimensions whose collectives computation waits for
 OVERLAPPING = ("fsdp", "expert_fsdp", "dp_replicate")

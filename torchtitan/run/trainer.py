@@ -20,10 +20,6 @@ from torchtitan.data import Batch, Loader, ValidationLoader
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.expert_balance import ExpertMetrics, expert_metrics
-from torchtitan.engine.garbage_collection import garbage_collection
-from torchtitan.engine.openmp_threads import limit_spinning
-from torchtitan.engine.run_folder import RunFolder
-from torchtitan.engine.startup_log import log_settings
 from torchtitan.engine.train_step import evaluate, sum_over_ranks, train_step
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.evaluation.evaluator import Evaluator, table
@@ -36,6 +32,10 @@ from torchtitan.optim.schedule import lr_factor
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.process_group import set_timeout
 from torchtitan.report.compare import differing, flat, shown
+from torchtitan.run.garbage_collection import garbage_collection
+from torchtitan.run.openmp_threads import limit_spinning
+from torchtitan.run.run_folder import RunFolder
+from torchtitan.run.startup_log import log_settings
 
 DATA_ENDED = 64  # passed to `Stop` in place of a signal number; larger than any of them
 

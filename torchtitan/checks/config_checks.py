@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from torchtitan.checks.unused_keys import refused_keys, unused_keys
 from torchtitan.config import JobConfig
 from torchtitan.config.manager import read_toml
 from torchtitan.config.system import Parallelism
@@ -14,7 +15,6 @@ from torchtitan.converters import CONVERTERS
 from torchtitan.data.datasets import DATASETS
 from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.engine.precision_phases import parse_phases
-from torchtitan.engine.unused_keys import refused_keys, unused_keys
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
 from torchtitan.models import MODELS

@@ -5,13 +5,13 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator
 
-from torchtitan.build_trainer import build_trainer
+from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.config.output import Checkpoint
 from torchtitan.device import find_device
-from torchtitan.engine.config_checks import check, global_batch_size
 from torchtitan.logging import Waiting
-from torchtitan.trainer import Trainer
+from torchtitan.run.build_trainer import build_trainer
+from torchtitan.run.trainer import Trainer
 
 
 @contextlib.contextmanager

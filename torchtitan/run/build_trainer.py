@@ -17,11 +17,8 @@ from torchtitan.config.output import Checkpoint
 from torchtitan.data import build_loader, build_validation_loader, load_tokenizer
 from torchtitan.data.fingerprints import fingerprints
 from torchtitan.device import Device
-from torchtitan.engine.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
 from torchtitan.engine.engine import build_engine, build_meshes
 from torchtitan.engine.model_args import describe_parametrization, find_model_args
-from torchtitan.engine.run_folder import RunFolder
-from torchtitan.engine.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.errors import ConfigError, DataError
 from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks
@@ -38,7 +35,10 @@ from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.object_collectives import broadcast_from_rank_0, raise_on_all_ranks, refuse_differences
 from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout, world_from_environment
 from torchtitan.report.compare import flat
-from torchtitan.trainer import Trainer
+from torchtitan.run.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
+from torchtitan.run.run_folder import RunFolder
+from torchtitan.run.startup_log import log_conversion, log_cost_of_low_precision
+from torchtitan.run.trainer import Trainer
 
 
 def build_trainer(

@@ -1,0 +1,1 @@
+"""A run from its start to its end: what is built, the loop, the files it writes, what watches it."""
