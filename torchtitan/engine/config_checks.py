@@ -346,6 +346,7 @@ def _check_plan(config: JobConfig, problems: list[str]) -> None:
             )
         return
     for key, on in {
+        "plan_suggest": config.job.plan_suggest,
         "simulate_world_size": config.job.simulate_world_size is not None,
         "simulate_device": config.job.simulate_device != "auto",
         "simulate_expert_load": load != 1,
