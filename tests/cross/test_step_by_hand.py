@@ -75,8 +75,8 @@ def tp_70b() -> Layout:
     once = 2 * tokens * dim
     # The embedding and the output layer send them once each way.
     gathers, scatters = (6 * layers + 2) * passes * once, (5 * layers + 2) * passes * once
-    kernels = 2 * passes * (tokens / 8) * layers * ((11.5 + 11.5 + 18.5) * dim + 12 * wide)
-    kernels += 2 * (gathers + scatters)  # copied around collectives, for parts of two sequences are sorted
+    # Of shards; but gradients that are to be sent are summed for all tokens.
+    kernels = 2 * passes * (tokens / 8) * layers * ((11.5 + 11.5 + 12.5 + 8 * 6) * dim + 12 * wide)
     return Layout(
         "llama3_70b", 256, ["--parallelism.tensor_parallel_degree=8", "--training.local_batch_size=2"],
         gemms, (4 * one, 5 * one),

@@ -194,7 +194,7 @@ def step_seconds(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     work, waits, runs_beside = Work(), 0.0, 0.0
 
     # Parameters that a token meets, and the inner width of its feed-forward.
-    moe = getattr(args, "moe", None)
+    moe: Any = getattr(args, "moe", None)
     attention = 2 * args.n_heads * args.head_dim * training.seq_len  # FLOPs of a token's forward pass, causal
     multiplied = plan.flops_per_token / 6 - args.n_layers * attention
     in_layer = (multiplied - args.vocab_size * args.dim) / args.n_layers
@@ -213,8 +213,10 @@ def step_seconds(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     # Generated kernels, in numbers of 2 bytes a token and layer: norms, residuals, rotary embedding, SwiGLU; rows of
     # experts are gathered and summed.
     expert_rows = moe.top_k * args.dim if moe else 0
-    ahead = 11.5 * args.dim + 3 * width + 6 * expert_rows
-    back = 18.5 * args.dim + 6 * width + 9.5 * expert_rows
+    sent_rows = expert_rows if dims.ep > 1 else 0
+    ahead = 11.5 * args.dim + 3 * width + 2.6 * expert_rows + 3.4 * sent_rows
+    # Gradients are summed for the tokens of all ranks, before they are sent.
+    back = (12.5 + 6 * dims.tp) * args.dim + 6 * width + 4.1 * expert_rows + 5.4 * sent_rows
     recomputed = {"none": 0.0, "selective": 8.0 * args.dim, "full": ahead}[mode]
     work.fused_bytes = 2 * tokens * layers * (ahead + recomputed + back)
 
@@ -249,8 +251,9 @@ def step_seconds(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
         gathers, reductions = 4 + (0 if mode == "none" else 2), 4 + again
         waits += _seconds("all-gather", gathers * activations * dims.tp, "tp", dims, plan.device)
         waits += _seconds("reduce-scatter", reductions * activations * dims.tp, "tp", dims, plan.device)
-        if training.local_batch_size > microbatches:  # parts of several sequences are sorted by sequence
-            work.fused_bytes += 2 * (gathers + reductions) * activations * dims.tp
+        if training.local_batch_size > microbatches and config.parallelism.enable_async_tensor_parallel:
+            # Parts of several sequences are sorted by sequence.
+            work.fused_bytes += 1.6 * (gathers + reductions) * activations * dims.tp
     if dims.ep > 1:
         number = 2 if config.moe.all_to_all_dtype else 4
         sent = (number + number / 2 * again) * activations * moe.top_k * config.job.simulate_expert_load
