@@ -78,17 +78,21 @@ class Peaks:
 
     Args:
         peak: simulates a configuration.
+        limit: bytes from which on it does not matter how many they are.
     """
 
-    def __init__(self, peak: Peak) -> None:
-        self.peak = peak
+    def __init__(self, peak: Peak, limit: float) -> None:
+        self.peak, self.limit = peak, limit
         self.known: dict[tuple[object, ...], float] = {}
 
     def __call__(self, it: Candidate) -> float:
         reshard, local = it.config.parallelism.fsdp_reshard_after_forward, it.config.training.local_batch_size
         if it.dims.pp > 1 or local == 1:
             return self._simulated(it, reshard, local)
-        one, two = (self._simulated(it, "default", number) for number in (1, 2))
+        one = self._simulated(it, "default", 1)
+        if one > self.limit:
+            return one
+        two = self._simulated(it, "default", 2)
         return self._simulated(it, reshard, 1) + (local - 1) * (two - one)
 
     def _simulated(self, it: Candidate, reshard: Any, local: int) -> float:
@@ -112,8 +116,8 @@ def suggestions(plan: Plan, args: Any, config: JobConfig, rows: int, peak: Peak)
         rows: sequences in an optimizer step.
         peak: bytes of a setting, by simulation.
     """
-    bytes_of = Peaks(peak)
     limit = MEMORY * plan.device.memory_bytes
+    bytes_of = Peaks(peak, limit)
     fitting: list[tuple[Candidate, float]] = []
     heavy: list[Candidate] = []
     with Waiting("plan: memory of the fastest settings", unit="simulations", count=lambda: len(bytes_of.known)):
