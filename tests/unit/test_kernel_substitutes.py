@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchtitan.kernels.matmul_8bit import float8_matmul
+from torchtitan.kernels.quantized import Quantized
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.norm import RMSNorm
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
@@ -48,3 +50,10 @@ def test_kernels_are_torchs_again_afterwards() -> None:
     with kernel_substitutes("cuda"):
         assert F.rms_norm is not before[1]
     assert (F.scaled_dot_product_attention, F.rms_norm) == before
+
+
+def test_rowwise_float8_is_planned_without_a_gpu() -> None:
+    with FakeTensorMode() as mode, Recorder(str, mode) as recorder, kernel_substitutes("cuda"):
+        data = torch.empty(32, 32, dtype=torch.float8_e4m3fn)
+        out = float8_matmul(Quantized(data, torch.empty(32, 1)), Quantized(data, torch.empty(1, 32)), torch.bfloat16)
+        assert out.shape == (32, 32) and recorder.flops_8bit == 2 * 32**3

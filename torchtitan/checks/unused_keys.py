@@ -89,7 +89,11 @@ CONDITIONS: list[tuple[str, str, With]] = [  # section; its keys, or "" for all;
     ("activation_checkpoint", "selective_ac_option", With("activation_checkpoint.mode", ("selective",))),
 ]
 REFUSED: list[tuple[str, str, With]] = [  # without this they are an error
-    ("job", "simulate_world_size simulate_device simulate_expert_load", With("job.plan memory_estimation.enabled")),
+    (
+        "job",
+        "plan_suggest simulate_world_size simulate_device simulate_expert_load",
+        With("job.plan memory_estimation.enabled"),
+    ),
     ("checkpoint", "load_step create_seed_checkpoint", With("checkpoint.enable_checkpoint")),
     ("moe", "all_to_all_dtype", With("parallelism.expert_parallel_degree", above=1)),
     ("optimizer", "state_dtype", With("optimizer.name", ("AdamW", "Muon"))),

@@ -20,6 +20,13 @@ class Job:
             "Do not train: estimate memory and communication per device; writes plan.json and plan.png to dump_folder."
         ),
     ] = False
+    plan_suggest: Annotated[
+        bool,
+        Doc(
+            "Plan only: also print the fastest settings that fit, for the same devices and global batch: degrees, "
+            "recomputation, fsdp_reshard_after_forward, local_batch_size."
+        ),
+    ] = False
     simulate_world_size: Annotated[
         WorldSize | None,
         Doc("Plan only: number of processes to simulate; none: the number of GPUs of this machine, at least one."),

@@ -75,7 +75,9 @@ def parallelize(
     blocks = list(model.layers.values())
     tensor_mesh = mesh["tp"]
     if tensor_mesh.size() > 1:
-        apply_tensor_parallel(model, plan, tensor_mesh, all_gather_for)
+        # The compiler's patterns for asynchronous tensor parallelism want collectives along the sequence.
+        flatten = not parallelism.enable_async_tensor_parallel
+        apply_tensor_parallel(model, plan, tensor_mesh, all_gather_for, flatten)
         if parallelism.disable_loss_parallel:
             model.cross_entropy = all_gather_cross_entropy(model.cross_entropy, tensor_mesh)
         else:

@@ -33,6 +33,7 @@ def apply_tensor_parallel(
     plan: Mapping[str, Style],
     mesh: DeviceMesh,
     all_gather_for: Callable[[Sequence[nn.Module]], AllGather] = lambda linears: all_gather,
+    flatten: bool = False,
 ) -> None:
     """Shards the modules that the plan names, in place. The model is on the meta device.
 
@@ -47,41 +48,58 @@ def apply_tensor_parallel(
             "rowwise": shards its inputs; reduce-scatters the output along the sequence.
         mesh: the tensor-parallel ranks, one dimension.
         all_gather_for: chooses how to all-gather the input of these colwise layers.
+        flatten: shard several sequences as if they were one: a rank with a part of each has to sort what it sends and
+            receives, and between collectives no module asks where a token is.
     """
     group = mesh.get_group().group_name
+    along = functools.partial(_along_tokens, flatten=flatten)
     for name, module in model.named_modules():
         match style_of(name, plan):
             case "embedding":
                 shard_parameters(module, {"weight": Shard(0)}, mesh)
-                module.forward = functools.partial(_embed_own_tokens, module, rank=mesh.get_local_rank(), group=group)
+                module.forward = functools.partial(
+                    _embed_own_tokens, module, rank=mesh.get_local_rank(), group=group, along=along
+                )
             case "sequence" | "heads":
                 shard_parameters(module, {"weight": Replicate()}, mesh)
             case "sequence_gather":
                 shard_parameters(module, {"weight": Replicate()}, mesh)
-                module.register_forward_hook(lambda module, inputs, out: all_gather(out, SEQUENCE, group))
+                module.register_forward_hook(lambda module, inputs, out: along(all_gather, out, group))
             case "gather":
                 linears = [
                     child for end, child in module.named_children() if style_of(f"{name}.{end}", plan) == "colwise"
                 ]
-                module.register_forward_pre_hook(_AllGatherInput(linears, all_gather_for, group))
+                module.register_forward_pre_hook(_AllGatherInput(linears, all_gather_for, group, along))
             case "colwise":
                 shard_parameters(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
             case "rowwise":
                 shard_parameters(module, {"weight": Shard(1)}, mesh)
-                module.register_forward_hook(lambda module, inputs, out: reduce_scatter(out, SEQUENCE, group))
+                module.register_forward_hook(lambda module, inputs, out: along(reduce_scatter, out, group))
 
 
 class _AllGatherInput:
     """A forward pre-hook that all-gathers a module's input for its children `linears`."""
 
     def __init__(
-        self, linears: Sequence[nn.Module], all_gather_for: Callable[[Sequence[nn.Module]], AllGather], group: str
+        self,
+        linears: Sequence[nn.Module],
+        all_gather_for: Callable[[Sequence[nn.Module]], AllGather],
+        group: str,
+        along: Callable[[AllGather, torch.Tensor, str], torch.Tensor],
     ) -> None:
-        self.linears, self.all_gather_for, self.group = linears, all_gather_for, group
+        self.linears, self.all_gather_for, self.group, self.along = linears, all_gather_for, group, along
         self.all_gather = all_gather_for(linears)
 
     def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return self.all_gather(inputs[0], SEQUENCE, self.group), *inputs[1:]
+        return self.along(self.all_gather, inputs[0], self.group), *inputs[1:]
+
+
+def _along_tokens(collective: AllGather, x: torch.Tensor, group: str, flatten: bool) -> torch.Tensor:
+    """`collective` of (B, S, D) along the sequence, or along all tokens."""
+    if x.shape[0] == 1 or not flatten:
+        return collective(x, SEQUENCE, group)
+    tokens: torch.Tensor = collective(x.flatten(0, 1), 0, group).unflatten(0, (x.shape[0], -1))
+    return tokens
 
 
 def choose_all_gathers(model: nn.Module) -> None:
@@ -184,9 +202,15 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     module.__class__ = _with_local_views(cls, views) if views else cls  # type: ignore[arg-type]
 
 
-def _embed_own_tokens(module: nn.Module, tokens: torch.Tensor, rank: int, group: str) -> torch.Tensor:
+def _embed_own_tokens(
+    module: nn.Module,
+    tokens: torch.Tensor,
+    rank: int,
+    group: str,
+    along: Callable[[AllGather, torch.Tensor, str], torch.Tensor],
+) -> torch.Tensor:
     """Forward of an embedding that holds a vocabulary shard."""
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     rows = tokens - rank * weight.shape[0]
     is_local = (rows >= 0) & (rows < weight.shape[0])
-    return reduce_scatter(F.embedding(rows.where(is_local, 0), weight) * is_local.unsqueeze(-1), SEQUENCE, group)
+    return along(reduce_scatter, F.embedding(rows.where(is_local, 0), weight) * is_local.unsqueeze(-1), group)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from torchtitan.kernels import attention_gpu, rounding
+from torchtitan.kernels import attention_gpu, matmul_8bit, rounding
 from torchtitan.models import attention, loss, norm
 from torchtitan.parallel import context
 
@@ -33,6 +33,7 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
             (attention, "has_own_kernel", lambda q: False),
             (norm, "has_own_kernel", lambda x: False),
             (rounding, "has_own_kernel", lambda x: False),
+            (matmul_8bit, "_scales_rows_fast", lambda device: True),
             (loss, "is_on_gpu", lambda x: True),
             (loss, "_fused_cross_entropy", lambda logits, labels: logits.new_zeros((), dtype=torch.float32)),
         ]

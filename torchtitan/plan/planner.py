@@ -33,6 +33,7 @@ from torchtitan.plan.render import draw, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
 from torchtitan.plan.step_model import RANGES, RATES, Expected, seconds_by_part
+from torchtitan.plan.suggest import suggestions
 from torchtitan.protocols import Decoder
 from torchtitan.run.compute_dtype import decide_compute_dtype
 
@@ -53,7 +54,16 @@ def plan(config: JobConfig, device: Device) -> None:
     dtype = getattr(torch, config.training.mixed_precision_param)
     planned, why = planned_device(job.simulate_device, simulated, device, dtype)
     dims = check(config, job.simulate_world_size or max(1, torch.cuda.device_count()), planned.type)
-    run_plan(config, dims, global_batch_size(config, dims), planned, why)
+    rows = global_batch_size(config, dims)
+    found = run_plan(config, dims, rows, planned, why)
+    if config.job.plan_suggest:
+
+        def peak(tried: JobConfig, dims: ParallelDims) -> float:
+            first = parse_phases(tried)[0].config if tried.precision.phase else tried
+            measured = measure(make_job(first, dims, rows, planned, build_on_meta(first)))
+            return max(rank["peak",] for rank in measured)
+
+        logger.info(suggestions(found, find_model_args(config.model), config, rows, peak))
 
 
 def run_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str) -> Plan:
@@ -103,10 +113,8 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         config = phases[0].config
     training, name = config.training, config.model.name
     spec = MODELS.get(name)
+    model = build_on_meta(config)
     args = find_model_args(config.model)
-    with torch.device("meta"):
-        model = spec.build(args)
-    require_parts(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     active = parameters - sum(mixture.unused_parameters for mixture in mixtures(model).values())
@@ -114,16 +122,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     converters = apply_converters(
         model, config.model.converters, lambda section: getattr(config, section), target_on(device, config, spec, dims)
     )
-    layers = [args.n_layers]
-    if dims.pp > 1:
-        firsts = find_first_layers(config.parallelism, layer_costs(model, training.seq_len))
-        layers = [end - first for first, end in zip(firsts, [*firsts[1:], args.n_layers], strict=True)]
-        if 0 in layers:
-            raise ConfigError(
-                "job.plan cannot simulate a stage without layers (only the embedding or the output layer); use fewer "
-                "stages: lower parallelism.pipeline_parallel_degree, or change pipeline_parallel_schedule."
-            )
-    job = Job(config, dims, rows, args, layers, alike=layers_alike(model, dense_layers(args)), device=device)
+    job = make_job(config, dims, rows, device, model)
     jobs = {mode: _with_mode(job, mode) for mode in modes(config)}
     with Waiting("plan", sum(len(job.simulated_ranks()) for job in jobs.values()), "simulations") as waiting:
         measured = {mode: measure(job, waiting) for mode, job in jobs.items()}
@@ -157,6 +156,33 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         expected=expected,
         conversion=conversion_report(converter.decisions for converter in converters),
     )
+
+
+def build_on_meta(config: JobConfig) -> Decoder:
+    """The configured model without memory."""
+    with torch.device("meta"):
+        model = MODELS.get(config.model.name).build(find_model_args(config.model))
+    require_parts(model)
+    return model
+
+
+def make_job(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, model: Decoder) -> Job:
+    """The job of a model (on the meta device), with the layers of its stages.
+
+    Raises:
+        ConfigError: a stage has no layers.
+    """
+    args = find_model_args(config.model)
+    layers = [args.n_layers]
+    if dims.pp > 1:
+        firsts = find_first_layers(config.parallelism, layer_costs(model, config.training.seq_len))
+        layers = [end - first for first, end in zip(firsts, [*firsts[1:], args.n_layers], strict=True)]
+        if 0 in layers:
+            raise ConfigError(
+                "job.plan cannot simulate a stage without layers (only the embedding or the output layer); use fewer "
+                "stages: lower parallelism.pipeline_parallel_degree, or change pipeline_parallel_schedule."
+            )
+    return Job(config, dims, rows, args, layers, alike=layers_alike(model, dense_layers(args)), device=device)
 
 
 def layers_alike(model: Decoder, dense: int) -> bool:

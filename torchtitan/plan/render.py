@@ -67,11 +67,11 @@ def to_text(plan: Plan) -> str:
         f"{plan.batch}; {plan.flops_per_token:.4g} FLOPs per token, forward and backward",
         _forecast(plan),
         f"\nMemory per rank in {unit}, of {sized(device.memory_bytes)}; activation checkpointing: {plan.mode}\n"
-        + _table(rows),
+        + table(rows),
         _kept_per_token(plan),
         verdict,
         _before_the_first_step(plan, sized, unit),
-        "\nCollectives per rank and step\n" + _table(traffic),
+        "\nCollectives per rank and step\n" + table(traffic),
         *([_parts(plan.expected)] if plan.expected else []),
         "\n" + _time(plan),
         "\nConversion to low precision: "
@@ -136,7 +136,7 @@ def _parts(expected: Expected) -> str:
         for part, seconds in expected.parts.items()
         if seconds > 0
     ]
-    return f"\nThe expected step by part; {expected.kernels:,} generated kernels\n{_table(rows)}"
+    return f"\nThe expected step by part; {expected.kernels:,} generated kernels\n{table(rows)}"
 
 
 def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:
@@ -154,7 +154,7 @@ def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

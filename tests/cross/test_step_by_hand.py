@@ -1,0 +1,158 @@
+"""The model of a step against counts by hand, for three layouts: FSDP (8B), TP (70B), experts over ranks (30B-A3B).
+
+An H100: 3e12 bytes/s; GEMMs at 655e12 FLOP/s, attention at 2 x 0.35 (forward) and 2 x 0.28 (backward) of 989e12; links
+of 450e9 bytes/s within a machine and 50e9 between machines.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from simulated import needs_triton
+
+from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.config import ConfigManager
+from torchtitan.engine.model_args import find_model_args
+from torchtitan.plan import planner
+from torchtitan.plan.devices import named_device
+from torchtitan.plan.result import Traffic
+from torchtitan.plan.step_model import Work
+from torchtitan.plan.suggest import step_seconds
+
+FILES = Path(__file__).parents[2] / "train_configs"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout and its step on one rank, counted by hand.
+
+    Attributes:
+        flags: of the file.
+        gemms, attention: FLOPs.
+        sent: by dimension and kind of collective, bytes of the full tensors.
+        seconds: by dimension, of its links.
+        kernels: bytes that generated kernels read and write.
+    """
+
+    file: str
+    world_size: int
+    flags: list[str]
+    gemms: float
+    attention: tuple[float, float]
+    sent: dict[tuple[str, str], float]
+    seconds: dict[str, float]
+    kernels: float
+
+
+def fsdp_8b() -> Layout:
+    """One sequence a pass, 64 passes; every GEMM forward, and twice backward; "op" repeats no GEMM."""
+    dim, wide, layers, vocabulary, tokens, passes = 4096, 14336, 32, 128256, 8192, 64
+    block = dim * (4096 + 1024 + 1024 + 4096) + 3 * dim * wide  # wq, wk, wv, wo; w1, w2, w3
+    gemms = passes * 3 * 2 * tokens * (layers * block + vocabulary * dim)
+    # Two GEMMs forward and five backward, of 32 heads of 128; half of each by the causal mask.
+    one = passes * layers * 32 * tokens * tokens * 128
+    weights = layers * (block + 2 * dim) + 2 * vocabulary * dim + dim
+    gathered, reduced = 2 * passes * 2 * weights, passes * 4 * weights  # bf16, float32
+    # The head and the embedding: one all-gather a pass and not two, as the last of the forward pass and the first.
+    gathered -= passes * 2 * (vocabulary * dim + vocabulary * dim + dim)
+    # Numbers of 2 bytes of a token in a layer. Forward: two norms 2 x 2, two residuals 2 x 3 less what is fused, rotary
+    # embedding 2 x 1.25, SwiGLU 3; backward the same, sums of gradients, and what "op" repeats.
+    kernels = 2 * passes * tokens * layers * ((11.5 + 18.5 + 8) * dim + 9 * wide)
+    return Layout(
+        "llama3_8b", 8, ["--parallelism.fsdp_reshard_after_forward=default"], gemms, (2 * one, 5 * one),
+        {("fsdp", "all-gather"): gathered, ("fsdp", "reduce-scatter"): reduced},
+        {"fsdp": (gathered + reduced) * 7 / 8 / 450e9}, kernels,
+    )  # fmt: skip
+
+
+def tp_70b() -> Layout:
+    """Two sequences a pass in a group of 8, 8 passes; "full" repeats a layer's forward pass, but not its last GEMM."""
+    dim, wide, layers, vocabulary, tokens, passes = 8192, 28672, 80, 128256, 2 * 8192, 8
+    block = dim * (8192 + 1024 + 1024 + 8192) + 3 * dim * wide
+    gemms = passes * 2 * tokens * (layers * (4 * block - dim * wide) + 3 * vocabulary * dim) / 8
+    one = passes * layers * 2 * 8 * 8192 * 8192 * 128  # of 8 of 64 heads, two sequences
+    # A layer sends its tokens forward twice to all and twice back in sums, the same backward; repeated: 2 and 1.
+    once = 2 * tokens * dim
+    # The embedding and the output layer send them once each way.
+    gathers, scatters = (6 * layers + 2) * passes * once, (5 * layers + 2) * passes * once
+    # Of shards; but gradients that are to be sent are summed for all tokens.
+    kernels = 2 * passes * (tokens / 8) * layers * ((11.5 + 11.5 + 12.5 + 8 * 6) * dim + 12 * wide)
+    return Layout(
+        "llama3_70b", 256, ["--parallelism.tensor_parallel_degree=8", "--training.local_batch_size=2"],
+        gemms, (4 * one, 5 * one),
+        {("tp", "all-gather"): gathers, ("tp", "reduce-scatter"): scatters},
+        {"tp": (gathers + scatters) * 7 / 8 / 450e9}, kernels,
+    )  # fmt: skip
+
+
+def experts_30b() -> Layout:
+    """16 sequences in one pass, 8 of 128 experts for a token; "full" repeats all GEMMs, for the router's gradient needs
+    the last one's result."""
+    dim, wide, layers, vocabulary, tokens, top = 2048, 768, 48, 151936, 16 * 4096, 8
+    attention = dim * (4096 + 512 + 512 + 4096)  # 32 heads of 128, 4 of keys and values
+    experts = 3 * dim * wide
+    router = 128 * dim  # of bf16 inputs; its gradients are in float32, split into two GEMMs in bf16 each
+    gemms = 2 * tokens * (layers * (4 * (attention + top * experts) + (2 + 4) * router) + 3 * vocabulary * dim)
+    one = layers * 32 * 16 * 4096 * 4096 * 128
+    rows = 2 * tokens * top * dim
+    exchanged = 6 * layers * rows  # to experts and back, twice forward and once backward
+    shared = layers * 128 * experts / 8  # of 8 ranks
+    gathered, reduced = 2 * 2 * shared, 4 * shared
+    kernels = 2 * tokens * layers * ((11.5 + 11.5 + 18.5 + (6 + 6 + 9.5) * top) * dim + 12 * top * wide)
+    return Layout(
+        "qwen3_30b_a3b", 64, ["--parallelism.expert_parallel_degree=8"], gemms, (4 * one, 5 * one),
+        {("ep", "all-to-all"): exchanged, ("expert_fsdp", "all-gather"): gathered,
+         ("expert_fsdp", "reduce-scatter"): reduced},
+        # Groups of 8 neighbours; of the ranks 8 apart, each in a machine of its own.
+        {"ep": exchanged * 7 / 8 / 450e9, "expert_fsdp": (gathered + reduced) * 7 / 8 / 50e9}, kernels,
+    )  # fmt: skip
+
+
+def compare(layout: Layout, traffic: list[Traffic], work: Work, parts: dict[str, float]) -> None:
+    assert sum(work.gemms.values()) == pytest.approx(layout.gemms, rel=1e-3)
+    assert work.attention == pytest.approx(layout.attention, rel=1e-6)
+    assert work.fused_bytes == pytest.approx(layout.kernels, rel=0.08)
+    for (dimension, kind), size in layout.sent.items():
+        found = sum(line.bytes for line in traffic if (line.dimension, line.kind) == (dimension, kind))
+        assert found == pytest.approx(size, rel=2e-3), (dimension, kind)
+    for dimension, seconds in layout.seconds.items():
+        assert sum(line.seconds or 0 for line in traffic if line.dimension == dimension) == pytest.approx(
+            seconds, rel=2e-3
+        )
+    ahead, back = layout.attention
+    attention = ahead / (2 * 0.35 * 989e12) + back / (2 * 0.28 * 989e12)
+    assert parts["bf16 GEMMs"] == pytest.approx(layout.gemms / 655e12, rel=1e-3)
+    assert parts["attention"] == pytest.approx(attention, rel=1e-6)
+    # Tokens' collectives are waited for; those of weights run beside computation, and take 16 of 132 multiprocessors.
+    waited = sum(seconds for dimension, seconds in layout.seconds.items() if "fsdp" not in dimension)
+    beside = sum(line.seconds or 0 for line in traffic if "fsdp" in line.dimension)
+    assert parts["collectives"] == pytest.approx(waited + beside * 16 / 132, rel=5e-3)
+    others = (work.fused_bytes + work.other_bytes + work.update_bytes) / 3e12
+    total = layout.gemms / 655e12 + attention + others + waited + beside * 16 / 132
+    assert sum(parts.values()) == pytest.approx(total, rel=2e-3)
+
+
+@pytest.mark.full
+@needs_triton
+@pytest.mark.parametrize("layout", [fsdp_8b(), tp_70b(), experts_30b()], ids=lambda layout: layout.file)
+def test_the_parts_of_a_step_are_those_counted_by_hand(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered: list[Work] = []
+    original = planner.lowered_work
+
+    def keep(*arguments: object) -> Work:
+        lowered.append(original(*arguments))  # type: ignore[arg-type]
+        return lowered[0]
+
+    monkeypatch.setattr(planner, "lowered_work", keep)
+    monkeypatch.setattr(planner, "modes", lambda config: [config.activation_checkpoint.mode])
+    flags = ["--job.plan", "--training.mixed_precision_param=bfloat16", f"--job.dump_folder={tmp_path}"]
+    config = ConfigManager().parse_args([f"--job.config_file={FILES / layout.file}.toml", *flags, *layout.flags])
+    dims = check(config, layout.world_size, "cuda")
+    rows = global_batch_size(config, dims)
+    plan = planner.make_plan(config, dims, rows, named_device("H100"))
+    assert plan.expected is not None, plan.notes[-1]
+    compare(layout, plan.ranks[0].traffic, lowered[0], plan.expected.parts)
+    by_formula = step_seconds(plan, find_model_args(config.model), config, dims, rows)
+    assert by_formula == pytest.approx(plan.expected.seconds, rel=0.04)
