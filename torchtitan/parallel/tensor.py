@@ -213,4 +213,5 @@ def _embed_own_tokens(
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     rows = tokens - rank * weight.shape[0]
     is_local = (rows >= 0) & (rows < weight.shape[0])
-    return along(reduce_scatter, F.embedding(rows.where(is_local, 0), weight) * is_local.unsqueeze(-1), group)
+    out = along(reduce_scatter, F.embedding(rows.where(is_local, 0), weight) * is_local.unsqueeze(-1), group)
+    return out.clone()  # FSDP warns of views

@@ -87,11 +87,13 @@ class Peaks:
 
     def __call__(self, it: Candidate) -> float:
         reshard, local = it.config.parallelism.fsdp_reshard_after_forward, it.config.training.local_batch_size
-        if it.dims.pp > 1 or local == 1:
+        if it.dims.pp > 1:
             return self._simulated(it, reshard, local)
         one = self._simulated(it, "default", 1)
         if one > self.limit:
             return one
+        if local == 1:
+            return self._simulated(it, reshard, 1)
         two = self._simulated(it, "default", 2)
         return self._simulated(it, reshard, 1) + (local - 1) * (two - one)
 
