@@ -3,6 +3,7 @@
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import JobConfig
 from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.config.training import Training
+from torchtitan.kernels import pointwise
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -43,10 +45,12 @@ def llama() -> Llama:
 
 
 def step(model: Llama) -> tuple[list[torch.Tensor], Counter[str]]:
-    """Gradients, and the number of times each operation ran."""
+    """Gradients, and the number of times each operation ran; SwiGLU as "silu", whichever kernel computes it."""
     tokens = torch.arange(32).reshape(2, 16)
-    with CountedOperations() as operations:
+    kernels = patch.object(pointwise, "run", wraps=pointwise.run)
+    with CountedOperations() as operations, kernels as run:
         model(tokens, tokens).backward()
+    operations.count["silu"] += sum(call.args[0] == "swiglu" for call in run.call_args_list)
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], operations.count
 
 

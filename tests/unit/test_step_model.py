@@ -63,7 +63,12 @@ def test_collectives_in_compiled_code_are_counted_once(monkeypatch: pytest.Monke
     """As seconds of links; not as bytes of operations as well."""
 
     def node(operator: str | None) -> SimpleNamespace:
-        return SimpleNamespace(get_read_write_buffers_sizes=lambda: 7, node=SimpleNamespace(inputs=[]), name=operator)
+        return SimpleNamespace(
+            get_read_write_buffers_sizes=lambda: 7,
+            is_foreach=lambda: False,
+            node=SimpleNamespace(inputs=[]),
+            name=operator,
+        )
 
     names = ["_c10d_functional.all_gather_into_tensor", "torchtitan.exchange_rows", "aten.sort", None]
     sizes = SimpleNamespace(optimization_hint=int)
