@@ -5,7 +5,7 @@
 #   PET_...      options of torchrun: PET_MAX_RESTARTS=3 starts all processes again after one has died; several machines
 #                are in docs/multinode.md
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
-# Memory of freed tensors of any size is used again; without it a GPU's memory is cut into pieces that fit nothing else.
+# Avoids fragmentation of GPU memory.
 [ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 exec "$PYTHON" -m torchtitan.launch "$ROOT/train.py" \
     --job.config_file="${CONFIG_FILE:-$ROOT/train_configs/debug_model.toml}" "$@"

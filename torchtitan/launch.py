@@ -22,7 +22,7 @@ from torchtitan.launcher.processes import (
     refuse_lone_tasks,
 )
 from torchtitan.launcher.signals import STOP_SIGNALS, exit_before_start, set_signal_handlers, stop_with_starter
-from torchtitan.logging import outlive_readers
+from torchtitan.logging import ignore_broken_pipes
 
 PLANS = ("--job.plan", "--memory_estimation.enabled")
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA; AMD; either on Windows. Present if there is a GPU.
@@ -32,7 +32,7 @@ def launch(arguments: list[str]) -> int:
     """Runs `arguments` in NGPU processes and returns the exit status."""
     # Until the agent handles signals: a KeyboardInterrupt in torch's import would print a traceback, or be swallowed.
     set_signal_handlers(STOP_SIGNALS, lambda number, _: exit_before_start(number))
-    outlive_readers()
+    ignore_broken_pipes()
     if any(argument.split("=")[0] in PLANS and not argument.lower().endswith("=false") for argument in arguments):
         _plan(arguments)
     stop_with_starter()

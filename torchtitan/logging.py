@@ -20,7 +20,7 @@ NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
 GREY, YELLOW, RED, RESET = "\033[90m", "\033[33m", "\033[31m", "\033[0m"
 
 
-class Lossy:
+class DroppingStream:
     """A stream that drops output it cannot write, where Python's would raise: its reader is gone (`| head`, a closed
     terminal) or the disk is full."""
 
@@ -40,11 +40,11 @@ class Lossy:
         return getattr(self.stream, name)
 
 
-def outlive_readers() -> None:
+def ignore_broken_pipes() -> None:
     """From now on, a closed stdout or stderr does not end the run."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  None if the shell closed it (`>&-`)
-        setattr(sys, name, cast(TextIO, Lossy(stream)))
+        setattr(sys, name, cast(TextIO, DroppingStream(stream)))
 
 
 class ConsoleFormatter(logging.Formatter):

@@ -1,4 +1,4 @@
-"""Optimizers of one's own, with sections of the configuration: see docs/extension.md."""
+"""Your own optimizers, with sections of the configuration: see docs/extension.md."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ def torch_muon(parameters: Sequence[NamedParameter], config: Momentum) -> torch.
 OPTIMIZERS.register("TorchMuon", OptimizerEntry(torch_muon, section="momentum"))
 
 
-# A class of one's own: Lion (arXiv 2302.06675).
+# Your own class: Lion (arXiv 2302.06675).
 
 
 class Lion(torch.optim.Optimizer):

@@ -107,7 +107,7 @@ def step(gather: bool, recipe: Any) -> tuple[list[torch.Tensor], list[Counter[st
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_a_single_shard_is_quantized_once_a_step(group: None, recipe: str) -> None:
-    """For both GEMMs that use it, to the same numbers as in each micro-batch anew."""
+    """For both GEMMs that use it, to the same numbers as when each micro-batch quantizes again."""
     found, counts = step(True, recipe)
     expected, others = step(False, recipe)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -60,7 +60,7 @@ FLAVORS = [
     (family, flavor)
     for family in MODELS.names()
     for flavor in MODELS.get(family).flavors
-    if family != "sparse" or flavor == "narrow"  # the others have parts that transformers has not
+    if family != "sparse" or flavor == "narrow"  # transformers lacks parts of the others
 ]
 
 

@@ -14,7 +14,7 @@ from runs import ROOT
 BEGINNING = """
 import ctypes, sys, time
 from torchtitan.launcher import signals
-from torchtitan.logging import outlive_readers
+from torchtitan.logging import ignore_broken_pipes
 
 def native_call():  # as a GEMM that takes minutes: back in Python only when it is done, and no signal interrupts it
     print('ready', flush=True)
@@ -22,7 +22,7 @@ def native_call():  # as a GEMM that takes minutes: back in Python only when it 
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
-outlive_readers()
+ignore_broken_pipes()
 signals.GRACE = 0.4
 stop = signals.Stop()
 stop.listen()

@@ -12,7 +12,7 @@ REFERENCE = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 SECTION = re.compile(r"^## (\d)\. `([\w/]+\.py):([\w.]+)`\n(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
 
 
-def source_of_window(path: str, name: str) -> str:
+def source_of(path: str, name: str) -> str:
     """Source of a function, class or method, by its dotted name in a file."""
     text = (ROOT / path).read_text(encoding="utf-8")
     node: ast.AST = ast.parse(text)
@@ -39,7 +39,7 @@ def is_quoted_from(quote: str, source: str) -> bool:
 
 @pytest.mark.parametrize("reference", sorted(set(REFERENCE.findall(TOUR))), ids=":".join)
 def test_references_exist(reference: tuple[str, str]) -> None:
-    assert source_of_window(*reference)
+    assert source_of(*reference)
 
 
 def test_the_tour_has_six_functions_in_the_order_of_its_table() -> None:
@@ -52,7 +52,7 @@ def test_the_tour_has_six_functions_in_the_order_of_its_table() -> None:
 def test_quoted_lines_are_in_the_function(number: str, path: str, name: str, text: str) -> None:
     quotes = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert quotes
-    source = source_of_window(path, name)
+    source = source_of(path, name)
     for quote in quotes:
         assert is_quoted_from(quote, source), quote
 
@@ -61,9 +61,9 @@ def test_each_function_calls_the_next() -> None:
     """Otherwise the tour would have a gap. `parallelize` is a field of the model's spec."""
     sections = [(path, name) for _, path, name, _ in SECTION.findall(TOUR)]
     for caller, callee in ((0, 1), (1, 2), (2, 3), (0, 4)):
-        assert f"{sections[callee][1].split('.')[-1]}(" in source_of_window(*sections[caller])
-    assert "train_step(self.engine" in source_of_window("torchtitan/run/trainer.py", "Trainer.train_step")
-    assert "self.train_step(" in source_of_window(*sections[4])
+        assert f"{sections[callee][1].split('.')[-1]}(" in source_of(*sections[caller])
+    assert "train_step(self.engine" in source_of("torchtitan/run/trainer.py", "Trainer.train_step")
+    assert "self.train_step(" in source_of(*sections[4])
 
 
 def test_quotes_that_are_not_in_a_function_are_found() -> None:

@@ -69,7 +69,7 @@ def train_step(
         stepped = True
         if engine.step_in_backward is None:  # else the parameters are already updated, and the guard can only report
             stepped = optimizer_step(engine.optimizer, skip) and not (guard is not None and guard.host_skips)
-            # Not the optimizer's, which may leave parameters alone.
+            # model.zero_grad(), because an optimizer need not own every parameter.
             engine.model.zero_grad()
 
     after_optimizer_step(engine, learning_rate if stepped else None, skip)

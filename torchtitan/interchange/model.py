@@ -80,7 +80,7 @@ class PublishedModel:
 
     @cached_property
     def unpublished(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what a checkpoint has and a published folder has not: biases that balance experts."""
+        """Shapes of what a checkpoint has and a published folder lacks: biases that balance experts."""
         state = meta_model(self.build, self.args).state_dict()
         return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in self.shapes}
 

@@ -16,7 +16,7 @@ from torchtitan.parallel.dims import find_dims
 
 @dataclass(frozen=True)
 class Ladder:
-    """A plan.
+    """The runs of a ladder and the run that they predict.
 
     Attributes:
         rungs: by series ("20 tokens per parameter", "1M tokens"), from the smallest size to the largest.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError
 from torchtitan.launcher.signals import STARTED_AGAIN, Stop, exit_now, exit_with_launcher, ignore_stop_signals
-from torchtitan.logging import outlive_readers
+from torchtitan.logging import ignore_broken_pipes
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -24,7 +24,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPER
 def rank_process() -> Iterator[Stop]:
     """Wraps all that this process does: signals ask the yielded `Stop` to end the run, and an error ends the process
     with one sentence and an exit status."""
-    outlive_readers()
+    ignore_broken_pipes()
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, even if none gets to run
     stop = Stop(RANK)
     stop.listen()

@@ -261,7 +261,7 @@ class _Combine(torch.autograd.Function):
     Args:
         out: (R, D), sorted by expert.
         weights: (T, k) float32.
-        order: (R,), where the sorted rows are in (T, k).
+        order: (R,), flattened (T, k) index of each sorted row.
         places: (T, k), where these are among the sorted rows.
     """
 
@@ -335,7 +335,7 @@ class SparseTransformer(Transformer):
 
     def init_std(self, name: str) -> float | None:
         """As for a dense model; an expert's width is that of its own layers. Normalized weights of k experts are about
-        scale / k each; if that makes the sum smaller than the output of a dense layer, `w2` of experts makes up for it.
+        scale / k each; if that makes the sum smaller than the output of a dense layer, `w2` of experts starts larger.
         """
         moe: MoEArgs = self.args.moe  # type: ignore[attr-defined]
         match name.split("."):

@@ -35,8 +35,8 @@ class WeightAverage(LowBitOptimizer):
             local_tensor(self.state_of(parameter)["ema"]).lerp_(weight, share if skip is None else share * (skip <= 0))
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The average by name, at first the weights. Nothing else: what updates the weights has a state of
-        the same parameters, with a `step`."""
+        """The average, initialized to the weights. It has no `step`: the optimizer's state of the same
+        parameter has one."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             weight = local_tensor(parameter).to(torch.float32, copy=True)

@@ -79,7 +79,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def work_of_graph(graph: Any, code: str, count: Count) -> Work:
-    """Of a graph that the compiler has lowered to this code, for the inputs that it was lowered for."""
+    """Counts kernels, bytes and GEMMs of one compiled graph, for the sizes that it was lowered for."""
     work = Work(kernels=len(re.findall(r"^\s+\w+\.run\(", code, re.M)))
     for node in graph.scheduler.nodes:
         size = compat.bytes_of(node)
