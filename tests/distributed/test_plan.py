@@ -216,14 +216,14 @@ def test_a_plan_of_a_rank_whose_experts_get_twice_as_many_rows(tmp_path: Path) -
 
 @pytest.mark.full
 def test_updates_during_the_backward_pass_lower_the_peak(tmp_path: Path) -> None:
-    """Saves most of the gradients; those of one block, and of embedding and output layer together, still exist.
+    """Saves a third of the gradients or more; those of one block, and of embedding or output layer, still exist.
 
     The peaks are those of one process: with two, communication buffers come and go.
     """
     folder = f"--job.dump_folder={tmp_path}"
     before, after = (planned((*FLAGS, *flags, folder), 2)[0] for flags in (AFTER_BACKWARD, IN_BACKWARD))
     assert after.gradients == 0
-    assert after.peaks["full"] < before.peaks["full"] - 0.5 * before.gradients
+    assert after.peaks["full"] < before.peaks["full"] - 0.33 * before.gradients
     (real,) = measured(2, [[*FLAGS, *IN_BACKWARD, f"--job.dump_folder={tmp_path / 'run'}"]], tmp_path)
     for early in real:
         assert early["states"] == (after.parameters, 0, after.optimizer)

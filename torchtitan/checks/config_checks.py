@@ -18,7 +18,7 @@ from torchtitan.engine.precision_phases import parse_phases
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
-from torchtitan.optim.optimizer import MUON_OPTIMIZERS, OPTIMIZERS, QUANTIZED_OPTIMIZERS
+from torchtitan.optim.optimizer import OPTIMIZERS, optimizers_with
 from torchtitan.optim.parameters import WITHOUT_DECAY
 from torchtitan.parallel.dims import ParallelDims, find_dims
 from torchtitan.parallel.layout_checks import check_model, check_pipeline, check_schedule
@@ -161,7 +161,7 @@ def _check_parametrization(config: JobConfig, problems: list[str]) -> None:
     if model.parametrization == "standard":
         return
     _collect(problems, lambda: MODELS.get(model.name).flavor(model.mup_base_flavor, "model.mup_base_flavor"))
-    known = ("AdamW", *QUANTIZED_OPTIMIZERS, *MUON_OPTIMIZERS)
+    known = optimizers_with(lambda entry: entry.mup)
     if optimizer.name not in known:
         problems.append(
             f"model.parametrization = mup has learning rates for {', '.join(known)} only; change optimizer.name = "
@@ -182,20 +182,21 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
                 f"optimizer.no_weight_decay: unknown group {name!r}{nearest(name, list(WITHOUT_DECAY))}; known: "
                 f"{', '.join(WITHOUT_DECAY)}."
             )
-    section = OPTIMIZERS.get(optimizer.name).section if optimizer.name in OPTIMIZERS.names() else "optimizer"
-    if not hasattr(config, section):
+    if optimizer.name not in OPTIMIZERS.names():
+        return  # reported already
+    entry = OPTIMIZERS.get(optimizer.name)
+    if not hasattr(config, entry.section):
         problems.append(
-            f"optimizer.name = {optimizer.name} reads the section [{section}], which is not defined: set "
+            f"optimizer.name = {optimizer.name} reads the section [{entry.section}], which is not defined: set "
             "experimental.custom_args_module to the module that defines it."
         )
-    is_muon = optimizer.name in MUON_OPTIMIZERS
     for number, group in enumerate(optimizer.group, 1):
         if not group.parameters:
             problems.append(
                 f"[[optimizer.group]] {number} names no parameters; set its key parameters to names or globs, such as "
                 '["tok_embeddings"].'
             )
-        if group.algorithm is not None and not is_muon:
+        if group.algorithm is not None and not entry.whole_matrices:
             problems.append(
                 f"[[optimizer.group]] {number}: algorithm applies only to optimizer.name = Muon; remove it, or change "
                 f"optimizer.name = {optimizer.name}."
@@ -205,20 +206,19 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
             "float8.weight_scale = bound assumes one learning rate and one pair of betas for all weights: remove "
             "[[optimizer.group]], or use measured."
         )
-    is_quantized = optimizer.name in (*QUANTIZED_OPTIMIZERS, "Muon8bit")
     smaller = optimizer.state_dtype != "float32" or training.weight_dtype != "float32"
     if smaller and config.float8.weight_scale == "bound":
         problems.append(
             "float8.weight_scale = bound needs float32 updates: with optimizer.state_dtype or training.weight_dtype "
             "in bfloat16, rounding could exceed the bound. Use measured, or float32."
         )
-    if training.weight_dtype != "float32" and not is_quantized and optimizer.name not in ("AdamW", "Muon"):
+    if training.weight_dtype != "float32" and not entry.bfloat16_weights:
         problems.append(
             f"training.weight_dtype = {training.weight_dtype} needs an optimizer with stochastic rounding, since most "
-            "updates are smaller than half the spacing of bfloat16 numbers: use AdamW, AdamW8bit, AdamWFp8, "
-            f"AdamW4bit, Muon or Muon8bit, not {optimizer.name}."
+            "updates are smaller than half the spacing of bfloat16 numbers: use one of "
+            f"{', '.join(optimizers_with(lambda entry: entry.bfloat16_weights))}, not {optimizer.name}."
         )
-    if optimizer.implementation != "fused" and (is_quantized or (smaller and optimizer.name in ("AdamW", "Muon"))):
+    if optimizer.implementation != "fused" and entry.state_bytes and (smaller or not entry.in_torch):
         problems.append(
             f"optimizer.implementation = {optimizer.implementation} applies only to torch's float32 optimizers; "
             "unset it."
@@ -233,7 +233,7 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
             "optimizer.early_step_in_backward updates one parameter at a time, but optimizer.ema_decay averages all "
             "weights after the update: unset one of them."
         )
-    if is_muon:
+    if entry.whole_matrices:
         problems.append(
             f"optimizer.early_step_in_backward updates one parameter at a time, but {optimizer.name} divides all "
             "matrices among the ranks, which orthogonalize theirs at the same time: unset it."

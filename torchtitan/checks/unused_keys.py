@@ -9,7 +9,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.keys import Section
 from torchtitan.converters import CONVERTERS
 from torchtitan.models import MODELS
-from torchtitan.optim.optimizer import MUON_OPTIMIZERS
+from torchtitan.optim.optimizer import optimizers_with
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ CONDITIONS: list[tuple[str, str, With]] = [  # section; its keys, or "" for all;
     (
         "optimizer",
         "muon_momentum muon_nesterov muon_steps muon_coefficients muon_polar_express muon_row_normalization",
-        With("optimizer.name", tuple(MUON_OPTIMIZERS)),
+        With("optimizer.name", optimizers_with(lambda entry: entry.whole_matrices)),
     ),
     ("optimizer", "muon_coefficients", With("optimizer.muon_polar_express", (False,))),
     ("training", "max_skips_in_a_row", With("training.skip_nonfinite training.skip_grad_norm_outliers")),
@@ -96,7 +96,7 @@ REFUSED: list[tuple[str, str, With]] = [  # without this they are an error
     ),
     ("checkpoint", "load_step create_seed_checkpoint", With("checkpoint.enable_checkpoint")),
     ("moe", "all_to_all_dtype", With("parallelism.expert_parallel_degree", above=1)),
-    ("optimizer", "state_dtype", With("optimizer.name", ("AdamW", "Muon"))),
+    ("optimizer", "state_dtype", With("optimizer.name", optimizers_with(lambda entry: len(entry.state_dtypes) > 1))),
     ("optimizer", "second_moment", With("optimizer.name", ("AdamWFp8",))),
 ]
 

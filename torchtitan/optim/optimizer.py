@@ -1,8 +1,8 @@
 """Optimizers by name."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,25 +19,31 @@ from torchtitan.optim.muon import Muon, Muon8bit
 from torchtitan.optim.parameters import NamedParameter, named_parameters, parameter_groups
 from torchtitan.registry import Registry
 
-QUANTIZED_OPTIMIZERS = {"AdamW8bit": AdamW8bit, "AdamW4bit": AdamW4bit, "AdamWFp8": AdamWFp8}
-"""Optimizers that quantize their moments."""
-
-MUON_OPTIMIZERS = {"Muon": Muon, "Muon8bit": Muon8bit}
-"""Muon for matrices in blocks, AdamW for the rest, with float32 or bfloat16 moments, or with 8-bit ones."""
-
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """A registered optimizer.
+    """A registered optimizer, and what is true of it.
 
     Attributes:
         build: from this rank's parameters and the content of `section` to the optimizer. The learning rates of its
             parameter groups are peaks, which the schedule scales.
         section: name of the configuration section passed to `build`.
+        state_bytes: of the smallest states of a parameter, in bytes a number, if these are float32; None: unknown.
+        state_dtypes: values of `optimizer.state_dtype` that it takes.
+        bfloat16_weights: whether it rounds weights in bfloat16 stochastically.
+        in_torch: whether torch updates float32 weights and states, so that `optimizer.implementation` applies.
+        whole_matrices: whether it needs complete matrices, which the ranks divide among themselves.
+        mup: whether muP knows learning rates for it.
     """
 
     build: Callable[[Sequence[NamedParameter], Any], torch.optim.Optimizer]
     section: str = "optimizer"
+    state_bytes: float | None = None
+    state_dtypes: tuple[str, ...] = ("float32",)
+    bfloat16_weights: bool = False
+    in_torch: bool = False
+    whole_matrices: bool = False
+    mup: bool = False
 
 
 def build_adam(parameters: Sequence[NamedParameter], config: Optimizer) -> torch.optim.Optimizer:
@@ -102,22 +108,42 @@ def _build_muon(kind: type[Muon], parameters: Sequence[NamedParameter], config: 
     return CombinedOptimizer(optimizers)
 
 
+BOTH = ("float32", "bfloat16")
 OPTIMIZERS: Registry[OptimizerEntry] = Registry(
     "optimizer",
     "optimizer.name",
     {
-        "Adam": OptimizerEntry(build_adam),
-        "AdamW": OptimizerEntry(build_adam),
-        **{
-            name: OptimizerEntry(functools.partial(_build_low_bit, kind)) for name, kind in QUANTIZED_OPTIMIZERS.items()
-        },
-        **{name: OptimizerEntry(functools.partial(_build_muon, kind)) for name, kind in MUON_OPTIMIZERS.items()},
+        "Adam": OptimizerEntry(build_adam, state_bytes=8, in_torch=True),
+        "AdamW": OptimizerEntry(
+            build_adam, state_bytes=8, state_dtypes=BOTH, bfloat16_weights=True, in_torch=True, mup=True
+        ),
+        "AdamW8bit": OptimizerEntry(partial(_build_low_bit, AdamW8bit), state_bytes=2, bfloat16_weights=True, mup=True),
+        "AdamWFp8": OptimizerEntry(partial(_build_low_bit, AdamWFp8), state_bytes=2, bfloat16_weights=True, mup=True),
+        "AdamW4bit": OptimizerEntry(partial(_build_low_bit, AdamW4bit), state_bytes=1, bfloat16_weights=True, mup=True),
+        # Matrices in blocks; AdamW, with moments of the same kind, updates the rest.
+        "Muon": OptimizerEntry(
+            partial(_build_muon, Muon),
+            state_bytes=4,
+            state_dtypes=BOTH,
+            bfloat16_weights=True,
+            in_torch=True,
+            whole_matrices=True,
+            mup=True,
+        ),
+        "Muon8bit": OptimizerEntry(
+            partial(_build_muon, Muon8bit), state_bytes=1, bfloat16_weights=True, whole_matrices=True, mup=True
+        ),
     },
 )
 
 
+def optimizers_with(fact: Callable[[OptimizerEntry], object]) -> tuple[str, ...]:
+    """Names of the optimizers of which it is true."""
+    return tuple(name for name in OPTIMIZERS.names() if fact(OPTIMIZERS.get(name)))
+
+
 def _updated_by_muon(one: NamedParameter, config: Optimizer) -> bool:
-    usual = "Muon" if config.name in MUON_OPTIMIZERS and one.role == "matrix" else "AdamW"
+    usual = "Muon" if OPTIMIZERS.get(config.name).whole_matrices and one.role == "matrix" else "AdamW"
     return (one.algorithm or usual) == "Muon"
 
 
@@ -165,11 +191,8 @@ def build_optimizer(
 def bytes_of_state(config: Optimizer) -> float:
     """Minimum bytes per parameter of all states together; those of a user's own optimizer are not counted."""
     average = 0 if config.ema_decay is None else 4
-    if config.name in QUANTIZED_OPTIMIZERS:
-        return average + (1 if config.name == "AdamW4bit" else 2)
-    size = getattr(torch, config.state_dtype).itemsize
-    of_torch: dict[str, float] = {"Adam": 8, "AdamW": 2 * size, "Muon": size, "Muon8bit": 1}
-    return average + of_torch.get(config.name, 0)
+    size: int = getattr(torch, config.state_dtype).itemsize
+    return average + (OPTIMIZERS.get(config.name).state_bytes or 0) * size / 4
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -45,9 +45,9 @@ def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
         LoweringError: triton or a C++ compiler is missing, or lowering fails or exceeds `TIME_LIMIT`, or the optimizer
             is Muon on several ranks.
     """
-    from torchtitan.optim.optimizer import MUON_OPTIMIZERS  # not with the module, which may not import torch
+    from torchtitan.optim.optimizer import OPTIMIZERS  # not with the module, which may not import torch
 
-    if config.optimizer.name in MUON_OPTIMIZERS and world_size > 1:
+    if OPTIMIZERS.get(config.optimizer.name).whole_matrices and world_size > 1:
         raise LoweringError("Muon divides matrices among ranks, and a rank's share of its work is not modelled")
     if find_spec("triton") is None:
         raise LoweringError("triton is not installed")
