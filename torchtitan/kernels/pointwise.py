@@ -13,6 +13,7 @@ import torch
 from torchtitan.kernels.cpp_extension import isa_flags, load
 
 MULTIPLE = 16  # of sizes: a vector register
+CLASSES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)  # others, such as simulated tensors, have no memory
 
 
 @functools.cache
@@ -26,8 +27,8 @@ def has_own_kernel(*tensors: torch.Tensor) -> bool:
     """Whether these tensors use the CPU kernels; compiled code does not, since the compiler fuses as well."""
     if torch.compiler.is_compiling():
         return False
-    for x in tensors:  # a subclass, such as a simulated tensor, has no memory to read
-        plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.dtype == torch.bfloat16
+    for x in tensors:
+        plain = type(x) in CLASSES and x.device.type == "cpu" and x.dtype == torch.bfloat16
         if not plain or x.shape[-1] % MULTIPLE:
             return False
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and _library() is not None

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from torchtitan.kernels import attention_gpu, matmul_8bit, rounding
+from torchtitan.compat.dispatch import FakeTensor
+from torchtitan.kernels import attention_gpu, matmul_8bit, pointwise, rounding
 from torchtitan.models import attention, loss, norm
 from torchtitan.parallel import context
 
@@ -23,7 +24,11 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
     number per row; and the loss overwrites larger chunks of logits, without a copy. On CPU causal attention with
     unequal lengths has a mask.
     """
-    patched: list[tuple[ModuleType, str, Callable[..., object]]] = [(context, "causal_lower_right", _mask_on_cpu)]
+    patched: list[tuple[ModuleType, str, object]] = [
+        (context, "causal_lower_right", _mask_on_cpu),
+        (pointwise, "CLASSES", (*pointwise.CLASSES, FakeTensor)),
+        (pointwise, "run", lambda *_: None),
+    ]
     if device_type == "cuda":
         patched = [
             (attention_gpu, "has_own_kernel", lambda q: True),
