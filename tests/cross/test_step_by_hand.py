@@ -52,9 +52,9 @@ def fsdp_8b() -> Layout:
     # Two GEMMs forward and five backward, of 32 heads of 128; half of each by the causal mask.
     one = passes * layers * 32 * tokens * tokens * 128
     weights = layers * (block + 2 * dim) + 2 * vocabulary * dim + dim
-    gathered, reduced = 2 * passes * 2 * weights, passes * 4 * weights  # bf16, float32
-    # The head and the embedding: one all-gather a pass and not two, as the last of the forward pass and the first.
-    gathered -= passes * 2 * (vocabulary * dim + vocabulary * dim + dim)
+    # In bf16, a pass gathers the embedding once and all blocks but the last twice. The last one and the head stay.
+    each_pass, once = vocabulary * dim + 2 * (layers - 1) * (block + 2 * dim), block + 2 * dim + vocabulary * dim + dim
+    gathered, reduced = 2 * (passes * each_pass + once), passes * 4 * weights  # gradients in float32
     # Numbers of 2 bytes of a token in a layer. Forward: two norms 2 x 2, two residuals 2 x 3 less what is fused, rotary
     # embedding 2 x 1.25, SwiGLU 3; backward the same, sums of gradients, and what "op" repeats.
     kernels = 2 * passes * tokens * layers * ((11.5 + 18.5 + 8) * dim + 9 * wide)
@@ -97,7 +97,7 @@ def experts_30b() -> Layout:
     rows = 2 * tokens * top * dim
     exchanged = 6 * layers * rows  # to experts and back, twice forward and once backward
     shared = layers * 128 * experts / 8  # of 8 ranks
-    gathered, reduced = 2 * 2 * shared, 4 * shared
+    gathered, reduced = 2 * (2 - 1 / layers) * shared, 4 * shared  # the last layer's stay gathered
     kernels = 2 * tokens * layers * ((11.5 + 11.5 + 18.5 + (6 + 6 + 9.5) * top) * dim + 12 * top * wide)
     return Layout(
         "qwen3_30b_a3b", 64, ["--parallelism.expert_parallel_degree=8"], gemms, (4 * one, 5 * one),
