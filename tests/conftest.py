@@ -33,10 +33,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The number of workers for `-n auto`: two more than cores, because many tests wait for processes or signals. A
-    single file finishes before two workers have started, and shares fixtures."""
+    """The number of workers for `-n auto`: one more than cores, because tests of signals and faults wait. A single file
+    finishes before two workers have started, and shares fixtures."""
     one_file = len(config.args) == 1 and ".py" in config.args[0]
-    return 0 if one_file else min(4, len(os.sched_getaffinity(0)) + 2)  # a test may start 8 processes
+    return 0 if one_file else min(4, len(os.sched_getaffinity(0)) + 1)  # a test may start 8 processes
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
