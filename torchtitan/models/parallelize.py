@@ -75,8 +75,9 @@ def parallelize(
     blocks = list(model.layers.values())
     tensor_mesh = mesh["tp"]
     if tensor_mesh.size() > 1:
-        # The compiler's patterns for asynchronous tensor parallelism want collectives along the sequence.
-        flatten = not parallelism.enable_async_tensor_parallel
+        # The compiler's patterns for asynchronous tensor parallelism want collectives along the sequence; and experts'
+        # loss for an even load is that of each sequence, of which the ranks must hold parts.
+        flatten = not (parallelism.enable_async_tensor_parallel or hasattr(model.args, "moe"))
         apply_tensor_parallel(model, plan, tensor_mesh, all_gather_for, flatten)
         if parallelism.disable_loss_parallel:
             model.cross_entropy = all_gather_cross_entropy(model.cross_entropy, tensor_mesh)
