@@ -1,6 +1,7 @@
 """Makes fake tensors save what a device's kernels would save, where torch's fake CPU kernels differ."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
     patched: list[tuple[ModuleType, str, object]] = [
         (context, "causal_lower_right", _mask_on_cpu),
         (pointwise, "CLASSES", (*pointwise.CLASSES, FakeTensor)),
-        (pointwise, "run", lambda *_: None),
+        (pointwise, "run", functools.partial(_run_unless_fake, pointwise.run)),
     ]
     if device_type == "cuda":
         patched = [
@@ -50,6 +51,11 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
     finally:
         for (module, name, _), value in zip(patched, before, strict=True):
             setattr(module, name, value)
+
+
+def _run_unless_fake(run: Callable[..., None], kernel: str, *arguments: object) -> None:
+    if not any(isinstance(argument, FakeTensor) for argument in arguments):
+        run(kernel, *arguments)
 
 
 def _mask_on_cpu(queries: int, keys: int) -> torch.Tensor:
