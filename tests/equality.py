@@ -21,6 +21,7 @@ BASE = (
     f"--training.global_batch_size={BATCH}",
     "--checkpoint.enable_checkpoint",
     "--checkpoint.enable_first_step_checkpoint",
+    "--comm.train_timeout_seconds=250",  # a machine that stands still for a while is no fault of the layout
 )
 MOMENT = re.compile(r"optimizer\.state\.(.+)\.(exp_avg|momentum_buffer)")
 TOLERANCE = 1e-5  # relative; a row that needs more says so

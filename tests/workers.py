@@ -19,7 +19,7 @@ from filelock import FileLock
 
 R = TypeVar("R")
 
-PATIENCE = 240  # seconds; allows for busy machines
+PATIENCE = 280  # seconds; allows for busy machines
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preload"])
 
