@@ -218,7 +218,8 @@ def _check_optimizer(config: JobConfig, problems: list[str]) -> None:
             "updates are smaller than half the spacing of bfloat16 numbers: use one of "
             f"{', '.join(optimizers_with(lambda entry: entry.bfloat16_weights))}, not {optimizer.name}."
         )
-    if optimizer.implementation != "fused" and entry.state_bytes and (smaller or not entry.in_torch):
+    is_ours = entry.state_bytes is not None  # a user's own may read the key
+    if optimizer.implementation != "fused" and is_ours and (smaller or not entry.in_torch):
         problems.append(
             f"optimizer.implementation = {optimizer.implementation} applies only to torch's float32 optimizers; "
             "unset it."

@@ -214,4 +214,4 @@ def _embed_own_tokens(
     rows = tokens - rank * weight.shape[0]
     is_local = (rows >= 0) & (rows < weight.shape[0])
     out = along(reduce_scatter, F.embedding(rows.where(is_local, 0), weight) * is_local.unsqueeze(-1), group)
-    return out.clone()  # FSDP warns of views
+    return out if out._base is None else out.clone()  # FSDP warns of views
