@@ -12,6 +12,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.models.parallelize import parallelize
+from torchtitan.optim.optimizer import OPTIMIZERS, OptimizerEntry
 from torchtitan.parallel.dims import ParallelDims
 
 
@@ -384,3 +385,9 @@ def test_a_model_without_blocks_is_one_sentence() -> None:
     unused: Any = None  # the other arguments are never used
     with pytest.raises(ConfigError, match=r"model\.name: Linear cannot be sharded .* an nn\.ModuleDict named layers"):
         parallelize(cast(Any, torch.nn.Linear(2, 2)), {}, *[unused] * 6)
+
+
+def test_a_users_optimizer_declares_what_it_takes(tmp_path: Path) -> None:
+    entry = OptimizerEntry(lambda parameters, section: torch.optim.SGD([]), state_dtypes=("float32", "bfloat16"))
+    OPTIMIZERS.register("own with small states", entry)
+    checked("--optimizer.name=own with small states", "--optimizer.state_dtype=bfloat16", folder=tmp_path)

@@ -1,7 +1,8 @@
 """Keys that have an effect only together with others. Set without these, they are reported, or refused."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -18,24 +19,28 @@ class With:
 
     Attributes:
         keys: each "section.key", separated by blanks.
+        values: or what returns them, for those that users may register.
     """
 
     keys: str
-    values: tuple[Any, ...] | None = None
+    values: tuple[Any, ...] | Callable[[], tuple[Any, ...]] | None = None
     above: float | None = None
 
     def holds(self, config: JobConfig) -> bool:
         return any(self._fits(attrgetter(key)(config)) for key in self.keys.split())
 
     def _fits(self, value: Any) -> bool:
-        if self.values is not None:
-            return value in self.values
+        if (values := self._values()) is not None:
+            return value in values
         return bool(value) if self.above is None else value is None or value > self.above
+
+    def _values(self) -> tuple[Any, ...] | None:
+        return self.values() if callable(self.values) else self.values
 
     def __str__(self) -> str:
         if self.values == ([],):
             return f"an empty {self.keys}, which overrides them"
-        shown = [str(value).lower() if isinstance(value, bool) else str(value) for value in self.values or ()]
+        shown = [str(value).lower() if isinstance(value, bool) else str(value) for value in self._values() or ()]
         limit = "" if self.above is None else f" above {self.above}"
         return " or ".join(self.keys.split()) + (f" = {' or '.join(shown)}" if shown else limit)
 
@@ -78,7 +83,7 @@ CONDITIONS: list[tuple[str, str, With]] = [  # section; its keys, or "" for all;
     (
         "optimizer",
         "muon_momentum muon_nesterov muon_steps muon_coefficients muon_polar_express muon_row_normalization",
-        With("optimizer.name", optimizers_with(lambda entry: entry.whole_matrices)),
+        With("optimizer.name", partial(optimizers_with, lambda entry: entry.whole_matrices)),
     ),
     ("optimizer", "muon_coefficients", With("optimizer.muon_polar_express", (False,))),
     ("training", "max_skips_in_a_row", With("training.skip_nonfinite training.skip_grad_norm_outliers")),
@@ -96,7 +101,11 @@ REFUSED: list[tuple[str, str, With]] = [  # without this they are an error
     ),
     ("checkpoint", "load_step create_seed_checkpoint", With("checkpoint.enable_checkpoint")),
     ("moe", "all_to_all_dtype", With("parallelism.expert_parallel_degree", above=1)),
-    ("optimizer", "state_dtype", With("optimizer.name", optimizers_with(lambda entry: len(entry.state_dtypes) > 1))),
+    (
+        "optimizer",
+        "state_dtype",
+        With("optimizer.name", partial(optimizers_with, lambda entry: len(entry.state_dtypes) > 1)),
+    ),
     ("optimizer", "second_moment", With("optimizer.name", ("AdamWFp8",))),
 ]
 
