@@ -26,7 +26,7 @@ import torch
 from benchmarks.machine import measure_machine
 from benchmarks.tables import markdown, write_json
 from torchtitan.config.low_precision import MX, Float8, Int8
-from torchtitan.converters import CONVERTERS, LinearConverter, Target
+from torchtitan.converters import CONVERTERS, Target
 from torchtitan.converters.measured_filter import layer_seconds
 from torchtitan.device import Device, find_device
 from torchtitan.errors import ConfigError
@@ -75,15 +75,14 @@ def layers(names: list[str], output: bool) -> Iterator[tuple[str, int, int]]:
         yield "; ".join(users), k, n
 
 
-def build(recipe: str, target: Target) -> LinearConverter | None:
+def build(recipe: str, target: Target) -> Any:
     """The converter of a recipe. MX is emulated if the device has no MX GEMMs. None if the recipe is not possible."""
     name, section = RECIPES[recipe]
     for keys in (section, MX(emulate=True) if name == "mx" else None):
         try:
-            converter = CONVERTERS.get(name).build(keys, target) if keys else None
+            return CONVERTERS.get(name).build(keys, target) if keys else None
         except ConfigError:
             continue
-        return converter if isinstance(converter, LinearConverter) else None
     return None
 
 

@@ -57,7 +57,7 @@ def bytes_table() -> str:
 def layer_table() -> str:
     """Time of a layer of experts, forward and backward, relative to bf16 in the same rounds."""
     from torchtitan.config.low_precision import MX, Float8, Int8
-    from torchtitan.converters import CONVERTERS, LinearConverter, Target
+    from torchtitan.converters import CONVERTERS, Target
     from torchtitan.converters.measured_filter import layer_seconds
 
     sections: dict[str, tuple[str, Any]] = {
@@ -66,11 +66,7 @@ def layer_table() -> str:
         "int8 rowwise": ("int8", Int8()),
         "mx mxfp8 (emulated)": ("mx", MX(emulate=True)),
     }
-    converters = []
-    for name, section in sections.values():
-        converter = CONVERTERS.get(name).build(section, Target("cpu"))
-        assert isinstance(converter, LinearConverter)
-        converters.append(converter)
+    converters: list[Any] = [CONVERTERS.get(name).build(section, Target("cpu")) for name, section in sections.values()]
     m = TOKENS * TOP_K // EXPERTS
     seconds = layer_seconds([None, *converters], m, DIM, FFN_DIM, experts=EXPERTS)
     high, *low = ([sum(one) for one in rounds] for rounds in seconds)

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import tiny  # noqa: F401  registers its models
 
-from torchtitan.converters import CONVERTERS, Target
-from torchtitan.converters.float8 import Float8Converter
-from torchtitan.converters.linear import LinearConverter
-from torchtitan.converters.mx import MXConverter
-from torchtitan.converters.registry import ConverterEntry
+from torchtitan.converters import CONVERTERS, ConverterEntry, Target
+from torchtitan.converters.linear_converter import LinearConverter
+from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 
 
 def on(capability: tuple[int, int], converter: Callable[[Any, Target], LinearConverter]) -> Any:
@@ -19,5 +18,5 @@ def on(capability: tuple[int, int], converter: Callable[[Any, Target], LinearCon
     )
 
 
-CONVERTERS.register("mx_of_a_gpu", ConverterEntry("mx", on((10, 0), MXConverter)))
-CONVERTERS.register("float8_of_a_gpu", ConverterEntry("float8", on((9, 0), Float8Converter)))
+CONVERTERS.register("mx_of_a_gpu", ConverterEntry("mx", on((10, 0), partial(LinearConverter, MX_SECTION))))
+CONVERTERS.register("float8_of_a_gpu", ConverterEntry("float8", on((9, 0), partial(LinearConverter, FLOAT8_SECTION))))

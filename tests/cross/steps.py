@@ -33,8 +33,8 @@ from torchtitan.checks.config_checks import check
 from torchtitan.compat import inductor
 from torchtitan.compat.lowering import binaries, in_compiled_code, resource_usage
 from torchtitan.config import ConfigManager
-from torchtitan.converters.amax_history import delayed_layers
-from torchtitan.converters.linear import LinearConverter
+from torchtitan.converters.linear_converter import LinearConverter
+from torchtitan.converters.scaling import amax_histories
 from torchtitan.data import Batch
 from torchtitan.data.loader import BatchSpec, build_batch
 from torchtitan.data.packing import Window
@@ -149,7 +149,7 @@ def train(
             with watch:
                 watch.report = Report(LOWERED, [], [], Counter(), 0)
                 train_step(engine, [batch], 1e-4, guard, number)
-            delayed = [layer for layer in delayed_layers([engine.model]).values() if not layer.has_scales]
+            delayed = [layer for layer in amax_histories([engine.model]).values() if not layer.has_scales]
             for layer in delayed:
                 layer.has_scales = True  # real numbers would give it scales in the first step
             if delayed:  # blocks are compiled once more; those of the first step count no longer

@@ -562,7 +562,7 @@ def train(
         for number in range(3):
             batches = [steps.make_batch(shape, engine.config.training.document_mask) for _ in range(microbatches)]
             train_step(engine, batches, 1e-4, guard, number)
-            for layer in steps.delayed_layers([engine.model]).values():
+            for layer in steps.amax_histories([engine.model]).values():
                 layer.has_scales = True
             evaluate(engine, batches[:1], lambda: False)
             if checkpoints is not None:

@@ -128,15 +128,15 @@ FAULTS: dict[str, tuple[list[tuple[str, str, str]], dict[str, Any], str, str]] =
     "scale of a gather freed to the copy-in stream": (
         [
             (
-                "converters.int8_fsdp:ShardedWeight.fsdp_pre_all_gather",
+                "converters.gather:ShardedWeight.fsdp_pre_all_gather",
                 "self.scale_inverse),), (self.scale_inverse,)",
                 "self.scale_inverse),), (self.scale_inverse.clone(),)",
             ),
-            ("converters.int8_fsdp:ShardedWeight.fsdp_post_all_gather", "keep_for_current_stream(new)", "pass"),
+            ("converters.gather:ShardedWeight.fsdp_post_all_gather", "keep_for_current_stream(new)", "pass"),
         ],
         int8("tensorwise", GATHER_INT8),
         "may be handed on to",
-        "converters.int8_fsdp: return (quantize_with(self.tensor, self.scale_inverse),)",
+        "converters.gather: return (quantize_with(self.tensor, self.scale_inverse),)",
     ),
     "gradient freed to the compute stream": (
         [("parallel.fsdp:_NoReduceScatter.allocate", "keep_for_current_stream(output)", "pass")],
@@ -196,14 +196,14 @@ FAULTS: dict[str, tuple[list[tuple[str, str, str]], dict[str, Any], str, str]] =
     "collective that nothing waits for": (
         [
             (
-                "converters.int8_fsdp:tensorwise_scale",
+                "converters.gather:tensorwise_scale",
                 "group=mesh.get_group())",
                 "group=mesh.get_group(), async_op=True)",
             )
         ],
         int8("tensorwise", GATHER_INT8),
         "nothing orders",
-        "converters.int8_fsdp: return (amax / LARGEST).clamp_min(SMALLEST_SCALE)",
+        "converters.gather: return (amax / LARGEST).clamp_min(SMALLEST_SCALE)",
     ),
     "weights gathered before their update": (
         [

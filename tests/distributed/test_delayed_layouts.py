@@ -15,6 +15,7 @@ from torchtitan.config.low_precision import Float8
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.converters import LinearConverter, Target, apply_converters
+from torchtitan.converters.scaling import amax_histories
 from torchtitan.models.init import init_weights
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
@@ -47,7 +48,7 @@ def histories_after_steps(fsdp: int, tp: int) -> dict[str, Any]:
         model(own, own).backward()
         model.zero_grad()
         converter.after_step([model], 1e-3)
-    scales = {name: module.scales for name, module in model.named_modules() if hasattr(module, "scales")}
+    scales = {name: history.scales for name, history in amax_histories([model]).items()}
     return {"histories": converter.state_dict([model]), "scales": scales}
 
 
@@ -73,7 +74,7 @@ def test_all_ranks_have_the_scales_of_the_whole_tensors(fsdp: int, tp: int, alon
 
 def maximum_of_stages() -> tuple[float, float]:
     """The maximum of the ranks' numbers, once over the group of a stage and once over all ranks."""
-    from torchtitan.converters.amax import all_reduce_max, stage_group
+    from torchtitan.converters.scaling import all_reduce_max, stage_group
 
     mesh = init_device_mesh("cpu", (2, 1, 1, 2), mesh_dim_names=NAMES)
     rank = torch.distributed.get_rank()
@@ -153,7 +154,7 @@ def test_int8_scales_of_a_step_ahead_do_not_reach_the_backward_pass() -> None:
 def gradients_of_gathered_int8() -> list[torch.Tensor]:
     """With scales changed between forward and backward, with and without gathering weights again; then unchanged."""
     from torchtitan.config.low_precision import Int8
-    from torchtitan.converters.int8_fsdp import ShardedWeight
+    from torchtitan.converters.gather import ShardedWeight
     from torchtitan.parallel.fsdp import apply_fsdp
 
     found = []
@@ -168,7 +169,7 @@ def gradients_of_gathered_int8() -> list[torch.Tensor]:
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             parameter.data.to_local().copy_(torch.randn(64, 64).chunk(2)[mesh.get_local_rank()])
-        converter.post_optimizer_hook([model])
+        converter.after_step([model], 1e-3)
         x = torch.randn(32, 64).bfloat16().requires_grad_()
         out = model(x)
         for block in model:

@@ -16,7 +16,7 @@ from torchtitan.checkpoint.state_dict import model_tensors
 from torchtitan.config.low_precision import Float8, Int8
 from torchtitan.config.training import Optimizer
 from torchtitan.converters import Target, apply_converters
-from torchtitan.converters.int8_fsdp import GatheredWeight
+from torchtitan.converters.gather import GatheredWeight
 from torchtitan.errors import TrainingError
 from torchtitan.kernels import rounding
 from torchtitan.kernels.quantize import quantize, weights_unchanged

@@ -1,5 +1,5 @@
-"""Under every layout: the classes that a converted layer's forward pass sees, the losses of one process, and the
-expected number of low-precision GEMMs."""
+"""Under every layout: the type of numbers of a converted layer, the classes of its weight in the forward pass, the
+losses of one process, and the expected number of low-precision GEMMs."""
 
 import contextlib
 import functools
@@ -16,6 +16,8 @@ from workers import in_processes, once
 
 from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
+from torchtitan.converters.formats import Blocks
+from torchtitan.converters.linear import LowPrecisionLinear
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.engine.converter_hooks import checked_step
@@ -39,12 +41,13 @@ RECIPES = {
 }
 PLAIN = [{"Parameter", "Tensor"}, {"Tensor"}]  # in the forward pass, and as this rank's shard
 CLASSES = {
-    "int8 gather": ({"Int8Linear"}, {"GatheredWeight"}, {"ShardedWeight"}),
-    "float8 gather": ({"Float8Linear"}, {"Float8TrainingTensor"}, {"WeightWithDynamicFloat8CastTensor"}),
-    "int8": ({"Int8Linear"}, *PLAIN),
-    "delayed": ({"DelayedLinear"}, *PLAIN),
-    "blockwise": ({"BlockLinear"}, *PLAIN),
-    "mx": ({"BlockLinear"}, *PLAIN),
+    "int8 gather": ({"int8"}, {"GatheredWeight"}, {"ShardedWeight"}),
+    "float8 gather": ({"float8_e4m3fn"}, {"Float8TrainingTensor"}, {"WeightWithDynamicFloat8CastTensor"}),
+    "int8": ({"int8"}, *PLAIN),
+    "delayed": ({"float8_e4m3fn"}, *PLAIN),
+    "blockwise": ({"e4m3"}, *PLAIN),
+    "mx nvfp4": ({"e2m1"}, *PLAIN),
+    "mx": ({"e4m3"}, *PLAIN),
 }
 
 
@@ -68,10 +71,16 @@ ALONE = {"one process": (FOUR_ROWS,), "one process, four layers": (FOUR_ROWS, *F
 CASES = [(layout, recipe) for i, layout in enumerate(LAYOUTS) for j, recipe in enumerate(RECIPES) if i < 2 or j < 2]
 
 
+def number_type(module: nn.Module) -> str:
+    """Of a converted layer's x; "" for another layer."""
+    form = module.gemms.x if isinstance(module, LowPrecisionLinear) else None
+    return "" if form is None else form.form.element if isinstance(form, Blocks) else str(form.dtype).split(".")[1]
+
+
 def train(*flags: str) -> dict[str, Any]:
-    """Two steps on this rank; counts the GEMMs of the second. Returns the losses; for each layer its class and the
-    classes of its weight in the forward pass and of its shard; and, for shards with a scale for the next all_gather,
-    that scale and the scale of the gathered weight."""
+    """Two steps on this rank; counts the GEMMs of the second. Returns the losses; for each layer its type of numbers
+    and the classes of its weight in the forward pass and of its shard; and, for shards with a scale for the next
+    all_gather, that scale and the scale of the gathered weight."""
     config = ConfigManager().parse_args(
         [*TINY, "--training.mixed_precision_param=bfloat16", "--training.local_batch_size=1", *flags]
     )
@@ -84,7 +93,7 @@ def train(*flags: str) -> dict[str, Any]:
     classes: dict[str, set[tuple[str, str, str]]] = {}
 
     def look(module: nn.Module, inputs: Any, fqn: str, shard: str) -> None:
-        classes.setdefault(fqn, set()).add((type(module).__name__, type(module.weight).__name__, shard))
+        classes.setdefault(fqn, set()).add((number_type(module), type(module.weight).__name__, shard))
 
     chosen = [decision.fqn for decision in engine.converters[0].decisions if decision.converted]  # type: ignore[attr-defined]
     layers = {fqn: module for fqn, module in engine.model.named_modules() if fqn in chosen}

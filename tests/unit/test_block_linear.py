@@ -11,11 +11,9 @@ from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
 from torchtitan.compat.torchao_mx import KernelPreference, ScaleCalculationMode
 from torchtitan.config.low_precision import MX, Float8
 from torchtitan.converters import Target, conversion_report
-from torchtitan.converters.block_linear import BlockLinear
 from torchtitan.converters.conversion_report import to_table
-from torchtitan.converters.float8 import Float8Converter
-from torchtitan.converters.linear import LinearConverter, relative_errors
-from torchtitan.converters.mx import MXConverter
+from torchtitan.converters.linear_converter import LinearConverter, relative_errors
+from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.block_formats import hadamard, quantize
 from torchtitan.models.llama.args import LlamaArgs
@@ -38,12 +36,12 @@ RECIPES = {
 }
 
 
-def converter(target: Target = CPU, **keys: Any) -> MXConverter:
-    return MXConverter(MX(**{"emulate": True, **keys}), target)
+def converter(target: Target = CPU, **keys: Any) -> LinearConverter:
+    return LinearConverter(MX_SECTION, MX(**{"emulate": True, **keys}), target)
 
 
-def blockwise(target: Target = CPU, **keys: Any) -> Float8Converter:
-    return Float8Converter(Float8(recipe_name="blockwise", **keys), target)
+def blockwise(target: Target = CPU, **keys: Any) -> LinearConverter:
+    return LinearConverter(FLOAT8_SECTION, Float8(recipe_name="blockwise", **keys), target)
 
 
 def gemms_of(layer: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
@@ -96,18 +94,20 @@ def test_compiled_layers_compute_the_same(recipe: str) -> None:
 def test_nvfp4_computes_each_gemm_as_the_paper_says() -> None:
     """arXiv 2509.25149: 2D scales of weights; the transform for the weight gradient; noise for gradients."""
     torch.manual_seed(0)
-    gemms = converter(recipe_name="nvfp4").block_gemms
-    assert not gemms.x.stochastic and not gemms.weight.stochastic and gemms.out_grad.stochastic
-    assert gemms.hadamard and not any(form.hadamard for form in gemms[:3])
+    nvfp4 = converter(recipe_name="nvfp4")
+    x_form, weight_form, grad_form = (blocks.form for blocks in nvfp4.layer[:3])
+    assert not x_form.stochastic and not weight_form.stochastic and grad_form.stochastic
+    assert [blocks.over_tokens.hadamard for blocks in nvfp4.layer[:3]] == [True, False, True]
+    assert not any(form.hadamard for form in (x_form, weight_form, grad_form))
     weight = torch.randn(48, 32)
-    forward, backward = quantize(weight, gemms.weight).dequantize(), quantize(weight.t(), gemms.weight).dequantize()
+    forward, backward = quantize(weight, weight_form).dequantize(), quantize(weight.t(), weight_form).dequantize()
     assert torch.equal(forward, backward.t())
-    layer = BlockLinear.of(nn.Linear(32, 48, bias=False), gemms)
+    layer = nvfp4.swap(nn.Linear(32, 48, bias=False))
     x, out_grad = torch.randn(64, 32), torch.randn(64, 48)
     _, _, weight_grad = gemms_of(layer, x, out_grad)
     left, right = (
         quantize(operand.t(), form._replace(hadamard=True)).dequantize(torch.float64)
-        for operand, form in ((out_grad, gemms.out_grad), (x, gemms.x))
+        for operand, form in ((out_grad, grad_form), (x, x_form))
     )
     torch.testing.assert_close(weight_grad.double(), left @ right.t(), rtol=1e-4, atol=1e-4)
     assert (hadamard(x.t().contiguous()) - right).norm() < 0.12 * x.norm()  # it was rounded after the transform
@@ -201,8 +201,8 @@ def test_blockwise_float8_has_one_scale_per_128_numbers_and_per_128_by_128_weigh
     torch.manual_seed(0)
     x, weight = torch.randn(128, 256), torch.randn(128, 256)
     x[0, 0] = weight[0, 0] = 1e4
-    for role, lost in (("input", 1), ("weight", 128)):
-        found = blockwise().scaled(x if role == "input" else weight, role)  # type: ignore[arg-type]
+    for role, lost in (("x", 1), ("weight", 128)):
+        found = blockwise().scaled(x if role == "x" else weight, role)  # type: ignore[arg-type]
         small = (found.exact.abs() < 10).float().mean(1)  # of 448
         assert (small[:lost] > 0.49).all() and (small[lost:] < 0.1).all()
 

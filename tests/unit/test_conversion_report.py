@@ -17,9 +17,8 @@ from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.converters import Target, apply_converters, checked_gemms, conversion_report
 from torchtitan.converters.conversion_report import summary, to_table
-from torchtitan.converters.float8 import Float8Converter
-from torchtitan.converters.linear import LinearConverter, relative_errors
-from torchtitan.converters.mx import MXConverter
+from torchtitan.converters.linear_converter import LinearConverter, relative_errors
+from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 from torchtitan.engine.explain import explain_conversion
 from torchtitan.errors import ConfigError
 from torchtitan.models.llama.args import LlamaArgs
@@ -144,12 +143,12 @@ def test_converters_compose_and_each_layer_is_reported_once() -> None:
 
 @pytest.mark.parametrize("scale", ["rceil", "floor", "even", "ceil"])
 def test_mx_errors_are_those_of_3_bits_after_the_point(scale: Any) -> None:
-    errors = relative_errors(MXConverter(MX(emulate=True, scale_calculation_mode=scale), CPU), "cpu")
+    errors = relative_errors(LinearConverter(MX_SECTION, MX(emulate=True, scale_calculation_mode=scale), CPU), "cpu")
     assert all(0.03 < error < 0.06 for error in errors.values()), errors
 
 
 def test_mx_keeps_the_bias_and_the_weight_gradient_in_high_precision_where_asked() -> None:
-    converter = MXConverter(MX(emulate=True, wgrad_with_hp=True), CPU)
+    converter = LinearConverter(MX_SECTION, MX(emulate=True, wgrad_with_hp=True), CPU)
     assert relative_errors(converter, "cpu")["grad_weight"] < 0.004
     linear = nn.Linear(64, 32, dtype=torch.bfloat16)
     low = converter.swap(linear)
@@ -161,16 +160,16 @@ def test_mx_keeps_the_bias_and_the_weight_gradient_in_high_precision_where_asked
 def test_mx_on_a_device_without_it_stops_unless_emulated() -> None:
     for target in (CPU, Target("cuda", compute_capability=(9, 0))):
         with pytest.raises(ConfigError, match=r"mx\.emulate"):
-            MXConverter(MX(), target)
-        MXConverter(MX(emulate=True), target)
+            LinearConverter(MX_SECTION, MX(), target)
+        LinearConverter(MX_SECTION, MX(emulate=True), target)
 
 
-class Sham(Float8Converter):
+class Sham(LinearConverter):
     """A converter whose layers do not change, or return noise."""
 
     noise = 0.0
 
-    def swap(self, linear: nn.Linear, gather: bool = False) -> nn.Linear:
+    def swap(self, linear: nn.Linear) -> nn.Linear:
         new = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
         new.weight = nn.Parameter(linear.weight.detach() * (1 + self.noise))
         return new
@@ -178,11 +177,11 @@ class Sham(Float8Converter):
 
 def test_layers_that_quantize_nothing_are_found_at_conversion() -> None:
     with pytest.raises(ConfigError, match="bit-identical to bf16"):
-        Sham(Float8(), CPU).convert(tiny_llama())
+        Sham(FLOAT8_SECTION, Float8(), CPU).convert(tiny_llama())
 
 
 def test_products_far_off_are_found_at_conversion() -> None:
-    sham = Sham(Float8(), CPU)
+    sham = Sham(FLOAT8_SECTION, Float8(), CPU)
     sham.noise = 0.5
     with pytest.raises(ConfigError, match=r"relative error of 0\.\d+ against bf16"):
         sham.convert(tiny_llama())
@@ -253,7 +252,7 @@ def test_what_no_device_has_measured_counts_as_faster_and_is_not_remembered(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measured_filter, "speedup", lambda *_: pytest.fail("measured on another device"))
-    converter = Float8Converter(Float8(), Target("meta", device))
+    converter = LinearConverter(FLOAT8_SECTION, Float8(), Target("meta", device))
     assert measured_filter.measured_reason(converter, 64, 64, 64) is None
     assert any(
         f"has not been measured on {device or 'the device of a run'}; it counts as faster" in line for line in log
@@ -273,7 +272,7 @@ def test_the_filter_compares_with_the_precision_of_the_run(monkeypatch: pytest.M
 
     monkeypatch.setattr(measured_filter, "layer_seconds", layer_seconds)
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "float32")):
-        converter = Float8Converter(Float8(), dataclasses.replace(CPU, dtype=dtype))
+        converter = LinearConverter(FLOAT8_SECTION, Float8(), dataclasses.replace(CPU, dtype=dtype))
         assert (
             measured_filter.measured_reason(converter, 64, 64, 64)
             == f"0.50 x the speed of {name} at M = 64, K = 64, N = 64"
@@ -302,11 +301,11 @@ def test_each_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiler))
     for n in range(64, 704, 64):
-        layer_seconds([None, Float8Converter(Float8(), CPU)], 64, 64, n, rounds=1, compiled=True)
+        layer_seconds([None, LinearConverter(FLOAT8_SECTION, Float8(), CPU)], 64, 64, n, rounds=1, compiled=True)
     assert widths == [n for n in range(64, 704, 64) for _ in range(2)]
 
 
 def test_speedup_is_measured_for_real() -> None:
     from torchtitan.converters.measured_filter import speedup
 
-    assert 0.01 < speedup(Float8Converter(Float8(), CPU), 64, 64, 64)[0] < 100
+    assert 0.01 < speedup(LinearConverter(FLOAT8_SECTION, Float8(), CPU), 64, 64, 64)[0] < 100

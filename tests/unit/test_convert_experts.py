@@ -14,9 +14,10 @@ from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.converters import Decision, Target, apply_converters, checked_gemms
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.converters.filter import AUTO_FILTER_MEASURED, AUTO_FILTER_SMALL_KN
-from torchtitan.converters.float8 import Float8Converter
-from torchtitan.converters.grouped_8bit import Grouped8BitLinear
-from torchtitan.converters.linear import LinearConverter
+from torchtitan.converters.formats import EightBit, Gemms
+from torchtitan.converters.linear import LowPrecisionExperts
+from torchtitan.converters.linear_converter import LinearConverter, Recipe, RecipeSection, relative_errors
+from torchtitan.converters.recipes import FLOAT8_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
@@ -135,7 +136,7 @@ def test_explain_conversion_covers_experts() -> None:
     assert done.stdout.count("the router stays in high precision") == 1
 
 
-class Sham(Float8Converter):
+class Sham(LinearConverter):
     """A converter whose layers of experts stay as they are; its others are real."""
 
     def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
@@ -144,7 +145,7 @@ class Sham(Float8Converter):
 
 def test_experts_that_quantize_nothing_are_found_at_conversion() -> None:
     with pytest.raises(ConfigError, match=r"a layer of experts converted to float8 rowwise is bit-identical to bf16"):
-        Sham(ROWWISE, CPU).convert(sparse_model())
+        Sham(FLOAT8_SECTION, ROWWISE, CPU).convert(sparse_model())
 
 
 def counted_step(model: Qwen3MoE, converters: Sequence[Any], recomputed: bool) -> None:
@@ -179,7 +180,7 @@ def test_experts_that_run_in_high_precision_are_found_in_the_first_step(name: st
     counted_step(model, converters, recomputation != "none")
     experts = model.layers["1"].moe.experts
     low = experts.w1
-    assert name == "mx" or isinstance(low, Grouped8BitLinear)
+    assert isinstance(low, LowPrecisionExperts)
     experts.w1 = GroupedLinear.with_weight_of(low)  # taken out of low precision without the report's knowledge
     with pytest.raises(ConfigError, match=r"low-precision GEMMs in this step.*layers.1.moe.experts.w1: 0 of 1"):
         counted_step(model, converters, recomputation != "none")
@@ -212,3 +213,26 @@ def test_the_low_precision_all_gather_leaves_experts_out_and_says_so(caplog: pyt
         apply_converters(model, ["int8"], lambda _: section, CPU)
     assert type(model.layers["0"].moe.experts.w1.weight) is torch.nn.Parameter
     assert "the weights of experts are all-gathered in high precision" in caplog.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine:
+    """A section of a user's own."""
+
+    recipe_name: str = "wide gradients"
+    filter_fqns: list[str] = dataclasses.field(default_factory=lambda: ["output"])
+    emulate: bool = False
+
+
+def test_a_recipe_is_added_by_a_row_and_converts_experts_too() -> None:
+    row, gradients = EightBit(torch.float8_e4m3fn, "rowwise"), EightBit(torch.float8_e5m2, "rowwise")
+    section = RecipeSection("mine", {"wide gradients": Recipe(Gemms(row, row, gradients), multiple_of=16)})
+    converter = LinearConverter(section, Mine(), CPU)
+    model = sparse_model()
+    converter.convert(model)  # which compares the error of each GEMM with the formats' known ones
+    assert isinstance(model.layers["0"].moe.experts.w1, LowPrecisionExperts)
+    assert summary(converter.decisions).startswith("14 of 17 linear layers converted (mine wide gradients 14)")
+    for experts in (0, 4):
+        errors = relative_errors(converter, "cpu", experts)
+        known = converter.grouped_gemms if experts else converter.gemms
+        assert errors == pytest.approx({gemm: getattr(known, gemm) for gemm in errors}, rel=0.1)

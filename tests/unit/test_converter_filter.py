@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from torchtitan.config.low_precision import Float8
-from torchtitan.converters import Target
-from torchtitan.converters.filter import Decision, decide, matches
-from torchtitan.converters.float8 import Float8Converter
+from torchtitan.converters import LinearConverter, Target
+from torchtitan.converters.converter import Decision
+from torchtitan.converters.filter import decide, matches
+from torchtitan.converters.recipes import FLOAT8_SECTION
 from torchtitan.errors import ConfigError
 
 
@@ -52,7 +53,7 @@ def model_of(**layers: tuple[int, int]) -> nn.Module:
 
 
 def decisions_on(model: nn.Module, *entries: str, recipe: str = "tensorwise", tokens: int = 512) -> list[Decision]:
-    rules = Float8Converter(Float8(recipe_name=recipe), Target("cpu")).rules  # type: ignore[arg-type]
+    rules = LinearConverter(FLOAT8_SECTION, Float8(recipe_name=recipe), Target("cpu")).rules  # type: ignore[arg-type]
     return decide(model, entries, "float8", recipe, rules, Target("cpu", tokens=tokens))
 
 

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target, apply_converters
-from torchtitan.converters.float8 import Float8Converter
-from torchtitan.converters.float8_linear import Float8Recipe
+from torchtitan.converters.linear import LowPrecisionLinear
+from torchtitan.converters.linear_converter import LinearConverter
+from torchtitan.converters.recipes import FLOAT8_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.kernels import rounding
 from torchtitan.models import loss
@@ -46,7 +47,7 @@ def convert(model: nn.Module, **keys: Any) -> nn.Module:
 
 
 def converted(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
+    return [name for name, module in model.named_modules() if type(module) is LowPrecisionLinear]
 
 
 def tiny_llama(n_layers: int = 2) -> Llama:
@@ -110,7 +111,7 @@ def test_names_and_weights_of_the_model_stay() -> None:
 
 def test_no_recipe_is_tensorwise() -> None:
     layer = convert(nn.Sequential(nn.Linear(32, 32)))[0]  # type: ignore[index]
-    assert layer.recipe == Float8Recipe(rowwise=False, hp_weight_grad=False, emulate=False)
+    assert layer.gemms == FLOAT8_SECTION.recipes["tensorwise"].gemms
 
 
 def test_the_users_list_stays_as_it_was() -> None:
@@ -181,7 +182,7 @@ def test_layers_compute_what_torchaos_do(recipe: str) -> None:
 def test_the_report_rounds_rows_as_the_recipe_does() -> None:
     """With scales that are powers of two."""
     x = torch.randn(16, 64)
-    exact = Float8Converter(Float8(recipe_name="rowwise"), Target("cpu")).scaled(x, "input").exact
+    exact = LinearConverter(FLOAT8_SECTION, Float8(recipe_name="rowwise"), Target("cpu")).scaled(x, "x").exact
     assert (torch.frexp(exact / x).mantissa == 0.5).all()
     assert (exact.abs().amax(1) <= 448).all() and (exact.abs().amax(1) > 224).all()
 

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.config.training import Optimizer
 from torchtitan.converters import Target, apply_converters
-from torchtitan.converters.float8 import Float8Converter
-from torchtitan.converters.float8_delayed import DelayedLinear
-from torchtitan.converters.int8_fsdp import ShardedWeight
-from torchtitan.converters.linear import LinearConverter, relative_errors
+from torchtitan.converters.gather import ShardedWeight
+from torchtitan.converters.linear import AmaxHistory, LowPrecisionLinear
+from torchtitan.converters.linear_converter import LinearConverter, relative_errors
+from torchtitan.converters.recipes import FLOAT8_SECTION
 from torchtitan.errors import ConfigError
 
 CPU = Target("cpu")
@@ -25,6 +25,11 @@ CPU = Target("cpu")
 
 def delayed(**keys: Any) -> Float8:
     return Float8(recipe_name="delayed", **keys)
+
+
+def history_of(layer: nn.Module) -> AmaxHistory:
+    assert isinstance(layer, LowPrecisionLinear) and layer.history is not None
+    return layer.history
 
 
 class Trained:
@@ -40,10 +45,8 @@ class Trained:
         self.x = torch.randn(64, 32).bfloat16()
 
     @property
-    def first(self) -> DelayedLinear:
-        layer = self.model[0]
-        assert isinstance(layer, DelayedLinear)
-        return layer
+    def first(self) -> AmaxHistory:
+        return history_of(self.model[0])
 
     def step(self, *sizes: float, skipped: bool = False) -> None:
         """A micro-batch of each size; no weight is updated."""
@@ -72,7 +75,7 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("emulate", [False, True])
 @pytest.mark.parametrize("keys", [{}, {"delayed_format": "e4m3"}, {"cast_input": "dynamic"}, {"delayed_margin": 1}])
 def test_products_have_the_errors_of_float8(keys: dict[str, Any], emulate: bool) -> None:
-    converter = Float8Converter(delayed(emulate=emulate, **keys), CPU)
+    converter = LinearConverter(FLOAT8_SECTION, delayed(emulate=emulate, **keys), CPU)
     gradient = 0.037 if keys.get("delayed_format") == "e4m3" else 0.059
     expected = {"output": 0.037, "grad_input": gradient, "grad_weight": gradient}
 
@@ -81,7 +84,7 @@ def test_products_have_the_errors_of_float8(keys: dict[str, Any], emulate: bool)
         x, out_grad = torch.randn(256, 256).bfloat16(), torch.randn(256, 512).bfloat16()
         low(x.requires_grad_()).backward(out_grad)
         converter.after_step([low], 1e-3)
-        assert isinstance(low, DelayedLinear) and low.has_scales
+        assert history_of(low).has_scales
         return low
 
     assert relative_errors(converter, "cpu") == pytest.approx(expected, rel=0.1)
@@ -91,7 +94,7 @@ def test_products_have_the_errors_of_float8(keys: dict[str, Any], emulate: bool)
 
 def test_before_there_is_a_history_it_is_torchaos_dynamic_recipe_bit_for_bit() -> None:
     linear = nn.Linear(64, 96, bias=False).bfloat16()
-    ours, theirs = (Float8Converter(config, CPU).swap(linear) for config in (delayed(), Float8()))
+    ours, theirs = (LinearConverter(FLOAT8_SECTION, config, CPU).swap(linear) for config in (delayed(), Float8()))
     x = torch.randn(32, 64).bfloat16()
     assert_same(gradients(ours, x), gradients(theirs, x))
 
@@ -121,8 +124,8 @@ def test_skipped_updates_validation_and_numbers_that_are_none_leave_no_trace() -
     for size in (float("inf"), float("nan"), 0.0):
         trained.step(size)
         assert trained.scale() == pytest.approx(1 / 2)
-        layers = [layer for layer in trained.model if isinstance(layer, DelayedLinear)]
-        assert layers and all(layer.scales.isfinite().all() for layer in layers)
+        layers = [history_of(trained.model[i]) for i in (0, 2)]
+        assert all(layer.scales.isfinite().all() for layer in layers)
 
 
 SECTIONS = [Float8(), Float8(recipe_name="rowwise"), delayed(), Int8(), MX(emulate=True)]
@@ -160,7 +163,7 @@ def test_each_tensor_may_be_dynamic(role: str) -> None:
         before = gradients(trained.model, trained.x)
         with torch.no_grad():
             trained.first.history[["input", "weight", "grad_output"].index(role)] /= 8
-        trained.converter.scaling_state.set_scales([trained.first])  # type: ignore[attr-defined]
+        trained.converter.scaling.set_scales([trained.first])  # type: ignore[attr-defined]
         changed = [not torch.equal(a, b) for a, b in zip(before, gradients(trained.model, trained.x), strict=True)]
         assert any(changed) == (trained is alone)
 
@@ -173,7 +176,7 @@ def test_scales_changed_between_forward_and_backward_change_no_gradient(when: st
     expected = gradients(trained.model, trained.x)
 
     def change() -> None:
-        for layer in (trained.model[0], trained.model[2]):
+        for layer in map(history_of, (trained.model[0], trained.model[2])):
             layer.scales.mul_(7)
             layer.history.mul_(7)
 
@@ -282,9 +285,9 @@ def test_layers_without_a_history_begin_with_dynamic_scales() -> None:
     assert state is not None
     del state["2"]
     resumed.converter.load_state_dict([resumed.model], state)
-    assert resumed.first.has_scales and not resumed.model[2].has_scales
+    assert resumed.first.has_scales and not history_of(resumed.model[2]).has_scales
     resumed.step(1.0)
-    assert resumed.model[2].has_scales
+    assert history_of(resumed.model[2]).has_scales
 
 
 @pytest.mark.parametrize(
@@ -311,7 +314,7 @@ def test_layers_without_a_history_begin_with_dynamic_scales() -> None:
 )
 def test_keys_that_contradict_or_would_do_nothing_are_refused(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        Float8Converter(Float8(**keys), CPU)
+        LinearConverter(FLOAT8_SECTION, Float8(**keys), CPU)
 
 
 @pytest.mark.parametrize(
@@ -321,5 +324,5 @@ def test_keys_that_contradict_or_would_do_nothing_are_refused(keys: dict[str, An
 def test_a_bound_needs_an_optimizer_that_has_one(optimizer: Optimizer, named: str) -> None:
     config = Float8(weight_scale="bound", enable_fsdp_float8_all_gather=True)
     with pytest.raises(ConfigError, match=named):
-        Float8Converter(config, Target("cpu", optimizer=optimizer))
-    Float8Converter(config, Target("cpu", optimizer=Optimizer(name="Adam")))
+        LinearConverter(FLOAT8_SECTION, config, Target("cpu", optimizer=optimizer))
+    LinearConverter(FLOAT8_SECTION, config, Target("cpu", optimizer=Optimizer(name="Adam")))

@@ -18,8 +18,8 @@ from torchtitan.config.low_precision import Int8
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.converters import apply_converters
-from torchtitan.converters.int8_fsdp import GatheredWeight
-from torchtitan.converters.target import Target
+from torchtitan.converters.converter import Target
+from torchtitan.converters.gather import GatheredWeight
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.parallelize import parallelize

@@ -10,13 +10,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtitan.compat.dispatch import FakeTensorMode
-from torchtitan.compat.torchao_mx import ScaleCalculationMode
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import CONVERTERS, LinearConverter, Target
-from torchtitan.converters.grouped_blocks import GroupedBlockMatmul
-from torchtitan.converters.grouped_mx import GroupedMX, grouped_mx_matmul
-from torchtitan.converters.linear import SAMPLE_EXPERTS, relative_errors
-from torchtitan.converters.mx import block_gemms
+from torchtitan.converters.linear import torchao_grouped_mx
+from torchtitan.converters.linear_converter import SAMPLE_EXPERTS, relative_errors
 from torchtitan.kernels.grouped_8bit import (
     expert_of_rows,
     grouped_matmul,
@@ -111,16 +108,17 @@ def test_each_expert_computes_what_a_converted_linear_layer_does(recipe: str, dt
 def test_emulated_mx_equals_that_of_torchao(hp_weight_grad: bool) -> None:
     """Whose kernels compute it on a GPU."""
     torch.manual_seed(0)
-    gemms = block_gemms(MX(wgrad_with_hp=hp_weight_grad))
-    settings = GroupedMX(ScaleCalculationMode.RCEIL, hp_weight_grad, emulate=True)
-    weight = experts_layer(len(COUNTS)).weight
+    experts = experts_layer(len(COUNTS))
+    section = MX(wgrad_with_hp=hp_weight_grad, emulate=True)
+    ours: Any = CONVERTERS.get("mx").build(section, Target("cpu")).swap_grouped(experts)  # type: ignore[attr-defined]
+    weight = experts.weight
     results = []
     x, out_grad = torch.randn(sum(COUNTS), K).bfloat16().requires_grad_(), torch.randn(sum(COUNTS), N).bfloat16()
-    for matmul, how in ((GroupedBlockMatmul.apply, gemms), (grouped_mx_matmul, settings)):
-        out = matmul(x, weight, ends_of(COUNTS), how)
+    ends = ends_of(COUNTS)
+    for out in (ours(x, ends), torchao_grouped_mx(x, weight, ends, "rceil", hp_weight_grad, emulate=True)):
         results.append([out, *torch.autograd.grad(out, [x, weight], out_grad)])
-    for ours, other in zip(*results, strict=True):
-        assert torch.equal(ours, other)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("recipe", ["float8 rowwise", "int8", "mx", "mx nvfp4"])

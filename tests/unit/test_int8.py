@@ -10,8 +10,9 @@ from torch import nn
 
 from torchtitan.config.low_precision import Int8
 from torchtitan.converters import Target, apply_converters
-from torchtitan.converters.int8 import Int8Converter, Int8Linear
-from torchtitan.converters.linear import relative_errors
+from torchtitan.converters.linear import LowPrecisionLinear
+from torchtitan.converters.linear_converter import LinearConverter, relative_errors
+from torchtitan.converters.recipes import INT8_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.quantize import (
     LARGEST,
@@ -53,7 +54,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_errors_are_those_of_8_bits_and_not_zero(recipe: str) -> None:
-    errors = relative_errors(Int8Converter(Int8(recipe_name=recipe), CPU), "cpu")
+    errors = relative_errors(LinearConverter(INT8_SECTION, Int8(recipe_name=recipe), CPU), "cpu")
     highest = {"rowwise": 0.013, "tensorwise": 0.020}[recipe]
     assert all(0.004 < error < highest for error in errors.values()), errors
 
@@ -61,7 +62,7 @@ def test_errors_are_those_of_8_bits_and_not_zero(recipe: str) -> None:
 @pytest.mark.parametrize("output, grad_input, grad_weight", list(itertools.product([True, False], repeat=3))[:-1])
 def test_each_product_is_switched_by_its_key(output, grad_input, grad_weight, linear, data) -> None:
     config = Int8(output=output, grad_input=grad_input, grad_weight=grad_weight)
-    low = Int8Converter(config, CPU).swap(linear)
+    low = LinearConverter(INT8_SECTION, config, CPU).swap(linear)
     gemms_of(low, *data)  # compiles the casts
     for is_low, high_result, low_result in zip(
         (output, grad_input, grad_weight), gemms_of(linear, *data), gemms_of(low, *data), strict=True
@@ -77,12 +78,14 @@ def test_inductor_has_nothing_to_compile_on_cpu(linear, data, monkeypatch: pytes
         raise AssertionError("torch.compile was called")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    gemms_of(Int8Converter(Int8(), CPU).swap(linear), *data)
+    gemms_of(LinearConverter(INT8_SECTION, Int8(), CPU).swap(linear), *data)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_emulated_products_are_the_real_ones(recipe: str, linear: nn.Linear, data) -> None:
-    real, emulated = (Int8Converter(Int8(recipe_name=recipe, emulate=e), CPU).swap(linear) for e in (False, True))
+    real, emulated = (
+        LinearConverter(INT8_SECTION, Int8(recipe_name=recipe, emulate=e), CPU).swap(linear) for e in (False, True)
+    )
     for a, b in zip(gemms_of(real, *data), gemms_of(emulated, *data), strict=True):
         assert torch.equal(a, b)
     assert count_int_mm(emulated, *data) == 0
@@ -90,7 +93,7 @@ def test_emulated_products_are_the_real_ones(recipe: str, linear: nn.Linear, dat
 
 def test_transposed_input_and_bias(data) -> None:
     linear = nn.Linear(96, 160, dtype=torch.bfloat16)
-    low = Int8Converter(Int8(), CPU).swap(linear)
+    low = LinearConverter(INT8_SECTION, Int8(), CPU).swap(linear)
     x = data[0].transpose(0, 1)
     difference = (low(x) - linear(x)).float().norm() / linear(x).float().norm()
     assert low.weight is linear.weight and low.bias is linear.bias
@@ -100,7 +103,7 @@ def test_transposed_input_and_bias(data) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_code_keeps_no_rounded_weight_for_the_backward_pass(linear: nn.Linear, data, recipe: str) -> None:
     """It would take memory even after FSDP has freed the gathered weight."""
-    low = torch.compile(Int8Converter(Int8(recipe_name=recipe), CPU).swap(linear))
+    low = torch.compile(LinearConverter(INT8_SECTION, Int8(recipe_name=recipe), CPU).swap(linear))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         low(data[0].requires_grad_())
@@ -108,7 +111,7 @@ def test_compiled_code_keeps_no_rounded_weight_for_the_backward_pass(linear: nn.
 
 
 def test_compiles_into_one_graph(linear: nn.Linear, data) -> None:
-    low = Int8Converter(Int8(), CPU).swap(linear)
+    low = LinearConverter(INT8_SECTION, Int8(), CPU).swap(linear)
     compiled = torch.compile(low, fullgraph=True)
     for a, b in zip(gemms_of(compiled, *data), gemms_of(low, *data), strict=True):
         assert (a - b).float().norm() <= 0.004 * b.float().norm()  # different order of rounding to bfloat16
@@ -142,20 +145,20 @@ def test_quantizing_is_within_half_a_step_and_finite(scale: float, zero_rows: se
 def test_dimensions_that_are_no_multiples_of_16_stay_in_bf16() -> None:
     model = nn.ModuleDict({"odd": nn.Linear(24, 32), "even": nn.Linear(32, 32)})
     (converter,) = apply_converters(model, ["int8"], lambda _: Int8(), CPU)
-    assert type(model["odd"]) is nn.Linear and isinstance(model["even"], Int8Linear)
+    assert type(model["odd"]) is nn.Linear and isinstance(model["even"], LowPrecisionLinear)
     assert [d.reason for d in converter.decisions if d.fqn == "odd"] == ["K = 24 is not a multiple of 16"]
 
 
 def test_no_product_left_on_is_an_error() -> None:
     with pytest.raises(ConfigError, match="all false"):
-        Int8Converter(Int8(output=False, grad_input=False, grad_weight=False), CPU)
+        LinearConverter(INT8_SECTION, Int8(output=False, grad_input=False, grad_weight=False), CPU)
 
 
 def test_old_gpus_are_refused_unless_emulated() -> None:
     old = Target("cuda", compute_capability=(7, 0))
     with pytest.raises(ConfigError, match=r"int8\.emulate"):
-        Int8Converter(Int8(), old)
-    Int8Converter(Int8(emulate=True), old)
+        LinearConverter(INT8_SECTION, Int8(), old)
+    LinearConverter(INT8_SECTION, Int8(emulate=True), old)
 
 
 def test_a_converted_output_layer_is_warned_of(log: list[str]) -> None:

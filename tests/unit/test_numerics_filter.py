@@ -11,7 +11,7 @@ from torch import nn
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import CONVERTERS, Target, apply_converters
 from torchtitan.converters.filter import AUTO_FILTER_NUMERICS
-from torchtitan.converters.numerics_filter import inaccurate_layers
+from torchtitan.converters.numerics import inaccurate_layers
 from torchtitan.errors import ConfigError
 from torchtitan.models.init import init_weights
 from torchtitan.models.llama.model import Llama

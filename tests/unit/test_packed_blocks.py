@@ -16,11 +16,9 @@ from torchao.prototype.mx_formats.utils import to_blocked
 
 from torchtitan.config.low_precision import MX, Float8
 from torchtitan.converters import Target
-from torchtitan.converters.block_linear import BlockLinear
-from torchtitan.converters.float8 import Float8Converter
 from torchtitan.converters.gemm_check import checked_gemms
-from torchtitan.converters.linear import LinearConverter
-from torchtitan.converters.mx import MXConverter
+from torchtitan.converters.linear_converter import LinearConverter
+from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.block_formats import FORMATS, NVFP4, multiply, quantize
 from torchtitan.kernels.packed_blocks import (
@@ -58,9 +56,12 @@ RECIPES: dict[str, dict[str, Any]] = {
 def converters(recipe: str) -> tuple[LinearConverter, LinearConverter]:
     """A GPU's, and the emulated one."""
     if recipe == "blockwise":
-        return tuple(Float8Converter(Float8(recipe_name="blockwise", emulate=e), H100) for e in (False, True))  # type: ignore[return-value]
+        return tuple(
+            LinearConverter(FLOAT8_SECTION, Float8(recipe_name="blockwise", emulate=e), H100) for e in (False, True)
+        )  # type: ignore[return-value]
     return tuple(
-        MXConverter(MX(**{"recipe_name": "nvfp4", "emulate": e, **RECIPES[recipe]}), B200) for e in (False, True)
+        LinearConverter(MX_SECTION, MX(**{"recipe_name": "nvfp4", "emulate": e, **RECIPES[recipe]}), B200)
+        for e in (False, True)
     )  # type: ignore[return-value]
 
 
@@ -200,7 +201,7 @@ def test_a_model_runs_the_promised_gemms(recipe: str, reason: str) -> None:
     passes = {one.fqn: Passes(1, 1) for one in converter.decisions if one.converted}
     with checked_gemms(model, [converter], passes, compiled=False):
         model(tokens).float().logsumexp(-1).sum().backward()
-    assert isinstance(model.layers["0"].attention.wq, BlockLinear)
+    assert not model.layers["0"].attention.wq.gemms.x.emulate
 
 
 @pytest.mark.parametrize("recipe, key", [("nvfp4", "mx"), ("blockwise", "float8")])
@@ -219,20 +220,20 @@ def test_devices_without_the_gemms_say_so(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(
         ConfigError, match=r"mx needs a GPU of compute capability 10\.0 or above, .* has 9\.0; .* mx\.em"
     ):
-        MXConverter(MX(recipe_name="nvfp4"), H100)
+        LinearConverter(MX_SECTION, MX(recipe_name="nvfp4"), H100)
     with pytest.raises(ConfigError, match=r"a CPU has no mx GEMMs; remove mx, or set mx\.emulate"):
-        MXConverter(MX(recipe_name="nvfp4"), Target("cpu"))
+        LinearConverter(MX_SECTION, MX(recipe_name="nvfp4"), Target("cpu"))
     with pytest.raises(
         ConfigError, match=r"blockwise needs a GPU of compute capability 9\.0, .* has 10\.0; set float8\.e"
     ):
-        Float8Converter(Float8(recipe_name="blockwise"), B200)
-    Float8Converter(Float8(recipe_name="blockwise", emulate=True), B200)
+        LinearConverter(FLOAT8_SECTION, Float8(recipe_name="blockwise"), B200)
+    LinearConverter(FLOAT8_SECTION, Float8(recipe_name="blockwise", emulate=True), B200)
     here = Target("cuda", compute_capability=(9, 0))
     for version in (None, "12.8"):
         monkeypatch.setattr(torch.version, "cuda", version)
         with pytest.raises(
             ConfigError, match=rf"needs torch for CUDA 12\.9 or later, but this one is for {version or 'none'}"
         ):
-            Float8Converter(Float8(recipe_name="blockwise"), here)
+            LinearConverter(FLOAT8_SECTION, Float8(recipe_name="blockwise"), here)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    Float8Converter(Float8(recipe_name="blockwise"), here)
+    LinearConverter(FLOAT8_SECTION, Float8(recipe_name="blockwise"), here)

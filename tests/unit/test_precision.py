@@ -24,7 +24,8 @@ from torchtitan.converters import (
     layer_variants,
 )
 from torchtitan.converters.converter import ProfilerOp
-from torchtitan.converters.int8 import Int8Converter, Int8Linear
+from torchtitan.converters.linear import LowPrecisionLinear
+from torchtitan.converters.recipes import INT8_SECTION
 from torchtitan.engine.precision_phases import parse_phases, phase_of
 from torchtitan.errors import ConfigError
 from torchtitan.metrics.profiling import ProfilerAction, trace_schedule
@@ -230,19 +231,19 @@ def test_a_switched_model_computes_as_one_that_was_built_so(old: str) -> None:
     assert type(layers[1]) is nn.Linear and vars(layers[1]).keys() == vars(nn.Linear(1, 1)).keys()
 
 
-class Counting(Int8Converter):
+class Counting(LinearConverter):
     """Its layers carry state between steps."""
 
     def swap(self, linear: nn.Linear) -> nn.Linear:
         new = super().swap(linear)
-        new.history = torch.zeros(3)  # type: ignore[assignment]
+        new.kept = torch.zeros(3)
         return new
 
 
-class Buffering(Int8Converter):
+class Buffering(LinearConverter):
     def swap(self, linear: nn.Linear) -> nn.Linear:
         new = super().swap(linear)
-        new.register_buffer("history", torch.zeros(3, device=linear.weight.device))
+        new.register_buffer("kept", torch.zeros(3, device=linear.weight.device))
         return new
 
 
@@ -254,21 +255,21 @@ def by(converter: LinearConverter) -> tuple[nn.Module, list[Any]]:
 
 
 def test_what_layers_keep_comes_and_goes_with_the_phase() -> None:
-    phases = [converted("bf16"), *(by(Counting(Int8(filter_fqns=[]), CPU)) for _ in range(2))]
+    phases = [converted("bf16"), *(by(Counting(INT8_SECTION, Int8(filter_fqns=[]), CPU)) for _ in range(2))]
     bf16, first, second = layer_variants(phases)
     live: Any = in_precision("bf16", [nn.Parameter(torch.randn(64, 64)) for _ in range(2)])
     apply_variants(live, bf16, first)
-    assert isinstance(live[0], Int8Linear)
-    live[0].history.fill_(5)
+    assert isinstance(live[0], LowPrecisionLinear)
+    live[0].kept.fill_(5)
     apply_variants(live, first, second)
-    assert torch.equal(live[0].history, torch.zeros(3))
+    assert torch.equal(live[0].kept, torch.zeros(3))
     apply_variants(live, second, bf16)
-    assert not hasattr(live[0], "history")
+    assert not hasattr(live[0], "kept")
 
 
 def test_layers_with_buffers_of_their_own_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 does not have the same parameters, buffers and children in all phases"):
-        layer_variants([converted("bf16"), by(Buffering(Int8(filter_fqns=[]), CPU))])
+        layer_variants([converted("bf16"), by(Buffering(INT8_SECTION, Int8(filter_fqns=[]), CPU))])
 
 
 def test_converters_that_add_modules_are_refused() -> None:

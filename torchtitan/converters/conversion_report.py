@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from torchtitan.converters.filter import Decision
+from torchtitan.converters.converter import Decision
 
 HIGH_PRECISION = "bf16"
 

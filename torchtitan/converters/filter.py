@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import nn
 
-from torchtitan.converters.target import Target
+from torchtitan.converters.converter import Decision, Target
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.models.moe import GroupedLinear, MoE, MoEArgs, Router
 
@@ -19,30 +19,6 @@ AUTO_FILTER_SMALL_KN = "auto_filter_small_kn"
 AUTO_FILTER_MEASURED = "auto_filter_measured"
 AUTO_FILTER_NUMERICS = "auto_filter_numerics"
 FLAGS = (AUTO_FILTER_SMALL_KN, AUTO_FILTER_MEASURED, AUTO_FILTER_NUMERICS)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The decision on one linear layer.
-
-    Attributes:
-        fqn: its path in the model.
-        m, k, n: of the GEMM on one device, (m, k) x (k, n).
-        converter, recipe: which decided.
-        converted: whether the layer is converted.
-        reason: the rule that applied, as text.
-        experts: on one device, of a layer that each expert has; m is then their mean. 0 for an ordinary layer.
-    """
-
-    fqn: str
-    m: int
-    k: int
-    n: int
-    converter: str
-    recipe: str
-    converted: bool
-    reason: str
-    experts: int = 0
 
 
 SizeRule = Callable[[int, int, int], str | None]
@@ -125,7 +101,7 @@ def decide(
         if hit is not None:
             return f"{key} names {hit}"
         if type(layer) not in (nn.Linear, GroupedLinear):
-            return f"already a {type(layer).__name__}"
+            return "already converted"
         if experts and rules.against_experts:
             return rules.against_experts
         # The rows of an expert vary, and grouped GEMMs take any number.
@@ -180,20 +156,3 @@ def matches(entry: str, fqn: str) -> bool:
 def suffixes(modules: Sequence[str]) -> list[str]:
     """All suffixes of module paths, each of which can name a module."""
     return sorted({".".join(parts[i:]) for parts in (name.split(".") for name in modules) for i in range(len(parts))})
-
-
-# Thresholds of torchao's `_auto_filter_for_recipe` (torchao/float8/float8_linear_utils.py), measured on an H100.
-
-
-def too_small_for_tensorwise(m: int, k: int, n: int) -> str | None:
-    return f"K = {k} <= 4096 and N = {n} <= 1024" if k <= 4096 and n <= 1024 else None
-
-
-def too_small_for_rowwise(m: int, k: int, n: int) -> str | None:
-    if n <= 2048:
-        return f"N = {n} <= 2048"
-    if k <= 1024:
-        return f"K = {k} <= 1024"
-    if n <= 4096 and k <= 2048:
-        return f"N = {n} <= 4096 and K = {k} <= 2048"
-    return None

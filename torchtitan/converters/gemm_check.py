@@ -15,7 +15,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan.compat.dispatch import in_backward_pass
-from torchtitan.converters.converter import EMULATED_BLOCKS, LayerGemms, ModelConverter, ProfilerOp
+from torchtitan.converters.converter import LayerGemms, ModelConverter, ProfilerOp
+from torchtitan.converters.formats import EMULATED_BLOCKS
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger, silence_profiler
 from torchtitan.parallel.pipeline import Passes
@@ -100,10 +101,10 @@ def _compare(
     forward: Counter[str] = Counter()  # by unit
     backward = slack = 0
     for fqn, gemms in layers.items():
-        forward[FORWARD + units[fqn]] += gemms.forward * passes[fqn].forward
-        backward += gemms.backward * passes[fqn].backward
+        forward[FORWARD + units[fqn]] += gemms.num_forward * passes[fqn].forward
+        backward += gemms.num_backward * passes[fqn].backward
         if recomputed and units[fqn] != fqn:
-            slack += gemms.forward * passes[fqn].backward
+            slack += gemms.num_forward * passes[fqn].backward
     found = {mark: count // op.per_gemm for mark, count in ran.items()}
     again = sum(count for mark, count in found.items() if mark.startswith(RECOMPUTED))
     wanted, seen = sum(forward.values()) + backward, sum(found.values()) - again

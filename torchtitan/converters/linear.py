@@ -1,35 +1,101 @@
-"""Base of the converters of linear layers, ordinary ones and experts': filter, module swap, and the check that a
-swapped layer quantizes."""
+"""Linear layers with low-precision GEMMs, ordinary ones and experts'. `formats.py` says what is rounded, and how."""
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from torchtitan.converters.converter import LayerGemms, ModelConverter
-from torchtitan.converters.filter import Decision, FilterRules, decide
-from torchtitan.converters.numerics import Role
-from torchtitan.converters.numerics_filter import inaccurate_layers
-from torchtitan.converters.target import Target
-from torchtitan.errors import ConfigError
-from torchtitan.logging import logger
+from torchtitan.converters.formats import Amax, BothOperands, Ends, Gemms
+from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
+from torchtitan.kernels.quantize import quantize_once
 from torchtitan.models.moe import GroupedLinear
 
+X, WEIGHT, GRAD_OUTPUT = range(3)
 
-class Scaled(NamedTuple):
-    """An operand before and after rounding; both float32, in units of the recipe's format.
 
-    Attributes:
-        exact: the operand times its scale.
-        rounded: the nearest number of the format.
-        largest: largest number of the format; larger ones saturate.
+class LayerAmaxes(NamedTuple):
+    """Delayed scaling of a layer's tensors that the matmul rounds itself."""
+
+    weight: Amax
+    grad_output: Amax
+
+
+# Otherwise the compiler would trace into tensor subclasses (of FSDP's and tensor parallelism's low-precision
+# all-gathers).
+@torch.compiler.allow_in_graph
+class LowPrecisionMatmul(torch.autograd.Function):
+    """x @ weight.T; with experts, each expert's rows of x with its weight. x: (..., K), weight: (N, K) or (E, N, K),
+    out: (..., N).
+
+    Saves x as the weight gradient needs it. The weight is rounded again in the backward pass: a saved copy would take
+    memory even after FSDP has freed the gathered weight.
+
+    Args:
+        ends: (E,) int32, the ends of the experts' rows; None for one weight.
+        low: x, rounded.
+        amaxes: with delayed scaling.
     """
 
-    exact: torch.Tensor
-    rounded: torch.Tensor
-    largest: float
+    apply: ClassVar[Callable[..., torch.Tensor]]
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        ends: Ends,
+        low: BothOperands,
+        gemms: Gemms,
+        amaxes: LayerAmaxes | None,
+    ) -> torch.Tensor:
+        ctx.gemms, ctx.amaxes, ctx.shape, ctx.dtype = gemms, amaxes, x.shape, x.dtype
+        known = None
+        if gemms.output:
+            left = low.rows or gemms.x.round(x, ends, columns=False).rows
+            columns_follow = gemms.grad_input and ctx.needs_input_grad[0]
+            right, known = gemms.weight.round_weight(weight, columns_follow, amaxes and amaxes.weight)
+            out: torch.Tensor = gemms.x.output(left, right, x.dtype, ends)  # type: ignore[arg-type]
+        elif ends is None:
+            out = x.flatten(0, -2) @ high_precision(weight).t()
+        else:
+            out = grouped_mm(x, weight.mT, ends)
+        ctx.operand = None if low.columns is None else type(low.columns)
+        saved = low.columns or ((x.flatten(0, -2),) if ctx.needs_input_grad[1] else ())
+        ctx.save_for_backward(weight, known, ends, low.ends, *saved)
+        shaped: torch.Tensor = out.unflatten(0, x.shape[:-1])
+        return shaped
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, known, ends, x_ends, *saved = ctx.saved_tensors
+        gemms: Gemms = ctx.gemms
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        grad = grad.flatten(0, -2).contiguous()
+        low_x, low_weight = needs_x and gemms.grad_input, needs_weight and gemms.grad_weight
+        amaxes: LayerAmaxes | None = ctx.amaxes
+        low = gemms.grad_output.round(
+            grad, ends, low_x, low_weight, inputs=weight.shape[-1], amax=amaxes and amaxes.grad_output
+        )
+        x_grad = weight_grad = None
+        if low_x:
+            right = gemms.weight.round_weight_again(weight, known, amaxes and amaxes.weight)
+            x_grad = gemms.x.grad_input(low.rows, right, ctx.dtype, ends)  # type: ignore[arg-type]
+        elif needs_x:
+            x_grad = grad @ high_precision(weight) if ends is None else grouped_mm(grad, weight, ends)
+        if low_weight:
+            if ctx.operand is None:  # x was not rounded yet
+                _, x, x_ends = gemms.x.round(saved[0], ends, rows=False)
+            else:
+                x = ctx.operand(*saved)
+            weight_grad = gemms.x.grad_weight(low.columns, x, weight.dtype, x_ends)  # type: ignore[arg-type]
+        elif needs_weight:
+            weight_grad = grad.t() @ saved[0] if ends is None else grouped_mm_over_rows(grad, saved[0], ends)
+        return x_grad if x_grad is None else x_grad.view(ctx.shape), weight_grad, None, None, None, None
+
+
+def high_precision(weight: torch.Tensor) -> torch.Tensor:
+    return weight.dequantize_all() if hasattr(weight, "dequantize_all") else weight
 
 
 L = TypeVar("L", bound=nn.Linear)
@@ -42,177 +108,131 @@ def with_parameters_of(linear: nn.Linear, make: Callable[..., L], **settings: An
     return new
 
 
-class LinearConverter(ModelConverter):
-    """Replaces linear layers with a subclass of `nn.Linear` whose weight stays a plain parameter; and so
-    `GroupedLinear` layers, if the recipe has grouped GEMMs.
-
-    A subclass sets the attributes and implements `swap`, and `swap_grouped` if it sets `grouped_gemms`.
+class AmaxHistory:
+    """Delayed scaling of a layer. It belongs to the run, not to the model: it is not in buffers, so state dicts do not
+    include it and allocating the model's memory does not clear it.
 
     Attributes:
-        name: of the converter and its configuration section.
-        recipe: name of the recipe.
-        gemms: of one layer.
-        grouped_gemms: of one layer of all experts; None if experts stay in high precision (`rules.against_experts`).
-        cannot_group: why this device cannot run `grouped_gemms`, with the remedy; "" if it can.
-        rules: requirements of the recipe on a layer.
-        decisions: one per linear layer of the model, set by `convert`.
+        delayed: which of x, weight and grad_output have delayed scales.
+        scales: (3,) float32.
+        has_scales: whether the scales are known; until then all are dynamic. Changes only once, since compiled code
+            depends on it.
+        amaxes: largest magnitude of each tensor since the last step; 0 initially.
+        history: (3, steps) float32, amaxes of previous steps, most recent first; 0 for none.
     """
 
-    name: str
-    recipe: str
-    gemms: LayerGemms
-    grouped_gemms: LayerGemms | None = None
-    cannot_group: str = ""
-    rules: FilterRules
+    def __init__(self, delayed: tuple[bool, ...], steps: int, device: torch.device, has_scales: bool = False) -> None:
+        self.delayed = delayed
+        self.scales = torch.ones(3, device=device)
+        self.has_scales = has_scales
+        self.amaxes = tuple(torch.zeros((), device=device) for _ in range(3))
+        self.history = torch.zeros(3, steps, device=device)
 
-    def emulated(self) -> "LinearConverter":
-        """A converter whose layers compute the same on any device; this one, if they all do."""
-        return self
+    def amax(self, tensor: int, trains: bool) -> Amax:
+        """
+        Args:
+            trains: without gradients no amax is recorded, so validation does not affect training.
+        """
+        if not self.delayed[tensor]:
+            return Amax(None, None)
+        # A copy: the scales may change before the backward pass, which must use the same ones.
+        scale = self.scales[tensor].clone() if self.has_scales else None
+        return Amax(scale, self.amaxes[tensor] if trains else None)
 
-    def __init__(self, filter_fqns: Sequence[str], target: Target, explicit: bool = True) -> None:
-        """`explicit`: the filter is the user's own and must match; False for a section's default."""
-        self.filter_fqns = tuple(filter_fqns)
-        self.explicit = explicit
-        self.target = target
-        self.decisions: list[Decision] = []
 
-    def swap(self, linear: nn.Linear) -> nn.Linear:
-        """A low-precision layer that takes over the parameters of `linear`, on its device."""
-        raise NotImplementedError
+class LowPrecisionLinear(nn.Linear):
+    """A linear layer with low-precision GEMMs. Its weight is a plain parameter, or one that FSDP gathers in low
+    precision."""
 
-    def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
-        """The same for a layer of all experts."""
-        raise NotImplementedError
-
-    def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
-        """Rounds a float32 operand, (rows, columns), of GEMMs that sum over columns."""
-        raise NotImplementedError
-
-    def swap_in_model(self, linear: nn.Linear, fqn: str) -> nn.Linear:
-        """`swap` for the model's layer at this path, whose weight may also be gathered in low precision."""
-        return self.swap(linear)
+    gemms: Gemms
+    history: AmaxHistory | None
 
     @property
-    def description(self) -> str:
-        """All settings that affect speed."""
-        raise NotImplementedError
+    def all_gather_dtype(self) -> torch.dtype | None:
+        """The dtype in which tensor parallelism may all-gather inputs (`parallel.float8_tensor_parallel`); None for
+        high precision."""
+        return self.gemms.x.all_gather_dtype if self.history is None else None
 
-    def decide(self, model: nn.Module) -> list[Decision]:
-        """What `convert` would do with each linear layer of the model, without changing it."""
-        return decide(
-            model,
-            self.filter_fqns,
-            self.name,
-            self.recipe,
-            self.rules,
-            self.target,
-            self.explicit,
-            functools.partial(inaccurate_layers, self, model),
-        )
+    @classmethod
+    def of(cls, linear: nn.Linear, gemms: Gemms, history: AmaxHistory | None = None) -> "LowPrecisionLinear":
+        """A layer with the parameters of `linear`."""
+        new = with_parameters_of(linear, cls)
+        new.gemms, new.history = gemms, history
+        return new
 
-    def convert(self, model: nn.Module) -> None:
-        self.decisions = self.decide(model)
-        chosen = [decision.fqn for decision in self.decisions if decision.converted]
-        if not chosen:
-            raise ConfigError(
-                f"model.converters: {self.name} would convert no layer. {rules_against_all(self.decisions)}"
-            )
-        experts = any(decision.converted and decision.experts for decision in self.decisions)
-        if experts and self.cannot_group:
-            raise ConfigError(f"model.converters: {self.cannot_group}")
-        if self.target.device_type != "meta":
-            self.check_swap()
-        for fqn in chosen:
-            parent, _, child = fqn.rpartition(".")
-            layer = model.get_submodule(fqn)
-            new = self.swap_grouped(layer) if isinstance(layer, GroupedLinear) else self.swap_in_model(layer, fqn)  # type: ignore[arg-type]
-            setattr(model.get_submodule(parent), child, new)
-
-    def gemms_of(self, decision: Decision) -> LayerGemms:
-        """The GEMMs of a converted layer."""
-        if not decision.experts:
-            return self.gemms
-        assert self.grouped_gemms is not None
-        return self.grouped_gemms
-
-    def shards_evenly(self, linear: nn.Linear, fqn: str) -> bool:
-        """Whether FSDP shards the weight's rows without padding, as a low-precision gather requires."""
-        _, rows = self.target.per_device(fqn, linear.in_features, linear.out_features)
-        if rows % self.target.shards == 0:
-            return True
-        logger.warning(
-            f"{self.name}: the {rows} rows of {fqn} do not divide evenly over {self.target.shards} ranks; its weight "
-            "is all-gathered in high precision"
-        )
-        return False
-
-    def check_swap(self) -> None:
-        """Compares a converted layer of each kind with its bf16 copy, forward and backward.
-
-        Raises:
-            ConfigError: a GEMM is bit-identical (nothing was quantized) or far from the recipe's known error.
-        """
-        kinds = {SAMPLE_EXPERTS if one.experts else 0: self.gemms_of(one) for one in self.decisions if one.converted}
-        for experts, gemms in kinds.items():
-            for gemm, error in relative_errors(self, self.target.device_type, experts).items():
-                expected = getattr(gemms, gemm)
-                if expected is None:
-                    continue
-                kind = "a layer of experts" if experts else "a layer"
-                what = f"model.converters: the {gemm} of {kind} converted to {self.name} {self.recipe}"
-                if error == 0:
-                    raise ConfigError(f"{what} is bit-identical to bf16: nothing was quantized. Remove the converter.")
-                if not error < FAR_OUTSIDE * expected:
-                    raise ConfigError(
-                        f"{what} has a relative error of {error:.3f} against bf16 ({expected:.3f} is normal): its "
-                        f"kernel is wrong on this device. Remove the converter, or set {self.name}.emulate."
-                    )
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gemms, trains, history = self.gemms, torch.is_grad_enabled(), self.history
+        amaxes = None
+        if history is None:
+            low = quantize_once(x, (gemms, trains), lambda x: gemms.round_input(x, None, trains))
+        else:
+            amaxes = LayerAmaxes(history.amax(WEIGHT, trains), history.amax(GRAD_OUTPUT, trains))
+            with torch.no_grad():
+                low = gemms.round_input(x, None, trains, history.amax(X, trains))
+        out = LowPrecisionMatmul.apply(x, self.weight, None, low, gemms, amaxes)
+        return out if self.bias is None else out + self.bias
 
 
-FAR_OUTSIDE = 3.0  # factor on the known error
-SAMPLE_TOKENS, SAMPLE_INPUTS, SAMPLE_OUTPUTS = 256, 256, 512
-SAMPLE_EXPERTS = 4
+class LowPrecisionExperts(GroupedLinear):
+    """A linear layer of each expert with low-precision GEMMs. Its weight is a plain parameter."""
+
+    gemms: Gemms
+
+    @classmethod
+    def of(cls, layer: GroupedLinear, gemms: Gemms) -> "LowPrecisionExperts":
+        """A layer with the parameter of `layer`."""
+        new = cls.with_weight_of(layer)
+        new.gemms = gemms
+        return new
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        gemms, trains = self.gemms, torch.is_grad_enabled()
+        # w1 and w3 share x. Its rows are sorted only one way, so the key need not contain the offsets.
+        low = quantize_once(x, (gemms, trains), lambda x: gemms.round_input(x, offsets, trains))
+        return LowPrecisionMatmul.apply(x, self.weight, offsets, low, gemms, None)
 
 
-def relative_errors(converter: LinearConverter, device_type: str, experts: int = 0) -> dict[str, float]:
-    """Relative 2-norm difference between the GEMMs of a converted layer and of its bf16 copy, on normal data.
+def torchao_grouped_mx(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    scale_mode: str,
+    hp_weight_grad: bool,
+    emulate: bool = False,
+) -> torch.Tensor:
+    """x @ weight[expert].T in mxfp8, with torchao's kernels for Blackwell. Shapes as in `LowPrecisionMatmul`.
 
     Args:
-        experts: of a layer of experts, one of which has no tokens; 0 for an ordinary layer.
+        scale_mode: see `block_formats.ScaleMode`.
+        hp_weight_grad: the weight gradient stays in high precision.
     """
-    generator = torch.Generator(device=device_type).manual_seed(0)
+    from torchtitan.compat.torchao_mx import KernelPreference, ScaleCalculationMode, grouped_mxfp8_mm
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device_type).bfloat16()
-
-    x, out_grad = normal(SAMPLE_TOKENS, SAMPLE_INPUTS), normal(SAMPLE_TOKENS, SAMPLE_OUTPUTS)
-    modules: list[nn.Linear | GroupedLinear]
-    more: tuple[torch.Tensor, ...] = ()
-    if experts:
-        with torch.device(device_type):
-            grouped = GroupedLinear(experts, SAMPLE_INPUTS, SAMPLE_OUTPUTS).bfloat16()
-        grouped.weight.data.copy_(normal(*grouped.weight.shape))
-        modules = [grouped, converter.swap_grouped(grouped)]
-        more = (torch.linspace(0, SAMPLE_TOKENS, experts, device=device_type).int(),)  # the first one has no tokens
-    else:
-        linear = nn.Linear(SAMPLE_INPUTS, SAMPLE_OUTPUTS, bias=False, device=device_type, dtype=torch.bfloat16)
-        linear.weight.data.copy_(normal(*linear.weight.shape))
-        modules = [linear, converter.swap(linear)]
-    results = []
-    for module in modules:
-        module.weight.grad = None
-        x_leaf = x.clone().requires_grad_()
-        with torch.enable_grad():
-            out = module(x_leaf, *more)
-            grads = torch.autograd.grad(out, [x_leaf, module.weight], out_grad)
-        results.append([out.detach().float(), *(grad.float() for grad in grads)])
-    names = ("output", "grad_input", "grad_weight")
-    return {name: float((low - high).norm() / high.norm()) for name, high, low in zip(names, *results, strict=True)}
+    out: torch.Tensor = grouped_mxfp8_mm(
+        x,
+        weight.transpose(1, 2),
+        ends,
+        out_dtype=x.dtype,
+        kernel_preference=KernelPreference.EMULATED if emulate else KernelPreference.AUTO,
+        wgrad_with_hp=hp_weight_grad,
+        scale_calculation_mode=ScaleCalculationMode[scale_mode.upper()],
+        pad_token_groups_for_grouped_mm=True,  # to 32 rows
+    )
+    return out
 
 
-def rules_against_all(decisions: Sequence[Decision]) -> str:
-    """The reasons why no layer was converted, with the number of layers for each."""
-    reasons: dict[str, list[str]] = {}
-    for decision in decisions:
-        reasons.setdefault(decision.reason, []).append(decision.fqn)
-    return " ".join(f"{len(fqns)} x {reason} ({fqns[0]}, ...)." for reason, fqns in reasons.items())
+class TorchaoExperts(GroupedLinear):
+    """A linear layer of each expert with torchao's mxfp8 GEMMs. Its weight is a plain parameter."""
+
+    scale_mode: str
+    hp_weight_grad: bool
+
+    @classmethod
+    def of(cls, layer: GroupedLinear, scale_mode: str, hp_weight_grad: bool) -> "TorchaoExperts":
+        """A layer with the parameter of `layer`."""
+        new = cls.with_weight_of(layer)
+        new.scale_mode, new.hp_weight_grad = scale_mode, hp_weight_grad
+        return new
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return torchao_grouped_mx(x, self.weight, offsets, self.scale_mode, self.hp_weight_grad)

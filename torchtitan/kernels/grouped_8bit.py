@@ -14,7 +14,7 @@ import torch
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import quantize, rounding
 from torchtitan.kernels.grouped_gemm import ALIGNMENT, rows_of
-from torchtitan.kernels.matmul_8bit import float8_matmul, int8_matmul
+from torchtitan.kernels.matmul_8bit import matmul
 from torchtitan.kernels.quantize import scale_inverse_of
 from torchtitan.kernels.quantized import Quantized
 
@@ -191,7 +191,6 @@ def grouped_8bit_mm(
 
         gemm = grouped_int8_gemm if b.dim() == 3 else grouped_int8_gemm_over_rows
         return gemm(a, a_scale_inverse, b, b_scale_inverse, ends, dtype)
-    matmul = int8_matmul if a.dtype == torch.int8 else float8_matmul
     out: torch.Tensor = _result(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, emulate)
     for expert, rows in enumerate(rows_of(ends)):
         if b.dim() == 2 and rows.start == rows.stop:

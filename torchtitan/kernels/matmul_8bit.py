@@ -90,6 +90,13 @@ def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = 
     return scale_sums(sums, a.scale_inverse, b.scale_inverse, dtype)
 
 
+def matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = False, fast: bool = False) -> torch.Tensor:
+    """`int8_matmul` or `float8_matmul`."""
+    if a.data.dtype == torch.int8:
+        return int8_matmul(a, b, dtype, emulate)
+    return float8_matmul(a, b, dtype, emulate, fast)
+
+
 @int8_mm.register_kernel("cuda")
 def _int8_mm_triton(
     a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype

@@ -18,8 +18,9 @@ LARGEST = rounding.INT8_LARGEST
 WIDEST = 2**14  # columns of a matrix that `round_rows` takes: a row must fit the registers of a block of threads
 
 R = TypeVar("R")
-ScaleRecipe = Literal["rowwise", "tensorwise"]
-"""rowwise: one scale per row of a left operand and per column of a right one. tensorwise: one scale per matrix."""
+ScaleRecipe = Literal["rowwise", "tensorwise", "tensorwise power of two"]
+"""rowwise: one scale per row of a left operand and per column of a right one; of float8, powers of two. tensorwise: one
+scale per matrix."""
 
 
 def fused(function: Callable[..., R]) -> Callable[..., R]:
@@ -102,38 +103,39 @@ def quantize_weight(weight: torch.Tensor, key: Any, make: Callable[[torch.Tensor
 
 
 @fused
-def quantize(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
-    """Rounds (rows, columns) to int8, with one scale per row, or one for the matrix if tensorwise."""
+def quantize(x: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype = torch.int8) -> Quantized:
+    """Rounds (rows, columns) to 8 bits, with one scale per row, or one for the matrix."""
     amax = rounding.amax(x)
-    return _to_int8(x, amax.amax(0, keepdim=True) if recipe == "tensorwise" else amax)
+    return _round(x, amax if recipe == "rowwise" else amax.amax(), recipe, dtype)
 
 
 @fused
-def quantize_columns(x: torch.Tensor, recipe: ScaleRecipe) -> Quantized:
+def quantize_columns(x: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype = torch.int8) -> Quantized:
     """`quantize` with one scale per column instead of per row."""
-    by_row, by_column = rounding.amax_both(x)
-    return _to_int8(x, by_row.amax(0, keepdim=True) if recipe == "tensorwise" else by_column)
+    return _round(x, rounding.amax_both(x)[1], recipe, dtype) if recipe == "rowwise" else quantize(x, recipe, dtype)
 
 
 @fused
-def quantize_both(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, Quantized]:
-    """`quantize` and `quantize_columns`. Tensorwise, both are the same."""
-    if recipe == "tensorwise":
-        once = _to_int8(x, rounding.amax(x).amax(0, keepdim=True))
+def quantize_both(x: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype = torch.int8) -> tuple[Quantized, Quantized]:
+    """`quantize` and `quantize_columns`. With one scale, both are the same."""
+    if recipe != "rowwise":
+        once = quantize(x, recipe, dtype)
         return once, once
-    rows, columns = (_int8_scale_inverse(amax) for amax in rounding.amax_both(x))
-    by_row, by_column = rounding.round_to_both(x, rows.reciprocal(), columns.reciprocal(), torch.int8)
-    return Quantized(by_row, rows), Quantized(by_column, columns)
+    (rows, row_inverse), (columns, column_inverse) = (scale_by(a, recipe, dtype) for a in rounding.amax_both(x))
+    by_row, by_column = rounding.round_to_both(x, rows, columns, dtype)
+    return Quantized(by_row, row_inverse), Quantized(by_column, column_inverse)
 
 
 @fused
-def quantize_rows(x: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, torch.Tensor]:
+def quantize_rows(
+    x: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype = torch.int8
+) -> tuple[Quantized, torch.Tensor | None]:
     """`quantize`, and the scale inverse of `quantize_columns`: with it, `quantize_with` rounds to the same data, and
-    reads x once less."""
-    if recipe == "tensorwise":
-        rows = quantize(x, recipe)
-        return rows, rows.scale_inverse
-    return round_rows(x, torch.int8)
+    reads x once less. None: with one float8 scale, whose inverse is rounded, it would not."""
+    if recipe == "rowwise":
+        return round_rows(x, dtype)
+    rows = quantize(x, recipe, dtype)
+    return rows, rows.scale_inverse if dtype == torch.int8 else None
 
 
 def has_triton_kernels(x: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -156,11 +158,11 @@ def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Te
 
 
 @fused
-def quantize_with(x: torch.Tensor, scale_inverse: torch.Tensor) -> torch.Tensor:
-    """Quantizes x to int8 with a given scale; returns the data."""
+def quantize_with(x: torch.Tensor, scale_inverse: torch.Tensor, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+    """Rounds x with a given scale; returns the data."""
     scale = scale_inverse.reciprocal()
     # A scale in another shape, or the compiler would take this for the rounding of `quantize`, and keep its result.
-    return rounding.round_to(x, scale.reshape(()) if scale.numel() == 1 else scale, torch.int8)
+    return rounding.round_to(x, scale.reshape(1, 1) if scale.numel() == 1 else scale, dtype)
 
 
 @fused
@@ -168,9 +170,20 @@ def dequantize(data: torch.Tensor, scale_inverse: torch.Tensor, dtype: torch.dty
     return Quantized(data, scale_inverse).dequantize(dtype)
 
 
-def _to_int8(x: torch.Tensor, amax: torch.Tensor) -> Quantized:
-    scale_inverse = _int8_scale_inverse(amax)
-    return Quantized(rounding.round_to(x, scale_inverse.reciprocal(), torch.int8), scale_inverse)
+def _round(x: torch.Tensor, amax: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype) -> Quantized:
+    scale, scale_inverse = scale_by(amax, recipe, dtype)
+    return Quantized(rounding.round_to(x, scale, dtype), scale_inverse)
+
+
+def scale_by(amax: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales for these largest magnitudes, and their inverses. Of int8 the inverse is exact, of float8 the scale; both
+    are if float8 scales are powers of two."""
+    if dtype == torch.int8:
+        scale_inverse = (amax / LARGEST).clamp_min(SMALLEST_SCALE)
+        return scale_inverse.reciprocal(), scale_inverse
+    scale = float8_scale(amax, dtype)
+    scale = scale if recipe == "tensorwise" else powers_of_two(scale)
+    return scale, scale.reciprocal()
 
 
 @torch.library.custom_op("torchtitan::round_rows", mutates_args=(), device_types="cuda")
@@ -190,14 +203,9 @@ def _(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, 
     )
 
 
-def _int8_scale_inverse(amax: torch.Tensor) -> torch.Tensor:
-    return (amax / LARGEST).clamp_min(SMALLEST_SCALE)
-
-
 def scale_inverse_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverses of scales of rows or columns with these largest magnitudes: of int8, or of float8, whose scales are
-    powers of two."""
-    return _int8_scale_inverse(amax) if dtype == torch.int8 else powers_of_two(float8_scale(amax, dtype)).reciprocal()
+    """The inverses of scales of rows or columns with these largest magnitudes."""
+    return scale_by(amax, "rowwise", dtype)[1]
 
 
 def float8_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""Types for 8-bit data: the data and the scale that dequantizes them stay together.
-
-Shapes: M tokens, K inputs of a layer.
-"""
+"""8-bit data: the data and the scale that dequantizes them stay together."""
 
 from typing import NamedTuple
 
@@ -14,7 +11,7 @@ class Quantized(NamedTuple):
     Everything that is gathered or saved for the backward pass has this type. A scale that a recipe stores elsewhere may
     change in the meantime; the scale of the data must not.
 
-    data: (rows, columns); scale_inverse: (rows, 1), (1, columns), (1, 1) or ().
+    data: (..., rows, columns); scale_inverse: (..., rows, 1), (..., 1, columns), (1, 1) or ().
     """
 
     data: torch.Tensor
@@ -22,18 +19,8 @@ class Quantized(NamedTuple):
 
     def transpose(self) -> "Quantized":
         """A view."""
-        return Quantized(self.data.t(), self.scale_inverse.t())
+        scale_inverse = self.scale_inverse
+        return Quantized(self.data.mT, scale_inverse.mT if scale_inverse.dim() else scale_inverse)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return (self.data.float() * self.scale_inverse).to(dtype)
-
-
-class QuantizedInput(NamedTuple):
-    """A layer's input x, (M, K), quantized for the two GEMMs that use it. None: that GEMM uses x itself.
-
-    left: left operand of the output GEMM.
-    right: right operand of the weight-gradient GEMM.
-    """
-
-    left: Quantized | None
-    right: Quantized | None

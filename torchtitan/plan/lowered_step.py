@@ -98,7 +98,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     from torchtitan.checks.config_checks import check, global_batch_size
     from torchtitan.compat.dispatch import FakeTensorMode
     from torchtitan.compat.lowering import on_lowered
-    from torchtitan.converters.linear import LinearConverter
+    from torchtitan.converters.linear_converter import LinearConverter
     from torchtitan.data import Batch
     from torchtitan.device import find_device
     from torchtitan.engine.engine import build_engine, build_meshes

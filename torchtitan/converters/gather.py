@@ -157,6 +157,7 @@ class ShardedWeight(torch.Tensor):
 def quantize_layouts(weight: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, Quantized]:
     """The weight as the output GEMM needs it, and as the right operand of the input-gradient GEMM."""
     rows, scale_inverse = quantize_rows(weight, recipe)
+    assert scale_inverse is not None  # of int8 always known
     columns = rows if recipe == "tensorwise" else Quantized(quantize_with(weight, scale_inverse), scale_inverse)
     return rows, as_right(columns)
 
@@ -243,6 +244,19 @@ class GatheredWeight(torch.Tensor):
         outer_stride: tuple[int, ...],
     ) -> "GatheredWeight":
         return GatheredWeight.of(list(inner.values()), *metadata)
+
+
+def gathered_operand(x: torch.Tensor, columns: bool = False) -> Quantized | None:
+    """The operand that a tensor is if it was gathered in low precision, by FSDP or tensor parallelism.
+
+    Args:
+        columns: with one scale per column; None if these scales are not known.
+    """
+    if isinstance(x, GatheredWeight):
+        return x.by_columns() if columns else x.by_rows()
+    if hasattr(x, "_scale"):  # torchao's Float8TrainingTensor, which has one scale
+        return Quantized(x._data.flatten(0, -2), x._scale.reciprocal())  # type: ignore[attr-defined]
+    return None
 
 
 def tensorwise_scale(amax: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -1,0 +1,398 @@
+"""Operand formats of low-precision GEMMs: how a tensor is rounded, and how two rounded tensors are multiplied.
+
+A linear layer of K inputs and N outputs computes three GEMMs of three tensors. For M tokens:
+
+    output       (M, N) = x (M, K) @ weight (N, K).T             sums over K
+    grad_input   (M, K) = grad_output (M, N) @ weight (N, K)     sums over N
+    grad_weight  (N, K) = grad_output (M, N).T @ x (M, K)        sums over M
+
+So each tensor is an operand of two GEMMs: one that sums over its columns ("rows" below: each row is rounded by itself)
+and one that sums over its rows ("columns"). A scale can be taken out of a sum only if it is the same for all terms, so
+a GEMM's operands have one scale per row or column, per block of the summed dimension, or one per tensor. Only the last
+kind rounds a tensor to the same numbers for both GEMMs.
+
+Layers of experts compute the same for each expert: x and grad_output are the rows of all experts, sorted by expert,
+with the `ends` of each expert's rows, (E,) int32, and the weight is (E, N, K). Where `ends` is None, there is one
+weight.
+"""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from torchtitan.converters.converter import ProfilerOp
+from torchtitan.converters.gather import GatheredWeight, gathered_operand
+from torchtitan.device import HAS_TRITON
+from torchtitan.kernels import grouped_8bit, rounding
+from torchtitan.kernels.block_formats import ELEMENTS, BlockFormat, known_error, round_to_blocks, times
+from torchtitan.kernels.block_formats import quantize as quantize_blocks
+from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
+from torchtitan.kernels.matmul_8bit import as_right, matmul
+from torchtitan.kernels.packed_blocks import Packed, block_mm, pack, pack_both
+from torchtitan.kernels.quantize import (
+    ScaleRecipe,
+    float8_scale,
+    quantize,
+    quantize_both,
+    quantize_columns,
+    quantize_rows,
+    quantize_weight,
+    quantize_with,
+    round_to_float8,
+    scale_by,
+)
+from torchtitan.kernels.quantized import Quantized
+
+Ends = torch.Tensor | None
+
+
+class Scaled(NamedTuple):
+    """An operand before and after rounding; both float32, in units of the format.
+
+    Attributes:
+        exact: the operand times its scale.
+        rounded: the nearest number of the format.
+        largest: largest number of the format; larger ones saturate.
+    """
+
+    exact: torch.Tensor
+    rounded: torch.Tensor
+    largest: float
+
+
+class Rounded(NamedTuple):
+    """An operand of an emulated GEMM: rounded to its format, in its own dtype."""
+
+    data: torch.Tensor
+
+
+Operand = Quantized | Packed | Rounded
+
+
+class BothOperands(NamedTuple):
+    """A tensor rounded for its two GEMMs. None: that GEMM uses the tensor itself, or rounds it when it comes to it.
+
+    rows: for the GEMM that sums over its columns.
+    columns: for the GEMM that sums over its rows.
+    ends: of the experts' rows in `columns`, which some kernels fill up.
+    """
+
+    rows: Operand | None
+    columns: Operand | None
+    ends: Ends
+
+
+class Amax(NamedTuple):
+    """Delayed scaling of one tensor.
+
+    scale: scalar known from previous steps; None: a dynamic one.
+    record: scalar updated to the largest magnitude seen; None records nothing.
+    """
+
+    scale: torch.Tensor | None
+    record: torch.Tensor | None
+
+    def scale_of(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The scale to round x with. Records the largest magnitude of x."""
+        if self.scale is not None and self.record is None:
+            return self.scale
+        amax = rounding.amax(x).amax()
+        if self.record is not None:
+            self.record.copy_(torch.maximum(self.record, amax))
+        return float8_scale(amax, dtype) if self.scale is None else self.scale
+
+
+class EightBit(NamedTuple):
+    """int8 or float8 numbers with float32 scales: amax / 127 (int8), amax / 448 (e4m3), amax / 57344 (e5m2).
+
+    Attributes:
+        dtype: of the numbers.
+        scales: rowwise: one per row of `BothOperands.rows` and per column of `.columns`; of float8, rounded to powers
+            of two. tensorwise: one per tensor.
+        columns_scales: the same for a weight in `.columns` alone, if it differs: torchao's rowwise_with_gw_hp has one
+            power of two.
+        emulate: multiply in float32 (float8) or float64 (int8) instead of 8 bits.
+    """
+
+    dtype: torch.dtype
+    scales: ScaleRecipe
+    columns_scales: ScaleRecipe | None = None
+    emulate: bool = False
+
+    @property
+    def error(self) -> float:
+        """Relative rounding error (2-norm) on normally distributed data."""
+        return ERRORS_8_BIT[self.dtype, self.scales]
+
+    def op(self, where: "Where", experts: bool) -> ProfilerOp:
+        return OPS["int8" if self.dtype == torch.int8 else "float8", where][experts]
+
+    def rounds_late(self) -> bool:
+        """Whether x is kept as it is for the backward pass, and rounded there."""
+        return False
+
+    @property
+    def all_gather_dtype(self) -> torch.dtype | None:
+        """The dtype in which tensor parallelism may all-gather x: one scale holds for all shards."""
+        return self.dtype if self.scales == "tensorwise" and self.dtype.is_floating_point else None
+
+    def round(
+        self,
+        x: torch.Tensor,
+        ends: Ends = None,
+        rows: bool = True,
+        columns: bool = True,
+        inputs: int = 0,
+        amax: Amax | None = None,
+    ) -> BothOperands:
+        """Rounds x or grad_output, (..., rows, columns).
+
+        Args:
+            rows, columns: which operands are needed.
+            inputs: of the layer, if this is its grad_output; 0 for x.
+            amax: delayed scaling.
+        """
+        if not (rows or columns):
+            return BothOperands(None, None, ends)
+        if ends is not None:
+            return self._round_sorted(x, ends, rows, columns)
+        gathered = gathered_operand(x)
+        x = x if gathered is not None else x.flatten(0, -2)
+        if self.scales == "tensorwise":
+            low = gathered or self._one_scale(x, amax)
+            # A GPU takes the operands of a sum over rows transposed; grad_output's is transposed in any case.
+            return BothOperands(low, (low if inputs else as_right(low)) if columns else None, None)
+        if rows and columns and inputs:
+            return BothOperands(*grouped_8bit.round_gradient(x, inputs, self.dtype), None)
+        if rows and columns:
+            by_row, by_column = quantize_both(x, self.scales, self.dtype)
+            return BothOperands(by_row, as_right(by_column), None)
+        if columns:
+            by_column = quantize_columns(x, self.scales, self.dtype)
+            return BothOperands(None, by_column if inputs else as_right(by_column), None)
+        return BothOperands(quantize(x, self.scales, self.dtype) if rows else None, None, None)
+
+    def _one_scale(self, x: torch.Tensor, amax: Amax | None) -> Quantized:
+        if amax is None:
+            return quantize(x, "tensorwise", self.dtype)
+        return round_to_float8(x, amax.scale_of(x, self.dtype), self.dtype)
+
+    def _round_sorted(self, x: torch.Tensor, ends: torch.Tensor, rows: bool, columns: bool) -> BothOperands:
+        if not columns:
+            return BothOperands(grouped_8bit.round_rows(x, self.dtype) if rows else None, None, ends)
+        by_row, by_column, filled_ends = grouped_8bit.round_rows_and_columns(x, ends, self.dtype, self.emulate)
+        return BothOperands(by_row if rows else None, by_column, filled_ends)
+
+    def round_weight(
+        self, weight: torch.Tensor, columns_follow: bool, amax: Amax | None
+    ) -> tuple[Quantized, torch.Tensor | None]:
+        """The weight for the output GEMM, and what `round_weight_again` can use: a scale, or inverses of scales.
+
+        Args:
+            columns_follow: `round_weight_again` will be called.
+        """
+        gathered = gathered_operand(weight)
+        if gathered is not None:
+            return gathered, None
+        if amax is not None:
+            scale = amax.scale_of(weight, self.dtype)
+            return round_to_float8(weight, scale, self.dtype), scale
+        if weight.dim() == 3:
+            return quantize_weight(weight, (self, "rows"), lambda w: grouped_8bit.round_weight(w, self.dtype))
+        if columns_follow and self.columns_scales is None:
+            return quantize_weight(weight, (self, "both"), lambda w: quantize_rows(w, self.scales, self.dtype))
+        return quantize_weight(weight, (self, "rows"), lambda w: quantize(w, self.scales, self.dtype)), None
+
+    def round_weight_again(self, weight: torch.Tensor, known: torch.Tensor | None, amax: Amax | None) -> Quantized:
+        """The weight for the input gradient. A copy kept since the forward pass would take memory even after FSDP has
+        freed the gathered weight.
+
+        Args:
+            known: from `round_weight`.
+        """
+        if amax is not None:
+            assert known is not None
+            return as_right(round_to_float8(weight, known, self.dtype))
+        if weight.dim() == 3:
+            return quantize_weight(
+                weight, (self, "columns"), lambda w: grouped_8bit.round_columns(w, self.dtype, known)
+            )
+        if (gathered := gathered_operand(weight, columns=True)) is not None:
+            return as_right(gathered)
+        if isinstance(weight, GatheredWeight):
+            weight = weight.dequantize_all()
+        return quantize_weight(weight, (self, "columns"), lambda w: as_right(self._columns(w, known)))
+
+    def _columns(self, weight: torch.Tensor, known: torch.Tensor | None) -> Quantized:
+        if known is not None:
+            return Quantized(quantize_with(weight, known, self.dtype), known)
+        if self.scales == "tensorwise":  # the data of the output GEMM in another layout
+            return self.round_weight(weight, True, None)[0]
+        return quantize_columns(weight, self.columns_scales or self.scales, self.dtype)
+
+    def output(self, x: Quantized, weight: Quantized, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
+        """A GPU may accumulate float8 in reduced precision, as torchao's recipes do for outputs."""
+        if ends is not None:
+            return grouped_8bit.grouped_matmul(x, weight.transpose(), ends, dtype, self.emulate, fast=True)
+        return matmul(x, weight.transpose(), dtype, self.emulate, fast=True)
+
+    def grad_input(self, grad: Quantized, weight: Quantized, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
+        if ends is not None:
+            return grouped_8bit.grouped_matmul(grad, weight, ends, dtype, self.emulate)
+        return matmul(grad, weight, dtype, self.emulate)
+
+    def grad_weight(self, grad: Quantized, x: Quantized, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
+        if ends is not None:
+            return grouped_8bit.grouped_matmul_over_rows(grad, x, ends, dtype, self.emulate)
+        return matmul(grad.transpose(), x, dtype, self.emulate)
+
+    def scaled(self, x: torch.Tensor) -> Scaled:
+        """A float32 operand, (rows, columns), of a GEMM that sums over its columns."""
+        amax = x.abs().amax(1, keepdim=True)
+        scale, _ = scale_by(amax.amax() if self.scales == "tensorwise" else amax, self.scales, self.dtype)
+        largest = rounding.INT8_LARGEST if self.dtype == torch.int8 else torch.finfo(self.dtype).max
+        return Scaled(x * scale, rounding.round_to(x, scale, self.dtype).float(), largest)
+
+
+class Blocks(NamedTuple):
+    """A block-scaled format (`kernels/block_formats.py`), multiplied by a GPU (`kernels/packed_blocks.py`) or emulated:
+    operands are rounded along the dimension that the GEMM sums over, then multiplied in their own dtype.
+
+    Attributes:
+        form: of operands of the output and the input gradient.
+        over_tokens: of operands of the weight gradient, which may be transformed.
+    """
+
+    form: BlockFormat
+    over_tokens: BlockFormat
+    emulate: bool = False
+
+    @property
+    def all_gather_dtype(self) -> None:
+        return None
+
+    def rounds_late(self) -> bool:
+        return self.emulate
+
+    @property
+    def error(self) -> float:
+        return known_error(self.form)
+
+    def op(self, where: "Where", experts: bool) -> ProfilerOp:
+        return OPS["blocks", where][experts]
+
+    def round(
+        self,
+        x: torch.Tensor,
+        ends: Ends = None,
+        rows: bool = True,
+        columns: bool = True,
+        inputs: int = 0,
+        amax: Amax | None = None,
+    ) -> BothOperands:
+        x = x.flatten(0, -2)
+        if self.emulate:
+            by_row = Rounded(round_to_blocks(x, self.form)) if rows else None
+            if columns and ends is not None:  # blocks are of one expert's rows; the last one is filled up with zeros
+                x, ends = grouped_8bit.pad_groups(x, ends, self.form.columns)
+            return BothOperands(by_row, Rounded(round_to_blocks(x.t(), self.over_tokens)) if columns else None, ends)
+        if rows and columns:
+            return BothOperands(*pack_both(x, self.form, self.over_tokens), ends)
+        return BothOperands(
+            pack(x, self.form) if rows else None, pack(x.t(), self.over_tokens) if columns else None, ends
+        )
+
+    def round_weight(self, weight: torch.Tensor, columns_follow: bool, amax: Amax | None) -> tuple[Operand, None]:
+        if self.emulate:
+            return Rounded(round_to_blocks(weight, self.form)), None
+        return quantize_weight(weight, (self, "rows"), lambda w: pack(w, self.form)), None
+
+    def round_weight_again(self, weight: torch.Tensor, known: torch.Tensor | None, amax: Amax | None) -> Operand:
+        if self.emulate:
+            return Rounded(round_to_blocks(weight.mT, self.form))
+        return quantize_weight(weight, (self, "columns"), lambda w: pack(w.t(), self.form))
+
+    def output(self, x: Any, weight: Any, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
+        if not self.emulate:
+            return block_mm(x, weight, dtype)
+        if ends is not None:
+            return grouped_mm(x.data, weight.data.mT, ends)
+        return x.data @ weight.data.t()  # type: ignore[no-any-return]
+
+    def grad_input(self, grad: Any, weight: Any, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
+        return self.output(grad, weight, dtype, ends)
+
+    def grad_weight(self, grad: Any, x: Any, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
+        if self.emulate and ends is not None:
+            return grouped_mm_over_rows(grad.data.t(), x.data.t(), ends)
+        return self.output(grad, x, dtype, None)
+
+    def scaled(self, x: torch.Tensor) -> Scaled:
+        blocks = quantize_blocks(x, self.form)
+        return Scaled(times(x, blocks.factor, self.form), blocks.data, ELEMENTS[self.form.element].largest)
+
+
+OperandFormat = EightBit | Blocks
+
+# Measured with the layers of tests/unit/test_float8.py and test_int8.py.
+ERRORS_8_BIT = {
+    (torch.float8_e4m3fn, "rowwise"): 0.0258,
+    (torch.float8_e4m3fn, "tensorwise"): 0.0262,
+    (torch.float8_e5m2, "rowwise"): 0.052,
+    (torch.float8_e5m2, "tensorwise"): 0.053,
+    (torch.int8, "rowwise"): 0.0073,
+    (torch.int8, "tensorwise"): 0.0099,
+}
+
+Where = Literal["cpu", "gpu", "emulated"]
+_GROUPED_FLOAT8 = ProfilerOp("torchtitan::grouped_8bit_mm", ("c10::Float8_e4m3fn",))
+_GROUPED_INT8 = ProfilerOp("torchtitan::grouped_8bit_mm", ("signed char",))
+# An emulated GEMM rounds both operands, then multiplies in high precision.
+EMULATED_BLOCKS = ProfilerOp("torchtitan::round_to_blocks", per_gemm=2)
+# How the profiler shows the GEMMs of a layer, and of a layer of experts.
+OPS: dict[tuple[str, Where], tuple[ProfilerOp, ProfilerOp]] = {
+    ("float8", "cpu"): (ProfilerOp("torchtitan::float8_mm"), _GROUPED_FLOAT8),
+    ("float8", "gpu"): (ProfilerOp("aten::_scaled_mm"), ProfilerOp("aten::_scaled_grouped_mm")),
+    ("float8", "emulated"): (ProfilerOp("torchtitan::emulated_float8_mm"), _GROUPED_FLOAT8),
+    ("int8", "cpu"): (ProfilerOp("torchtitan::int8_mm"), _GROUPED_INT8),
+    ("int8", "gpu"): (ProfilerOp("torchtitan::int8_mm" if HAS_TRITON else "aten::_int_mm"), _GROUPED_INT8),
+    ("int8", "emulated"): (ProfilerOp("aten::mm", ("double",)), _GROUPED_INT8),
+    ("blocks", "gpu"): (ProfilerOp("torchtitan::block_mm"), ProfilerOp("aten::_scaled_grouped_mm")),
+    ("blocks", "emulated"): (EMULATED_BLOCKS, EMULATED_BLOCKS),
+}
+
+
+class Gemms(NamedTuple):
+    """How a layer computes its three GEMMs.
+
+    Attributes:
+        x, weight, grad_output: formats of its three tensors.
+        output, grad_input, grad_weight: whether these GEMMs are in these formats; else they stay in high precision.
+    """
+
+    x: OperandFormat
+    weight: OperandFormat
+    grad_output: OperandFormat
+    output: bool = True
+    grad_input: bool = True
+    grad_weight: bool = True
+
+    def emulated(self) -> "Gemms":
+        x, weight, grad_output = (form._replace(emulate=True) for form in (self.x, self.weight, self.grad_output))
+        return self._replace(x=x, weight=weight, grad_output=grad_output)
+
+    def round_input(self, x: torch.Tensor, ends: Ends, trains: bool, amax: Amax | None = None) -> BothOperands:
+        """`trains`: a backward pass follows."""
+        if self.x.rounds_late():
+            return BothOperands(None, None, ends)
+        return self.x.round(x, ends, self.output, self.grad_weight and trains, amax=amax)
+
+    def errors(self) -> tuple[float | None, float | None, float | None]:
+        """Known relative errors of the GEMMs; the errors of two operands are independent."""
+        x, weight, grad = self.x.error, self.weight.error, self.grad_output.error
+        return (
+            math.hypot(x, weight) if self.output else None,
+            math.hypot(grad, weight) if self.grad_input else None,
+            math.hypot(grad, x) if self.grad_weight else None,
+        )

@@ -1,0 +1,328 @@
+"""The converter of linear layers, ordinary ones and experts': a recipe's row of a table, applied to a model."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.converters.converter import Decision, LayerGemms, ModelConverter, Target
+from torchtitan.converters.filter import FilterRules, SizeRule, decide, matches, names_own_layers
+from torchtitan.converters.formats import Gemms, Scaled, Where
+from torchtitan.converters.linear import AmaxHistory, LowPrecisionExperts, LowPrecisionLinear
+from torchtitan.converters.measured_filter import measured_reason
+from torchtitan.converters.numerics import Role, inaccurate_layers
+from torchtitan.converters.scaling import Scaling, Step, stage_group
+from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
+from torchtitan.models.moe import GroupedLinear
+
+
+class Need(NamedTuple):
+    """What real GEMMs of a recipe need of a device or of other keys.
+
+    Attributes:
+        lacks: from (target, section) to whether it is missing.
+        problem: a sentence with the remedy; {has} is the device's compute capability, {cuda} the
+            version that torch was built for.
+    """
+
+    lacks: Callable[[Target, Any], bool]
+    problem: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How layers are converted.
+
+    Attributes:
+        gemms: the formats, with the section's defaults.
+        multiple_of: that M, K and N must be.
+        multiple_of_on_gpu: if a GPU needs another.
+        small_kn: thresholds of `auto_filter_small_kn`.
+        against_experts: why experts stay in high precision; "" if they are converted too.
+        needs: of a real GEMM, in the order in which they are checked.
+        experts_need: the same for experts.
+        on_cpu: a CPU has kernels for it, or emulates it unasked, or neither.
+        gpu_experts: computes experts on a GPU, from (layer, section); None: `LowPrecisionExperts`.
+        history: of a layer with delayed scaling, from (section, device, whether scales count as known).
+        scaling: from (section, target) to what happens after each step.
+        kept: from (model, section) to the paths of modules whose layers stay in high precision, with the reason.
+    """
+
+    gemms: Gemms
+    multiple_of: int
+    multiple_of_on_gpu: int | None = None
+    small_kn: SizeRule | None = None
+    against_experts: str = ""
+    needs: Sequence[Need] = ()
+    experts_need: Sequence[Need] = ()
+    on_cpu: Literal["kernels", "emulated", ""] = "kernels"
+    gpu_experts: Callable[[GroupedLinear, Any], GroupedLinear] | None = None
+    history: Callable[[Any, torch.device, bool], AmaxHistory] | None = None
+    scaling: Callable[[Any, Target], Scaling | None] = lambda config, target: None
+    kept: Callable[[nn.Module, Any], Mapping[str, str]] = lambda model, config: {}
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeSection:
+    """The recipes of a configuration section, which names one in `recipe_name` and has `filter_fqns` and `emulate`.
+
+    Attributes:
+        name: of the section and the converter.
+        recipes: by name. None is the default's.
+        apply_keys: from (formats of the recipe, section) to the formats that the section's other keys ask for.
+        problems: from (section, target) to keys that contradict each other, one sentence each.
+        remarks: from (section, decisions) to warnings about what is converted.
+        gather: from section to what makes a weight one that FSDP gathers in low precision; None if it does not.
+    """
+
+    name: str
+    recipes: Mapping[str | None, Recipe]
+    apply_keys: Callable[[Gemms, Any], Gemms] = lambda gemms, config: gemms
+    problems: Callable[[Any, Target], Sequence[str]] = lambda config, target: ()
+    remarks: Callable[[Any, Sequence[Decision]], Sequence[str]] = lambda config, decisions: ()
+    gather: Callable[[Any], Callable[[Any], torch.Tensor] | None] = lambda config: None
+
+
+class LinearConverter(ModelConverter):
+    """Replaces linear layers with `LowPrecisionLinear`, and `GroupedLinear` layers with `LowPrecisionExperts`, if the
+    recipe converts experts. Weights stay in high precision.
+
+    Attributes:
+        recipe: name of the recipe.
+        layer: its formats, as the section's keys and the device change them.
+        rules: its requirements on a layer.
+        decisions: one per linear layer of the model, set by `convert`.
+        cannot_group: why this device cannot run `grouped_gemms`, with the remedy; "" if it can.
+        scaling: what happens to its scales after each step.
+
+    Raises:
+        ConfigError: the device has no GEMMs of the recipe and `emulate` is not set, or keys contradict each other.
+    """
+
+    gemms: LayerGemms
+    cannot_group: str = ""
+
+    def __init__(self, section: RecipeSection, config: Any, target: Target) -> None:
+        self.section, self.config, self.target = section, config, target
+        self.name, self.row = section.name, section.recipes[config.recipe_name]
+        self.recipe = next(name for name, row in section.recipes.items() if name is not None and row is self.row)
+        self.decisions: list[Decision] = []
+        self.group: dist.ProcessGroup | None = None
+        if problems := section.problems(config, target):
+            raise ConfigError(*problems)
+        if not config.emulate and (problem := self._missing(self.row.needs)):
+            raise ConfigError(problem)
+        self.where = self._where()
+        formats = section.apply_keys(self.row.gemms, config)
+        self.layer = formats.emulated() if self.where == "emulated" else formats
+        self.gemms = LayerGemms(self.layer.x.op(self.where, False), *self.layer.errors())
+        if not self.row.against_experts:
+            self.grouped_gemms = dataclasses.replace(self.gemms, op=self.layer.x.op(self.where, True))
+            self.cannot_group = self._missing(self.row.experts_need) if self.where != "emulated" else ""
+        on_gpu = self.row.multiple_of_on_gpu if self.where == "gpu" else None
+        self.rules = FilterRules(
+            on_gpu or self.row.multiple_of,
+            self.row.small_kn,
+            lambda *sizes: measured_reason(self, *sizes),
+            self.row.against_experts,
+        )
+        self.scaling = self.row.scaling(config, target) or Scaling()
+        self.warms_up = self.row.history is not None
+
+    def _where(self) -> Where:
+        if self.config.emulate or (self.row.on_cpu == "emulated" and self.target.compute_capability is None):
+            return "emulated"
+        return "cpu" if self.row.on_cpu == "kernels" and self.target.on_cpu else "gpu"
+
+    def _missing(self, needs: Sequence[Need]) -> str:
+        """The problem of the first need that the target does not meet."""
+        has = ".".join(map(str, self.target.compute_capability or ()))
+        known = {"has": has, "cuda": torch.version.cuda or "none"}
+        return next((need.problem.format(**known) for need in needs if need.lacks(self.target, self.config)), "")
+
+    @property
+    def description(self) -> str:
+        """All settings that affect speed."""
+        config, default = self.config, type(self.config)(recipe_name=self.config.recipe_name)
+        keys = (field.name for field in dataclasses.fields(config) if field.name not in ("filter_fqns", "emulate"))
+        changed = [f"{key}={getattr(config, key)}" for key in keys if getattr(config, key) != getattr(default, key)]
+        return " ".join([self.name, self.recipe, *(["emulated"] if self.where == "emulated" else []), *changed])
+
+    def emulated(self) -> "LinearConverter":
+        """A converter whose layers compute the same on any device; this one, if its layers run here."""
+        if self.where != "gpu":
+            return self
+        return LinearConverter(self.section, dataclasses.replace(self.config, emulate=True), self.target)
+
+    def swap(self, linear: nn.Linear) -> nn.Linear:
+        """A low-precision layer that takes over the parameters of `linear`, on its device."""
+        device = linear.weight.device
+        if device.type == "meta":  # the model is allocated later
+            device = torch.device("cuda" if self.target.device_type == "cuda" else "cpu")
+        # A plan simulates a step in the middle of a run.
+        known = self.target.device_type == "meta"
+        history = None if self.row.history is None else self.row.history(self.config, device, known)
+        return LowPrecisionLinear.of(linear, self.layer, history)
+
+    def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
+        """The same for a layer of all experts."""
+        if self.row.gpu_experts is not None and self.where == "gpu":
+            return self.row.gpu_experts(layer, self.config)
+        return LowPrecisionExperts.of(layer, self.layer)
+
+    def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
+        """Rounds a float32 operand, (rows, columns), of GEMMs that sum over columns."""
+        return getattr(self.layer, role).scaled(tensor)  # type: ignore[no-any-return]
+
+    def decide(self, model: nn.Module) -> list[Decision]:
+        """What `convert` would do with each linear layer of the model, without changing it."""
+        decisions = decide(
+            model,
+            self.config.filter_fqns,
+            self.name,
+            self.recipe,
+            self.rules,
+            self.target,
+            names_own_layers(self.config),
+            functools.partial(inaccurate_layers, self, model),
+        )
+        kept = self.row.kept(model, self.config)
+        for i, decision in enumerate(decisions):
+            reason = next((reason for path, reason in kept.items() if matches(path, decision.fqn)), "")
+            if decision.converted and reason:
+                decisions[i] = dataclasses.replace(decision, converted=False, reason=reason)
+        return decisions
+
+    def convert(self, model: nn.Module) -> None:
+        self.decisions = self.decide(model)
+        converted = [decision for decision in self.decisions if decision.converted]
+        if not converted:
+            raise ConfigError(
+                f"model.converters: {self.name} would convert no layer. {rules_against_all(self.decisions)}"
+            )
+        if self.cannot_group and any(decision.experts for decision in converted):
+            raise ConfigError(f"model.converters: {self.cannot_group}")
+        for remark in self.section.remarks(self.config, converted):
+            logger.warning(remark)
+        if self.target.device_type != "meta":
+            self.check_swap()
+        gather = self.section.gather(self.config)
+        for decision in converted:
+            parent, _, child = decision.fqn.rpartition(".")
+            layer: Any = model.get_submodule(decision.fqn)
+            new = self.swap_grouped(layer) if decision.experts else self.swap(layer)
+            if gather is not None and not decision.experts and self.shards_evenly(layer, decision.fqn):
+                new.weight = nn.Parameter(gather(new.weight))
+            setattr(model.get_submodule(parent), child, new)
+
+    def gemms_of(self, decision: Decision) -> LayerGemms:
+        """The GEMMs of a converted layer."""
+        gemms = self.grouped_gemms if decision.experts else self.gemms
+        assert gemms is not None
+        return gemms
+
+    def shards_evenly(self, linear: nn.Linear, fqn: str) -> bool:
+        """Whether FSDP shards the weight's rows without padding, as a low-precision gather requires."""
+        _, rows = self.target.per_device(fqn, linear.in_features, linear.out_features)
+        if rows % self.target.shards == 0:
+            return True
+        logger.warning(
+            f"{self.name}: the {rows} rows of {fqn} do not divide evenly over {self.target.shards} ranks; its weight "
+            "is all-gathered in high precision"
+        )
+        return False
+
+    def connect(self, mesh: DeviceMesh) -> None:
+        if self.scaling.over_ranks:
+            self.group = stage_group(mesh)
+
+    def after_step(
+        self, models: Sequence[nn.Module], learning_rate: float | None, skip: torch.Tensor | None = None
+    ) -> None:
+        self.scaling.after_step(models, Step(learning_rate, self.group, skip))
+
+    def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
+        return self.scaling.nonfinite(models)
+
+    def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
+        return self.scaling.state_dict(models)
+
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
+        self.scaling.load_state_dict(models, state, gradient_ratio)
+
+    def check_swap(self) -> None:
+        """Compares a converted layer of each kind with its bf16 copy, forward and backward.
+
+        Raises:
+            ConfigError: a GEMM is bit-identical (nothing was quantized) or far from the recipe's known error.
+        """
+        kinds = {SAMPLE_EXPERTS if one.experts else 0: self.gemms_of(one) for one in self.decisions if one.converted}
+        for experts, gemms in kinds.items():
+            for gemm, error in relative_errors(self, self.target.device_type, experts).items():
+                expected = getattr(gemms, gemm)
+                if expected is None:
+                    continue
+                kind = "a layer of experts" if experts else "a layer"
+                what = f"model.converters: the {gemm} of {kind} converted to {self.name} {self.recipe}"
+                if error == 0:
+                    raise ConfigError(f"{what} is bit-identical to bf16: nothing was quantized. Remove the converter.")
+                if not error < FAR_OUTSIDE * expected:
+                    raise ConfigError(
+                        f"{what} has a relative error of {error:.3f} against bf16 ({expected:.3f} is normal): its "
+                        f"kernel is wrong on this device. Remove the converter, or set {self.name}.emulate."
+                    )
+
+
+FAR_OUTSIDE = 3.0  # factor on the known error
+SAMPLE_TOKENS, SAMPLE_INPUTS, SAMPLE_OUTPUTS = 256, 256, 512
+SAMPLE_EXPERTS = 4
+
+
+def relative_errors(converter: LinearConverter, device_type: str, experts: int = 0) -> dict[str, float]:
+    """Relative 2-norm difference between the GEMMs of a converted layer and of its bf16 copy, on normal data.
+
+    Args:
+        experts: of a layer of experts, one of which has no tokens; 0 for an ordinary layer.
+    """
+    generator = torch.Generator(device=device_type).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device_type).bfloat16()
+
+    x, out_grad = normal(SAMPLE_TOKENS, SAMPLE_INPUTS), normal(SAMPLE_TOKENS, SAMPLE_OUTPUTS)
+    modules: list[nn.Linear | GroupedLinear]
+    more: tuple[torch.Tensor, ...] = ()
+    if experts:
+        with torch.device(device_type):
+            grouped = GroupedLinear(experts, SAMPLE_INPUTS, SAMPLE_OUTPUTS).bfloat16()
+        grouped.weight.data.copy_(normal(*grouped.weight.shape))
+        modules = [grouped, converter.swap_grouped(grouped)]
+        more = (torch.linspace(0, SAMPLE_TOKENS, experts, device=device_type).int(),)  # the first one has no tokens
+    else:
+        linear = nn.Linear(SAMPLE_INPUTS, SAMPLE_OUTPUTS, bias=False, device=device_type, dtype=torch.bfloat16)
+        linear.weight.data.copy_(normal(*linear.weight.shape))
+        modules = [linear, converter.swap(linear)]
+    results = []
+    for module in modules:
+        module.weight.grad = None
+        x_leaf = x.clone().requires_grad_()
+        with torch.enable_grad():
+            out = module(x_leaf, *more)
+            grads = torch.autograd.grad(out, [x_leaf, module.weight], out_grad)
+        results.append([out.detach().float(), *(grad.float() for grad in grads)])
+    names = ("output", "grad_input", "grad_weight")
+    return {name: float((low - high).norm() / high.norm()) for name, high, low in zip(names, *results, strict=True)}
+
+
+def rules_against_all(decisions: Sequence[Decision]) -> str:
+    """The reasons why no layer was converted, with the number of layers for each."""
+    reasons: dict[str, list[str]] = {}
+    for decision in decisions:
+        reasons.setdefault(decision.reason, []).append(decision.fqn)
+    return " ".join(f"{len(fqns)} x {reason} ({fqns[0]}, ...)." for reason, fqns in reasons.items())
