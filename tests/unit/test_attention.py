@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,6 +145,35 @@ def test_any_layout_in_memory_is_read_as_it_is(way: str, take: Callable[[str], N
     one = torch.ones(1).bfloat16().expand_as(grad)  # like the gradient of a sum
     right = gradients(causal_attention, inputs, one.clone(memory_format=torch.contiguous_format))
     assert all_equal(gradients(causal_attention, inputs, one), right)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 600, 16), (1, 4, 2, 300, 24), (3, 4, 1, 130, 16)], ids=str)
+def test_no_bit_depends_on_the_number_of_threads(shape: Shape, way: str, take: Callable[[str], None]) -> None:
+    take(way)
+    *inputs, grad = operands(shape)
+    found = []
+    for threads in (1, 2, 4, 16):
+        torch.set_num_threads(threads)
+        found.append([causal_attention(*inputs), *gradients(causal_attention, inputs, grad)])
+    assert all(all_equal(some, found[0]) for some in found)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_both_threads_work_on_the_one_key_head_of_one_sequence(way: str, take: Callable[[str], None]) -> None:
+    take(way)
+    *inputs, grad = operands((1, 4, 1, 4096, 64))
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    out = causal_attention(*leaves)
+
+    def this_threads_share(work: Callable[[], object]) -> float:
+        here, everywhere = time.thread_time(), time.process_time()
+        work()
+        return (time.thread_time() - here) / (time.process_time() - everywhere)
+
+    for work in (lambda: causal_attention(*inputs), lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)):
+        # On a busy machine the other thread may come late; one without work waits in a loop for some milliseconds.
+        assert any(0.3 < this_threads_share(work) < 0.7 for _ in range(20))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,13 +1,14 @@
 // Causal attention in bfloat16 for CPUs with instructions for it (AMX, or AVX-512's).
 //
-// FlashAttention-2 (arXiv 2307.08691), one tile of queries and keys at a time. One thread handles all heads of a
-// key-value group. These instructions take the left operand of a GEMM row by row, and the right one with pairs of rows
-// interleaved. Each pass computes the scores in the orientation that avoids transposing them: queries across in the
-// forward pass, so that sums over keys run down the vector registers, and keys across in the backward pass. Products
-// and sums are float32. Compile without floating-point contraction (see attention_backward); where a fused
-// multiply-add is wanted, the code calls std::fma.
+// FlashAttention-2 (arXiv 2307.08691), one tile of queries and keys at a time. attention.h says what a thread computes.
+// These instructions take the left operand of a GEMM row by row, and the right one with pairs of rows interleaved. Each
+// pass computes the scores in the orientation that avoids transposing them: queries across in the forward pass, so that
+// sums over keys run down the vector registers, and keys across in the backward pass. Products and sums are float32.
+// Compile without floating-point contraction (see attention_backward); where a fused multiply-add is wanted, the code
+// calls std::fma.
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -183,18 +184,24 @@ extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices
                                   int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, bool /* float32 */) {
   const auto &[q, k, v, out] = *reinterpret_cast<const Matrices<Half>(*)[4]>(matrices);
   const float natural_scale = 1 / std::sqrt(float(dim)), scale = LOG2E * natural_scale;
+  const int64_t tiles = (seq + TILE - 1) / TILE, group = heads / kv_heads;
+  std::vector<std::atomic<int64_t>> taken(batches * kv_heads);  // tiles of queries in each group
 #pragma omp parallel
   {
+    const int64_t threads = omp_get_num_threads();
     Buffer<Pair> qt(TILE * dim / 2), p_pairs(TILE * TILE / 2), space(TILE * dim / 2);
     Buffer<Half> vt(seq * dim);
     Buffer<float> scores(TILE * TILE), ot(TILE * dim), highest(TILE), higher(TILE), sums(TILE), factors(TILE);
-#pragma omp for collapse(2) schedule(dynamic)
-    for (int64_t b = 0; b < batches; ++b)
-      for (int64_t kv = 0; kv < kv_heads; ++kv) {
-        const Half* k_ = k.of(b, kv);
-        transpose_to_rows(seq, dim, v.of(b, kv), v.row_stride, space.data(), vt.data());
-        for (int64_t h = kv * heads / kv_heads; h < (kv + 1) * heads / kv_heads; ++h)
-          for (int64_t i = 0; i < seq; i += TILE) {
+#pragma omp for collapse(3) schedule(dynamic)
+    for (int64_t thread = 0; thread < threads; ++thread)  // those with no group of their own help the others
+      for (int64_t b = 0; b < batches; ++b)
+        for (int64_t kv = 0; kv < kv_heads; ++kv) {
+          std::atomic<int64_t>& next = taken[b * kv_heads + kv];
+          if (next >= group * tiles) continue;
+          const Half* k_ = k.of(b, kv);
+          transpose_to_rows(seq, dim, v.of(b, kv), v.row_stride, space.data(), vt.data());
+          for (int64_t tile = next++; tile < group * tiles; tile = next++) {  // last queries first: they cost most
+            const int64_t h = kv * group + tile / tiles, i = (tiles - 1 - tile % tiles) * TILE;
             const int64_t queries = std::min(TILE, seq - i);
             transpose_to_pairs(queries, dim, q.of(b, h) + i * q.row_stride, q.row_stride, qt.data());
             std::fill(highest.begin(), highest.end(), -INFINITY);
@@ -236,7 +243,7 @@ extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices
             write_transposed(queries, dim, ot.data(), factors.data(), space.data(),
                              out.of(b, h) + i * out.row_stride, out.row_stride);
           }
-      }
+        }
     at::native::cpublas::brgemm_release(true);
   }
 }
@@ -247,8 +254,10 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
   const auto &[q, k, v, out, out_grad, q_grad, k_grad, v_grad] =
       *reinterpret_cast<const Matrices<Half>(*)[8]>(matrices);
   const float scale = 1 / std::sqrt(float(dim));
+  const int64_t tiles = (seq + TILE - 1) / TILE, group = heads / kv_heads;
 #pragma omp parallel
   {
+    const int64_t parts = parts_of_group(batches * kv_heads);
     Buffer<Pair> kt_pairs(seq * dim / 2), vt_pairs(seq * dim / 2), k_pairs(seq * dim / 2);
     Buffer<Pair> p_pairs(TILE * TILE / 2), ds_pairs(TILE * TILE / 2), space(TILE * dim / 2);
     Buffer<Half> qt(TILE * dim), dot(TILE * dim), ds(TILE * TILE);
@@ -256,13 +265,16 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
     Buffer<float> row_sums(TILE), exponents(TILE), scales(TILE, scale), ones(TILE, 1);
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t b = 0; b < batches; ++b)
-      for (int64_t kv = 0; kv < kv_heads; ++kv) {
+      for (int64_t job = 0; job < kv_heads * parts; ++job) {
+        const int64_t kv = job / parts, part = job % parts;
         transpose_to_pairs(seq, dim, k.of(b, kv), k.row_stride, kt_pairs.data());
         transpose_to_pairs(seq, dim, v.of(b, kv), v.row_stride, vt_pairs.data());
         weave(seq, dim, k.of(b, kv), k.row_stride, k_pairs.data());
-        const int64_t first = kv * heads / kv_heads;
-        for (int64_t h = first; h < first + heads / kv_heads; ++h)
+        const int64_t first = kv * group;
+        for (int64_t h = first; h < first + group; ++h)
           for (int64_t i = (seq - 1) / TILE * TILE; i >= 0; i -= TILE) {  // last queries first: they see all keys
+            const bool my_queries = is_mine((h - first) * tiles + i / TILE, part, parts);
+            if (!my_queries && i < part * TILE) continue;  // nor any of the keys before them
             const bool begun = h > first || i + TILE < seq;
             const int64_t queries = std::min(TILE, seq - i);
             const Half *q_ = q.of(b, h) + i * q.row_stride, *do_ = out_grad.of(b, h) + i * out_grad.row_stride;
@@ -274,6 +286,8 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
               exponents[r] = logsumexp->of(b, h)[(i + r) * logsumexp->row_stride];
             }
             for (int64_t j = 0; j <= i; j += TILE) {
+              const bool my_keys = is_mine(j / TILE, part, parts);
+              if (!my_queries && !my_keys) continue;
               const int64_t keys = std::min(TILE, seq - j);
               multiply(queries, keys, dim, q_, q.row_stride, &kt_pairs[j * dim / 2], scores.data(), false);
               multiply(queries, keys, dim, do_, out_grad.row_stride, &vt_pairs[j * dim / 2], dp.data(), false);
@@ -297,16 +311,20 @@ extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrice
                 round_rows(end, &scores[row], &scores[next], &p_pairs[row / 2]);
                 round_rows(end, &dp[row], &dp[next], &ds_pairs[row / 2], &ds[row], &ds[next]);
               }
-              multiply(dim, keys, queries, dot.data(), queries, p_pairs.data(), &dvt[j * dim], begun);
-              multiply(dim, keys, queries, qt.data(), queries, ds_pairs.data(), &dkt[j * dim], begun);
-              multiply(queries, dim, keys, ds.data(), keys, &k_pairs[j / 2 * dim], dq.data(), j > 0);
+              if (my_keys) {
+                multiply(dim, keys, queries, dot.data(), queries, p_pairs.data(), &dvt[j * dim], begun);
+                multiply(dim, keys, queries, qt.data(), queries, ds_pairs.data(), &dkt[j * dim], begun);
+              }
+              if (my_queries)
+                multiply(queries, dim, keys, ds.data(), keys, &k_pairs[j / 2 * dim], dq.data(), j > 0);
             }
-            for (int64_t r = 0; r < queries; ++r) {
+            for (int64_t r = 0; r < queries && my_queries; ++r) {
               Half* row = q_grad.of(b, h) + (i + r) * q_grad.row_stride;
               for (int64_t d = 0; d < dim; ++d) row[d] = rounded(scale * dq[r * dim + d]);
             }
           }
         for (int64_t j = 0; j < seq; j += TILE) {
+          if (!is_mine(j / TILE, part, parts)) continue;
           const int64_t keys = std::min(TILE, seq - j);
           write_transposed(keys, dim, &dkt[j * dim], scales.data(), space.data(),
                            k_grad.of(b, kv) + j * k_grad.row_stride, k_grad.row_stride);

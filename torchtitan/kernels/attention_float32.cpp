@@ -1,11 +1,12 @@
 // Causal attention with float32 arithmetic, for any CPU; tensors are float32 or bfloat16.
 //
 // FlashAttention-2 (arXiv 2307.08691), one tile of queries and keys at a time, with GEMMs of our own: the heads of small
-// models are too narrow for a library's. One thread handles all heads of a key-value group. Tensors are copied into
-// float32 tiles padded with zeros, so no loop has a remainder. The forward pass has queries across, so that sums over
-// keys run down the vector registers; the backward pass has keys across.
+// models are too narrow for a library's. attention.h says what a thread computes. Tensors are copied into float32 tiles
+// padded with zeros, so no loop has a remainder. The forward pass has queries across, so that sums over keys run down
+// the vector registers; the backward pass has keys across.
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -109,17 +110,23 @@ void forward(const Matrices<Storage>* matrices, const Matrices<float>& logsumexp
   const auto &q = matrices[0], &k = matrices[1], &v = matrices[2], &out = matrices[3];
   const int64_t keys = padded(seq, TILE), depth = padded(dim, ALIGN);
   const float scale = 1 / std::sqrt(float(dim));
+  const int64_t tiles = (seq + TILE - 1) / TILE, group = heads / kv_heads;
+  std::vector<std::atomic<int64_t>> taken(batches * kv_heads);  // tiles of queries in each group
 #pragma omp parallel
   {
+    const int64_t threads = omp_get_num_threads();
     std::vector<float> k_(keys * depth), vt(depth * keys), qt(depth * TILE), ot(depth * TILE), p(TILE * TILE);
     std::vector<float> highest(TILE), higher(TILE), sums(TILE), factors(TILE);
-#pragma omp for collapse(2) schedule(dynamic)
-    for (int64_t b = 0; b < batches; ++b)
-      for (int64_t kv = 0; kv < kv_heads; ++kv) {
-        read<Format>(seq, dim, k.of(b, kv), k.row_stride, 1, k_.data(), depth);
-        read_tiles<Format>(seq, dim, v.of(b, kv), v.row_stride, vt.data(), depth);
-        for (int64_t h = kv * heads / kv_heads; h < (kv + 1) * heads / kv_heads; ++h)
-          for (int64_t i = 0; i < seq; i += TILE) {
+#pragma omp for collapse(3) schedule(dynamic)
+    for (int64_t thread = 0; thread < threads; ++thread)  // those with no group of their own help the others
+      for (int64_t b = 0; b < batches; ++b)
+        for (int64_t kv = 0; kv < kv_heads; ++kv) {
+          std::atomic<int64_t>& next = taken[b * kv_heads + kv];
+          if (next >= group * tiles) continue;
+          read<Format>(seq, dim, k.of(b, kv), k.row_stride, 1, k_.data(), depth);
+          read_tiles<Format>(seq, dim, v.of(b, kv), v.row_stride, vt.data(), depth);
+          for (int64_t tile = next++; tile < group * tiles; tile = next++) {  // last queries first: they cost most
+            const int64_t h = kv * group + tile / tiles, i = (tiles - 1 - tile % tiles) * TILE;
             const int64_t queries = std::min(TILE, seq - i);
             read_transposed<Format>(queries, dim, q.of(b, h) + i * q.row_stride, q.row_stride, scale, qt.data());
             std::fill(highest.begin(), highest.end(), -INFINITY);
@@ -155,7 +162,7 @@ void forward(const Matrices<Storage>* matrices, const Matrices<float>& logsumexp
             write_transposed<Format>(queries, dim, ot.data(), factors.data(), out.of(b, h) + i * out.row_stride,
                                      out.row_stride);
           }
-      }
+        }
   }
 }
 
@@ -166,21 +173,26 @@ void backward(const Matrices<Storage>* matrices, const Matrices<float>& logsumex
   const auto &q_grad = matrices[5], &k_grad = matrices[6], &v_grad = matrices[7];
   const int64_t keys = padded(seq, TILE), depth = padded(dim, ALIGN);
   const float scale = 1 / std::sqrt(float(dim));
+  const int64_t tiles = (seq + TILE - 1) / TILE, group = heads / kv_heads;
 #pragma omp parallel
   {
+    const int64_t parts = parts_of_group(batches * kv_heads);
     std::vector<float> k_(keys * depth), kt(depth * keys), vt(depth * keys), dkt(depth * keys), dvt(depth * keys);
     std::vector<float> q_(TILE * depth), qt(depth * TILE), do_(TILE * depth), dot(depth * TILE), dq(TILE * depth);
     std::vector<float> p(TILE * TILE), ds(TILE * TILE), row_sums(TILE), exponents(TILE), ones(TILE, 1);
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t b = 0; b < batches; ++b)
-      for (int64_t kv = 0; kv < kv_heads; ++kv) {
+      for (int64_t job = 0; job < kv_heads * parts; ++job) {
+        const int64_t kv = job / parts, part = job % parts;
         read<Format>(seq, dim, k.of(b, kv), k.row_stride, 1, k_.data(), depth);
         read_tiles<Format>(seq, dim, k.of(b, kv), k.row_stride, kt.data(), depth);
         read_tiles<Format>(seq, dim, v.of(b, kv), v.row_stride, vt.data(), depth);
         std::fill(dkt.begin(), dkt.end(), 0.f);
         std::fill(dvt.begin(), dvt.end(), 0.f);
-        for (int64_t h = kv * heads / kv_heads; h < (kv + 1) * heads / kv_heads; ++h)
+        for (int64_t h = kv * group; h < (kv + 1) * group; ++h)
           for (int64_t i = 0; i < seq; i += TILE) {
+            const bool my_queries = is_mine((h - kv * group) * tiles + i / TILE, part, parts);
+            if (!my_queries && i < part * TILE) continue;  // nor any of the keys before them
             const int64_t queries = std::min(TILE, seq - i);
             if (queries < TILE) {  // what an earlier tile left; out_grad's zeros keep the rest out of every sum
               std::fill(do_.begin(), do_.end(), 0.f);
@@ -201,6 +213,8 @@ void backward(const Matrices<Storage>* matrices, const Matrices<float>& logsumex
               exponents[r] = r < queries ? logsumexp.of(b, h)[(i + r) * logsumexp.row_stride] : INFINITY;
             }
             for (int64_t j = 0; j <= i; j += TILE) {
+              const bool my_keys = is_mine(j / TILE, part, parts);
+              if (!my_queries && !my_keys) continue;
               multiply(TILE, TILE, depth, q_.data(), depth, &kt[j * depth], TILE, p.data(), TILE, false);
               multiply(TILE, TILE, depth, do_.data(), depth, &vt[j * depth], TILE, ds.data(), TILE, false);
               for (int64_t r = 0; r < TILE; ++r) {
@@ -212,16 +226,20 @@ void backward(const Matrices<Storage>* matrices, const Matrices<float>& logsumex
                   grad[c] = row[c] * (grad[c] - row_sums[r]);
                 }
               }
-              multiply(depth, TILE, TILE, dot.data(), TILE, p.data(), TILE, &dvt[j * depth], TILE, true);
-              multiply(depth, TILE, TILE, qt.data(), TILE, ds.data(), TILE, &dkt[j * depth], TILE, true);
-              multiply(TILE, depth, TILE, ds.data(), TILE, &k_[j * depth], depth, dq.data(), depth, j > 0);
+              if (my_keys) {
+                multiply(depth, TILE, TILE, dot.data(), TILE, p.data(), TILE, &dvt[j * depth], TILE, true);
+                multiply(depth, TILE, TILE, qt.data(), TILE, ds.data(), TILE, &dkt[j * depth], TILE, true);
+              }
+              if (my_queries)
+                multiply(TILE, depth, TILE, ds.data(), TILE, &k_[j * depth], depth, dq.data(), depth, j > 0);
             }
-            for (int64_t r = 0; r < queries; ++r) {
+            for (int64_t r = 0; r < queries && my_queries; ++r) {
               Storage* row = q_grad.of(b, h) + (i + r) * q_grad.row_stride;
               for (int64_t d = 0; d < dim; ++d) row[d] = Format::store(scale * dq[r * depth + d]);
             }
           }
         for (int64_t j = 0; j < seq; j += TILE) {
+          if (!is_mine(j / TILE, part, parts)) continue;
           const int64_t count = std::min(TILE, seq - j);
           write_transposed<Format>(count, dim, &dkt[j * depth], ones.data(), k_grad.of(b, kv) + j * k_grad.row_stride,
                                    k_grad.row_stride);
