@@ -26,7 +26,7 @@ from torchtitan.config.training import Model, Training
 from torchtitan.data import Batch
 from torchtitan.device import find_device
 from torchtitan.engine.converter_hooks import checked_step
-from torchtitan.engine.engine import Engine, build_engine, build_meshes
+from torchtitan.engine.engine import Engine, build_engine
 from torchtitan.engine.train_step import train_step
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
@@ -34,7 +34,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.init import init_weights
 from torchtitan.models.moe import SparseArgs
-from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.dims import ParallelDims, build_meshes
 from torchtitan.parallel.process_group import init_process_group
 
 WARMUP = 3

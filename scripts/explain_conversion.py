@@ -23,7 +23,7 @@ def main() -> None:
     try:
         config = ConfigManager().parse_args(flags)
         from torchtitan.converters.conversion_report import phases_to_json, summary, to_json, to_table
-        from torchtitan.engine.explain import explain_conversion
+        from torchtitan.engine.conversion import explain_conversion
         from torchtitan.engine.model_args import register_models
         from torchtitan.engine.precision_phases import parse_phases
 

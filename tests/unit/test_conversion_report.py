@@ -20,7 +20,7 @@ from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.converters.float8 import Float8Converter
 from torchtitan.converters.linear import LinearConverter, relative_errors
 from torchtitan.converters.mx import MXConverter
-from torchtitan.engine.explain import explain_conversion
+from torchtitan.engine.conversion import explain_conversion
 from torchtitan.errors import ConfigError
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama

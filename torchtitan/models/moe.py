@@ -135,7 +135,7 @@ class Router(nn.Module):
 
     Attributes:
         balance_loss: from scores and chosen experts to the same scores, whose gradient gets that of a loss for an even
-            load added (`engine.expert_balance`); None without one.
+            load added (`models.expert_balance`); None without one.
     """
 
     __call__: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

@@ -101,9 +101,10 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     from torchtitan.converters.linear import LinearConverter
     from torchtitan.data import Batch
     from torchtitan.device import find_device
-    from torchtitan.engine.engine import build_engine, build_meshes
+    from torchtitan.engine.engine import build_engine
     from torchtitan.engine.model_args import find_model_args
     from torchtitan.engine.train_step import train_step
+    from torchtitan.parallel.dims import build_meshes
     from torchtitan.plan.expert_load import assume_load
     from torchtitan.plan.extrapolation import dense_layers, period_of_layers
     from torchtitan.plan.simulation import fake_process_group

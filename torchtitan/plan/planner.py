@@ -13,7 +13,7 @@ from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.converters import apply_converters, conversion_report
 from torchtitan.device import Device
-from torchtitan.engine.explain import explain_conversion
+from torchtitan.engine.conversion import explain_conversion
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.precision_phases import Phase, parse_phases
 from torchtitan.errors import ConfigError

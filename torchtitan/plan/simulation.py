@@ -21,14 +21,14 @@ from torchtitan.config import JobConfig
 from torchtitan.converters import Target
 from torchtitan.data import Batch
 from torchtitan.device import Device
+from torchtitan.engine.conversion import conversion_target
 from torchtitan.engine.converter_hooks import after_optimizer_step
-from torchtitan.engine.engine import Meshes, build_engine, build_meshes
-from torchtitan.engine.explain import conversion_target
+from torchtitan.engine.engine import build_engine
 from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.optim.combined import parts_of
 from torchtitan.optim.muon import Muon, work_of
-from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.dims import Meshes, ParallelDims, build_meshes
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.plan.devices import PlannedDevice
 from torchtitan.plan.expert_load import assume_load

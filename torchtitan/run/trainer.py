@@ -19,7 +19,6 @@ from torchtitan.converters.conversion_report import schedule_line
 from torchtitan.data import Batch, Loader, ValidationLoader
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine
-from torchtitan.engine.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.engine.train_step import evaluate, sum_over_ranks, train_step
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.evaluation.evaluator import Evaluator, table
@@ -27,6 +26,7 @@ from torchtitan.evaluation.samples import Sampler
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak
+from torchtitan.models.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.models.init import init_weights
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.optim.skip_step import UpdateGuard
