@@ -33,7 +33,6 @@ from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.init import init_weights
-from torchtitan.models.moe import SparseArgs
 from torchtitan.parallel.dims import ParallelDims, build_meshes
 from torchtitan.parallel.process_group import init_process_group
 
@@ -96,7 +95,7 @@ class Bench:
             return 2
         heads, kv = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
         inner, rows, experts = args.ffn_dim, 0, 1
-        if isinstance(args, SparseArgs):
+        if args.moe is not None:
             inner, rows, experts = args.moe.ffn_dim * args.moe.top_k, args.moe.top_k, args.moe.n_experts
         weights = 2 * args.dim * (heads + kv) + 3 * args.dim * inner // max(rows, 1) * experts
         # A row of an expert adds its input and its output.

@@ -29,9 +29,10 @@ from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import find_source
 from torchtitan.models import MODELS
+from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import HUGGING_FACE
-from torchtitan.models.moe import MoEArgs, reset_buffers
+from torchtitan.models.moe import reset_buffers
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.qwen3.args import Qwen3Args
 from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs

@@ -77,7 +77,7 @@ def parallelize(
     if tensor_mesh.size() > 1:
         # The compiler's patterns for asynchronous tensor parallelism want collectives along the sequence; and experts'
         # loss for an even load is that of each sequence, of which the ranks must hold parts.
-        flatten = not (parallelism.enable_async_tensor_parallel or hasattr(model.args, "moe"))
+        flatten = not (parallelism.enable_async_tensor_parallel or model.args.moe is not None)
         apply_tensor_parallel(model, plan, tensor_mesh, all_gather_for, flatten)
         if parallelism.disable_loss_parallel:
             model.cross_entropy = all_gather_cross_entropy(model.cross_entropy, tensor_mesh)

@@ -46,6 +46,12 @@ class ModelSpec:
     parallelize: Callable[..., None] = parallelize
     hf: HuggingFaceNaming | None = None
 
+    def __post_init__(self) -> None:
+        """Gives sizes that do not know of experts the attribute `moe`."""
+        for sizes in {type(args) for args in self.flavors.values()}:
+            if not hasattr(sizes, "moe"):
+                sizes.moe = None  # type: ignore[assignment]
+
     def flavor(self, name: str, key: str = "model.flavor") -> ModelArgs:
         """The sizes called `name`, or a ConfigError that names the key and lists the known names."""
         if name not in self.flavors:

@@ -117,7 +117,7 @@ class Meshes:
 
 def build_meshes(dims: ParallelDims, device_type: str, args: "ModelArgs") -> Meshes:
     """For a model with these sizes. Needs a process group. Collective."""
-    expert_mesh = dims.build_expert_mesh(device_type) if hasattr(args, "moe") else None
+    expert_mesh = dims.build_expert_mesh(device_type) if args.moe is not None else None
     return Meshes(dims, dims.build_mesh(device_type), dims.build_context_mesh(device_type), expert_mesh)
 
 

@@ -33,9 +33,8 @@ def check_model(
         }
         for what, size in sizes.items():
             _check_divides("tensor_parallel_degree", dims.tp, size, what, problems)
-    experts = getattr(getattr(args, "moe", None), "n_experts", None)
-    if experts is not None:
-        _check_divides("expert_parallel_degree", dims.ep, experts, "experts of a layer", problems)
+    if args.moe is not None:
+        _check_divides("expert_parallel_degree", dims.ep, args.moe.n_experts, "experts of a layer", problems)
     elif dims.ep > 1:
         problems.append(f"{PREFIX}expert_parallel_degree = {dims.ep}, but this model has no experts; set it to 1.")
     pieces = dims.tp * dims.cp * (2 if dims.cp > 1 and parallelism.context_parallel_rotate_method == "allgather" else 1)
@@ -55,7 +54,7 @@ def check_model(
             f"{PREFIX}context_parallel_rotate_method = alltoall divides the {kv_heads} key-value heads over tensor x "
             f"context parallel ranks = {dims.tp} x {dims.cp}, which do not divide them evenly; use allgather."
         )
-    if dims.pp > 1 and getattr(args, "tied_embeddings", False):
+    if dims.pp > 1 and args.tied_embeddings:
         problems.append(
             f"{PREFIX}pipeline_parallel_degree = {dims.pp}: this model's output layer shares the embedding's weight, "
             "but they would be on different stages; set it to 1."

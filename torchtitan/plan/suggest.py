@@ -157,7 +157,7 @@ def suggestions(plan: Plan, args: Any, config: JobConfig, rows: int, peak: Peak)
 def candidates(plan: Plan, args: Any, config: JobConfig, rows: int) -> Iterator[Candidate]:
     """All settings that a run would accept. Replicas, context parallelism and pipelines stay as configured."""
     powers = [2**n for n in range(plan.world_size.bit_length())]
-    experts = args.moe.n_experts if hasattr(args, "moe") else 1
+    experts = 1 if args.moe is None else args.moe.n_experts
     batches = [n for n in powers if n <= rows]
     degrees = itertools.product([n for n in powers if n <= NODE], [n for n in powers if n <= experts])
     level = logger.level
@@ -200,7 +200,7 @@ def step_seconds(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     work, waits, runs_beside = Work(), 0.0, 0.0
 
     # Parameters that a token meets, and the inner width of its feed-forward.
-    moe: Any = getattr(args, "moe", None)
+    moe = args.moe
     attention = 2 * args.n_heads * args.head_dim * training.seq_len  # FLOPs of a token's forward pass, causal
     multiplied = plan.flops_per_token / 6 - args.n_layers * attention
     in_layer = (multiplied - args.vocab_size * args.dim) / args.n_layers

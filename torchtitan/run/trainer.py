@@ -194,10 +194,8 @@ class Trainer:
         self.folder.record_event(self.step, "busy", threads_waiting=round(threads_waiting, 1))
 
     def _expert_metrics(self) -> ExpertMetrics | None:
-        mixture = getattr(self.engine.model.args, "moe", None)
-        if mixture is None:
-            return None
-        return expert_metrics(self.engine.expert_statistics, mixture.top_k, self.engine.meshes.mesh)
+        moe = self.engine.model.args.moe
+        return moe and expert_metrics(self.engine.expert_statistics, moe.top_k, self.engine.meshes.mesh)
 
     @property
     def tokens_per_step(self) -> int:
