@@ -144,7 +144,7 @@ class Bench:
                 "full": engine.flops_per_token,
                 "causal": causal(engine.flops_per_token, args, self.seq_len),
             },
-            "parameters": engine.parameters,
+            "parameters": engine.num_parameters,
             "memory": memory,
             "first_step": first_step,
             "compile_seconds": first_step - typical if recipe.compile else None,

@@ -33,7 +33,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.device import find_device
 from torchtitan.engine.engine import build_engine
 from torchtitan.engine.model_args import find_model_args
-from torchtitan.interchange.load import load_weights
+from torchtitan.interchange.exchange import load_weights
 from torchtitan.interchange.model import PublishedModel, published
 from torchtitan.interchange.sources import INDEX, find_source
 from torchtitan.models import MODELS

@@ -24,8 +24,8 @@ from torchtitan.errors import CheckpointError, DataError
 from torchtitan.generation.open import open_model
 from torchtitan.interchange import Exchange
 from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
+from torchtitan.interchange.exchange import load_weights
 from torchtitan.interchange.export import export
-from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import find_source
 from torchtitan.models import MODELS

@@ -25,6 +25,7 @@ from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
 from torchtitan.models.expert_balance import add_balance_loss
 from torchtitan.models.moe import mixtures, reset_buffers
+from torchtitan.models.parallelize import set_all_to_all_dtype
 from torchtitan.models.parametrization import Scaling, mup
 from torchtitan.optim.in_backward import StepInBackward
 from torchtitan.optim.optimizer import build_optimizer, bytes_of_state
@@ -32,7 +33,6 @@ from torchtitan.optim.parameters import check_groups
 from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import Meshes
-from torchtitan.parallel.expert import ExpertDispatch
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
 from torchtitan.protocols import Decoder, ModelArgs
 
@@ -56,7 +56,7 @@ class Engine:
             evaluation.
         fused_gemms: compiler pass of asynchronous tensor parallelism; None without it.
         loss_scale: factor applied to the summed loss of a micro-batch before the backward pass.
-        parameters: parameter count of the full model.
+        num_parameters: of the full model.
         flops_per_token: of the full model, forward and backward.
         calls: by path, how often a linear layer runs per forward pass, if not once.
         scalings: factors on the initial values and learning rate of each parameter of the full model, by name; None
@@ -79,7 +79,7 @@ class Engine:
     validation_pipeline: Pipeline | None
     fused_gemms: FusedGemms | None
     loss_scale: float
-    parameters: int
+    num_parameters: int
     flops_per_token: float
     calls: dict[str, int]
     converted_model: str
@@ -177,7 +177,7 @@ def build_engine(
     if config.model.parametrization == "mup":
         with torch.device("meta"):
             scalings = mup(model, spec.build(find_base_args(config.model, args)))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     unused = sum(mixture.unused_parameters for mixture in mixtures(model).values())
     calls: dict[str, int] = getattr(model, "passes", lambda tokens: {})(target.tokens)
@@ -204,7 +204,7 @@ def build_engine(
         stage.positions = positions
         spec.parallelize(
             stage,
-            spec.plan,
+            spec.sharding,
             mesh,
             meshes.context_mesh,
             meshes.expert_mesh,
@@ -212,7 +212,7 @@ def build_engine(
             config.activation_checkpoint,
             training,
         )
-    _set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
+    set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
 
     allocate(model, list(stages.values()), config, device)
 
@@ -245,22 +245,14 @@ def build_engine(
         validation_pipeline=validation_pipeline,
         fused_gemms=fused_gemms,
         loss_scale=loss_scale,
-        parameters=parameters,
+        num_parameters=num_parameters,
         flops_per_token=flops_per_token(
-            parameters - embedding - unused, args.n_layers, args.n_heads, args.head_dim, training.seq_len
+            num_parameters - embedding - unused, args.n_layers, args.n_heads, args.head_dim, training.seq_len
         ),
         calls=calls,
         converted_model=converted_model,
         scalings=scalings,
     )
-
-
-def _set_all_to_all_dtype(model: Decoder, name: str) -> None:
-    """Sets the dtype in which rows are sent to the ranks that have their experts; "": as they are."""
-    dtype = {"": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}[name]
-    for mixture in mixtures(model).values():
-        if isinstance(mixture.dispatch, ExpertDispatch):
-            mixture.dispatch.dtype = dtype
 
 
 def _position_ids(config: JobConfig, meshes: Meshes) -> torch.Tensor | None:

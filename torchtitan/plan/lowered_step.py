@@ -105,9 +105,8 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     from torchtitan.engine.model_args import find_model_args
     from torchtitan.engine.train_step import train_step
     from torchtitan.parallel.dims import build_meshes
-    from torchtitan.plan.expert_load import assume_load
     from torchtitan.plan.extrapolation import dense_layers, period_of_layers
-    from torchtitan.plan.simulation import fake_process_group
+    from torchtitan.plan.simulation import assume_load, fake_process_group
     from torchtitan.plan.watch import Watch, tensors_in, work_of_graph
 
     watch = Watch(count, UPDATES)

@@ -26,12 +26,12 @@ from torchtitan.engine.converter_hooks import after_optimizer_step
 from torchtitan.engine.engine import build_engine
 from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.parallelize import dispatches
 from torchtitan.optim.combined import parts_of
 from torchtitan.optim.muon import Muon, work_of
 from torchtitan.parallel.dims import Meshes, ParallelDims, build_meshes
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.plan.devices import PlannedDevice
-from torchtitan.plan.expert_load import assume_load
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
 from torchtitan.protocols import Decoder, ModelArgs
@@ -367,3 +367,10 @@ def target_on(planned: PlannedDevice, config: JobConfig, spec: ModelSpec, dims: 
         device_name=planned.name,
         compute_capability=planned.compute_capability,
     )
+
+
+def assume_load(model: nn.Module, load: float) -> None:
+    """Lets this rank's experts get `load` times as many rows as the rank sends, in place: fake tensors do not say what
+    the router chooses."""
+    for dispatch in dispatches(model):
+        dispatch.received_rows = lambda splits, sent: round(load * sent)  # type: ignore[method-assign]

@@ -108,7 +108,7 @@ def log_settings(
         + (f", {counted(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else "")
         + f"), {counted(dist.get_world_size(), 'process')}",
         "layout": f"{dims}",
-        "model": f"{config.model.name} {config.model.flavor}, {engine.parameters:,} parameters",
+        "model": f"{config.model.name} {config.model.flavor}, {engine.num_parameters:,} parameters",
         "precision": f"{training.mixed_precision_param} GEMMs"
         + (f" ({dtype_reason})" if dtype_reason else "")
         + f", {training.weight_dtype} weights, float32 gradient sums"

@@ -155,7 +155,7 @@ class Trainer:
             device=f"{self.engine.device.type} ({self.engine.device.name})",
             processes=dist.get_world_size(),
             layout=f"{self.engine.meshes.dims}",
-            model=f"{config.model.name} {config.model.flavor}, {self.engine.parameters:,} parameters",
+            model=f"{config.model.name} {config.model.flavor}, {self.engine.num_parameters:,} parameters",
             torch=torch.__version__,
             **({"changed": self.changed} if self.changed else {}),
         )
