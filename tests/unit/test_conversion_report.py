@@ -117,7 +117,7 @@ def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: P
 
 
 def test_a_wrong_entry_ends_the_script_with_status_2() -> None:
-    done = python("scripts/explain_conversion.py", "--model.converters=float8", "--float8.filter_fqns=atention.wk")
+    done = python("-m", "torchtitan.explain", "--model.converters=float8", "--float8.filter_fqns=atention.wk")
     assert done.returncode == 2
     assert "'atention.wk' matches no module of this model (did you mean attention.wk?)" in done.stderr
 
