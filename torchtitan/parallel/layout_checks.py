@@ -1,21 +1,18 @@
 """Checks that a model, a batch and a pipeline schedule fit the degrees of parallelism."""
 
 import os
-from typing import TYPE_CHECKING
 
 from torchtitan.config.system import Parallelism
 from torchtitan.config.training import Training, Validation
 from torchtitan.errors import nearest
 from torchtitan.parallel.dims import ParallelDims
-
-if TYPE_CHECKING:
-    from torchtitan.protocols import ModelArgs  # imports torch
+from torchtitan.protocols import ModelArgs
 
 PREFIX = "parallelism."
 
 
 def check_model(
-    args: "ModelArgs", dims: ParallelDims, parallelism: Parallelism, seq_len: int, problems: list[str]
+    args: ModelArgs, dims: ParallelDims, parallelism: Parallelism, seq_len: int, problems: list[str]
 ) -> None:
     """Appends a sentence to `problems` for each size that a degree does not divide, with degrees that do.
 
