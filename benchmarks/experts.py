@@ -40,7 +40,7 @@ def layers(tokens: int) -> str:
     torch.manual_seed(0)
     modules: dict[str, nn.Module] = {
         "dense": FeedForward(dense.dim, dense.ffn_dim),  # type: ignore[attr-defined]
-        "sparse": MoE(sparse.dim, sparse.moe),  # type: ignore[attr-defined]
+        "sparse": MoE(sparse.dim, sparse.moe),
     }
     rows = []
     for compiled in (False, True):

@@ -26,15 +26,14 @@ from torchtitan.config.training import Model, Training
 from torchtitan.data import Batch
 from torchtitan.device import find_device
 from torchtitan.engine.converter_hooks import checked_step
-from torchtitan.engine.engine import Engine, build_engine, build_meshes
+from torchtitan.engine.engine import Engine, build_engine
 from torchtitan.engine.train_step import train_step
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.init import init_weights
-from torchtitan.models.moe import SparseArgs
-from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.dims import ParallelDims, build_meshes
 from torchtitan.parallel.process_group import init_process_group
 
 WARMUP = 3
@@ -96,7 +95,7 @@ class Bench:
             return 2
         heads, kv = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
         inner, rows, experts = args.ffn_dim, 0, 1
-        if isinstance(args, SparseArgs):
+        if args.moe is not None:
             inner, rows, experts = args.moe.ffn_dim * args.moe.top_k, args.moe.top_k, args.moe.n_experts
         weights = 2 * args.dim * (heads + kv) + 3 * args.dim * inner // max(rows, 1) * experts
         # A row of an expert adds its input and its output.
@@ -145,7 +144,7 @@ class Bench:
                 "full": engine.flops_per_token,
                 "causal": causal(engine.flops_per_token, args, self.seq_len),
             },
-            "parameters": engine.parameters,
+            "parameters": engine.num_parameters,
             "memory": memory,
             "first_step": first_step,
             "compile_seconds": first_step - typical if recipe.compile else None,

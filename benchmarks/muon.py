@@ -112,7 +112,7 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
                     engine.model.zero_grad()
                     if repetition:
                         updates[name].append(time.perf_counter() - start)
-            count = trainer.engine.parameters
+            count = trainer.engine.num_parameters
     base = statistics.median(seconds["AdamW"])
     rows = [
         [

@@ -110,7 +110,7 @@ def _resized(base: Any, width: int, depth: int) -> Any:
         sizes[key], rest = divmod(number * width, base.dim)
         if rest or not sizes[key]:
             raise ConfigError(f"--widths {width}: {key} is {number} at width {base.dim}, which cannot be scaled to it.")
-    if hasattr(base, "moe"):
+    if base.moe is not None:
         sizes["moe"] = dataclasses.replace(base.moe, ffn_dim=base.moe.ffn_dim * width // base.dim)
     return dataclasses.replace(base, n_layers=depth, **sizes)
 

@@ -55,7 +55,7 @@ def judge(config: JobConfig) -> dict[str, Any]:
     from torchtitan.converters import CONVERTERS
     from torchtitan.converters.numerics import layer_errors
     from torchtitan.device import find_device
-    from torchtitan.engine.explain import conversion_target
+    from torchtitan.engine.conversion import conversion_target
     from torchtitan.models import MODELS
 
     (name,) = config.model.converters

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3.args import Qwen3Args
 from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
 

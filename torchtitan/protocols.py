@@ -46,6 +46,10 @@ class ModelArgs(Protocol):
     @property
     def tied_embeddings(self) -> bool: ...
 
+    @property
+    def moe(self) -> Any:
+        """A `models.args.MoEArgs`; None without experts."""
+
     def with_vocab_size(self, vocab_size: int) -> "ModelArgs": ...
 
 

@@ -39,7 +39,7 @@ from torchtitan.data import Batch
 from torchtitan.data.loader import BatchSpec, build_batch
 from torchtitan.data.packing import Window
 from torchtitan.device import find_device
-from torchtitan.engine.engine import Engine, build_engine, build_meshes
+from torchtitan.engine.engine import Engine, build_engine
 from torchtitan.engine.train_step import train_step
 from torchtitan.kernels import (
     grouped_int8_triton,
@@ -57,6 +57,7 @@ from torchtitan.models.attention import kernel_name
 from torchtitan.optim import muon, state_formats
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel import async_tensor
+from torchtitan.parallel.dims import build_meshes
 from torchtitan.plan.lowering import Call, is_mask, kernels, record, spilled, spills
 from torchtitan.plan.simulation import fake_process_group
 

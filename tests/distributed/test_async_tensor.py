@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.errors import ConfigError
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.parallelize import TENSOR_PARALLEL_PLAN
+from torchtitan.models.parallelize import SHARDING
 from torchtitan.parallel.async_tensor import FusedGemms
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.tensor import apply_tensor_parallel
@@ -33,7 +33,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
 @pytest.mark.full
 def test_collectives_of_a_block_are_fused_into_its_products(mesh: DeviceMesh) -> None:
     model: Any = Llama(ARGS)
-    apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh)
+    apply_tensor_parallel(model, SHARDING, mesh)
     block = model.layers["0"]
     apply_compile([block], "cpu")
     fused = FusedGemms()

@@ -19,7 +19,7 @@ from torchtitan.converters.scaling import amax_histories
 from torchtitan.models.init import init_weights
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.parallelize import TENSOR_PARALLEL_PLAN, parallelize
+from torchtitan.models.parallelize import SHARDING, parallelize
 
 ARGS = LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256)
 NAMES = ("pp", "dp_replicate", "fsdp", "tp")
@@ -37,9 +37,7 @@ def histories_after_steps(fsdp: int, tp: int) -> dict[str, Any]:
     (converter,) = apply_converters(model, ["float8"], lambda _: section, Target("cpu", tensor_parallel=tp))
     assert isinstance(converter, LinearConverter)
     converter.connect(mesh)
-    parallelize(
-        model, TENSOR_PARALLEL_PLAN, mesh, None, None, Parallelism(), ActivationCheckpoint(mode="none"), BFLOAT16
-    )
+    parallelize(model, SHARDING, mesh, None, None, Parallelism(), ActivationCheckpoint(mode="none"), BFLOAT16)
     model.to_empty(device="cpu")
     init_weights(model, model.init_std, 0)
     tokens = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0)).chunk(fsdp)

@@ -15,7 +15,7 @@ from torchtitan.converters import Target, apply_converters
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.norm import RMSNorm
-from torchtitan.models.parallelize import TENSOR_PARALLEL_PLAN
+from torchtitan.models.parallelize import SHARDING
 from torchtitan.parallel.float8_tensor_parallel import all_gather_for
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
@@ -43,7 +43,7 @@ def block_with_its_gathers(recipe: str, filtered: str, in_float8: bool) -> tuple
     apply_converters(model, ["float8"], lambda _: section, Target("cpu", tokens=64))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     options = {"all_gather_for": all_gather_for} if in_float8 else {}
-    apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh, **options)
+    apply_tensor_parallel(model, SHARDING, mesh, **options)
     part = torch.randn(2, 32, 64, dtype=torch.bfloat16).chunk(2, 1)[mesh.get_local_rank()].clone().requires_grad_()
     with Gathers() as gathers:
         out = model.layers["0"](part, model.rope(32, part.device), None)
@@ -57,7 +57,7 @@ def blocks_look_alike() -> bool:
         model: Any = Llama(dataclasses.replace(ARGS, n_layers=2))
     apply_converters(model, ["float8"], lambda _: Float8(), Target("cpu", tokens=64))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh, all_gather_for)
+    apply_tensor_parallel(model, SHARDING, mesh, all_gather_for)
     looks = [
         [
             (type(module), [vars(hook).get("gather") for hook in module._forward_pre_hooks.values()])

@@ -21,11 +21,11 @@ from torchtitan.converters.linear import LowPrecisionLinear
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.engine.converter_hooks import checked_step
-from torchtitan.engine.engine import build_engine, build_meshes
+from torchtitan.engine.engine import build_engine
 from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS
 from torchtitan.models.init import init_weights
-from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.dims import ParallelDims, build_meshes
 
 INT8 = ("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather")
 FLOAT8 = ("--model.converters=float8", "--float8.emulate")

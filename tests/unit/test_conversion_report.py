@@ -19,7 +19,7 @@ from torchtitan.converters import Target, apply_converters, checked_gemms, conve
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.converters.linear_converter import LinearConverter, relative_errors
 from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
-from torchtitan.engine.explain import explain_conversion
+from torchtitan.engine.conversion import explain_conversion
 from torchtitan.errors import ConfigError
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
@@ -116,7 +116,7 @@ def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: P
 
 
 def test_a_wrong_entry_ends_the_script_with_status_2() -> None:
-    done = python("scripts/explain_conversion.py", "--model.converters=float8", "--float8.filter_fqns=atention.wk")
+    done = python("-m", "torchtitan.explain", "--model.converters=float8", "--float8.filter_fqns=atention.wk")
     assert done.returncode == 2
     assert "'atention.wk' matches no module of this model (did you mean attention.wk?)" in done.stderr
 

@@ -14,8 +14,8 @@ import torch
 from runs import CHECKPOINTS, TINY, into, python, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torchtitan.generate import TextStream
 from torchtitan.generation.sample import Sampling, generate
-from torchtitan.generation.stream import TextStream
 from torchtitan.interchange.convert import one_process
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
@@ -208,7 +208,7 @@ def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_told_in_a_sentence(flags: tuple[str, ...], words: str) -> None:
-    result = python("scripts/generate.py", *flags)
+    result = python("-m", "torchtitan.generate", *flags)
     assert result.returncode == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr

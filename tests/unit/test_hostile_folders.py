@@ -23,8 +23,8 @@ from torchtitan.interchange.convert import find_model, import_weights, one_proce
 from torchtitan.interchange.export import export
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.models import MODELS
+from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
 from torchtitan.models.rope import RopeScaling
 

@@ -14,11 +14,12 @@ from torchtitan.config import JobConfig
 from torchtitan.config.training import MoE as MoEConfig
 from torchtitan.config.training import Training
 from torchtitan.engine.engine import allocate
-from torchtitan.engine.expert_balance import add_balance_loss
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.exact_gemm import ExactLinear
 from torchtitan.kernels.grouped_gemm import grouped_linear
-from torchtitan.models.moe import MoE, MoEArgs
+from torchtitan.models.args import MoEArgs
+from torchtitan.models.expert_balance import add_balance_loss
+from torchtitan.models.moe import MoE
 
 ARGS = MoEArgs(n_experts=6, top_k=2, ffn_dim=8)
 DIM = 12

@@ -1,9 +1,12 @@
 """Names in a TOML file and the objects they refer to."""
 
+from dataclasses import asdict, dataclass
+from typing import Any
+
 import pytest
 
 from torchtitan.errors import ConfigError, nearest
-from torchtitan.models import MODELS
+from torchtitan.models import MODELS, ModelSpec
 from torchtitan.registry import Registry
 
 
@@ -35,6 +38,21 @@ def test_models() -> None:
     assert set(MODELS.get("llama3").flavors) == {"debugmodel", "1B", "3B", "8B", "70B", "405B"}
     with pytest.raises(ConfigError, match=r"model\.flavor: unknown flavor '7B'.*known: debugmodel, 1B, 3B, 8B"):
         MODELS.get("llama3").flavor("7B")
+
+
+def test_sizes_of_a_users_family_need_not_know_of_experts() -> None:
+    @dataclass(frozen=True)
+    class Sizes:
+        n_layers: int = 2
+
+    spec = ModelSpec({"own": Sizes()}, plan={"wq": "colwise"})  # type: ignore[dict-item]
+    sizes: Any = spec.flavor("own")
+    assert sizes.moe is None
+    assert spec.sharding == {"wq": "colwise"}  # by its name before 0.2
+    # As before, checkpoints of dense models do not record experts, and those of sparse ones do.
+    assert asdict(sizes) == {"n_layers": 2}
+    recorded: Any = [MODELS.get(name).flavor("debugmodel") for name in ("llama3", "qwen3", "qwen3_moe")]
+    assert ["moe" in asdict(args) for args in recorded] == [False, False, True]
 
 
 @pytest.mark.parametrize(

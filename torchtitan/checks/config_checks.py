@@ -93,7 +93,7 @@ def _check_export(config: JobConfig) -> None:
             spec.hf.to_config(args)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}; unset it.") from None
-    if hasattr(args, "moe") and config.moe.balance == "bias":
+    if args.moe is not None and config.moe.balance == "bias":
         raise ConfigError(
             f'{key}: with moe.balance = "bias", the router gets biases that transformers has no place for; set '
             'moe.balance to "loss" or "none", or unset it.'

@@ -143,7 +143,7 @@ def _unused_sections(config: JobConfig) -> list[tuple[str, str, str]]:
     unused = [
         (section, "", f"{name} in model.converters") for name, section in sections.items() if section not in in_use
     ]
-    if not hasattr(MODELS.get(config.model.name).flavor(config.model.flavor), "moe"):
+    if MODELS.get(config.model.name).flavor(config.model.flavor).moe is None:
         unused.append(("moe", "", "a model with experts, such as qwen3_moe"))
     return [entry for entry in unused if entry[0]]
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from torchtitan.converters.converter import Decision, Target
 from torchtitan.errors import ConfigError, nearest
-from torchtitan.models.moe import GroupedLinear, MoE, MoEArgs, Router
+from torchtitan.models.args import MoEArgs
+from torchtitan.models.moe import GroupedLinear, MoE, Router
 
 AUTO_FILTER_SMALL_KN = "auto_filter_small_kn"
 AUTO_FILTER_MEASURED = "auto_filter_measured"

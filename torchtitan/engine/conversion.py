@@ -1,4 +1,4 @@
-"""Converts the full model to low precision, before it is parallelized."""
+"""Converts the full model to low precision, before it is parallelized; or only says what would be converted."""
 
 import functools
 from collections.abc import Sequence
@@ -14,28 +14,62 @@ from torchtitan.converters import (
     apply_converters,
     conversion_report,
 )
-from torchtitan.models import MODELS
+from torchtitan.device import Device
+from torchtitan.engine.model_args import find_model_args
+from torchtitan.models import MODELS, ModelSpec
 from torchtitan.protocols import Decoder, ModelArgs
 
 
+def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None, shards: int = 1) -> Target:
+    """Where the converted model of this configuration will run; without a device, anywhere."""
+    training, parallelism = config.training, config.parallelism
+    pipeline = parallelism.pipeline_parallel_degree > 1
+    rows = parallelism.pipeline_parallel_microbatch_size if pipeline else training.local_batch_size
+    return Target(
+        device_type=device.type if device else "meta",
+        device_name=device.name if device else "",
+        compute_capability=torch.cuda.get_device_capability() if device and device.type == "cuda" else None,
+        tokens=rows * training.seq_len // parallelism.context_parallel_degree,
+        compile=training.compile,
+        dtype=torch.float32 if training.mixed_precision_param == "float32" else torch.bfloat16,
+        tensor_parallel=parallelism.tensor_parallel_degree,
+        expert_parallel=parallelism.expert_parallel_degree,
+        plan=spec.sharding,
+        shards=shards,
+        optimizer=config.optimizer,
+    )
+
+
 def build_converted_model(
-    config: JobConfig, args: ModelArgs, target: Target, mesh: DeviceMesh
+    config: JobConfig, args: ModelArgs, target: Target, mesh: DeviceMesh | None = None
 ) -> tuple[Decoder, list[ModelConverter]]:
     """The full model on the meta device, and the converters applied to it. Collective.
 
     Args:
         args: model sizes.
         target: where low-precision layers will run.
-        mesh: (pp, dp_replicate, fsdp, tp).
+        mesh: (pp, dp_replicate, fsdp, tp); None if the model will not run.
     """
     with torch.device("meta"):
         model = MODELS.get(config.model.name).build(args)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.training.weight_dtype))
     converters = apply_converters(model, config.model.converters, functools.partial(getattr, config), target)
-    for converter in converters:
-        converter.connect(mesh)
+    if mesh is not None:
+        for converter in converters:
+            converter.connect(mesh)
     return model, converters
+
+
+def explain_conversion(config: JobConfig) -> list[Decision]:
+    """One decision per linear layer of the configured model, as in `conversion.json`, without training.
+
+    Raises:
+        ConfigError: as a training run would, also if no layer is converted.
+    """
+    target = conversion_target(config, MODELS.get(config.model.name), device=None)
+    _, converters = build_converted_model(config, find_model_args(config.model), target)
+    return decisions_of(converters)
 
 
 def decisions_of(converters: Sequence[ModelConverter]) -> list[Decision]:

@@ -4,69 +4,37 @@ It knows nothing of data sets, checkpoints or metrics: the trainer feeds it, and
 """
 
 import functools
+import math
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan.config import JobConfig
 from torchtitan.converters import ModelConverter, Target
 from torchtitan.device import Device
-from torchtitan.engine.conversion import build_converted_model
-from torchtitan.engine.expert_balance import add_balance_loss
-from torchtitan.engine.explain import conversion_target
-from torchtitan.engine.memory_check import check_memory
+from torchtitan.engine.conversion import build_converted_model, conversion_target
 from torchtitan.engine.model_args import find_base_args
 from torchtitan.engine.precision_phases import PrecisionPhases, build_precision_phases
+from torchtitan.errors import ConfigError
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
+from torchtitan.models.expert_balance import add_balance_loss
 from torchtitan.models.moe import mixtures, reset_buffers
+from torchtitan.models.parallelize import set_all_to_all_dtype
 from torchtitan.models.parametrization import Scaling, mup
 from torchtitan.optim.in_backward import StepInBackward
-from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.optim.optimizer import build_optimizer, bytes_of_state
 from torchtitan.optim.parameters import check_groups
 from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
-from torchtitan.parallel.dims import ParallelDims
-from torchtitan.parallel.expert import ExpertDispatch
+from torchtitan.parallel.dims import Meshes
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
 from torchtitan.protocols import Decoder, ModelArgs
-
-
-@dataclass(frozen=True)
-class Meshes:
-    """This rank's position among the others.
-
-    Attributes:
-        mesh: (pp, dp_replicate, fsdp, tp).
-        context_mesh: the ranks that share a sequence with this one; None without context parallelism.
-        expert_mesh: (pp, dp_replicate, fsdp, ep) of the experts' weights; None if `mesh` serves, or without experts.
-    """
-
-    dims: ParallelDims
-    mesh: DeviceMesh
-    context_mesh: DeviceMesh | None
-    expert_mesh: DeviceMesh | None
-
-    @property
-    def dp_rank(self) -> int:
-        """Which of the `dims.dp` slices of the global batch this rank trains on."""
-        return self.mesh.get_local_rank("dp_replicate") * self.dims.dp_shard + (
-            self.mesh.get_local_rank("fsdp") // self.dims.cp
-        )
-
-    @property
-    def is_first_of_dp_rank(self) -> bool:
-        """Whether this is the first of the ranks that train on the same slice of the batch."""
-        pp, _, fsdp, tp = self.mesh.get_coordinate() or ()
-        return pp == 0 and tp == 0 and fsdp % self.dims.cp == 0
-
-
-def build_meshes(dims: ParallelDims, device_type: str, args: ModelArgs) -> Meshes:
-    """For a model with these sizes. Needs a process group. Collective."""
-    expert_mesh = dims.build_expert_mesh(device_type) if hasattr(args, "moe") else None
-    return Meshes(dims, dims.build_mesh(device_type), dims.build_context_mesh(device_type), expert_mesh)
 
 
 @dataclass(frozen=True)
@@ -88,7 +56,7 @@ class Engine:
             evaluation.
         fused_gemms: compiler pass of asynchronous tensor parallelism; None without it.
         loss_scale: factor applied to the summed loss of a micro-batch before the backward pass.
-        parameters: parameter count of the full model.
+        num_parameters: of the full model.
         flops_per_token: of the full model, forward and backward.
         calls: by path, how often a linear layer runs per forward pass, if not once.
         scalings: factors on the initial values and learning rate of each parameter of the full model, by name; None
@@ -111,7 +79,7 @@ class Engine:
     validation_pipeline: Pipeline | None
     fused_gemms: FusedGemms | None
     loss_scale: float
-    parameters: int
+    num_parameters: int
     flops_per_token: float
     calls: dict[str, int]
     converted_model: str
@@ -135,6 +103,34 @@ def allocate(model: Decoder, stages: Sequence[Decoder], config: JobConfig, devic
                 {name: buffer.to(device.torch_device) for name, buffer in module.named_buffers(recurse=False)}
             )
     reset_buffers(model)
+
+
+def state_bytes(model: nn.Module, config: JobConfig) -> float:
+    """Lower bound of what this rank holds throughout training. The model may be on the meta device."""
+    gradients = 0 if config.optimizer.early_step_in_backward else 1
+    total = 0.0
+    for parameter in model.parameters():
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        total += local.numel() * (parameter.element_size() * (1 + gradients) + bytes_of_state(config.optimizer))
+    return total
+
+
+def check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:
+    """Raises a ConfigError, the same on every rank, if any machine or GPU has too little memory. Collective."""
+    place = (socket.gethostname(), device.torch_device.index if device.type == "cuda" else None)
+    ranks: list[tuple[object, float, int]] = [(place, 0.0, 0)] * dist.get_world_size()
+    dist.all_gather_object(ranks, (place, state_bytes(model, config), device.memory_capacity_bytes()))
+    for where in {place for place, _, _ in ranks}:
+        need = sum(size for place, size, _ in ranks if place == where)
+        there = min((capacity for place, _, capacity in ranks if place == where), default=math.inf)
+        if need > there:
+            what = "GPU" if device.type == "cuda" else "machine"
+            raise ConfigError(
+                f"model.flavor = {config.model.flavor}: weights, gradients and optimizer state alone need "
+                f"{need / 2**30:,.0f} GiB on one {what}, which has {there / 2**30:,.0f} GiB; use a smaller flavor, "
+                f"more {what}s, or smaller states (training.weight_dtype, optimizer.name = AdamW8bit). "
+                "--job.plan estimates the memory of a run."
+            )
 
 
 def build_engine(
@@ -181,7 +177,7 @@ def build_engine(
     if config.model.parametrization == "mup":
         with torch.device("meta"):
             scalings = mup(model, spec.build(find_base_args(config.model, args)))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     unused = sum(mixture.unused_parameters for mixture in mixtures(model).values())
     calls: dict[str, int] = getattr(model, "passes", lambda tokens: {})(target.tokens)
@@ -208,7 +204,7 @@ def build_engine(
         stage.positions = positions
         spec.parallelize(
             stage,
-            spec.plan,
+            spec.sharding,
             mesh,
             meshes.context_mesh,
             meshes.expert_mesh,
@@ -216,7 +212,7 @@ def build_engine(
             config.activation_checkpoint,
             training,
         )
-    _set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
+    set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
 
     allocate(model, list(stages.values()), config, device)
 
@@ -249,22 +245,14 @@ def build_engine(
         validation_pipeline=validation_pipeline,
         fused_gemms=fused_gemms,
         loss_scale=loss_scale,
-        parameters=parameters,
+        num_parameters=num_parameters,
         flops_per_token=flops_per_token(
-            parameters - embedding - unused, args.n_layers, args.n_heads, args.head_dim, training.seq_len
+            num_parameters - embedding - unused, args.n_layers, args.n_heads, args.head_dim, training.seq_len
         ),
         calls=calls,
         converted_model=converted_model,
         scalings=scalings,
     )
-
-
-def _set_all_to_all_dtype(model: Decoder, name: str) -> None:
-    """Sets the dtype in which rows are sent to the ranks that have their experts; "": as they are."""
-    dtype = {"": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}[name]
-    for mixture in mixtures(model).values():
-        if isinstance(mixture.dispatch, ExpertDispatch):
-            mixture.dispatch.dtype = dtype
 
 
 def _position_ids(config: JobConfig, meshes: Meshes) -> torch.Tensor | None:

@@ -71,7 +71,7 @@ def with_width(args: ModelArgs, dim: int) -> ModelArgs:
     Raises:
         ConfigError: heads or feed-forward would not be whole numbers, or the model has experts.
     """
-    if hasattr(args, "moe") or not all(hasattr(args, name) for name in GROW_WITH_WIDTH):
+    if args.moe is not None or not all(hasattr(args, name) for name in GROW_WITH_WIDTH):
         raise ConfigError("model.dim: only dense models can have another width than their flavor; unset it.")
     if dim % width_unit(args):
         raise ConfigError(

@@ -11,8 +11,8 @@ from torch.profiler import record_function
 from torchtitan.data import Batch
 from torchtitan.engine.converter_hooks import after_optimizer_step, saturated_nonfinite
 from torchtitan.engine.engine import Engine
-from torchtitan.engine.expert_balance import balance_experts
 from torchtitan.kernels.quantize import weights_unchanged
+from torchtitan.models.expert_balance import balance_experts
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import optimizer_step, set_learning_rate
 from torchtitan.parallel.fsdp import reshard, set_last_microbatch

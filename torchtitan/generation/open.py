@@ -10,7 +10,7 @@ from torchtitan.checkpoint.tokenizer import check_published_tokenizer
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.interchange.convert import find_model, open_checkpoint
-from torchtitan.interchange.load import load_weights
+from torchtitan.interchange.exchange import load_weights
 from torchtitan.interchange.model import published
 from torchtitan.interchange.sources import longest_sequence
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast

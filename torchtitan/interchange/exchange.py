@@ -5,15 +5,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.tokenizer import check_published_tokenizer
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.export import export, require_no_bias
-from torchtitan.interchange.load import load_weights
 from torchtitan.interchange.model import PublishedModel
-from torchtitan.interchange.sources import Source, find_source, wrong_sums
-from torchtitan.logging import logger
+from torchtitan.interchange.sources import Source, find_source, read_part, wrong_sums
+from torchtitan.logging import Waiting, logger
+from torchtitan.models.init import local_box
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
 
 
@@ -83,3 +84,15 @@ class Exchange:
         raise_on_all_ranks(lambda: require_no_bias(biases))
         shapes = {name: tensor.shape for name, tensor in tensors.items() if name in model.shapes}
         export(folder, shapes, tensors.__getitem__, model, dtype, group=group)
+
+
+@torch.no_grad()
+def load_weights(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
+    """Fills the tensors, or this rank's shards of DTensors, by name; each rank reads only what it holds.
+
+    Raises:
+        CheckpointError: a weight cannot be read.
+    """
+    for name, tensor in Waiting.over(list(tensors.items()), f"loading {source.folder}", "weights"):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local.copy_(read_part(source, name, local_box(tensor)))

@@ -28,22 +28,21 @@ def main() -> None:
     tokens.add_argument("--tokens", help="instead: the same tokens for each size, one or several")
     parser.add_argument("--predict", required=True, help="parameters to predict, at the most tokens (per parameter)")
     parser.add_argument("--folder", type=local_path, help="default: job.dump_folder")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan only")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs only")
     parser.add_argument("--verify", action="store_true", help="finally train the predicted size too")
     arguments, flags = parser.parse_known_args()
     climb(arguments, ConfigManager().parse_args([f"--job.config_file={arguments.file}", *flags]))
 
 
 def climb(arguments: argparse.Namespace, config: JobConfig) -> None:
-    """Plans, trains, fits and predicts."""
+    """Chooses the runs, trains, fits and predicts."""
     with quick_imports():
         from torchtitan.engine.model_args import register_models
-        from torchtitan.ladder.plan import plan
         from torchtitan.ladder.report import report, table, time_left
-        from torchtitan.ladder.runs import run, write_files
+        from torchtitan.ladder.runs import choose_runs, run, write_files
 
     register_models(config)
-    ladder = plan(arguments, config)
+    ladder = choose_runs(arguments, config)
     runs = [*ladder.by_cost, *([ladder.target] if arguments.verify else [])]
     print(table(runs))
     print(time_left(ladder, runs), flush=True)

@@ -1,5 +1,6 @@
 """The runs of a ladder: a TOML file each, started as a user starts them."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -12,15 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.engine.model_args import sizes_of
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.evaluation.find_tasks import HELD_OUT
-from torchtitan.ladder.fit import Row
-from torchtitan.ladder.shapes import Shape, short
+from torchtitan.ladder.fit import Row, varies_tokens
+from torchtitan.ladder.shapes import Shape, find_shape, parse_number, short
+from torchtitan.launcher.processes import find_processes
 from torchtitan.launcher.signals import STARTER, STOP_SIGNALS
 from torchtitan.logging import Waiting
+from torchtitan.parallel.dims import find_dims
 
 SCRIPT = Path(__file__).resolve().parents[2] / "run_train.sh"
 
@@ -87,6 +91,70 @@ class Rung:
         loss = self.loss()
         assert loss is not None
         return Row(self.shape.parameters, self.tokens, loss)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The runs of a ladder and the run that they predict.
+
+    Attributes:
+        rungs: by series ("20 tokens per parameter", "1M tokens"), from the smallest size to the largest.
+        target: the run to predict.
+    """
+
+    rungs: dict[str, list[Rung]]
+    target: Rung
+    processes: int
+
+    @property
+    def by_cost(self) -> list[Rung]:
+        return sorted((rung for series in self.rungs.values() for rung in series), key=lambda rung: rung.flops)
+
+
+def choose_runs(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
+    """The runs of a ladder, checked.
+
+    Raises:
+        ConfigError: with one sentence; nothing has been trained yet.
+    """
+    processes = find_processes()
+    problems: list[str] = []
+    dims = find_dims(config.parallelism, processes, problems)
+    if dims is None or problems:
+        raise ConfigError(*problems)
+    batch, folder = global_batch_size(config, dims), arguments.folder or Path(config.job.dump_folder)
+    flag, listed = (
+        ("--tokens", arguments.tokens)
+        if arguments.tokens
+        else ("--tokens-per-parameter", arguments.tokens_per_parameter)
+    )
+    amounts = sorted(parse_number(text, flag) for text in listed.split(","))
+    sizes = {text.strip(): parse_number(text, "--sizes") for text in arguments.sizes.split(",")}
+    wanted = parse_number(arguments.predict, "--predict")
+    if wanted <= max(sizes.values()):
+        raise ConfigError(f"--predict {arguments.predict} is not above the largest of --sizes, {arguments.sizes}.")
+
+    def rung(size: str, parameters: float, amount: float) -> Rung:
+        shape = find_shape(config.model, parameters, config.training.seq_len)
+        tokens = amount if arguments.tokens else amount * shape.parameters
+        return make_rung(config, size, shape, tokens, batch, folder)
+
+    unit = "tokens" if arguments.tokens else "tokens per parameter"
+    by_size = sorted(sizes.items(), key=lambda size: size[1])
+    rungs = {f"{short(amount)} {unit}": [rung(*size, amount) for size in by_size] for amount in amounts}
+    target = rung(arguments.predict.strip(), wanted, amounts[-1])
+    same: dict[tuple[int, int], str] = {}
+    for one in [*next(iter(rungs.values())), target]:
+        shape = one.shape
+        if other := same.get((shape.dim, shape.n_layers)):
+            raise ConfigError(
+                f"--sizes: {other} and {one.size} both become {shape.n_layers} layers of width {shape.dim}, "
+                f"{short(shape.parameters)} parameters; leave one out."
+            )
+        same[shape.dim, shape.n_layers] = one.size
+    ladder = Ladder(rungs, target, processes)
+    varies_tokens([(one.shape.parameters, one.tokens) for one in ladder.by_cost])
+    return ladder
 
 
 def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, batch: int, folder: Path) -> Rung:

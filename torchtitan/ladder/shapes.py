@@ -56,7 +56,7 @@ def find_shape(model: Model, parameters: float, seq_len: int) -> Shape:
         ConfigError: the model cannot have another width.
     """
     flavor = find_model_args(model)
-    if hasattr(flavor, "moe"):
+    if flavor.moe is not None:
         raise ConfigError(f"model.name = {model.name}: a ladder needs a dense model; its experts have no single N.")
     base, unit = shape_of(model, flavor, seq_len), width_unit(flavor)
     layers = max(1, round(base.n_layers * (parameters / base.parameters) ** (1 / 3)))

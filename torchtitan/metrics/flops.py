@@ -1,40 +1,13 @@
 """Model FLOPs per token and the peak FLOP/s of devices: the two halves of model FLOPs utilization (MFU)."""
 
 import math
-import re
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
 from torchtitan.cache import cache_result, cached_results
-
-# Dense bf16 with float32 accumulation, FLOP/s; the first pattern that matches the device's name counts. Vendors' data
-# sheets often give the figure "with sparsity", twice these. Sources: NVIDIA data sheets of A100, A800, A10, A40, L4,
-# L40, L40S, H100 (one for SXM, PCIe, NVL), H200, GH200, HGX B200, GB200 NVL72; NVIDIA whitepapers of the GeForce
-# Ampere, Ada and Blackwell architectures for RTX cards; AMD data sheets of the Instinct MI300X, MI325X, MI350X, MI355X.
-BF16_PEAKS: tuple[tuple[str, float], ...] = (
-    (r"\bA[18]00\b", 312e12),
-    (r"\bH100 PCIe", 756e12),
-    (r"\bH[12]00 NVL", 835e12),
-    (r"\bH[128]00\b", 989e12),
-    (r"\bGH200\b", 989e12),
-    (r"\bH20\b", 148e12),
-    (r"\bGB200\b", 2500e12),
-    (r"\bB200\b", 2250e12),
-    (r"\bL40S\b", 362e12),
-    (r"\bL40\b", 181e12),
-    (r"\bL4\b", 121e12),
-    (r"\bA40\b", 149.7e12),
-    (r"\bA10\b", 125e12),
-    (r"\bRTX A6000\b", 154.8e12),
-    (r"\bRTX 3090\b(?! Ti)", 71e12),
-    (r"\bRTX 4090\b(?! [DL])", 165.2e12),
-    (r"\bRTX 5090\b(?! [DL])", 209.5e12),
-    (r"\bMI3(00X|25X)", 1307.4e12),
-    (r"\bMI350X", 2300e12),
-    (r"\bMI355X", 2500e12),
-)
+from torchtitan.hardware import GPUS, find_gpu
 
 RESULTS = "measured_peaks.json"
 MEASUREMENTS = 5  # per run, each of
@@ -120,10 +93,11 @@ def find_peak(device_type: str, device_name: str, dtype: torch.dtype) -> Peak | 
 
 
 def known_peak(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s from the table above, or None."""
+    """Dense bf16 FLOP/s of a GPU of the table, or None."""
     if " MIG " in device_name:  # a slice of the device; the name does not say what fraction of the peak it has
         return None
-    return next((flops for pattern, flops in BF16_PEAKS if re.search(pattern, device_name)), None)
+    key = find_gpu(device_name)
+    return GPUS[key].bf16_flops if key else None
 
 
 def measure_peak(dtype: torch.dtype, budget_seconds: float = 0.1) -> float:

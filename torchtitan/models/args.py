@@ -1,10 +1,45 @@
-"""Sizes that all decoders have."""
+"""Sizes of decoders: those that all have, and those of mixtures of experts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 from typing_extensions import Self
 
+from torchtitan.config.fields import NonNegativeInt
 from torchtitan.models.rope import Positive, RopeScaling, Size
+
+
+@dataclass(frozen=True)
+class MoEArgs:
+    """Sizes of the mixtures of experts of a model.
+
+    Attributes:
+        n_experts: routed experts of a layer.
+        top_k: experts of a token.
+        ffn_dim: inner width of an expert.
+        n_shared_experts: experts that see every token, computed as one of their total width.
+        n_dense_layers: first layers of the model, which have a dense feed-forward instead.
+        score: of an expert for a token, from the router's logits.
+        normalize: divide the scores of a token's experts by their sum.
+        scale: factor on these weights.
+    """
+
+    n_experts: Size
+    top_k: Size
+    ffn_dim: Size
+    n_shared_experts: NonNegativeInt = 0
+    n_dense_layers: NonNegativeInt = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: a token would have more experts than there are.
+        """
+        if self.top_k > self.n_experts:
+            raise ValueError(f"a token cannot have {self.top_k} of {self.n_experts} experts")
 
 
 @dataclass(frozen=True)
@@ -17,6 +52,7 @@ class TransformerArgs:
         ffn_dim: inner width of the SwiGLU feed-forward.
         vocab_size: None takes the tokenizer's.
         tied_embeddings: the output layer shares the embedding's weight.
+        moe: sizes of the mixtures of experts; None in a dense model, whose checkpoints do not record it.
     """
 
     dim: Size
@@ -29,6 +65,7 @@ class TransformerArgs:
     rope_theta: Positive
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
+    moe: ClassVar[MoEArgs | None] = None
 
     def __post_init__(self) -> None:
         """
@@ -48,3 +85,14 @@ class TransformerArgs:
     def with_vocab_size(self, vocab_size: int) -> Self:
         """Fills in the vocabulary size if the flavor leaves it to the tokenizer."""
         return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
+
+
+@dataclass(frozen=True)
+class SparseArgs(TransformerArgs):
+    """Sizes of a decoder with mixtures of experts.
+
+    Attributes:
+        ffn_dim: inner width of the first, dense layers.
+    """
+
+    moe: MoEArgs = field(kw_only=True)  # type: ignore[misc]  # of the instance, not of the class

@@ -7,53 +7,17 @@ Shapes: T tokens, D channels, E experts, k experts of a token, R = T k rows, one
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchtitan.config.fields import NonNegativeInt
 from torchtitan.kernels.exact_gemm import exact_linear
 from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear
 from torchtitan.kernels.swiglu import Activation, swiglu
-from torchtitan.models.args import TransformerArgs
-from torchtitan.models.rope import Positive, Size
+from torchtitan.models.args import MoEArgs, SparseArgs
 from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock
-
-
-@dataclass(frozen=True)
-class MoEArgs:
-    """Sizes of the mixtures of experts of a model.
-
-    Attributes:
-        n_experts: routed experts of a layer.
-        top_k: experts of a token.
-        ffn_dim: inner width of an expert.
-        n_shared_experts: experts that see every token, computed as one of their total width.
-        n_dense_layers: first layers of the model, which have a dense feed-forward instead.
-        score: of an expert for a token, from the router's logits.
-        normalize: divide the scores of a token's experts by their sum.
-        scale: factor on these weights.
-    """
-
-    n_experts: Size
-    top_k: Size
-    ffn_dim: Size
-    n_shared_experts: NonNegativeInt = 0
-    n_dense_layers: NonNegativeInt = 0
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalize: bool = True
-    scale: Positive = 1.0
-
-    def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: a token would have more experts than there are.
-        """
-        if self.top_k > self.n_experts:
-            raise ValueError(f"a token cannot have {self.top_k} of {self.n_experts} experts")
 
 
 class GroupedLinear(nn.Module):
@@ -135,7 +99,7 @@ class Router(nn.Module):
 
     Attributes:
         balance_loss: from scores and chosen experts to the same scores, whose gradient gets that of a loss for an even
-            load added (`engine.expert_balance`); None without one.
+            load added (`models.expert_balance`); None without one.
     """
 
     __call__: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -308,22 +272,13 @@ class _Recorded(torch.autograd.Function):
         return grad, None, None, None
 
 
-@dataclass(frozen=True)
-class SparseArgs(TransformerArgs):
-    """Sizes of a decoder with mixtures of experts.
-
-    Attributes:
-        ffn_dim: inner width of the first, dense layers.
-    """
-
-    moe: MoEArgs = field(kw_only=True)
-
-
 class SparseTransformer(Transformer):
     """A decoder whose blocks have a mixture of experts as `moe`; the first `moe.n_dense_layers` have a `feed_forward`.
 
     A family implements `make_attention`.
     """
+
+    args: SparseArgs
 
     def make_attention(self, args: Any) -> nn.Module:
         raise NotImplementedError
@@ -337,7 +292,7 @@ class SparseTransformer(Transformer):
         """As for a dense model; an expert's width is that of its own layers. Normalized weights of k experts are about
         scale / k each; if that makes the sum smaller than the output of a dense layer, `w2` of experts starts larger.
         """
-        moe: MoEArgs = self.args.moe  # type: ignore[attr-defined]
+        moe = self.args.moe
         match name.split("."):
             case ["layers", layer, "moe", part, "w2", "weight"]:
                 gain = max(1.0, moe.top_k**0.5 / moe.scale) if part == "experts" and moe.normalize else 1.0

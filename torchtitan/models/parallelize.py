@@ -14,7 +14,7 @@ from torchtitan.config.training import Training
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.swiglu import SavedDtype, swiglu_saved_in_8_bits
 from torchtitan.models.attention import Attention
-from torchtitan.models.moe import Experts, MoE
+from torchtitan.models.moe import Experts, MoE, mixtures
 from torchtitan.models.transformer import FeedForward, Transformer
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile
@@ -26,7 +26,7 @@ from torchtitan.parallel.fsdp import Group, apply_fsdp, require_parts
 from torchtitan.parallel.loss_parallel import all_gather_cross_entropy, vocab_parallel_cross_entropy
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
-TENSOR_PARALLEL_PLAN: dict[str, Style] = {
+SHARDING: dict[str, Style] = {
     "tok_embeddings": "embedding",
     "attention_norm": "sequence",
     "attention": "gather",
@@ -47,14 +47,16 @@ TENSOR_PARALLEL_PLAN: dict[str, Style] = {
     "norm": "sequence_gather",
     "output": "colwise",
 }
-"""For the modules of `attention.py` and `transformer.py`, Megatron's plan (arXiv 1909.08053): heads, inner channels
+"""For the modules of `attention.py` and `transformer.py`, as in Megatron (arXiv 1909.08053): heads, inner channels
 and the vocabulary are sharded over the ranks; in between, activations are sharded along the sequence (arXiv
 2205.05198)."""
+
+TENSOR_PARALLEL_PLAN = SHARDING  # its name before 0.2
 
 
 def parallelize(
     model: Transformer,
-    plan: Mapping[str, Style],
+    sharding: Mapping[str, Style],
     mesh: DeviceMesh,
     context_mesh: DeviceMesh | None,
     expert_mesh: DeviceMesh | None,
@@ -65,7 +67,7 @@ def parallelize(
     """Parallelizes the model, or a stage of it, in place. It is still on the meta device.
 
     Args:
-        plan: of the family, such as `TENSOR_PARALLEL_PLAN`.
+        sharding: of the family, such as `SHARDING`.
         mesh: (pp, dp_replicate, fsdp, tp), from `ParallelDims.build_mesh`.
         context_mesh: the ranks that share a sequence; None without context parallelism.
         expert_mesh: (pp, dp_replicate, fsdp, ep), from `ParallelDims.build_expert_mesh`; None if `mesh` serves the
@@ -77,8 +79,8 @@ def parallelize(
     if tensor_mesh.size() > 1:
         # The compiler's patterns for asynchronous tensor parallelism want collectives along the sequence; and experts'
         # loss for an even load is that of each sequence, of which the ranks must hold parts.
-        flatten = not (parallelism.enable_async_tensor_parallel or hasattr(model.args, "moe"))
-        apply_tensor_parallel(model, plan, tensor_mesh, all_gather_for, flatten)
+        flatten = not (parallelism.enable_async_tensor_parallel or model.args.moe is not None)
+        apply_tensor_parallel(model, sharding, tensor_mesh, all_gather_for, flatten)
         if parallelism.disable_loss_parallel:
             model.cross_entropy = all_gather_cross_entropy(model.cross_entropy, tensor_mesh)
         else:
@@ -141,6 +143,18 @@ def _spread_experts(
             if mesh.size() > 1:
                 apply_expert_parallel(mixture.experts, mesh)
     return found
+
+
+def dispatches(model: nn.Module) -> list[ExpertDispatch]:
+    """Of the mixtures on this rank, whose experts are spread."""
+    found = [mixture.dispatch for mixture in mixtures(model).values()]
+    return [dispatch for dispatch in found if isinstance(dispatch, ExpertDispatch)]
+
+
+def set_all_to_all_dtype(model: nn.Module, name: str) -> None:
+    """Sets the dtype in which rows are sent to the ranks that have their experts; "": as they are."""
+    for dispatch in dispatches(model):
+        dispatch.dtype = {"": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}[name]
 
 
 def _save_in_8_bits(blocks: Sequence[nn.Module], dtype: SavedDtype) -> None:

@@ -1,7 +1,7 @@
 """`MODELS`: maps `model.name` to what is needed to build and parallelize a model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from torchtitan.errors import ConfigError, nearest
@@ -9,11 +9,11 @@ from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.naming import HuggingFaceNaming
-from torchtitan.models.parallelize import TENSOR_PARALLEL_PLAN, parallelize
+from torchtitan.models.parallelize import SHARDING, parallelize
 from torchtitan.models.qwen3.args import QWEN3
 from torchtitan.models.qwen3.hf import HUGGING_FACE as QWEN3_HUGGING_FACE
+from torchtitan.models.qwen3.model import SHARDING as QWEN3_SHARDING
 from torchtitan.models.qwen3.model import Qwen3
-from torchtitan.models.qwen3.plan import PLAN as QWEN3_PLAN
 from torchtitan.models.qwen3_moe.args import QWEN3_MOE
 from torchtitan.models.qwen3_moe.hf import HUGGING_FACE as QWEN3_MOE_HUGGING_FACE
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
@@ -35,16 +35,26 @@ class ModelSpec:
         build: from sizes to a module; called on the meta device. The module's forward takes (tokens, labels,
             document_ids) and returns the summed loss; `init_std(name)` gives each parameter's initial standard
             deviation. For pipelines it has the attributes that `parallel.pipeline.split` names.
-        plan: tensor-parallel plan, like `models.parallelize.TENSOR_PARALLEL_PLAN`.
+        sharding: over tensor-parallel ranks, like `models.parallelize.SHARDING`.
         parallelize: like `models.parallelize.parallelize`.
         hf: names of the weights in other projects' checkpoints; None if unknown.
+        plan: the name of `sharding` before 0.2.
     """
 
     flavors: Mapping[str, ModelArgs]
     build: Callable[[Any], Decoder] = Llama
-    plan: Mapping[str, Style] = field(default_factory=lambda: TENSOR_PARALLEL_PLAN)
+    sharding: Mapping[str, Style] = field(default_factory=lambda: SHARDING)
     parallelize: Callable[..., None] = parallelize
     hf: HuggingFaceNaming | None = None
+    plan: InitVar[Mapping[str, Style] | None] = None
+
+    def __post_init__(self, plan: Mapping[str, Style] | None) -> None:
+        """Gives sizes that do not know of experts the attribute `moe`."""
+        for sizes in {type(args) for args in self.flavors.values()}:
+            if not hasattr(sizes, "moe"):
+                sizes.moe = None  # type: ignore[assignment]
+        if plan is not None:
+            object.__setattr__(self, "sharding", plan)
 
     def flavor(self, name: str, key: str = "model.flavor") -> ModelArgs:
         """The sizes called `name`, or a ConfigError that names the key and lists the known names."""
@@ -65,7 +75,7 @@ MODELS: Registry[ModelSpec] = Registry(
         "llama3": ModelSpec(LLAMA3, hf=HUGGING_FACE),
         "llama3.1": ModelSpec(LLAMA3_1, hf=HUGGING_FACE),
         "llama3.2": ModelSpec(LLAMA3_2, hf=HUGGING_FACE),
-        "qwen3": ModelSpec(QWEN3, build=Qwen3, plan=QWEN3_PLAN, hf=QWEN3_HUGGING_FACE),
-        "qwen3_moe": ModelSpec(QWEN3_MOE, build=Qwen3MoE, plan=QWEN3_PLAN, hf=QWEN3_MOE_HUGGING_FACE),
+        "qwen3": ModelSpec(QWEN3, build=Qwen3, sharding=QWEN3_SHARDING, hf=QWEN3_HUGGING_FACE),
+        "qwen3_moe": ModelSpec(QWEN3_MOE, build=Qwen3MoE, sharding=QWEN3_SHARDING, hf=QWEN3_MOE_HUGGING_FACE),
     },
 )

@@ -1,13 +1,13 @@
 """Degrees of parallelism: how they fit the number of processes, and the device meshes they define."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.config.system import Parallelism
 from torchtitan.errors import counted
-
-if TYPE_CHECKING:  # degrees are checked before torch is imported
-    from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.protocols import ModelArgs
 
 Style = Literal["embedding", "sequence", "sequence_gather", "heads", "gather", "colwise", "rowwise"]
 """How tensor parallelism shards a module; see `tensor.apply_tensor_parallel`."""
@@ -56,32 +56,61 @@ class ParallelDims:
         parts += [f"{name} {degree}" for name, degree in others if degree > 1]
         return " x ".join(parts) or "one process"
 
-    def build_mesh(self, device_type: str) -> "DeviceMesh":
+    def build_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh (pp, dp_replicate, fsdp, tp). The process group must be initialized."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         sizes = (self.pp, self.dp_replicate, self.fsdp, self.tp)
         return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
 
-    def build_expert_mesh(self, device_type: str) -> "DeviceMesh | None":
+    def build_expert_mesh(self, device_type: str) -> DeviceMesh | None:
         """The mesh (pp, dp_replicate, fsdp, ep) of the experts' weights, over the same ranks in the same order. None if
         the model's mesh serves them as well."""
         if self.ep == self.tp == 1:
             return None
-        from torch.distributed.device_mesh import init_device_mesh
-
         sizes = (self.pp, self.dp_replicate, self.fsdp * self.tp // self.ep, self.ep)
         return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "ep"))
 
-    def build_context_mesh(self, device_type: str) -> "DeviceMesh | None":
+    def build_context_mesh(self, device_type: str) -> DeviceMesh | None:
         """The ranks that share a sequence with this one, a part of the fsdp dimension. None without context
         parallelism."""
         if self.cp == 1:
             return None
-        from torch.distributed.device_mesh import init_device_mesh
-
         sizes = (self.pp * self.dp, self.cp, self.tp)
         return init_device_mesh(device_type, sizes, mesh_dim_names=("others", "cp", "tp"))["cp"]
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """This rank's position among the others.
+
+    Attributes:
+        mesh: (pp, dp_replicate, fsdp, tp).
+        context_mesh: the ranks that share a sequence with this one; None without context parallelism.
+        expert_mesh: (pp, dp_replicate, fsdp, ep) of the experts' weights; None if `mesh` serves, or without experts.
+    """
+
+    dims: ParallelDims
+    mesh: DeviceMesh
+    context_mesh: DeviceMesh | None
+    expert_mesh: DeviceMesh | None
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the `dims.dp` slices of the global batch this rank trains on."""
+        return self.mesh.get_local_rank("dp_replicate") * self.dims.dp_shard + (
+            self.mesh.get_local_rank("fsdp") // self.dims.cp
+        )
+
+    @property
+    def is_first_of_dp_rank(self) -> bool:
+        """Whether this is the first of the ranks that train on the same slice of the batch."""
+        pp, _, fsdp, tp = self.mesh.get_coordinate() or ()
+        return pp == 0 and tp == 0 and fsdp % self.dims.cp == 0
+
+
+def build_meshes(dims: ParallelDims, device_type: str, args: ModelArgs) -> Meshes:
+    """For a model with these sizes. Needs a process group. Collective."""
+    expert_mesh = dims.build_expert_mesh(device_type) if args.moe is not None else None
+    return Meshes(dims, dims.build_mesh(device_type), dims.build_context_mesh(device_type), expert_mesh)
 
 
 def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) -> ParallelDims | None:

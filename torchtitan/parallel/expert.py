@@ -73,7 +73,7 @@ class ExpertDispatch:
         return back
 
     def received_rows(self, splits: torch.Tensor, sent: int) -> int:
-        """The rows that this rank computes. A plan, which knows no splits, replaces it (`plan.expert_load`).
+        """The rows that this rank computes. A plan, which knows no splits, replaces it (`plan.simulation`).
 
         Args:
             splits: as for `exchange_rows`.

@@ -1,21 +1,18 @@
 """Checks that a model, a batch and a pipeline schedule fit the degrees of parallelism."""
 
 import os
-from typing import TYPE_CHECKING
 
 from torchtitan.config.system import Parallelism
 from torchtitan.config.training import Training, Validation
 from torchtitan.errors import nearest
 from torchtitan.parallel.dims import ParallelDims
-
-if TYPE_CHECKING:
-    from torchtitan.protocols import ModelArgs  # imports torch
+from torchtitan.protocols import ModelArgs
 
 PREFIX = "parallelism."
 
 
 def check_model(
-    args: "ModelArgs", dims: ParallelDims, parallelism: Parallelism, seq_len: int, problems: list[str]
+    args: ModelArgs, dims: ParallelDims, parallelism: Parallelism, seq_len: int, problems: list[str]
 ) -> None:
     """Appends a sentence to `problems` for each size that a degree does not divide, with degrees that do.
 
@@ -33,9 +30,8 @@ def check_model(
         }
         for what, size in sizes.items():
             _check_divides("tensor_parallel_degree", dims.tp, size, what, problems)
-    experts = getattr(getattr(args, "moe", None), "n_experts", None)
-    if experts is not None:
-        _check_divides("expert_parallel_degree", dims.ep, experts, "experts of a layer", problems)
+    if args.moe is not None:
+        _check_divides("expert_parallel_degree", dims.ep, args.moe.n_experts, "experts of a layer", problems)
     elif dims.ep > 1:
         problems.append(f"{PREFIX}expert_parallel_degree = {dims.ep}, but this model has no experts; set it to 1.")
     pieces = dims.tp * dims.cp * (2 if dims.cp > 1 and parallelism.context_parallel_rotate_method == "allgather" else 1)
@@ -55,7 +51,7 @@ def check_model(
             f"{PREFIX}context_parallel_rotate_method = alltoall divides the {kv_heads} key-value heads over tensor x "
             f"context parallel ranks = {dims.tp} x {dims.cp}, which do not divide them evenly; use allgather."
         )
-    if dims.pp > 1 and getattr(args, "tied_embeddings", False):
+    if dims.pp > 1 and args.tied_embeddings:
         problems.append(
             f"{PREFIX}pipeline_parallel_degree = {dims.pp}: this model's output layer shares the embedding's weight, "
             "but they would be on different stages; set it to 1."

@@ -30,15 +30,15 @@ AllGather = Callable[[torch.Tensor, int, str], torch.Tensor]
 
 def apply_tensor_parallel(
     model: nn.Module,
-    plan: Mapping[str, Style],
+    sharding: Mapping[str, Style],
     mesh: DeviceMesh,
     all_gather_for: Callable[[Sequence[nn.Module]], AllGather] = lambda linears: all_gather,
     flatten: bool = False,
 ) -> None:
-    """Shards the modules that the plan names, in place. The model is on the meta device.
+    """Shards the modules that `sharding` names, in place. The model is on the meta device.
 
     Args:
-        plan: maps the end of a module's path to a style:
+        sharding: maps the end of a module's path to a style:
             "embedding": shards the vocabulary; the output is sharded along the sequence.
             "sequence": works on sequence shards, with the full weight (a norm).
             "sequence_gather": "sequence", then all-gathers the output along the sequence.
@@ -54,7 +54,7 @@ def apply_tensor_parallel(
     group = mesh.get_group().group_name
     along = functools.partial(_along_tokens, flatten=flatten)
     for name, module in model.named_modules():
-        match style_of(name, plan):
+        match style_of(name, sharding):
             case "embedding":
                 shard_parameters(module, {"weight": Shard(0)}, mesh)
                 module.forward = functools.partial(
@@ -67,7 +67,7 @@ def apply_tensor_parallel(
                 module.register_forward_hook(lambda module, inputs, out: along(all_gather, out, group))
             case "gather":
                 linears = [
-                    child for end, child in module.named_children() if style_of(f"{name}.{end}", plan) == "colwise"
+                    child for end, child in module.named_children() if style_of(f"{name}.{end}", sharding) == "colwise"
                 ]
                 module.register_forward_pre_hook(_AllGatherInput(linears, all_gather_for, group, along))
             case "colwise":
@@ -110,9 +110,9 @@ def choose_all_gathers(model: nn.Module) -> None:
                 hook.all_gather = hook.all_gather_for(hook.linears)
 
 
-def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
-    """The plan's style for the module at this path."""
-    return next((style for end, style in plan.items() if f".{name}".endswith(f".{end}")), None)
+def style_of(name: str, sharding: Mapping[str, Style]) -> Style | None:
+    """The style of the module at this path."""
+    return next((style for end, style in sharding.items() if f".{name}".endswith(f".{end}")), None)
 
 
 def shard_parameters(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:

@@ -1,15 +1,17 @@
-"""Memory and bandwidths of known devices, for plans of runs on them."""
+"""The device of a plan, and lower bounds for the time of collectives between such devices."""
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from torchtitan.device import Device
 from torchtitan.errors import ConfigError, nearest
+from torchtitan.hardware import GPUS, find_gpu
 from torchtitan.metrics.flops import known_peak, measure_peak
+from torchtitan.parallel.dims import ParallelDims
 
 DEFAULT = "H100"  # SXM
+NODE = 8  # devices in a machine
 
 
 @dataclass(frozen=True)
@@ -35,34 +37,17 @@ class PlannedDevice:
     peak_flops: float | None = None
 
 
-def _gpu(
-    name: str, gibibytes: int, within: float, gigabits: float, capability: tuple[int, int] | None
-) -> PlannedDevice:
-    return PlannedDevice("cuda", name, gibibytes * 2**30, within * 1e9, gigabits * 1e9 / 8, capability)
-
-
-# Memory and links (half of the bidirectional figure, GB/s): data sheets of NVIDIA A100, H100, H200, HGX B200 and AMD
-# Instinct MI300X. Network (Gbit/s per GPU): NVIDIA's DGX A100, H100, H200 and B200 data sheets; 400 for MI300X
-# platforms. Of an H200's 141 GB, 139 GiB are there for torch.
-GPUS: dict[str, tuple[str, PlannedDevice]] = {
-    "A100": (r"\bA100\b", _gpu("NVIDIA A100-SXM4-80GB", 80, 300, 200, (8, 0))),
-    "H100": (r"\bH100\b(?! PCIe| NVL)", _gpu("NVIDIA H100 80GB HBM3", 80, 450, 400, (9, 0))),
-    "H200": (r"\bH200\b(?! NVL)", _gpu("NVIDIA H200", 139, 450, 400, (9, 0))),
-    "B200": (r"(?<!G)B200\b", _gpu("NVIDIA B200", 180, 900, 400, (10, 0))),
-    "MI300X": (r"\bMI300X", _gpu("AMD Instinct MI300X", 192, 448, 400, None)),
-}
-
-
 def named_device(name: str) -> PlannedDevice:
     """Looks up a device in the table.
 
     Raises:
         ConfigError: there is no such name.
     """
-    if name in GPUS:
-        device = GPUS[name][1]
-        return replace(device, peak_flops=known_peak(device.name))
-    known = [*GPUS, "cpu"]
+    gpu = GPUS.get(name)
+    if gpu is not None and gpu.name:
+        links = gpu.within_node, gpu.between_nodes
+        return PlannedDevice("cuda", gpu.name, gpu.memory_bytes, *links, gpu.capability, gpu.bf16_flops)
+    known = [*(key for key, gpu in GPUS.items() if gpu.name), "cpu"]
     raise ConfigError(
         f"job.simulate_device: unknown device {name!r}{nearest(name, known)}; known: {', '.join(known)}, or 'auto'."
     )
@@ -73,7 +58,7 @@ def this_device(device: Device, dtype: torch.dtype) -> PlannedDevice:
     if device.type == "cpu":
         memory = device.memory_capacity_bytes()
         return PlannedDevice("cpu", device.name, memory, peak_flops=measure_peak(dtype))
-    known = next((gpu for pattern, gpu in GPUS.values() if re.search(pattern, device.name)), None)
+    known = GPUS.get(find_gpu(device.name))
     return PlannedDevice(
         "cuda",
         device.name,
@@ -83,3 +68,44 @@ def this_device(device: Device, dtype: torch.dtype) -> PlannedDevice:
         torch.cuda.get_device_capability(device.torch_device),
         known_peak(device.name),
     )
+
+
+def extent(dimension: str, dims: ParallelDims) -> tuple[int, int]:
+    """Number of ranks in a group, and their stride."""
+    within = dims.tp * dims.fsdp
+    return {
+        "tp": (dims.tp, 1),
+        "cp": (dims.cp, dims.tp),
+        "fsdp": (dims.fsdp, dims.tp),
+        "ep": (dims.ep, 1),
+        "expert_fsdp": (within // dims.ep, dims.ep),
+        "dp_replicate": (dims.dp_replicate, within),
+        "pp": (dims.pp, within * dims.dp_replicate),
+        "stage": (within * dims.dp_replicate, 1),
+    }.get(dimension, (dims.pp * dims.dp * dims.cp * dims.tp, 1))
+
+
+def link_bytes(kind: str, size: float, ranks: int, stride: int) -> tuple[float, float]:
+    """What collectives of `size` bytes in total must move in one direction over a rank's links within its machine, and
+    over its part of the machine's network.
+
+    In an all-gather a rank receives everything except its own shard, and a machine everything except its ranks' shards,
+    over the network links of those ranks. A reduce-scatter is the reverse; an all-reduce is both.
+    """
+    here = max(1, min(ranks, NODE // stride))
+    if kind in ("send", "receive"):
+        return (size, 0.0) if here == ranks else (0.0, size)
+    if kind == "all-to-all":
+        return size * (here - 1) / ranks, size * (ranks - here) / ranks
+    passes = 2 if kind == "all-reduce" else 1
+    within = size * (ranks - 1) / ranks if here > 1 else 0.0
+    return passes * within, passes * size * (ranks - here) / ranks / here
+
+
+def min_seconds(within: float, between: float, device: PlannedDevice) -> float | None:
+    """A lower bound for the time of moving these bytes, of `link_bytes`; None if bandwidths are unknown."""
+    if within == between == 0:
+        return 0.0
+    if device.within_node is None or device.between_nodes is None:
+        return None
+    return max(within / device.within_node, between / device.between_nodes)

@@ -40,7 +40,7 @@ def add_repeated(total: Measures, part: Measures, times: float, prefix: str) -> 
 
 def dense_layers(args: ModelArgs) -> int:
     """How many of the first layers have no mixture of experts, of a model that has some."""
-    return args.moe.n_dense_layers if hasattr(args, "moe") else 0
+    return 0 if args.moe is None else args.moe.n_dense_layers
 
 
 @dataclass(frozen=True)

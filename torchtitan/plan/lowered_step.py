@@ -1,6 +1,6 @@
 """The work of a compiled training step, from the code that a GPU would get. In a process of its own:
 
-python -m torchtitan.plan.lowered_step CONFIG.toml GPU WORLD_SIZE     prints it as JSON; GPU as in `lowering.GPUS`
+python -m torchtitan.plan.lowered_step CONFIG.toml GPU WORLD_SIZE     prints it as JSON; GPU as in `lowering.SIMULATED`
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config import ConfigManager, JobConfig, to_toml
-from torchtitan.plan.lowering import GPUS, start
+from torchtitan.plan.lowering import SIMULATED, start
 from torchtitan.plan.step_model import Work
 
 TIME_LIMIT = 900  # seconds for lowering a step, which takes a minute or two on a quiet machine
@@ -39,7 +39,7 @@ def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
     """The work of rank 0 in a step, in about a minute.
 
     Args:
-        gpu: its architecture, a key of `lowering.GPUS`.
+        gpu: its architecture, a key of `lowering.SIMULATED`.
 
     Raises:
         LoweringError: triton or a C++ compiler is missing, or lowering fails or exceeds `TIME_LIMIT`, or the optimizer
@@ -101,12 +101,12 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     from torchtitan.converters.linear_converter import LinearConverter
     from torchtitan.data import Batch
     from torchtitan.device import find_device
-    from torchtitan.engine.engine import build_engine, build_meshes
+    from torchtitan.engine.engine import build_engine
     from torchtitan.engine.model_args import find_model_args
     from torchtitan.engine.train_step import train_step
-    from torchtitan.plan.expert_load import assume_load
+    from torchtitan.parallel.dims import build_meshes
     from torchtitan.plan.extrapolation import dense_layers, period_of_layers
-    from torchtitan.plan.simulation import fake_process_group
+    from torchtitan.plan.simulation import assume_load, fake_process_group
     from torchtitan.plan.watch import Watch, tensors_in, work_of_graph
 
     watch = Watch(count, UPDATES)
@@ -180,7 +180,7 @@ def extrapolate(simulated: list[Work], number: int) -> Work:
 
 
 def main(path: str, gpu: str, world_size: str) -> None:
-    start(GPUS[gpu])
+    start(SIMULATED[gpu])
     from torchtitan.engine.model_args import register_models
 
     config = ConfigManager().parse_args([f"--job.config_file={path}"])

@@ -16,64 +16,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from torchtitan.hardware import GPUS, Gpu
+
 SOURCE = Path(__file__).with_name("simulated_gpu.cpp")
 
 
-@dataclass(frozen=True)
-class SimulatedGpu:
-    """What the compiler asks about a GPU: NVIDIA's data sheets, and table "Technical Specifications per Compute
-    Capability" of the CUDA programming guide.
-
-    Attributes:
-        shared_memory: bytes that one block of threads may have.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    memory_bytes: int
-    multiprocessors: int
-    shared_memory: int
-    l2_bytes: int
-
-    @property
-    def properties(self) -> Any:
-        """With the attributes of `torch.cuda.get_device_properties()`."""
-        return SimpleNamespace(
-            name=self.name,
-            major=self.capability[0],
-            minor=self.capability[1],
-            total_memory=self.memory_bytes,
-            multi_processor_count=self.multiprocessors,
-            warp_size=32,
-            regs_per_multiprocessor=65536,
-            max_threads_per_multi_processor=2048,
-            max_threads_per_block=1024,
-            shared_memory_per_block=49152,
-            shared_memory_per_block_optin=self.shared_memory,
-            shared_memory_per_multiprocessor=self.shared_memory + 1024,
-            L2_cache_size=self.l2_bytes,
-            gcnArchName="",
-            is_integrated=False,
-            clock_rate=1980000,
-            memory_clock_rate=3201000,
-            memory_bus_width=6144,
-        )
-
-    @property
-    def triton_limits(self) -> dict[str, int]:
-        return {
-            "max_shared_mem": self.shared_memory,
-            "multiprocessor_count": self.multiprocessors,
-            "max_num_regs": 65536,
-            "warpSize": 32,
-        }
-
-
-GPUS = {
-    "sm_80": SimulatedGpu("NVIDIA A100-SXM4-80GB", (8, 0), 80 * 2**30, 108, 166912, 40 * 2**20),
-    "sm_90": SimulatedGpu("NVIDIA H200", (9, 0), 140 * 2**30, 132, 232448, 50 * 2**20),
-    "sm_100": SimulatedGpu("NVIDIA B200", (10, 0), 180 * 2**30, 148, 232448, 126 * 2**20),
-}
+SIMULATED = {"sm_{}{}".format(*gpu.capability): gpu for gpu in GPUS.values() if gpu.chip and gpu.capability}
+"""By architecture, as compilers name it."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +71,11 @@ class Lowered:
 MASK = range(1024, 2**16)  # queries and keys of a mask
 
 
-def start(gpu: SimulatedGpu) -> None:
+def start(gpu: Gpu) -> None:
     """Gives this process a simulated GPU. Call it before torch is imported.
+
+    Args:
+        gpu: one of `SIMULATED`.
 
     Raises:
         RuntimeError: there is no `triton` or no C++ compiler, or torch was imported before.
@@ -133,6 +85,7 @@ def start(gpu: SimulatedGpu) -> None:
 
     from torchtitan.kernels.cpp_extension import load
 
+    assert gpu.capability is not None and gpu.chip is not None
     if "torch" in sys.modules:
         raise RuntimeError("torch has been imported before the simulated GPU")
     found = importlib.util.find_spec("torch")
@@ -143,13 +96,40 @@ def start(gpu: SimulatedGpu) -> None:
     if load(SOURCE, "the simulated GPU", *flags) is None:
         raise RuntimeError("the simulated GPU cannot be compiled and loaded; is there a C++ compiler?")
     # Variables, since settings hold in one thread only, and backward passes are compiled in another.
-    os.environ["SIMULATED_CAPABILITY"] = str(gpu.capability[0])  # read when torch chooses a kernel for attention
+    (major, minor), (multiprocessors, shared_memory, l2_bytes) = gpu.capability, gpu.chip
+    os.environ["SIMULATED_CAPABILITY"] = str(major)  # read when torch chooses a kernel for attention
     os.environ |= {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     from torchtitan.compat.lowering import simulate
 
-    simulate(gpu.properties, gpu.triton_limits)
+    properties = SimpleNamespace(  # the attributes of `torch.cuda.get_device_properties()`
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        total_memory=gpu.memory_bytes,
+        multi_processor_count=multiprocessors,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=shared_memory,
+        shared_memory_per_multiprocessor=shared_memory + 1024,
+        L2_cache_size=l2_bytes,
+        gcnArchName="",
+        is_integrated=False,
+        clock_rate=1980000,
+        memory_clock_rate=3201000,
+        memory_bus_width=6144,
+    )
+    limits_of_triton = {
+        "max_shared_mem": shared_memory,
+        "multiprocessor_count": multiprocessors,
+        "max_num_regs": 65536,
+        "warpSize": 32,
+    }
+    simulate(properties, limits_of_triton)
 
 
 def record() -> list[Lowered]:

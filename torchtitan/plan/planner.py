@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import re
 import time
 from pathlib import Path
 
@@ -13,10 +12,11 @@ from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.converters import apply_converters, conversion_report
 from torchtitan.device import Device
-from torchtitan.engine.explain import explain_conversion
+from torchtitan.engine.conversion import explain_conversion
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.precision_phases import Phase, parse_phases
 from torchtitan.errors import ConfigError
+from torchtitan.hardware import find_gpu
 from torchtitan.logging import Waiting, logger
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
@@ -24,11 +24,19 @@ from torchtitan.models.moe import mixtures
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.fsdp import require_parts
 from torchtitan.parallel.pipeline import find_first_layers, layer_costs
-from torchtitan.plan import lowering
-from torchtitan.plan.devices import DEFAULT, GPUS, PlannedDevice, named_device, this_device
+from torchtitan.plan.devices import (
+    DEFAULT,
+    NODE,
+    PlannedDevice,
+    extent,
+    link_bytes,
+    min_seconds,
+    named_device,
+    this_device,
+)
 from torchtitan.plan.extrapolation import Job, dense_layers, measure
-from torchtitan.plan.links import NODE, extent, link_bytes, min_seconds
 from torchtitan.plan.lowered_step import LoweringError, lowered_work
+from torchtitan.plan.lowering import SIMULATED
 from torchtitan.plan.render import draw, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
@@ -237,7 +245,7 @@ def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
         flops=measures["flops",],
         flops_8bit=measures["flops_8bit",],
         traffic=sorted(traffic, key=lambda line: (line.dimension, line.kind)),
-        # Tensor cores multiply 8-bit numbers at twice the rate of bf16 (the data sheets of BF16_PEAKS).
+        # Tensor cores multiply 8-bit numbers at twice the rate of bf16 (their data sheets).
         compute_seconds=(measures["flops",] + measures["flops_8bit",] / 2) / peak_flops if peak_flops else None,
     )
 
@@ -265,8 +273,8 @@ def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
 def _expected(job: Job, ranks: list[RankPlan], flops_per_token: float) -> tuple[Expected | None, str]:
     """A step's expected time and MFU, and a note on how they were found, or why not."""
     config, device = job.config, job.device
-    name = next((name for name, (pattern, _) in GPUS.items() if re.search(pattern, device.name)), "")
-    gpu = next((gpu for gpu, known in lowering.GPUS.items() if known.capability == device.compute_capability), "")
+    name = find_gpu(device.name)
+    gpu = next((gpu for gpu, known in SIMULATED.items() if known.capability == device.compute_capability), "")
     world_size = job.dims.pp * job.dims.dp * job.dims.cp * job.dims.tp
     none = "not expected, only bounded: "
     if name not in RATES or not gpu:

@@ -21,17 +21,17 @@ from torchtitan.config import JobConfig
 from torchtitan.converters import Target
 from torchtitan.data import Batch
 from torchtitan.device import Device
+from torchtitan.engine.conversion import conversion_target
 from torchtitan.engine.converter_hooks import after_optimizer_step
-from torchtitan.engine.engine import Meshes, build_engine, build_meshes
-from torchtitan.engine.explain import conversion_target
+from torchtitan.engine.engine import build_engine
 from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.parallelize import dispatches
 from torchtitan.optim.combined import parts_of
 from torchtitan.optim.muon import Muon, work_of
-from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.dims import Meshes, ParallelDims, build_meshes
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.plan.devices import PlannedDevice
-from torchtitan.plan.expert_load import assume_load
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
 from torchtitan.protocols import Decoder, ModelArgs
@@ -102,7 +102,7 @@ class Simulation:
         self.all_layers = all_layers
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         meshes = build_meshes(dims, device.type, args)
-        self.recorder = Recorder(name_of_group(meshes, hasattr(args, "moe")), self.fake_mode)
+        self.recorder = Recorder(name_of_group(meshes, args.moe is not None), self.fake_mode)
         self.gradient_bytes = 0
         self._accumulation_steps: list[Measures] = []
         self._microbatches: list[Measures] = []
@@ -367,3 +367,10 @@ def target_on(planned: PlannedDevice, config: JobConfig, spec: ModelSpec, dims: 
         device_name=planned.name,
         compute_capability=planned.compute_capability,
     )
+
+
+def assume_load(model: nn.Module, load: float) -> None:
+    """Lets this rank's experts get `load` times as many rows as the rank sends, in place: fake tensors do not say what
+    the router chooses."""
+    for dispatch in dispatches(model):
+        dispatch.received_rows = lambda splits, sent: round(load * sent)  # type: ignore[method-assign]

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from torchtitan.hardware import GPUS
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -32,9 +34,9 @@ def _hopper(bandwidth: float, gemm: float, gain: float, attention: float) -> Rat
 
 # Slow, typical and fast. Published: 620 to 690 TFLOP/s in bf16, sustained at 700 W (a burst reaches 798); 8-bit GEMMs
 # 1.4 to 1.7 times as fast on H200; cuDNN's attention, which torch 2.11 for CUDA 13 and later take, 1.7 to 2.3 times as
-# fast as FlashAttention-2 (transformers #48163). Bandwidth: measured, copies within the device, torch 2.11.0.
+# fast as FlashAttention-2 (transformers #48163). Bandwidth: measured with torch 2.11.0.
 _SLOW, _TYPICAL, _FAST = (620e12, 1.4, 1.7), (655e12, 1.55, 2.0), (690e12, 1.7, 2.3)
-_BANDWIDTHS = {"H100": 3.0e12, "H200": 4.3e12}  # by the names of `devices.GPUS`
+_BANDWIDTHS = {name: gpu.copied for name, gpu in GPUS.items() if gpu.copied}
 RATES = {gpu: _hopper(bandwidth, *_TYPICAL) for gpu, bandwidth in _BANDWIDTHS.items()}
 RANGES = {gpu: (_hopper(bandwidth, *_SLOW), _hopper(bandwidth, *_FAST)) for gpu, bandwidth in _BANDWIDTHS.items()}
 COLLECTIVES_SHARE = 16 / 132  # of the multiprocessors, which NCCL takes from computation; by assumption

@@ -7,7 +7,6 @@ memory is simulated, as in a plan, from the fastest setting on, until enough are
 import itertools
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +15,10 @@ from torchtitan.checks.config_checks import check
 from torchtitan.config import JobConfig
 from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.errors import ConfigError
+from torchtitan.hardware import find_gpu
 from torchtitan.logging import Waiting, logger
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.plan.devices import GPUS, PlannedDevice
-from torchtitan.plan.links import NODE, extent, link_bytes, min_seconds
+from torchtitan.plan.devices import NODE, PlannedDevice, extent, link_bytes, min_seconds
 from torchtitan.plan.render import GIB, table
 from torchtitan.plan.result import Plan
 from torchtitan.plan.step_model import RATES, Rates, Work, seconds_by_part
@@ -157,7 +156,7 @@ def suggestions(plan: Plan, args: Any, config: JobConfig, rows: int, peak: Peak)
 def candidates(plan: Plan, args: Any, config: JobConfig, rows: int) -> Iterator[Candidate]:
     """All settings that a run would accept. Replicas, context parallelism and pipelines stay as configured."""
     powers = [2**n for n in range(plan.world_size.bit_length())]
-    experts = args.moe.n_experts if hasattr(args, "moe") else 1
+    experts = 1 if args.moe is None else args.moe.n_experts
     batches = [n for n in powers if n <= rows]
     degrees = itertools.product([n for n in powers if n <= NODE], [n for n in powers if n <= experts])
     level = logger.level
@@ -186,10 +185,9 @@ def candidates(plan: Plan, args: Any, config: JobConfig, rows: int) -> Iterator[
 
 def rates_of(device: PlannedDevice) -> Rates:
     """Of a device without known rates: its peak, attention at half of it, and 250 FLOPs in the time of a byte."""
-    name = next((name for name, (pattern, _) in GPUS.items() if re.search(pattern, device.name)), "")
     peak = device.peak_flops or math.inf
     gemm = dict.fromkeys(("bf16", "float32"), peak) | {"int8": 2 * peak}
-    return RATES.get(name) or Rates(gemm, (peak / 2, peak / 2), peak / 250)
+    return RATES.get(find_gpu(device.name)) or Rates(gemm, (peak / 2, peak / 2), peak / 250)
 
 
 def step_seconds(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, rows: int) -> float:
@@ -200,7 +198,7 @@ def step_seconds(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     work, waits, runs_beside = Work(), 0.0, 0.0
 
     # Parameters that a token meets, and the inner width of its feed-forward.
-    moe: Any = getattr(args, "moe", None)
+    moe = args.moe
     attention = 2 * args.n_heads * args.head_dim * training.seq_len  # FLOPs of a token's forward pass, causal
     multiplied = plan.flops_per_token / 6 - args.n_layers * attention
     in_layer = (multiplied - args.vocab_size * args.dim) / args.n_layers

@@ -17,7 +17,7 @@ from torchtitan.config.output import Checkpoint
 from torchtitan.data import build_loader, build_validation_loader, load_tokenizer
 from torchtitan.data.fingerprints import fingerprints
 from torchtitan.device import Device
-from torchtitan.engine.engine import build_engine, build_meshes
+from torchtitan.engine.engine import build_engine
 from torchtitan.engine.model_args import describe_parametrization, find_model_args
 from torchtitan.errors import ConfigError, DataError
 from torchtitan.evaluation.evaluator import Evaluator
@@ -31,7 +31,7 @@ from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.optim.skip_step import UpdateGuard
-from torchtitan.parallel.dims import ParallelDims
+from torchtitan.parallel.dims import ParallelDims, build_meshes
 from torchtitan.parallel.object_collectives import broadcast_from_rank_0, raise_on_all_ranks, refuse_differences
 from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout, world_from_environment
 from torchtitan.report.compare import flat

@@ -64,7 +64,7 @@ def _selective_option(engine: Engine) -> str:
     option = config.activation_checkpoint.selective_ac_option
     if option != "op":
         return option
-    width = args.n_kv_heads * args.head_dim + args.dim + (0 if hasattr(args, "moe") else getattr(args, "ffn_dim", 0))
+    width = args.n_kv_heads * args.head_dim + args.dim + (getattr(args, "ffn_dim", 0) if args.moe is None else 0)
     layers = sum(len(stage.layers) for stage in engine.stages.values())
     tokens = config.training.local_batch_size * config.training.seq_len // (dims.cp * dims.tp)
     size = getattr(torch, config.training.mixed_precision_param).itemsize
@@ -107,7 +107,7 @@ def log_settings(
         + (f", {counted(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else "")
         + f"), {counted(dist.get_world_size(), 'process')}",
         "layout": f"{dims}",
-        "model": f"{config.model.name} {config.model.flavor}, {engine.parameters:,} parameters",
+        "model": f"{config.model.name} {config.model.flavor}, {engine.num_parameters:,} parameters",
         "precision": f"{training.mixed_precision_param} GEMMs"
         + (f" ({dtype_reason})" if dtype_reason else "")
         + f", {training.weight_dtype} weights, float32 gradient sums"

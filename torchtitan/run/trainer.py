@@ -19,7 +19,6 @@ from torchtitan.converters.conversion_report import schedule_line
 from torchtitan.data import Batch, Loader, ValidationLoader
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine
-from torchtitan.engine.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.engine.train_step import evaluate, sum_over_ranks, train_step
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.evaluation.evaluator import Evaluator, table
@@ -27,6 +26,7 @@ from torchtitan.evaluation.samples import Sampler
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak
+from torchtitan.models.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.models.init import init_weights
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.optim.skip_step import UpdateGuard
@@ -155,7 +155,7 @@ class Trainer:
             device=f"{self.engine.device.type} ({self.engine.device.name})",
             processes=dist.get_world_size(),
             layout=f"{self.engine.meshes.dims}",
-            model=f"{config.model.name} {config.model.flavor}, {self.engine.parameters:,} parameters",
+            model=f"{config.model.name} {config.model.flavor}, {self.engine.num_parameters:,} parameters",
             torch=torch.__version__,
             **({"changed": self.changed} if self.changed else {}),
         )
@@ -194,10 +194,8 @@ class Trainer:
         self.folder.record_event(self.step, "busy", threads_waiting=round(threads_waiting, 1))
 
     def _expert_metrics(self) -> ExpertMetrics | None:
-        mixture = getattr(self.engine.model.args, "moe", None)
-        if mixture is None:
-            return None
-        return expert_metrics(self.engine.expert_statistics, mixture.top_k, self.engine.meshes.mesh)
+        moe = self.engine.model.args.moe
+        return moe and expert_metrics(self.engine.expert_statistics, moe.top_k, self.engine.meshes.mesh)
 
     @property
     def tokens_per_step(self) -> int:

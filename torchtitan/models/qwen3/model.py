@@ -8,8 +8,13 @@ import torch
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.attention import Attention
 from torchtitan.models.norm import RMSNorm
+from torchtitan.models.parallelize import SHARDING as SHARED_SHARDING
 from torchtitan.models.qwen3.args import Qwen3Args
 from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock
+from torchtitan.parallel.dims import Style
+
+# Under tensor parallelism, a rank normalizes the heads that it has.
+SHARDING: dict[str, Style] = {**SHARED_SHARDING, "attention.q_norm": "heads", "attention.k_norm": "heads"}
 
 
 class NormalizedAttention(Attention):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan.models.moe import MoEArgs, SparseArgs
+from torchtitan.models.args import MoEArgs, SparseArgs
 from torchtitan.models.rope import Positive, Size
 
 

@@ -5,8 +5,8 @@ from typing import Any, Literal
 import pydantic
 
 from torchtitan.config.fields import NonNegativeInt
+from torchtitan.models.args import MoEArgs
 from torchtitan.models.hf_config import common_config
-from torchtitan.models.moe import MoEArgs
 from torchtitan.models.naming import LAYER, NAMES, ROTARY, HuggingFaceNaming
 from torchtitan.models.qwen3.hf import NORMS, Qwen3Config
 from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs

@@ -1,0 +1,69 @@
+"""Converts weights between this project's checkpoints and published formats.
+
+python -m torchtitan.convert from-hf FOLDER OUT [--family llama3] [--custom-import MODULE]
+    makes the checkpoint OUT/step-0 of a Hugging Face folder (safetensors) or Meta's (consolidated.*.pth). Start from it
+    with --checkpoint.initial_load_path=OUT/step-0. (initial_load_path also accepts FOLDER directly.)
+
+python -m torchtitan.convert to-hf CHECKPOINT OUT [--dtype bfloat16] [--custom-import MODULE]
+    exports a step-N folder, or the newest checkpoint of a run's dump folder, for Hugging Face `transformers` (vLLM,
+    llama.cpp, ...): safetensors, configuration, tokenizer.
+
+Neither holds a whole model in memory: weights are read and written one at a time, or one file (at most 5 GB).
+"""
+
+import argparse
+
+from torchtitan.config.extension import add_custom_import
+from torchtitan.errors import run_command
+from torchtitan.files import expand, local_path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="from-hf|to-hf")
+    importing = commands.add_parser("from-hf")
+    importing.set_defaults(run=_from_hf)
+    importing.add_argument("folder", type=local_path)
+    importing.add_argument("out", type=local_path, help="folder for the checkpoint")
+    importing.add_argument(
+        "--family", help="model.name of the checkpoint; default: the first family with a matching flavor"
+    )
+    importing.add_argument("--tokenizer-path", type=expand, help="tokenizer of the model; default: the one in FOLDER")
+    exporting = commands.add_parser("to-hf")
+    exporting.set_defaults(run=_to_hf)
+    exporting.add_argument("checkpoint", type=local_path)
+    exporting.add_argument("out", type=local_path, help="folder to create; must not exist")
+    exporting.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    exporting.add_argument("--tokenizer-path", type=expand, help="default: the model's own")
+    for command in (importing, exporting):
+        add_custom_import(command)
+    arguments = parser.parse_args()
+    from torchtitan.interchange.convert import one_process
+
+    with one_process(arguments.custom_import):
+        arguments.run(arguments)
+
+
+def _from_hf(arguments: argparse.Namespace) -> None:
+    from torchtitan.interchange.convert import import_weights
+
+    where = import_weights(arguments.folder, arguments.out, arguments.family, arguments.tokenizer_path)
+    print(f"saved {where}")
+
+
+def _to_hf(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from torchtitan.interchange.convert import saved_model
+    from torchtitan.interchange.export import export, require_no_bias
+
+    saved = saved_model(arguments.checkpoint)
+    model = saved.published(arguments.tokenizer_path)
+    require_no_bias(saved.weight(name) for name in model.unpublished)
+    export(arguments.out, model.shapes, saved.weight, model, getattr(torch, arguments.dtype))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,48 @@
+"""Prints which layers a run would convert to low precision, and why, without training.
+
+python -m torchtitan.explain [--json out.json] --job.config_file=FILE.toml --section.key=value ...
+"""
+
+import argparse
+
+from torchtitan.config import ConfigManager
+from torchtitan.errors import ConfigError, run_command
+from torchtitan.files import local_path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=local_path, help="JSON file to write the report to, as a list of objects", metavar="FILE"
+    )
+    arguments, flags = parser.parse_known_args()
+    try:
+        config = ConfigManager().parse_args(flags)
+        from torchtitan.converters.conversion_report import phases_to_json, summary, to_json, to_table
+        from torchtitan.engine.conversion import explain_conversion
+        from torchtitan.engine.model_args import register_models
+        from torchtitan.engine.precision_phases import parse_phases
+
+        register_models(config)
+        reports = []
+        for phase in parse_phases(config) if config.precision.phase else []:
+            with phase.named_in_errors():
+                report = explain_conversion(phase.config)
+            reports.append((phase.last_step, report))
+            print(phase.title + ("" if phase.last_step is None else f", to step {phase.last_step}"))
+            print(f"{to_table(report)}\n{summary(report)}" if report else "no converters")
+        if not reports:
+            report = explain_conversion(config)
+            reports.append((None, report))
+            print(f"{to_table(report)}\n{summary(report)}")
+        if arguments.json:
+            text = phases_to_json(reports) if config.precision.phase else to_json(reports[0][1])
+            arguments.json.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json: {arguments.json} cannot be written ({error.strerror}).") from None
+
+
+if __name__ == "__main__":
+    run_command(main)

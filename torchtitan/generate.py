@@ -1,0 +1,180 @@
+"""Continues prompts with a trained model.
+
+python -m torchtitan.generate --checkpoint FOLDER --prompt "def main(" [--prompt ...] [--temperature 0.8 --top-p 0.95]
+
+FOLDER is a checkpoint (step-N), a run's dump folder (its newest checkpoint is used), or a folder in Hugging Face's or
+Meta's format. Several prompts are continued as one batch. A prompt is the start of a document. The text of a single
+prompt is printed as it is generated.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from torchtitan.config.extension import add_custom_import
+from torchtitan.errors import CheckpointError, ConfigError, run_command
+from torchtitan.files import expand, local_path, regular_file
+
+UNFINISHED = "\ufffd"  # a decoder's output for an incomplete character
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", type=local_path, required=True, metavar="FOLDER")
+    parser.add_argument("--prompt", action="append", default=[], help="text to continue; repeatable")
+    parser.add_argument(
+        "--prompts-file",
+        type=local_path,
+        help="text file with one prompt per line, which may be a JSON string",
+        metavar="FILE",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the most likely tokens whose probabilities sum to p"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
+    )
+    parser.add_argument(
+        "--no-cache", action="store_true", help="recompute all tokens for each new one: same result, but slow"
+    )
+    parser.add_argument("--tokenizer-path", type=expand, help="default: the model's own")
+    add_custom_import(parser)
+    parser.add_argument(
+        "--out", type=local_path, help="JSONL file to write: prompt, text and token ids", metavar="FILE"
+    )
+    arguments = parser.parse_args()
+    from torchtitan.interchange.convert import one_process
+
+    with one_process(arguments.custom_import):
+        _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from torchtitan.data.tokenizer import require_characters
+    from torchtitan.device import find_device
+    from torchtitan.generation.open import choose_dtype, open_model
+    from torchtitan.generation.sample import Sampling, generate
+
+    try:
+        sampling = Sampling(
+            arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
+        )
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from None
+    prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts_file) if arguments.prompts_file else [])]
+    if not prompts:
+        raise ConfigError("there is no prompt; set --prompt or --prompts-file (an empty prompt starts a new document).")
+    for prompt in prompts:
+        require_characters(prompt, "--prompt or --prompts-file")
+    device = find_device(0).torch_device
+    dtype = choose_dtype(arguments.dtype, device)
+    model, tokenizer, *_ = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
+    begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    started = time.perf_counter()
+    decode = functools.partial(tokenizer.decode_after, ids[0])
+    stream = TextStream(decode, prompts[0], sys.stdout) if len(prompts) == 1 else None
+    new = generate(
+        model,
+        [[begin, *row] for row in ids],
+        sampling,
+        tokenizer.stop_ids,
+        use_cache=not arguments.no_cache,
+        emit=None if stream is None else lambda row: stream.add(None if row[0] in tokenizer.stop_ids else row[0]),
+    )
+    seconds = time.perf_counter() - started
+    texts = [
+        None if row is None else tokenizer.decode_after(prompt, [id for id in row if id not in tokenizer.stop_ids])
+        for prompt, row in zip(ids, new, strict=True)
+    ]
+    if stream is not None:
+        stream.end()
+    else:
+        for prompt, text in zip(prompts, texts, strict=True):
+            print(f"{prompt}{text or ''}\n{'-' * 40}")
+    count = sum(len(row) for row in new if row is not None)
+    print(f"[{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s, {str(dtype)[6:]}]", file=sys.stderr)
+    if arguments.out:
+        rows = [
+            {"prompt": prompt, "text": text, "tokens": row}
+            for prompt, text, row in zip(prompts, texts, new, strict=True)
+        ]
+        arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if None in new:
+        raise CheckpointError(
+            f"{arguments.checkpoint}: the model's outputs are not finite for {new.count(None)} of {len(new)} prompts, "
+            "so no text follows (null in --out); its weights may be NaN, or too large for --dtype."
+        )
+
+
+class TextStream:
+    """Prints a prompt and, token by token, its continuation.
+
+    Args:
+        decode: token ids to text.
+        prompt: printed first.
+        out: output stream.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: str, out: TextIO) -> None:
+        self._decode = decode
+        self._out = out
+        self._ids: list[int] = []
+        self._shown = 0
+        out.write(prompt)
+        out.flush()
+
+    def add(self, token: int | None) -> None:
+        """Prints all text that can no longer change. None: the row has ended."""
+        if token is None:
+            return
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if not text.endswith(UNFINISHED):
+            self._show(text)
+
+    def end(self) -> None:
+        self._show(self._decode(self._ids))
+        self._out.write("\n")
+        self._out.flush()
+
+    def _show(self, text: str) -> None:
+        self._out.write(text[self._shown :])
+        self._out.flush()
+        self._shown = len(text)
+
+
+def _read_prompts(path: Path) -> list[str]:
+    """Reads one prompt per line; a line that is a JSON string (`"a\\nb"`) is decoded."""
+
+    def read(line: str) -> str:
+        try:
+            value: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            return line
+        return value if isinstance(value, str) else line
+
+    try:
+        text = regular_file(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"--prompts-file: {path} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts-file: {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
+    return [read(line) for line in text.splitlines() if line.strip()]
+
+
+if __name__ == "__main__":
+    run_command(main)
