@@ -178,11 +178,11 @@ class Simulation:
                 shardings.append(sharding)
             elif first:  # all layers are alike
                 shardings += [sharding] * self.all_layers
-        work = work_of(shardings, dist.get_rank(), muon.dtype, len(muon.polynomials))
-        measures["flops",] = measures.get(("flops",), 0) + work.flops
-        if work.collectives:
-            group = names_by_ranks(self.engine.meshes)(work.ranks)
-            for what, value in (("count", work.collectives), ("bytes", work.bytes)):
+        ranks, collectives, size, flops = work_of(shardings, dist.get_rank(), muon.dtype, len(muon.polynomials))
+        measures["flops",] = measures.get(("flops",), 0) + flops
+        if collectives:
+            group = names_by_ranks(self.engine.meshes)(ranks)
+            for what, value in (("count", collectives), ("bytes", size)):
                 key = (what, group, "all-to-all")
                 measures[key] = measures.get(key, 0) + value
 
