@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtitan.compat.dispatch import FakeTensorMode
-from torchtitan.compat.torchao_mx import ScaleCalculationMode
+from torchtitan.compat.torchao import ScaleCalculationMode
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import CONVERTERS, LinearConverter, Target
 from torchtitan.converters.grouped_blocks import GroupedBlockMatmul

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.compat.torchao_float8 import amax_to_scale
+from torchtitan.compat.torchao import amax_to_scale
 from torchtitan.converters.amax import all_reduce_max
 from torchtitan.converters.float8_delayed import OUT_GRAD, DelayedLinear
 from torchtitan.logging import logger

@@ -164,7 +164,7 @@ class Float8Converter(LinearConverter):
             return BlockLinear.of(linear, self.block_gemms)
         new = Float8Linear.of(linear, Float8Recipe(*RECIPES[self.recipe], self.emulate))
         if all_gather:
-            from torchtitan.compat.torchao_float8 import LinearMMConfig, WeightWithDynamicFloat8CastTensor
+            from torchtitan.compat.torchao import LinearMMConfig, WeightWithDynamicFloat8CastTensor
 
             gathered = WeightWithDynamicFloat8CastTensor(new.weight, LinearMMConfig(), torch.float8_e4m3fn)
             new.weight = nn.Parameter(gathered)

@@ -10,7 +10,7 @@ import torch
 from torchtitan.models.moe import GroupedLinear
 
 if TYPE_CHECKING:
-    from torchtitan.compat.torchao_mx import ScaleCalculationMode
+    from torchtitan.compat.torchao import ScaleCalculationMode
 
 
 class GroupedMX(NamedTuple):
@@ -23,7 +23,7 @@ class GroupedMX(NamedTuple):
 
 def grouped_mx_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, settings: GroupedMX) -> torch.Tensor:
     """x @ weight[expert].T. x: (M, K), weight: (E, N, K), out: (M, N)."""
-    from torchtitan.compat.torchao_mx import KernelPreference, grouped_mxfp8_mm
+    from torchtitan.compat.torchao import KernelPreference, grouped_mxfp8_mm
 
     out: torch.Tensor = grouped_mxfp8_mm(
         x,

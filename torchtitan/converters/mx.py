@@ -167,13 +167,13 @@ class MXConverter(LinearConverter):
     def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear:
         if self.config.emulate:
             return GroupedBlockLinear.of(layer, self.block_gemms)
-        from torchtitan.compat.torchao_mx import ScaleCalculationMode
+        from torchtitan.compat.torchao import ScaleCalculationMode
 
         mode = ScaleCalculationMode[self.config.scale_calculation_mode.upper()]
         return GroupedMXLinear.of(layer, GroupedMX(mode, self.config.wgrad_with_hp))
 
 
 def _has_grouped_kernels() -> bool:
-    from torchtitan.compat.torchao_mx import HAS_GROUPED_KERNELS
+    from torchtitan.compat.torchao import HAS_GROUPED_KERNELS
 
     return bool(HAS_GROUPED_KERNELS)

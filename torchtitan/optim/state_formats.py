@@ -121,7 +121,7 @@ def block_size(row: int) -> int:
 
 def _table(name: str, signed: bool) -> torch.Tensor:
     """The numbers that the codes represent, in increasing order."""
-    from torchtitan.compat.torchao_optim import create_dynamic_map  # slow import
+    from torchtitan.compat.torchao import create_dynamic_map  # slow import
 
     if name == "4bit" and not signed:
         return torch.arange(1, 17) / 16  # no 0, since the update divides by it
