@@ -55,10 +55,9 @@ class Muon(LowBitOptimizer):
         polar_express: use the coefficients of arXiv 2505.16932, one polynomial per step.
         row_normalization: NorMuon (arXiv 2510.05491): divide each row of the result by a moving average of its root
             mean square; the decay rate is `beta2` of the group.
-        bucket: numbers that a rank orthogonalizes between two exchanges.
-
-    Attributes:
         dtype: in which matrices are exchanged and orthogonalized.
+        bucket: numbers that a rank orthogonalizes between two exchanges.
+        options: of `LowBitOptimizer`.
     """
 
     moment_names = ("momentum_buffer",)
@@ -76,12 +75,12 @@ class Muon(LowBitOptimizer):
         steps: int = 5,
         polar_express: bool = False,
         row_normalization: bool = False,
-        state_dtype: torch.dtype = torch.float32,
         dtype: torch.dtype = torch.bfloat16,
         bucket: int = BUCKET,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "beta2": beta2}, state_dtype, seed)
+        defaults = {"lr": lr, "weight_decay": weight_decay, "beta2": beta2}
+        super().__init__(parameters, defaults, **options)
         self.momentum, self.nesterov = momentum, nesterov
         self.polynomials = polynomials(steps, coefficients, polar_express)
         self.row_normalization = row_normalization
@@ -116,10 +115,11 @@ class Muon(LowBitOptimizer):
             return (directions[number] if uses[number] else directions.pop(number))[piece.place].flatten()
 
         collecting = (bucket.start(True, direction, self._empty()) for bucket in self.buckets)
-        arriving, returning = next(collecting), _nothing
+        arriving = next(collecting)
+        returning: Callable[[], Received] = list  # nothing yet
         for bucket in self.buckets:
             received = arriving()
-            arriving = next(collecting, _nothing)
+            arriving = next(collecting, list)
             results = self._orthogonalized(bucket, received)
             self._apply(returning(), skip)
             returning = self._return(bucket, results)
@@ -211,12 +211,6 @@ class Muon(LowBitOptimizer):
             store(weight, value, self._noise(parameter, weight, [rounded], state["step"], f"{piece.place}")[0], skip)
 
 
-class Muon8bit(Muon):
-    """Muon with an 8-bit momentum."""
-
-    quantization = "8bit"
-
-
 def work_of(
     shardings: Sequence[Sharding], rank: int, dtype: torch.dtype, steps: int
 ) -> tuple[tuple[int, ...], int, int, int]:
@@ -245,8 +239,3 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return dist.group.WORLD
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return group
-
-
-def _nothing() -> Received:
-    """What is exchanged before the first bucket, and after the last."""
-    return []
