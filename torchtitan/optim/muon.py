@@ -9,9 +9,10 @@ learned as fast as the dominant ones. In each step, for each matrix of a block:
     direction  = 0.05 gradient + 0.95 momentum                        (Nesterov)
     weight    <- (1 - lr weight_decay) weight - lr 0.2 sqrt(max(rows, columns)) U V^T of the direction
 
-The factor gives updates the size of AdamW's, so that both share learning rate and weight decay. No singular value
-decomposition is computed: five Newton-Schulz steps, which are GEMMs, come close enough (`orthogonalize`). The state is
-one momentum, half of AdamW's. Embedding, output layer and vectors are left to AdamW (`optimizer.py`).
+The factor gives updates the size of AdamW's (arXiv 2502.16982), so that both share learning rate and weight decay. No
+singular value decomposition is computed: five Newton-Schulz steps, which are GEMMs, come close enough
+(`orthogonalize`). The state is one momentum, half of AdamW's. Embedding, output layer and vectors are left to AdamW
+(`optimizer.py`).
 
 U V^T needs the complete matrix, while a rank holds shards. So each matrix has an owner (`matrix_owners`): every rank
 updates the momentum of its shard, the owner collects the directions and orthogonalizes them, and every rank subtracts
@@ -20,7 +21,7 @@ previous one travel back.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -29,8 +30,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from torchtitan.optim.low_bit import LowBitOptimizer
-from torchtitan.optim.matrix_owners import BUCKET, Bucket, Matrix, Piece, Received, Sharding, buckets, sharding_of
-from torchtitan.optim.orthogonalize import QUINTIC, Polynomial, flops, orthogonalize, polynomials
+from torchtitan.optim.matrix_owners import BUCKET, Bucket, Matrix, Piece, Received, buckets, sharding_of
+from torchtitan.optim.orthogonalize import QUINTIC, Polynomial, orthogonalize, polynomials
 from torchtitan.optim.state_formats import store
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
 
@@ -42,16 +43,11 @@ STATISTICS = torch.float32
 
 
 class Muon(LowBitOptimizer):
-    """Muon with Nesterov momentum and decoupled weight decay, scaled by 0.2 sqrt(max(rows, columns)) to the size of
-    AdamW's updates (arXiv 2502.16982).
-
-    A parameter with more than two dimensions is a stack of matrices. All ranks that hold shards of a parameter must
-    step together.
+    """Muon. All ranks that hold shards of a parameter must step together.
 
     Args:
-        parameters: of at least two dimensions.
-        coefficients: of the Newton-Schulz iteration.
-        steps: of the iteration.
+        parameters: of at least two dimensions; with more, stacks of matrices.
+        coefficients, steps: of the Newton-Schulz iteration.
         polar_express: use the coefficients of arXiv 2505.16932, one polynomial per step.
         row_normalization: NorMuon (arXiv 2510.05491): divide each row of the result by a moving average of its root
             mean square; the decay rate is `beta2` of the group.
@@ -81,10 +77,8 @@ class Muon(LowBitOptimizer):
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "beta2": beta2}
         super().__init__(parameters, defaults, **options)
-        self.momentum, self.nesterov = momentum, nesterov
+        self.momentum, self.nesterov, self.row_normalization, self.dtype = momentum, nesterov, row_normalization, dtype
         self.polynomials = polynomials(steps, coefficients, polar_express)
-        self.row_normalization = row_normalization
-        self.dtype = dtype
         self._all = self.parameters()
         flat = [parameter for parameter in self._all if parameter.ndim < 2]
         if flat:
@@ -124,8 +118,8 @@ class Muon(LowBitOptimizer):
             self._apply(returning(), skip)
             returning = self._return(bucket, results)
         for number, parameter in enumerate(self._all):
-            if not self._uses[number]:
-                self._direction(parameter, skip)  # updates the momentum; another replica has sent the direction
+            if not self._uses[number]:  # another replica has sent the direction
+                self._direction(parameter, skip)
         self._apply(returning(), skip)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -209,26 +203,6 @@ class Muon(LowBitOptimizer):
             value = weight.float() * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * scale * update
             rounded = weight.dtype == torch.bfloat16
             store(weight, value, self._noise(parameter, weight, [rounded], state["step"], f"{piece.place}")[0], skip)
-
-
-def work_of(
-    shardings: Sequence[Sharding], rank: int, dtype: torch.dtype, steps: int
-) -> tuple[tuple[int, ...], int, int, int]:
-    """What a rank that holds shards of these parameters does in an update without row normalization.
-
-    Returns:
-        Ranks of the group that exchanges, () if nothing crosses between ranks; number of all-to-alls; bytes of all of
-        them, the larger of what the rank sends and receives; FLOPs of the orthogonalization.
-    """
-    ranks: tuple[int, ...] = ()
-    collectives = numbers = computed = 0
-    for bucket in buckets(shardings, rank):
-        computed += sum(flops(*matrix.shape, steps) for matrix in bucket.owned())
-        if bucket.remote:
-            ranks, collectives = bucket.ranks, collectives + 2
-            for moves in map(bucket.moves, (True, False)):
-                numbers += max(sum(piece.numel() for ends, piece in moves if ends[end] != rank) for end in (0, 1))
-    return ranks, collectives, numbers * dtype.itemsize, computed
 
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
