@@ -12,11 +12,7 @@ from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
 
 class CombinedOptimizer(torch.optim.Optimizer):
     """Steps several optimizers one after the other. It has no state of its own, so that each of them may replace its
-    state and groups, as in `load_state_dict`.
-
-    Args:
-        parts: stepped in this order.
-    """
+    state and groups, as in `load_state_dict`."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = parts
@@ -24,7 +20,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of all parts, not copied."""
+        """The groups of all parts, not copied."""
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -66,7 +62,7 @@ class WeightAverage(LowBitOptimizer):
             local_tensor(self.state_of(parameter)["ema"]).lerp_(weight, share if skip is None else share * (skip <= 0))
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The average, initialized to the weights. `step` is in the state of the optimizer that updates them."""
+        """The average, initialized to the weights. Counting steps is left to the optimizer that updates these."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             weight = local_tensor(parameter).to(torch.float32, copy=True)

@@ -69,7 +69,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """Local tensors of each moment, sharing the state's memory."""
         state = self.state_of(parameter)
         return [
-            {part: local_tensor(state[_join(key, part)]) for part in form.parts}
+            {part: local_tensor(state[f"{key}.{part}".removesuffix(".")]) for part in form.parts}
             for key, form in zip(self.moment_names, self._formats[parameter], strict=True)
         ]
 
@@ -88,16 +88,15 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 full = form.layout(tuple(parameter.shape))
                 for part, (shape, dtype) in form.layout(tuple(local_tensor(parameter).shape)).items():
                     zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
-                    state[_join(key, part)] = sharded_like(parameter, zeros, full[part][0])
+                    state[f"{key}.{part}".removesuffix(".")] = sharded_like(parameter, zeros, full[part][0])
         return state
 
     def _count_step(self, parameters: Iterable[nn.Parameter], skip: torch.Tensor | None) -> None:
         """Counts an update of these parameters, unless the device skips it."""
         steps = [self.state_of(parameter)["step"] for parameter in parameters]
         if steps:
-            torch._foreach_add_(
-                steps, [torch.ones_like(steps[0]) if skip is None else (skip <= 0).float()] * len(steps)
-            )
+            counted = torch.ones_like(steps[0]) if skip is None else (skip <= 0).float()
+            torch._foreach_add_(steps, [counted] * len(steps))
 
     def _noise(
         self, parameter: nn.Parameter, like: torch.Tensor, needs_noise: list[bool], step: torch.Tensor, part: str = ""
@@ -139,10 +138,6 @@ def random_bits(key: torch.Tensor, step: torch.Tensor, count: int) -> torch.Tens
 def noise_of(bits: torch.Tensor, needs_noise: list[bool]) -> list[torch.Tensor | None]:
     """16 of the 64 bits for each of up to four tensors, int32."""
     return [(bits >> 16 * place & 0xFFFF).int() if needed else None for place, needed in enumerate(needs_noise)]
-
-
-def _join(key: str, part: str) -> str:
-    return f"{key}.{part}" if part else key
 
 
 def local_row_length(parameter: torch.Tensor) -> int:

@@ -23,8 +23,7 @@ from torchtitan.parallel.sharded_tensors import shard_box
 
 BUCKET = 1 << 25  # numbers that a rank owns in a bucket, unless one matrix has more
 
-Box = tuple[slice, ...]
-"""The part of a parameter that a rank holds: a slice per dimension."""
+Box = tuple[slice, ...]  # the part of a parameter that a rank holds: a slice per dimension
 
 
 class Sharding(NamedTuple):
@@ -74,8 +73,7 @@ class Piece(NamedTuple):
 
 
 Received = list[tuple[Piece, torch.Tensor]]
-Move = tuple[tuple[int, int], Piece]
-"""Sender and receiver, and the piece whose content is sent."""
+Move = tuple[tuple[int, int], Piece]  # (sender, receiver), and the piece whose content is sent
 
 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
