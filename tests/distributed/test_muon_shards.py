@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from workers import in_processes
 
 from torchtitan.optim.matrix_owners import deal
-from torchtitan.optim.muon import Muon, Muon8bit
+from torchtitan.optim.muon import Muon
 
 SHAPES = [(5, 12, 8), (4, 8, 6), (10, 8), (7, 12), (8, 8), (3, 16)]
 PLACEMENTS: dict[str, list[list[Placement]]] = {
@@ -21,9 +21,9 @@ PLACEMENTS: dict[str, list[list[Placement]]] = {
 }
 
 
-def trained(kind: type[Muon], parameters: list[nn.Parameter], **options: Any) -> tuple[Muon, list[torch.Tensor]]:
+def trained(parameters: list[nn.Parameter], **options: Any) -> tuple[Muon, list[torch.Tensor]]:
     """Three steps from the same weights with the same gradients, however they are sharded. Returns full weights."""
-    optimizer = kind(parameters, lr=0.1, dtype=torch.float32, **options)
+    optimizer = Muon(parameters, lr=0.1, dtype=torch.float32, **options)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         for parameter in parameters:
@@ -56,7 +56,7 @@ def sharded(name: str, row_normalization: bool, bucket: int) -> tuple[list[torch
         placements = choices[number % len(choices)]
         placements = [Shard(one.dim % start.ndim) if isinstance(one, Shard) else one for one in placements]
         parameters.append(nn.Parameter(distribute_tensor(start, mesh, placements)))
-    optimizer, weights = trained(Muon, parameters, row_normalization=row_normalization, bucket=bucket)
+    optimizer, weights = trained(parameters, row_normalization=row_normalization, bucket=bucket)
     states = [_full(optimizer.state_of(parameter)["momentum_buffer"]) for parameter in parameters]
     if row_normalization:
         states += [_full(optimizer.state_of(parameter)["row_mean_square"]) for parameter in parameters]
@@ -68,7 +68,7 @@ def sharded(name: str, row_normalization: bool, bucket: int) -> tuple[list[torch
 def test_it_equals_one_process(name: str, row_normalization: bool) -> None:
     """With one bucket, and with a bucket for each matrix of a rank."""
     parameters = [nn.Parameter(start) for start in starts()]
-    optimizer, expected = trained(Muon, parameters, row_normalization=row_normalization)
+    optimizer, expected = trained(parameters, row_normalization=row_normalization)
     momenta = [optimizer.state_of(parameter)["momentum_buffer"] for parameter in parameters]
     if row_normalization:
         momenta += [optimizer.state_of(parameter)["row_mean_square"] for parameter in parameters]
@@ -83,7 +83,7 @@ def replicas_of_bfloat16() -> list[torch.Tensor]:
     """Local weights and states of every rank, all of them replicas."""
     mesh = init_device_mesh("cpu", (4,))
     parameters = [nn.Parameter(distribute_tensor(start.bfloat16(), mesh, [Replicate()])) for start in starts()]
-    optimizer = Muon8bit(parameters, lr=0.1, state_dtype=torch.bfloat16, seed=1)
+    optimizer = Muon(parameters, lr=0.1, state_dtype=torch.bfloat16, seed=1, quantization="8bit")
     for parameter in parameters:
         parameter.grad = _like(parameter, torch.ones(parameter.shape, dtype=torch.bfloat16))
     optimizer.step()

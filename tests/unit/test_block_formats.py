@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.compat.torchao_mx import MXTensor, ScaleCalculationMode
+from torchtitan.compat.torchao import MXTensor, ScaleCalculationMode
 from torchtitan.kernels import block_rounding
 from torchtitan.kernels.block_formats import (
     ELEMENTS,

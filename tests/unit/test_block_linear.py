@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
 
-from torchtitan.compat.torchao_mx import KernelPreference, ScaleCalculationMode
+from torchtitan.compat.torchao import KernelPreference, ScaleCalculationMode
 from torchtitan.config.low_precision import MX, Float8
 from torchtitan.converters import Target, conversion_report
 from torchtitan.converters.conversion_report import to_table

@@ -1,12 +1,14 @@
 """Muon in one process: its orthogonalization, its update, its options."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from torchtitan.config.training import Optimizer, OptimizerGroup
 from torchtitan.errors import ConfigError
-from torchtitan.optim.muon import RMS, Muon, Muon8bit
+from torchtitan.optim.muon import RMS, Muon
 from torchtitan.optim.optimizer import build_optimizer, optimizer_step
 from torchtitan.optim.orthogonalize import flops, orthogonalize, polynomials
 from torchtitan.optim.parameters import check_groups
@@ -118,7 +120,7 @@ def test_bytes_of_the_state() -> None:
     for optimizer, size in (
         (Muon([weight], lr=0.1), 4.0),
         (Muon([weight], lr=0.1, state_dtype=torch.bfloat16), 2.0),
-        (Muon8bit([weight], lr=0.1), 1 + 4 / 128),
+        (Muon([weight], lr=0.1, quantization="8bit"), 1 + 4 / 128),
     ):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
@@ -131,8 +133,8 @@ def test_smaller_momenta_train_alike(name: str) -> None:
         [nn.Parameter(torch.randn(64, 128, generator=torch.Generator().manual_seed(0)))] for _ in range(3)
     )
     train(Muon(exact, lr=0.1, dtype=torch.float32), exact)
-    kind, dtype = (Muon8bit, torch.float32) if name == "8bit" else (Muon, torch.bfloat16)
-    train(kind(smaller, lr=0.1, state_dtype=dtype, dtype=torch.float32), smaller)
+    options: dict[str, Any] = {"quantization": "8bit"} if name == "8bit" else {"state_dtype": torch.bfloat16}
+    train(Muon(smaller, lr=0.1, dtype=torch.float32, **options), smaller)
     assert 0 < relative(smaller[0] - start[0], exact[0] - start[0]) < 0.05
 
 

@@ -206,7 +206,7 @@ def torchao_grouped_mx(
         scale_mode: see `block_formats.ScaleMode`.
         hp_weight_grad: the weight gradient stays in high precision.
     """
-    from torchtitan.compat.torchao_mx import KernelPreference, ScaleCalculationMode, grouped_mxfp8_mm
+    from torchtitan.compat.torchao import KernelPreference, ScaleCalculationMode, grouped_mxfp8_mm
 
     out: torch.Tensor = grouped_mxfp8_mm(
         x,

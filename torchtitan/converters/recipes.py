@@ -125,7 +125,7 @@ def _float8_keys(gemms: Gemms, config: Float8) -> Gemms:
 def _float8_gather(config: Float8) -> Callable[[nn.Parameter], torch.Tensor] | None:
     if not config.enable_fsdp_float8_all_gather:
         return None
-    from torchtitan.compat.torchao_float8 import LinearMMConfig, WeightWithDynamicFloat8CastTensor
+    from torchtitan.compat.torchao import LinearMMConfig, WeightWithDynamicFloat8CastTensor
 
     return lambda weight: WeightWithDynamicFloat8CastTensor(weight, LinearMMConfig(), E4M3)
 
@@ -383,7 +383,7 @@ def _torchao_experts(layer: GroupedLinear, config: MX) -> GroupedLinear:
 
 
 def _lacks_grouped_kernels(target: Target, config: MX) -> bool:
-    from torchtitan.compat.torchao_mx import HAS_GROUPED_KERNELS
+    from torchtitan.compat.torchao import HAS_GROUPED_KERNELS
 
     return not HAS_GROUPED_KERNELS
 

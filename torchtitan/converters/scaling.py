@@ -23,7 +23,7 @@ from torchtitan.errors import TrainingError
 from torchtitan.logging import logger
 
 if TYPE_CHECKING:
-    from torchtitan.compat.torchao_float8 import WeightWithDynamicFloat8CastTensor
+    from torchtitan.compat.torchao import WeightWithDynamicFloat8CastTensor
 
 # A float32 operation has a relative error of at most 2^-24. An update applies four to a weight, hence an error relative
 # to the weight, and many to the moments, which amplify it by at most 1 / (1 - beta), hence one relative to the step.
@@ -152,7 +152,7 @@ class Histories(Scaling):
         """Computes the scales, which depend only on the history."""
         history = torch.stack([layer.history for layer in layers])
         amax = history[..., 0] if self.rule == "most_recent" else history.amax(-1)
-        from torchtitan.compat.torchao_float8 import amax_to_scale
+        from torchtitan.compat.torchao import amax_to_scale
 
         scales = torch.stack([amax_to_scale(amax[:, i], dtype) for i, dtype in enumerate(self.dtypes)], 1)
         torch._foreach_copy_([layer.scales for layer in layers], list(scales / 2**self.margin))
@@ -298,7 +298,7 @@ def measure_amaxes(
 
 def set_scales(weights: "dict[str, WeightWithDynamicFloat8CastTensor]", amaxes: torch.Tensor) -> None:
     """Sets the scales with which the weights are gathered from now on."""
-    from torchtitan.compat.torchao_float8 import amax_to_scale
+    from torchtitan.compat.torchao import amax_to_scale
 
     for weight, scale in zip(weights.values(), amax_to_scale(amaxes, torch.float8_e4m3fn), strict=True):
         weight._precomputed_scale = scale

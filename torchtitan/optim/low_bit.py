@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.cache import keep_compiled_code_private
-from torchtitan.optim.state_formats import BlockQuantized, State, StateFormat, Unquantized, block_size
+from torchtitan.optim.state_formats import BlockQuantized, State, StateFormat, block_size
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
 
 
@@ -28,14 +28,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
         defaults: settings of parameter groups that do not set them.
         state_dtype: dtype of unquantized moments: all of them if `quantization` is "", else those of vectors and of
             matrices whose rows do not divide into blocks (`state_formats.block_size`).
+        seed: for stochastic rounding.
+        quantization: "8bit", "4bit" or "fp8"; "" for none.
 
     Attributes:
-        quantization: "8bit", "4bit" or "fp8"; "" for none.
         moment_names: in the state; those in `signed` may be negative.
-        seed: for stochastic rounding.
     """
 
-    quantization = ""
     moment_names: tuple[str, ...]
     signed: ClassVar[set[str]]
 
@@ -43,18 +42,18 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self,
         parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         defaults: dict[str, Any],
-        state_dtype: torch.dtype,
+        state_dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        quantization: str = "",
     ) -> None:
         super().__init__(parameters, defaults)
         on_gpu = self.parameters()[0].device.type == "cuda"
         self.defaults.setdefault("fused", on_gpu)  # a CPU reads whether to skip without waiting
-        self._random_bits = random_bits
         if on_gpu:
             keep_compiled_code_private()
-            self._random_bits = torch.compile(random_bits)
+        self._random_bits = torch.compile(random_bits) if on_gpu else random_bits
         self.state_dtype = state_dtype
-        self.seed = seed
+        self.seed, self.quantization = seed, quantization
         self._numbers = {parameter: number for number, parameter in enumerate(self.parameters())}
         make = functools.cache(self._make_formats)  # shared between equal parameters, so that the compiler sees one
         self._formats = {
@@ -70,14 +69,14 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """Local tensors of each moment, sharing the state's memory."""
         state = self.state_of(parameter)
         return [
-            {part: local_tensor(state[_join(key, part)]) for part in form.parts}
+            {part: local_tensor(state[f"{key}.{part}".removesuffix(".")]) for part in form.parts}
             for key, form in zip(self.moment_names, self._formats[parameter], strict=True)
         ]
 
     def _make_formats(self, row: int, device: torch.device) -> tuple[StateFormat, ...]:
         """Formats of the moments of a parameter with rows of this length."""
         if not self.quantization or not block_size(row):
-            return (Unquantized(self.state_dtype),) * len(self.moment_names)
+            return (StateFormat(self.state_dtype),) * len(self.moment_names)
         return tuple(BlockQuantized(self.quantization, name in self.signed, row, device) for name in self.moment_names)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -89,16 +88,15 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 full = form.layout(tuple(parameter.shape))
                 for part, (shape, dtype) in form.layout(tuple(local_tensor(parameter).shape)).items():
                     zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
-                    state[_join(key, part)] = sharded_like(parameter, zeros, full[part][0])
+                    state[f"{key}.{part}".removesuffix(".")] = sharded_like(parameter, zeros, full[part][0])
         return state
 
     def _count_step(self, parameters: Iterable[nn.Parameter], skip: torch.Tensor | None) -> None:
         """Counts an update of these parameters, unless the device skips it."""
         steps = [self.state_of(parameter)["step"] for parameter in parameters]
         if steps:
-            torch._foreach_add_(
-                steps, [torch.ones_like(steps[0]) if skip is None else (skip <= 0).float()] * len(steps)
-            )
+            counted = torch.ones_like(steps[0]) if skip is None else (skip <= 0).float()
+            torch._foreach_add_(steps, [counted] * len(steps))
 
     def _noise(
         self, parameter: nn.Parameter, like: torch.Tensor, needs_noise: list[bool], step: torch.Tensor, part: str = ""
@@ -115,7 +113,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             return noise_of(bits.view(like.shape), needs_noise)
         generator = torch.Generator().manual_seed(self._key(parameter, f"{int(step)}:", part))
         draw = functools.partial(torch.randint, 1 << 16, like.shape, generator=generator)
-        return [draw(dtype=torch.int32) if one else None for one in needs_noise]
+        return [draw(dtype=torch.int32) if needed else None for needed in needs_noise]
 
     def _key(self, parameter: nn.Parameter, step: str = "", part: str = "") -> int:
         """56 bits for a parameter's noise."""
@@ -139,11 +137,7 @@ def random_bits(key: torch.Tensor, step: torch.Tensor, count: int) -> torch.Tens
 
 def noise_of(bits: torch.Tensor, needs_noise: list[bool]) -> list[torch.Tensor | None]:
     """16 of the 64 bits for each of up to four tensors, int32."""
-    return [(bits >> 16 * place & 0xFFFF).int() if one else None for place, one in enumerate(needs_noise)]
-
-
-def _join(key: str, part: str) -> str:
-    return f"{key}.{part}" if part else key
+    return [(bits >> 16 * place & 0xFFFF).int() if needed else None for place, needed in enumerate(needs_noise)]
 
 
 def local_row_length(parameter: torch.Tensor) -> int:

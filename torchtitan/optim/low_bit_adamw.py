@@ -20,7 +20,7 @@ from torchtitan.parallel.sharded_tensors import local_tensor
 TOGETHER = 8  # parameters of the same shape that a GPU updates in one compiled call
 
 Shard = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[State], list[torch.Tensor | None] | torch.Tensor]
-"""This rank's: weight, gradient, number of the update (from 1), moments, and noise for the weight, first and second
+"""Of this rank: weight, gradient, number of the update (from 1), moments, and noise for the weight, first and second
 moment (see `store`), or the key from which to compute it (see `random_bits`)."""
 
 
@@ -31,6 +31,7 @@ class LowBitAdamW(LowBitOptimizer):
 
     Args:
         root: store the square root of the second moment.
+        options: of `LowBitOptimizer`.
     """
 
     signed: ClassVar = {"exp_avg"}
@@ -42,14 +43,13 @@ class LowBitAdamW(LowBitOptimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        state_dtype: torch.dtype = torch.float32,
         root: bool = False,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
         self.root = root
         self.moment_names = "exp_avg", "exp_avg_sq_root" if root else "exp_avg_sq"
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(parameters, defaults, state_dtype, seed)
+        super().__init__(parameters, defaults, **options)
         self._update: Callable[..., None] = update
         if self.defaults["fused"]:
             from torchtitan.compat.inductor import few_launches  # imports the compiler
@@ -85,31 +85,6 @@ class LowBitAdamW(LowBitOptimizer):
         else:
             noise = self._noise(parameter, weight, needs_noise(weight, moments), step)
         return weight, local_tensor(parameter.grad), step, moments, noise
-
-    @torch.no_grad()
-    def moments(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and second moment of this rank's shard, as the next update will read them; float32."""
-        pairs = zip(self._formats[parameter], self._parts(parameter), strict=True)
-        first, second = (form.read(parts) for form, parts in pairs)
-        return first, second.square() if self.root else second
-
-
-class AdamW8bit(LowBitAdamW):
-    """AdamW with 8-bit moments."""
-
-    quantization = "8bit"
-
-
-class AdamW4bit(LowBitAdamW):
-    """AdamW with 4-bit moments."""
-
-    quantization = "4bit"
-
-
-class AdamWFp8(LowBitAdamW):
-    """AdamW with float8 e4m3 moments."""
-
-    quantization = "fp8"
 
 
 def needs_noise(weight: torch.Tensor, moments: list[State]) -> list[bool]:

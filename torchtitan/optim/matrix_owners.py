@@ -2,12 +2,16 @@
 
 A parameter of more than two dimensions, such as a stack of experts (E, out, in), is a stack of matrices. Each matrix
 has an owner among the ranks of its parameter's mesh. The owner collects the shards, computes, and sends every rank its
-part of the result. Replicas (HSDP) share the work: an owner collects from its own replica, and sends to all of them.
+piece of the result. Replicas (HSDP) share the work: an owner collects from its own replica, and sends to all of them.
+
+Matrices are exchanged in buckets, with one all-to-all each way. All at once, an update of Llama 3 8B on 8 GPUs would
+take 6.3 GiB beside weights, gradients and momenta (9.8 GiB); in buckets of 2^25 numbers it takes 0.9 GiB.
 """
 
-import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,209 +23,187 @@ from torchtitan.parallel.sharded_tensors import shard_box
 
 BUCKET = 1 << 25  # numbers that a rank owns in a bucket, unless one matrix has more
 
+Box = tuple[slice, ...]  # the part of a parameter that a rank holds: a slice per dimension
 
-@dataclass(frozen=True)
-class Sharding:
+
+class Sharding(NamedTuple):
     """How a parameter is spread over ranks.
 
     Attributes:
         shape: of the full parameter.
-        ranks: global ranks of its mesh; (this rank,) if it is not a DTensor.
-        boxes: the part that each of them holds, a slice per dimension.
-        replica: which copy of the parameter each of them belongs to.
+        boxes: by global rank of the parameter's mesh; of this rank alone if it is not a DTensor.
+        replicas: by global rank, which copy of the parameter it belongs to.
     """
 
     shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    boxes: tuple[tuple[slice, ...], ...]
-    replica: tuple[tuple[int, ...], ...]
+    boxes: dict[int, Box]
+    replicas: dict[int, tuple[int, ...]]
 
 
 class Matrix(NamedTuple):
-    """A complete matrix: number of its parameter, its place in that parameter's leading dimensions, global rank of its
-    owner."""
+    """A complete matrix: number of its parameter, its place in that parameter's leading dimensions, its rows and
+    columns, global rank of its owner."""
 
     parameter: int
     place: tuple[int, ...]
+    shape: tuple[int, int]
     owner: int
 
 
-class Part(NamedTuple):
-    """The part of a matrix that a rank holds: global rank, rows, columns, and its place in the leading dimensions of
-    that rank's shard."""
+class Piece(NamedTuple):
+    """What one rank holds of a matrix.
 
-    rank: int
+    Attributes:
+        holder: global rank.
+        rows, columns: in the matrix.
+        place: in the leading dimensions of the holder's shard.
+        collected: whether the owner assembles the matrix from it, rather than from an equal one of its own replica.
+    """
+
+    matrix: Matrix
+    holder: int
     rows: slice
     columns: slice
     place: tuple[int, ...]
+    collected: bool
+
+    def numel(self) -> int:
+        numbers: int = (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
+        return numbers
+
+
+Received = list[tuple[Piece, torch.Tensor]]
+Move = tuple[tuple[int, int], Piece]  # (sender, receiver), and the piece whose content is sent
 
 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
+    shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return Sharding(tuple(parameter.shape), (rank,), (tuple(slice(0, size) for size in parameter.shape),), ((),))
+        return Sharding(shape, {rank: tuple(slice(0, size) for size in shape)}, {rank: ()})
     mesh, placements = parameter.device_mesh, parameter.placements
-    places = list(itertools.product(*(range(size) for size in mesh.shape)))
+    places = {int(mesh.mesh[place]): place for place in itertools.product(*map(range, mesh.shape))}
     replicated = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
     return Sharding(
-        tuple(parameter.shape),
-        tuple(int(mesh.mesh[place]) for place in places),
-        tuple(shard_box(parameter.shape, mesh.shape, placements, place) for place in places),
-        tuple(tuple(place[dim] for dim in replicated) for place in places),
+        shape,
+        {rank: shard_box(shape, mesh.shape, placements, place) for rank, place in places.items()},
+        {rank: tuple(place[dim] for dim in replicated) for rank, place in places.items()},
     )
 
 
-def parts(sharding: Sharding, place: tuple[int, ...]) -> list[Part]:
-    """Who holds what of the matrix at this place, in the order of `sharding.ranks`; ranks with none of it are left
-    out."""
-    found = []
-    for rank, box in zip(sharding.ranks, sharding.boxes, strict=True):
-        *leading, rows, columns = box
-        inside = all(part.start <= at < part.stop for part, at in zip(leading, place, strict=True))
-        if inside and rows.stop > rows.start and columns.stop > columns.start:
-            local = tuple(at - part.start for part, at in zip(leading, place, strict=True))
-            found.append(Part(rank, rows, columns, local))
-    return found
+def _reaches(box: Box, place: tuple[int, ...]) -> bool:
+    """Whether a box contains some of the matrix at this place."""
+    *leading, rows, columns = box
+    inside = all(part.start <= index < part.stop for part, index in zip(leading, place, strict=True))
+    return inside and rows.start < rows.stop and columns.start < columns.stop
 
 
-def sources(sharding: Sharding, matrix: Matrix) -> list[Part]:
-    """The parts from which the owner assembles the matrix: those of its own replica."""
-    replica = dict(zip(sharding.ranks, sharding.replica, strict=True))
-    return [part for part in parts(sharding, matrix.place) if replica[part.rank] == replica[matrix.owner]]
+def pieces(sharding: Sharding, matrix: Matrix) -> Iterator[Piece]:
+    """Who holds what of a matrix, in the mesh's order; ranks with none of it are left out."""
+    for rank, box in sharding.boxes.items():
+        if _reaches(box, matrix.place):
+            *leading, rows, columns = box
+            place = tuple(index - part.start for part, index in zip(leading, matrix.place, strict=True))
+            collected = sharding.replicas[rank] == sharding.replicas[matrix.owner]
+            yield Piece(matrix, rank, rows, columns, place, collected)
 
 
 def deal(shardings: Sequence[Sharding]) -> list[Matrix]:
     """An owner for each matrix, the largest first: the rank that has the fewest numbers so far. With equal matrices
     this is round robin. A matrix that ranks hold complete stays with one of these."""
-    load: dict[int, int] = {}
-    matrices = [
-        (number, place)
-        for number, sharding in enumerate(shardings)
-        for place in itertools.product(*map(range, sharding.shape[:-2]))
-    ]
-    size_of = functools.cache(lambda number: shardings[number].shape[-2] * shardings[number].shape[-1])
+    load: Counter[int] = Counter()
     dealt = []
-    for number, place in sorted(matrices, key=lambda matrix: -size_of(matrix[0])):
-        rows, columns = shardings[number].shape[-2:]
-        complete = [
-            part.rank
-            for part in parts(shardings[number], place)
-            if (part.rows, part.columns) == (slice(0, rows), slice(0, columns))
-        ]
-        owner = min(complete or shardings[number].ranks, key=lambda rank: load.get(rank, 0))
-        load[owner] = load.get(owner, 0) + size_of(number)
-        dealt.append(Matrix(number, place, owner))
+    for number, sharding in sorted(enumerate(shardings), key=lambda numbered: -math.prod(numbered[1].shape[-2:])):
+        rows, columns = sharding.shape[-2:]
+        complete = slice(0, rows), slice(0, columns)
+        for place in itertools.product(*map(range, sharding.shape[:-2])):
+            holders = [rank for rank, box in sharding.boxes.items() if box[-2:] == complete and _reaches(box, place)]
+            owner = min(holders or sharding.boxes, key=lambda rank: load[rank])
+            load[owner] += rows * columns
+            dealt.append(Matrix(number, place, (rows, columns), owner))
     return dealt
 
 
 @dataclass
 class Bucket:
-    """Matrices that are exchanged together, and this rank's part in it.
+    """Matrices that are exchanged together.
 
     Attributes:
+        rank: of this process.
         ranks: that take part; owners and holders.
-        matrices: whose owner is this rank.
-        mine: by rank, the parts that this rank sends to owners: (parameter, part).
-        theirs: by rank, what this rank receives as an owner: (number in `matrices`, part).
-        results: by rank, what it sends as an owner: (number in `matrices`, part).
-        updates: by rank, what it receives: (parameter, part).
+        pieces: that this rank holds, or whose matrix it owns; in the same order on all ranks.
         remote: whether anything crosses between ranks.
+        group: of `ranks`; None if nothing crosses.
     """
 
+    rank: int
     ranks: tuple[int, ...]
-    matrices: list[Matrix] = field(default_factory=list)
-    mine: dict[int, list[tuple[int, Part]]] = field(default_factory=dict)
-    theirs: dict[int, list[tuple[int, Part]]] = field(default_factory=dict)
-    results: dict[int, list[tuple[int, Part]]] = field(default_factory=dict)
-    updates: dict[int, list[tuple[int, Part]]] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
     remote: bool = False
+    group: dist.ProcessGroup | None = None
+
+    def owned(self) -> list[Matrix]:
+        """The matrices whose owner is this rank."""
+        return list(dict.fromkeys(piece.matrix for piece in self.pieces if piece.matrix.owner == self.rank))
+
+    def moves(self, to_owners: bool) -> list[Move]:
+        """Of what owners collect, or of their results on the way back."""
+        if to_owners:
+            return [((piece.holder, piece.matrix.owner), piece) for piece in self.pieces if piece.collected]
+        return [((piece.matrix.owner, piece.holder), piece) for piece in self.pieces]
+
+    def start(
+        self,
+        to_owners: bool,
+        content: Callable[[Piece], torch.Tensor],
+        empty: torch.Tensor,
+        size: Callable[[Piece], int] = Piece.numel,
+    ) -> Callable[[], Received]:
+        """Starts to send pieces, while computation goes on. Collective.
+
+        Args:
+            content: what to send of a piece, (size(piece),).
+            empty: (0,), of the dtype and device of contents.
+
+        Returns:
+            A function that waits for the pieces that this rank receives, and returns them with their contents.
+        """
+        moves = self.moves(to_owners)
+        kept = [(piece, content(piece)) for (sender, receiver), piece in moves if sender == receiver]
+        if self.group is None:
+            return lambda: kept
+        sent, sent_counts = self._others(1, moves, size)
+        arriving, counts = self._others(0, moves, size)
+        outgoing = torch.cat([empty, *map(content, sent)])
+        incoming = empty.new_empty(sum(counts))
+        work = dist.all_to_all_single(incoming, outgoing, counts, sent_counts, group=self.group, async_op=True)
+
+        def wait() -> Received:
+            work.wait()
+            return [*kept, *zip(arriving, incoming.split(list(map(size, arriving))), strict=True)]
+
+        return wait
+
+    def _others(self, end: int, moves: list[Move], size: Callable[[Piece], int]) -> tuple[list[Piece], list[int]]:
+        """The pieces that have another rank at this end of their move, by that rank, and the numbers for each rank."""
+        others: dict[int, list[Piece]] = {rank: [] for rank in self.ranks}
+        for ends, piece in moves:
+            if ends[end] != self.rank:
+                others[ends[end]].append(piece)
+        return list(itertools.chain(*others.values())), [sum(map(size, pieces)) for pieces in others.values()]
 
 
 def buckets(shardings: Sequence[Sharding], rank: int, size: int = BUCKET) -> list[Bucket]:
     """The same number of buckets in the same order on all ranks of a mesh, as seen by `rank`."""
-    found: dict[tuple[tuple[int, ...], int], Bucket] = {}
-    owned: dict[int, int] = {}
+    by_key: dict[tuple[tuple[int, ...], int], Bucket] = {}
+    owned: Counter[int] = Counter()
     for matrix in deal(shardings):
         sharding = shardings[matrix.parameter]
-        rows, columns = sharding.shape[-2:]
-        key = (tuple(sorted(sharding.ranks)), owned.get(matrix.owner, 0) // size)
-        owned[matrix.owner] = owned.get(matrix.owner, 0) + rows * columns
-        bucket = found.setdefault(key, Bucket(key[0]))
-        if matrix.owner == rank:
-            bucket.matrices.append(matrix)
-        number = len(bucket.matrices) - 1
-        for part in sources(sharding, matrix):
-            if part.rank == rank:
-                bucket.mine.setdefault(matrix.owner, []).append((matrix.parameter, part))
-            if matrix.owner == rank:
-                bucket.theirs.setdefault(part.rank, []).append((number, part))
-        for part in parts(sharding, matrix.place):
-            bucket.remote |= part.rank != matrix.owner
-            if matrix.owner == rank:
-                bucket.results.setdefault(part.rank, []).append((number, part))
-            if part.rank == rank:
-                bucket.updates.setdefault(matrix.owner, []).append((matrix.parameter, part))
-    return [found[key] for key in sorted(found)]
-
-
-class Exchange:
-    """Sends tensors to ranks and receives theirs, while computation goes on.
-
-    Args:
-        group: None if nothing crosses between ranks.
-        ranks: of the group, in its order.
-        outgoing: by global rank, tensors of one dtype.
-        incoming: by global rank, the numbers to receive.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        ranks: Sequence[int],
-        rank: int,
-        outgoing: dict[int, list[torch.Tensor]],
-        incoming: dict[int, list[int]],
-        like: torch.Tensor,
-    ) -> None:
-        self._own = [tensor.flatten() for tensor in outgoing.get(rank, [])]
-        self._rank, self._incoming = rank, incoming
-        self._order = [other for other in ranks if other != rank]
-        self._work: dist.Work | None = None
-        if group is not None:
-            sent = [[tensor.flatten() for tensor in outgoing.get(other, [])] for other in ranks]
-            counts = [0 if other == rank else sum(map(len, sent[place])) for place, other in enumerate(ranks)]
-            expected = [0 if other == rank else sum(incoming.get(other, [])) for other in ranks]
-            flat = [tensor for place, other in enumerate(ranks) if other != rank for tensor in sent[place]]
-            self._sent = torch.cat(flat) if flat else like.new_empty(0)
-            self._received = like.new_empty(sum(expected))
-            self._work = dist.all_to_all_single(
-                self._received, self._sent, expected, counts, group=group, async_op=True
-            )
-
-    def wait(self) -> dict[int, list[torch.Tensor]]:
-        """What each rank has sent, flat."""
-        found = {self._rank: self._own}
-        if self._work is not None:
-            self._work.wait()
-            sizes = [size for other in self._order for size in self._incoming.get(other, [])]
-            pieces = iter(self._received.split(sizes))
-            for other in self._order:
-                found[other] = [next(pieces) for _ in self._incoming.get(other, [])]
-        return found
-
-
-def numbers(part: Part) -> int:
-    """How many numbers a part has."""
-    count: int = (part.rows.stop - part.rows.start) * (part.columns.stop - part.columns.start)
-    return count
-
-
-def group_of(ranks: Iterable[int]) -> dist.ProcessGroup | None:
-    """The process group of these ranks, created if there is none. Collective over them. None for a single rank."""
-    ranks = sorted(ranks)
-    if len(ranks) == 1:
-        return None
-    if ranks == list(range(dist.get_world_size())):
-        return dist.group.WORLD
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return group
+        ranks = tuple(sorted(sharding.boxes))
+        bucket = by_key.setdefault((ranks, owned[matrix.owner] // size), Bucket(rank, ranks))
+        owned[matrix.owner] += math.prod(matrix.shape)
+        for piece in pieces(sharding, matrix):
+            bucket.remote |= piece.holder != matrix.owner
+            if rank in (piece.holder, matrix.owner):
+                bucket.pieces.append(piece)
+    return [by_key[key] for key in sorted(by_key)]

@@ -11,11 +11,10 @@ from torch import nn
 from torchtitan.compat.optimizers import fused_step
 from torchtitan.config.training import Optimizer
 from torchtitan.models.parametrization import Scaling
-from torchtitan.optim.combined import CombinedOptimizer, parts_of
-from torchtitan.optim.ema import WeightAverage
+from torchtitan.optim.combined import CombinedOptimizer, WeightAverage, parts_of
 from torchtitan.optim.low_bit import LowBitOptimizer
-from torchtitan.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8, LowBitAdamW
-from torchtitan.optim.muon import Muon, Muon8bit
+from torchtitan.optim.low_bit_adamw import LowBitAdamW
+from torchtitan.optim.muon import Muon
 from torchtitan.optim.parameters import NamedParameter, named_parameters, parameter_groups
 from torchtitan.registry import Registry
 
@@ -46,93 +45,77 @@ class OptimizerEntry:
     mup: bool = False
 
 
-def build_adam(parameters: Sequence[NamedParameter], config: Optimizer) -> torch.optim.Optimizer:
+def build_adam(
+    parameters: Sequence[NamedParameter], config: Optimizer, quantization: str = ""
+) -> torch.optim.Optimizer:
     """Adam or AdamW. If everything is float32, torch's (`implementation` chooses the for-loop, foreach or fused
     update); for smaller dtypes `LowBitAdamW`."""
-    groups = parameter_groups(parameters)
+    state_dtype: torch.dtype = getattr(torch, config.state_dtype)
     options: dict[str, Any] = {
+        "params": parameter_groups(parameters),
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
-    state_dtype = getattr(torch, config.state_dtype)
+    implementation: Any = {key: config.implementation == key for key in ("fused", "foreach")}
     if config.name == "Adam":
-        kind: type[torch.optim.Adam] = torch.optim.Adam
-    elif all(dtype == torch.float32 for dtype in (state_dtype, *(one.parameter.dtype for one in parameters))):
-        kind = torch.optim.AdamW
-    else:
-        return _build_low_bit(LowBitAdamW, parameters, config)
-    implementation = config.implementation
-    return kind(groups, **options, fused=implementation == "fused", foreach=implementation == "foreach")
+        return torch.optim.Adam(**options, **implementation)
+    if not quantization and {state_dtype, *(named.parameter.dtype for named in parameters)} == {torch.float32}:
+        return torch.optim.AdamW(**options, **implementation)
+    root = config.second_moment == "sqrt_v"
+    return LowBitAdamW(options.pop("params"), **options, state_dtype=state_dtype, root=root, quantization=quantization)
 
 
-def _build_low_bit(
-    kind: type[LowBitAdamW], parameters: Sequence[NamedParameter], config: Optimizer
+def _build_muon(
+    parameters: Sequence[NamedParameter], config: Optimizer, quantization: str = ""
 ) -> torch.optim.Optimizer:
-    return kind(
-        parameter_groups(parameters),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        state_dtype=getattr(torch, config.state_dtype),
-        root=config.second_moment == "sqrt_v",
-    )
-
-
-def _build_muon(kind: type[Muon], parameters: Sequence[NamedParameter], config: Optimizer) -> torch.optim.Optimizer:
     """Muon for matrices in blocks, AdamW for the rest, or as `[[optimizer.group]]` says."""
-    matrices = [one for one in parameters if _updated_by_muon(one, config)]
-    others = [one for one in parameters if not _updated_by_muon(one, config)]
+    matrices = [named for named in parameters if _updated_by_muon(named, config)]
+    others = [named for named in parameters if not _updated_by_muon(named, config)]
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        muon = kind(
-            [
-                {**group, "beta2": group.pop("betas")[1]}
-                for group in parameter_groups(matrices, "lr", "weight_decay", "betas")
-            ],
+        groups = parameter_groups(matrices, "lr", "weight_decay", "betas")
+        muon = Muon(
+            [{**group, "beta2": group.pop("betas")[1]} for group in groups],
             lr=config.lr,
-            momentum=config.muon_momentum,
-            nesterov=config.muon_nesterov,
-            coefficients=tuple(config.muon_coefficients),  # type: ignore[arg-type]  # three
-            steps=config.muon_steps,
-            polar_express=config.muon_polar_express,
-            row_normalization=config.muon_row_normalization,
             state_dtype=getattr(torch, config.state_dtype),
+            quantization=quantization,
+            **{key[len("muon_") :]: value for key, value in vars(config).items() if key.startswith("muon_")},
         )
         optimizers.append(muon)
     if others:
-        name = "AdamW8bit" if kind.quantization else "AdamW"
-        optimizers.append(OPTIMIZERS.get(name).build(others, replace(config, name=name)))
+        optimizers.append(build_adam(others, config, quantization))
     return CombinedOptimizer(optimizers)
 
 
-BOTH = ("float32", "bfloat16")
+def _built_in(
+    build: Callable[..., torch.optim.Optimizer], state_bytes: float, quantization: str, **facts: Any
+) -> OptimizerEntry:
+    """One that is quantized, or else takes states in bfloat16."""
+    return OptimizerEntry(
+        partial(build, quantization=quantization),
+        state_bytes=state_bytes,
+        state_dtypes=("float32",) if quantization else ("float32", "bfloat16"),
+        bfloat16_weights=True,
+        in_torch=not quantization,
+        mup=True,
+        **facts,
+    )
+
+
 OPTIMIZERS: Registry[OptimizerEntry] = Registry(
     "optimizer",
     "optimizer.name",
     {
         "Adam": OptimizerEntry(build_adam, state_bytes=8, in_torch=True),
-        "AdamW": OptimizerEntry(
-            build_adam, state_bytes=8, state_dtypes=BOTH, bfloat16_weights=True, in_torch=True, mup=True
-        ),
-        "AdamW8bit": OptimizerEntry(partial(_build_low_bit, AdamW8bit), state_bytes=2, bfloat16_weights=True, mup=True),
-        "AdamWFp8": OptimizerEntry(partial(_build_low_bit, AdamWFp8), state_bytes=2, bfloat16_weights=True, mup=True),
-        "AdamW4bit": OptimizerEntry(partial(_build_low_bit, AdamW4bit), state_bytes=1, bfloat16_weights=True, mup=True),
-        # Matrices in blocks; AdamW, with moments of the same kind, updates the rest.
-        "Muon": OptimizerEntry(
-            partial(_build_muon, Muon),
-            state_bytes=4,
-            state_dtypes=BOTH,
-            bfloat16_weights=True,
-            in_torch=True,
-            whole_matrices=True,
-            mup=True,
-        ),
-        "Muon8bit": OptimizerEntry(
-            partial(_build_muon, Muon8bit), state_bytes=1, bfloat16_weights=True, whole_matrices=True, mup=True
-        ),
+        "AdamW": _built_in(build_adam, 8, ""),
+        "AdamW8bit": _built_in(build_adam, 2, "8bit"),
+        "AdamWFp8": _built_in(build_adam, 2, "fp8"),
+        "AdamW4bit": _built_in(build_adam, 1, "4bit"),
+        # Matrices in blocks; AdamW, with moments of the same format, updates the rest.
+        "Muon": _built_in(_build_muon, 4, "", whole_matrices=True),
+        "Muon8bit": _built_in(_build_muon, 1, "8bit", whole_matrices=True),
     },
 )
 
@@ -142,15 +125,15 @@ def optimizers_with(fact: Callable[[OptimizerEntry], object]) -> tuple[str, ...]
     return tuple(name for name in OPTIMIZERS.names() if fact(OPTIMIZERS.get(name)))
 
 
-def _updated_by_muon(one: NamedParameter, config: Optimizer) -> bool:
-    usual = "Muon" if OPTIMIZERS.get(config.name).whole_matrices and one.role == "matrix" else "AdamW"
-    return (one.algorithm or usual) == "Muon"
+def _updated_by_muon(named: NamedParameter, config: Optimizer) -> bool:
+    usual = "Muon" if OPTIMIZERS.get(config.name).whole_matrices and named.role == "matrix" else "AdamW"
+    return (named.algorithm or usual) == "Muon"
 
 
-def _scaled(one: NamedParameter, config: Optimizer, scaling: Scaling) -> NamedParameter:
+def _scaled(named: NamedParameter, config: Optimizer, scaling: Scaling) -> NamedParameter:
     """The settings of a parameter under muP. lr x weight_decay, the fraction that a step takes off a weight, stays."""
-    factor = scaling.muon if _updated_by_muon(one, config) else scaling.adamw
-    return replace(one, lr=one.lr * factor, weight_decay=one.weight_decay / factor, eps=one.eps * scaling.eps)
+    factor = scaling.muon if _updated_by_muon(named, config) else scaling.adamw
+    return replace(named, lr=named.lr * factor, weight_decay=named.weight_decay / factor, eps=named.eps * scaling.eps)
 
 
 def build_optimizer(
@@ -173,7 +156,7 @@ def build_optimizer(
     section = section_of(entry.section) if section_of else config
     parameters = named_parameters(model, config)
     if scalings is not None:
-        parameters = [_scaled(one, config, scalings[one.name]) for one in parameters]
+        parameters = [_scaled(named, config, scalings[named.name]) for named in parameters]
     optimizer = entry.build(parameters, section)
     if config.ema_decay is not None:
         average = WeightAverage(model.parameters(), config.ema_decay, config.lr)
@@ -218,13 +201,11 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) 
     if isinstance(optimizer, CombinedOptimizer):
         stepped = [optimizer_step(part, skip) for part in optimizer.parts]
         return all(stepped)
-    if skip is None:
-        optimizer.step()
-    elif optimizer.defaults.get("fused"):
+    if skip is not None and optimizer.defaults.get("fused"):
         # With CPU offload the update runs on the host, and this waits for the flag.
         device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
         fused_step(optimizer, skip.to(device))
-    elif skip.item() > 0:
+    elif skip is not None and skip.item() > 0:
         return False
     else:
         optimizer.step()

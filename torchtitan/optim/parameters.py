@@ -1,7 +1,7 @@
 """A model's parameters as optimizers see them: each with its name, its role, and its own learning rate and decay."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -41,10 +41,7 @@ class NamedParameter:
 
 def named_parameters(model: nn.Module, config: Optimizer) -> list[NamedParameter]:
     """All parameters of a model, in its order; it may be sharded, or a stage of a pipeline."""
-    return [
-        NamedParameter(name, parameter, role, *_settings(name, role, config))
-        for name, parameter, role in parameters_with_roles(model)
-    ]
+    return [_with_settings(*named, config) for named in parameters_with_roles(model)]
 
 
 def parameters_with_roles(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Role]]:
@@ -64,10 +61,8 @@ def groups_of(name: str, config: Optimizer) -> list[OptimizerGroup]:
     return [group for group in config.group if any(matches(glob, name) for glob in group.parameters)]
 
 
-def _settings(
-    name: str, role: Role, config: Optimizer
-) -> tuple[float, float, tuple[float, float], float, Literal["Muon", "AdamW"] | None]:
-    without_decay = role in [WITHOUT_DECAY[kind] for kind in config.no_weight_decay]
+def _with_settings(name: str, parameter: nn.Parameter, role: Role, config: Optimizer) -> NamedParameter:
+    without_decay = role in [WITHOUT_DECAY[value] for value in config.no_weight_decay]
     settings: dict[str, Any] = {
         "lr": config.lr,
         "weight_decay": 0.0 if without_decay else config.weight_decay,
@@ -77,8 +72,8 @@ def _settings(
     }
     for group in groups_of(name, config):
         settings |= {key: value for key in settings if (value := getattr(group, key)) is not None}
-    betas = (settings["beta1"], settings["beta2"])
-    return settings["lr"], settings["weight_decay"], betas, config.eps, settings["algorithm"]
+    betas = settings.pop("beta1"), settings.pop("beta2")
+    return NamedParameter(name, parameter, role, betas=betas, eps=config.eps, **settings)
 
 
 def check_groups(model: nn.Module, config: Optimizer) -> None:
@@ -98,9 +93,9 @@ def check_groups(model: nn.Module, config: Optimizer) -> None:
     ]
     for number, group in enumerate(config.group, 1):
         vectors = [
-            one.name
-            for one in named_parameters(model, config)
-            if one.role == "vector" and one.algorithm == "Muon" and groups_of(one.name, config)[-1] is group
+            named.name
+            for named in named_parameters(model, config)
+            if named.role == "vector" and named.algorithm == "Muon" and groups_of(named.name, config)[-1] is group
         ]
         if vectors:
             problems.append(
@@ -117,11 +112,11 @@ def parameter_groups(parameters: Iterable[NamedParameter], *settings: str) -> li
     Args:
         settings: those that the optimizer knows, of "lr", "weight_decay", "betas" and "eps"; default: all.
     """
-    keys = settings or tuple(field.name for field in fields(NamedParameter)[3:7])
+    keys = settings or ("lr", "weight_decay", "betas", "eps")
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for one in parameters:
-        values = tuple(getattr(one, key) for key in keys)
-        mesh = getattr(one.parameter, "device_mesh", None)  # a fused update of DTensors of several meshes is an error
+    for named in parameters:
+        values = tuple(getattr(named, key) for key in keys)
+        mesh = getattr(named.parameter, "device_mesh", None)  # a fused update of DTensors of several meshes is an error
         group = groups.setdefault((mesh, *values), {"params": [], **dict(zip(keys, values, strict=True))})
-        group["params"].append(one.parameter)
+        group["params"].append(named.parameter)
     return list(groups.values())

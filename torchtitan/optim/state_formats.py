@@ -7,7 +7,6 @@ the same blocks under any number of ranks, and its codes and scales are sharded 
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 
@@ -19,48 +18,37 @@ State = Mapping[str, torch.Tensor]
 """The tensors that store one moment, by name; this rank's shards."""
 
 
-class StateFormat(Protocol):
-    """How the numbers of one moment are stored."""
-
-    parts: tuple[str, ...]
-    """Names of the tensors that store them; "" if there is only one."""
-
-    def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part, for a parameter of this shape."""
-
-    def read(self, state: State) -> torch.Tensor:
-        """Dequantizes to float32."""
-
-    def write(
-        self, state: State, value: torch.Tensor, noise: torch.Tensor | None, skip: torch.Tensor | None = None
-    ) -> None:
-        """Stores the float32 numbers of `value`, rounded to the format, unless `skip`, a scalar, is above 0."""
-
-
-class Unquantized:
-    """Plain numbers; bfloat16 is rounded stochastically.
+class StateFormat:
+    """How the numbers of one moment are stored: here plainly, in float32 or bfloat16, which is rounded stochastically.
 
     Rounded to nearest, a number that changes by less than half of bfloat16's spacing (1/512 of itself) would never
     change. That happens to the second moment with beta2 = 0.999 once gradients become small.
+
+    Attributes:
+        parts: names of the tensors that store them; "" if there is only one.
     """
+
+    parts: tuple[str, ...] = ("",)
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.parts: tuple[str, ...] = ("",)
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part, for a parameter of this shape."""
         return {"": (shape, self.dtype)}
 
     def read(self, state: State) -> torch.Tensor:
+        """The numbers in float32."""
         return state[""].float()
 
     def write(
         self, state: State, value: torch.Tensor, noise: torch.Tensor | None, skip: torch.Tensor | None = None
     ) -> None:
+        """Stores the float32 numbers of `value`, rounded to the format, unless `skip`, a scalar, is above 0."""
         store(state[""], value, noise, skip)
 
 
-class BlockQuantized:
+class BlockQuantized(StateFormat):
     """Codes of numbers between -1 and 1, and a float32 scale for each block of a row.
 
     Args:
@@ -72,7 +60,7 @@ class BlockQuantized:
 
     def __init__(self, name: str, signed: bool, row: int, device: torch.device) -> None:
         self.name = name
-        self.parts: tuple[str, ...] = (name, "scale")
+        self.parts = (name, "scale")
         self.block = block_size(row)
         self.per_byte = 2 if name == "4bit" else 1
         self.table = self.between = torch.empty(0)
@@ -121,7 +109,7 @@ def block_size(row: int) -> int:
 
 def _table(name: str, signed: bool) -> torch.Tensor:
     """The numbers that the codes represent, in increasing order."""
-    from torchtitan.compat.torchao_optim import create_dynamic_map  # slow import
+    from torchtitan.compat.torchao import create_dynamic_map  # slow import
 
     if name == "4bit" and not signed:
         return torch.arange(1, 17) / 16  # no 0, since the update divides by it

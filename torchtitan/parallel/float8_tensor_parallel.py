@@ -28,7 +28,7 @@ def all_gather_for(linears: Sequence[nn.Module]) -> AllGather:
 
 @functools.cache  # one function for all layers, so that one block's compiled code serves all
 def _float8_all_gather(dtype: torch.dtype) -> AllGather:
-    from torchtitan.compat.torchao_float8 import Float8TrainingTensor, GemmInputRole, LinearMMConfig
+    from torchtitan.compat.torchao import Float8TrainingTensor, GemmInputRole, LinearMMConfig
 
     @torch.compiler.allow_in_graph
     class Float8AllGather(torch.autograd.Function):

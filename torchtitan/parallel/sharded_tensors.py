@@ -23,15 +23,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return unwrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
 
 
-def sharded_like(like: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`local` as this rank's shard of a tensor of this global shape, sharded like `like`. `local` itself if `like` is
-    not sharded."""
+def sharded_like(
+    like: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...], placements: Sequence[Placement] | None = None
+) -> torch.Tensor:
+    """`local` as this rank's shard of a tensor of this global shape, sharded like `like`, or over its mesh with these
+    placements. `local` itself if `like` is not sharded."""
     if not isinstance(like, DTensor):
         return local
     return DTensor.from_local(
         local,
         like.device_mesh,
-        like.placements,
+        like.placements if placements is None else placements,
         run_check=False,
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),

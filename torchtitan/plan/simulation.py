@@ -28,7 +28,9 @@ from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.parallelize import dispatches
 from torchtitan.optim.combined import parts_of
-from torchtitan.optim.muon import Muon, work_of
+from torchtitan.optim.matrix_owners import buckets
+from torchtitan.optim.muon import Muon
+from torchtitan.optim.orthogonalize import flops
 from torchtitan.parallel.dims import Meshes, ParallelDims, build_meshes
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.plan.devices import PlannedDevice
@@ -178,13 +180,18 @@ class Simulation:
                 shardings.append(sharding)
             elif first:  # all layers are alike
                 shardings += [sharding] * self.all_layers
-        work = work_of(shardings, dist.get_rank(), muon.dtype, len(muon.polynomials))
-        measures["flops",] = measures.get(("flops",), 0) + work.flops
-        if work.collectives:
-            group = names_by_ranks(self.engine.meshes)(work.ranks)
-            for what, value in (("count", work.collectives), ("bytes", work.bytes)):
-                key = (what, group, "all-to-all")
-                measures[key] = measures.get(key, 0) + value
+
+        def add(value: float, *key: str) -> None:
+            measures[key] = measures.get(key, 0) + value
+
+        rank = dist.get_rank()
+        for bucket in buckets(shardings, rank):
+            add(sum(flops(*matrix.shape, len(muon.polynomials)) for matrix in bucket.owned()), "flops")
+            for moves in map(bucket.moves, (True, False) if bucket.remote else ()):
+                group = names_by_ranks(self.engine.meshes)(bucket.ranks)
+                numbers = max(sum(piece.numel() for ends, piece in moves if ends[end] != rank) for end in (0, 1))
+                add(1, "count", group, "all-to-all")
+                add(numbers * muon.dtype.itemsize, "bytes", group, "all-to-all")
 
     def bytes_before_last(self) -> int:
         """Live bytes when the first block starts on the last micro-batch. The step stops there."""
