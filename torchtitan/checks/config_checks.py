@@ -117,7 +117,7 @@ def _conflicts(config: JobConfig, world_size: int, device_type: str) -> Conflict
         "has no effect with training.enable_cpu_offload: FSDP rounds a copy of each weight on the GPU, which has no "
         "scale; unset one of them."
     )
-    unknown = {
+    unknown: Conflicts = {
         f"{key}: unknown {noun} {name!r}{nearest(name, known)}; known: {', '.join(known)}.": name not in known
         for key, noun, names, known in (
             ("optimizer.no_weight_decay", "group", config.optimizer.no_weight_decay, [*WITHOUT_DECAY]),
