@@ -60,8 +60,6 @@ TENSOR, PIPELINE = "tensor_parallel_degree", "pipeline_parallel_degree"
         (1, {SHARD: 2}, ["multiply to 2", "there is 1 process;", "start 2 processes"]),
         (8, {REPLICATE: 3}, ["not a multiple of the product of the degrees, 3", "to 1 or 2 or 4 or 8"]),
         (12, {TENSOR: 8, PIPELINE: 2}, ["product of the degrees, 16", "tensor_parallel_degree to 1 or 2 or 3 or 6"]),
-        (8, {SHARD: 0}, ["parallelism.data_parallel_shard_degree must be -1 or above 0, not 0."]),
-        (8, {SHARD: -2}, ["parallelism.data_parallel_shard_degree must be -1 or above 0, not -2."]),
     ],
 )
 def test_degrees_that_do_not_fit(world_size: int, degrees: dict[str, int], said: list[str]) -> None:

@@ -1,155 +1,108 @@
-"""Keys that have an effect only together with others. Set without these, they are reported, or refused."""
+"""Keys that have an effect only together with others. Set without these, they are reported, or refused.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+A condition is written as messages show it: keys of which one must be set, or must be `above` a number or none, or must
+have one of the values after ` = `.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
 from operator import attrgetter
-from typing import Any
 
 from torchtitan.config import JobConfig
-from torchtitan.config.keys import Section
+from torchtitan.config.legacy_keys import shown
 from torchtitan.converters import CONVERTERS
 from torchtitan.models import MODELS
 from torchtitan.optim.optimizer import optimizers_with
 
-
-@dataclass(frozen=True)
-class With:
-    """Holds if one of `keys` is set, or has one of `values`, or is none or `above` a number.
-
-    Attributes:
-        keys: each "section.key", separated by blanks.
-        values: or what returns them, for those that users may register.
-    """
-
-    keys: str
-    values: tuple[Any, ...] | Callable[[], tuple[Any, ...]] | None = None
-    above: float | None = None
-
-    def holds(self, config: JobConfig) -> bool:
-        return any(self._fits(attrgetter(key)(config)) for key in self.keys.split())
-
-    def _fits(self, value: Any) -> bool:
-        if (values := self._values()) is not None:
-            return value in values
-        return bool(value) if self.above is None else value is None or value > self.above
-
-    def _values(self) -> tuple[Any, ...] | None:
-        return self.values() if callable(self.values) else self.values
-
-    def __str__(self) -> str:
-        if self.values == ([],):
-            return f"an empty {self.keys}, which overrides them"
-        shown = [str(value).lower() if isinstance(value, bool) else str(value) for value in self._values() or ()]
-        limit = "" if self.above is None else f" above {self.above}"
-        return " or ".join(self.keys.split()) + (f" = {' or '.join(shown)}" if shown else limit)
-
-
-CONDITIONS: list[tuple[str, str, With]] = [  # section; its keys, or "" for all; without this they are reported
-    ("model", "mup_base_flavor", With("model.parametrization", ("mup",))),
-    ("validation", "freq steps sample_prompts", With("validation.enabled")),
-    (
-        "validation",
-        "dataset dataset_path text_column local_batch_size",
-        With("validation.enabled evaluation.tasks"),
-    ),
-    ("validation", "text_column", With("validation.dataset validation.dataset_path evaluation.tasks")),
-    ("evaluation", "", With("evaluation.tasks")),
-    (
-        "checkpoint",
-        "folder interval last_save_model_weights_only last_save_in_hf async_mode keep_latest_k "
-        "enable_first_step_checkpoint",
-        With("checkpoint.enable_checkpoint"),
-    ),
-    ("checkpoint", "exclude_from_loading", With("checkpoint.enable_checkpoint checkpoint.initial_load_path")),
-    ("checkpoint", "export_dtype", With("checkpoint.last_save_model_weights_only checkpoint.last_save_in_hf")),
-    ("checkpoint", "initial_load_model_weights_only", With("checkpoint.initial_load_path")),
-    ("profiling", "", With("profiling.enable_profiling profiling.enable_memory_snapshot")),
-    ("profiling", "save_memory_snapshot_folder", With("profiling.enable_memory_snapshot")),
-    ("metrics", "save_tb_folder", With("metrics.enable_tensorboard")),
-    ("metrics", "save_for_all_ranks", With("metrics.enable_tensorboard metrics.enable_wandb")),
-    (
-        "parallelism",
-        "pipeline_parallel_split_points pipeline_parallel_layers_per_stage pipeline_parallel_schedule "
-        "pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size",
-        With("parallelism.pipeline_parallel_degree", above=1),
-    ),
-    ("parallelism", "context_parallel_rotate_method", With("parallelism.context_parallel_degree", above=1)),
-    (
-        "parallelism",
-        "disable_loss_parallel enable_async_tensor_parallel",
-        With("parallelism.tensor_parallel_degree", above=1),
-    ),
-    (
-        "optimizer",
-        "muon_momentum muon_nesterov muon_steps muon_coefficients muon_polar_express muon_row_normalization",
-        With("optimizer.name", partial(optimizers_with, lambda entry: entry.whole_matrices)),
-    ),
-    ("optimizer", "muon_coefficients", With("optimizer.muon_polar_express", (False,))),
-    ("training", "max_skips_in_a_row", With("training.skip_nonfinite training.skip_grad_norm_outliers")),
-    ("training", "dataset dataset_path", With("training.dataset_mixture", ([],))),
-    ("lr_scheduler", "decay_type lr_min", With("lr_scheduler.decay_ratio", above=0)),
-    ("moe", "bias_update_speed", With("moe.balance", ("bias",))),
-    ("moe", "loss_coefficient", With("moe.balance", ("loss",))),
-    ("activation_checkpoint", "selective_ac_option", With("activation_checkpoint.mode", ("selective",))),
-]
-REFUSED: list[tuple[str, str, With]] = [  # without this they are an error
-    (
-        "job",
-        "plan_suggest simulate_world_size simulate_device simulate_expert_load",
-        With("job.plan memory_estimation.enabled"),
-    ),
-    ("checkpoint", "load_step create_seed_checkpoint", With("checkpoint.enable_checkpoint")),
-    ("moe", "all_to_all_dtype", With("parallelism.expert_parallel_degree", above=1)),
-    (
-        "optimizer",
-        "state_dtype",
-        With("optimizer.name", partial(optimizers_with, lambda entry: len(entry.state_dtypes) > 1)),
-    ),
-    ("optimizer", "second_moment", With("optimizer.name", ("AdamWFp8",))),
-]
+REFUSED = {  # a section and its keys: the condition without which they are an error
+    "job.plan_suggest simulate_world_size simulate_device "
+    "simulate_expert_load": "job.plan or memory_estimation.enabled",
+    "checkpoint.load_step create_seed_checkpoint": "checkpoint.enable_checkpoint",
+    "moe.all_to_all_dtype": "parallelism.expert_parallel_degree above 1",
+    "optimizer.state_dtype": "optimizer.name = {small_states}",
+    "optimizer.second_moment": "optimizer.name = AdamWFp8",
+}
+REPORTED = {  # a section, or some of its keys: the condition without which they are reported
+    "model.mup_base_flavor": "model.parametrization = mup",
+    "validation.freq steps sample_prompts": "validation.enabled",
+    "validation.dataset dataset_path text_column local_batch_size": "validation.enabled or evaluation.tasks",
+    "validation.text_column": "validation.dataset or validation.dataset_path or evaluation.tasks",
+    "evaluation": "evaluation.tasks",
+    "checkpoint.folder interval last_save_model_weights_only last_save_in_hf async_mode keep_latest_k "
+    "enable_first_step_checkpoint": "checkpoint.enable_checkpoint",
+    "checkpoint.exclude_from_loading": "checkpoint.enable_checkpoint or checkpoint.initial_load_path",
+    "checkpoint.export_dtype": "checkpoint.last_save_model_weights_only or checkpoint.last_save_in_hf",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_path",
+    "profiling": "profiling.enable_profiling or profiling.enable_memory_snapshot",
+    "profiling.save_memory_snapshot_folder": "profiling.enable_memory_snapshot",
+    "metrics.save_tb_folder": "metrics.enable_tensorboard",
+    "metrics.save_for_all_ranks": "metrics.enable_tensorboard or metrics.enable_wandb",
+    "parallelism.pipeline_parallel_split_points pipeline_parallel_layers_per_stage pipeline_parallel_schedule "
+    "pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree above 1",
+    "parallelism.context_parallel_rotate_method": "parallelism.context_parallel_degree above 1",
+    "parallelism.disable_loss_parallel enable_async_tensor_parallel": "parallelism.tensor_parallel_degree above 1",
+    "optimizer.muon_momentum muon_nesterov muon_steps muon_coefficients muon_polar_express "
+    "muon_row_normalization": "optimizer.name = {whole_matrices}",
+    "optimizer.muon_coefficients": "optimizer.muon_polar_express = false",
+    "training.max_skips_in_a_row": "training.skip_nonfinite or training.skip_grad_norm_outliers",
+    "training.dataset dataset_path": "training.dataset_mixture = []",
+    "lr_scheduler.decay_type lr_min": "lr_scheduler.decay_ratio above 0",
+    "moe.bias_update_speed": "moe.balance = bias",
+    "moe.loss_coefficient": "moe.balance = loss",
+    "activation_checkpoint.selective_ac_option": "activation_checkpoint.mode = selective",
+}
 
 
 def refused_keys(config: JobConfig) -> list[str]:
     """One sentence for each key that is set without what it needs."""
     return [
-        f"{section}.{key} has no effect without {condition}: set that, or unset {section}.{key}."
-        for section, keys, condition in REFUSED
-        if not condition.holds(config)
-        for key in _changed(getattr(config, section), keys.split())
+        f"{key} has no effect without {condition}: set that, or unset {key}."
+        for keys, condition in _unmet(REFUSED, config).items()
+        for key in _changed(config, keys)
     ]
 
 
 def unused_keys(config: JobConfig) -> list[str]:
     """One sentence per group of keys that are set to non-default values without effect."""
     sentences, reported = [], set()
-    for section, keys, remedy in [*_unused_sections(config), *_unmet(config)]:
-        changed = [f"{section}.{key}" for key in _changed(getattr(config, section), keys.split())]
-        if left := [key for key in changed if key not in reported]:
+    for keys, condition in {**_unused_sections(config), **_unmet(REPORTED, config)}.items():
+        if left := [key for key in _changed(config, keys) if key not in reported]:
             reported |= {*left}
-            sentences.append(f"{', '.join(left)}: no effect in this run without {remedy}")
+            sentences.append(f"{', '.join(left)}: no effect in this run without {condition}")
     return sentences
 
 
-def _unmet(config: JobConfig) -> list[tuple[str, str, str]]:
-    return [(section, keys, str(condition)) for section, keys, condition in CONDITIONS if not condition.holds(config)]
-
-
-def _unused_sections(config: JobConfig) -> list[tuple[str, str, str]]:
+def _unused_sections(config: JobConfig) -> dict[str, str]:
     """Those of converters that the run does not use, and of experts that the model does not have."""
     used = {*config.model.converters, *(name for phase in config.precision.phase for name in phase.converters)}
     sections = {name: CONVERTERS.get(name).section for name in CONVERTERS.names()}
-    in_use = {section for name, section in sections.items() if name in used}
-    unused = [
-        (section, "", f"{name} in model.converters") for name, section in sections.items() if section not in in_use
-    ]
-    if MODELS.get(config.model.name).flavor(config.model.flavor).moe is None:
-        unused.append(("moe", "", "a model with experts, such as qwen3_moe"))
-    return [entry for entry in unused if entry[0]]
+    in_use = {"", *(sections[name] for name in used)}
+    unused = {section: f"{name} in model.converters" for name, section in sections.items() if section not in in_use}
+    has_experts = MODELS.get(config.model.name).flavor(config.model.flavor).moe is not None
+    return unused if has_experts else {**unused, "moe": "a model with experts, such as qwen3_moe"}
 
 
-def _changed(section: Section, keys: Sequence[str]) -> list[str]:
-    """Of these keys, or of all, those that are not at their defaults."""
-    default = type(section)()
-    names = [field.name for field in fields(section) if not keys or field.name in keys]
-    return [name for name in names if getattr(section, name) != getattr(default, name)]
+def _unmet(conditions: Mapping[str, str], config: JobConfig) -> dict[str, str]:
+    optimizers = {
+        "whole_matrices": " or ".join(optimizers_with(lambda entry: entry.whole_matrices)),
+        "small_states": " or ".join(optimizers_with(lambda entry: len(entry.state_dtypes) > 1)),
+    }
+    filled = {keys: condition.format(**optimizers) for keys, condition in conditions.items()}
+    return {keys: condition for keys, condition in filled.items() if not _holds(condition, config)}
+
+
+def _holds(condition: str, config: JobConfig) -> bool:
+    keys, _, accepted = condition.partition(" = ")
+    keys, _, limit = keys.partition(" above ")
+    values = [attrgetter(key)(config) for key in keys.split(" or ")]
+    if accepted:
+        return any(shown(value) in accepted.split(" or ") for value in values)
+    return any(value is None or value > float(limit) if limit else value for value in values)
+
+
+def _changed(config: JobConfig, keys: str) -> list[str]:
+    """Of these keys, or of all of the section, those that are not at their defaults."""
+    section, _, names = keys.partition(".")
+    content, default = getattr(config, section), type(getattr(config, section))()
+    changed = [field.name for field in fields(content) if getattr(content, field.name) != getattr(default, field.name)]
+    return [f"{section}.{name}" for name in changed if not names or name in names.split()]

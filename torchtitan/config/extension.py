@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.keys import section_class
 from torchtitan.errors import ConfigError
 
 
@@ -24,17 +23,13 @@ def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
     if not dataclasses.is_dataclass(theirs):
         raise ConfigError(f"{where}: module {module_name} has no dataclass named JobConfig; add one.")
     hints = typing.get_type_hints(theirs, include_extras=True)
-    known = {field.name for field in dataclasses.fields(config_class)}
+    ours = typing.get_type_hints(config_class)
     sections = []
-    for field in dataclasses.fields(theirs):
-        section: type[Any] = hints[field.name]
-        if not dataclasses.is_dataclass(section):
-            raise ConfigError(
-                f"{where}: section {field.name} of {module_name}.JobConfig is not a dataclass; make it one."
-            )
-        base = section_class(config_class, field.name) if field.name in known else None
-        merged = _frozen(section, base)
-        sections.append((field.name, merged, dataclasses.field(default_factory=merged)))
+    for name in (field.name for field in dataclasses.fields(theirs)):
+        if not dataclasses.is_dataclass(hints[name]):
+            raise ConfigError(f"{where}: section {name} of {module_name}.JobConfig is not a dataclass; make it one.")
+        merged = _frozen(hints[name], ours.get(name))
+        sections.append((name, merged, dataclasses.field(default_factory=merged)))
     return dataclasses.make_dataclass("JobConfig", sections, bases=(config_class,), frozen=True)
 
 
@@ -46,11 +41,7 @@ def _frozen(section: type[Any], base: type[Any] | None) -> type[Any]:
     for field in dataclasses.fields(section):
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"experimental.custom_args_module: {section.__name__}.{field.name} needs a default.")
-        copy = (
-            dataclasses.field(default_factory=field.default_factory)
-            if field.default_factory is not dataclasses.MISSING
-            else dataclasses.field(default=field.default)
-        )
+        copy = dataclasses.field(default=field.default, default_factory=field.default_factory)
         fields.append((field.name, hints[field.name], copy))
     new = dataclasses.make_dataclass(section.__name__, fields, bases=(base,) if base else (), frozen=True)
     new.__doc__ = (base or section).__doc__

@@ -1,39 +1,24 @@
 """Types for the section dataclasses: `Annotated[type, Doc(one line of help)]`, and named ranges."""
 
 import os
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated as Annotated
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator
-from typing_extensions import Doc
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, Predicate
+from pydantic import AfterValidator, FiniteFloat, StringConstraints
+from typing_extensions import Doc as Doc
 
 from torchtitan.files import expand
 
-__all__ = [
-    "Annotated",
-    "BelowOne",
-    "DataPath",
-    "Decay",
-    "Doc",
-    "Entries",
-    "ExpertLoad",
-    "Fraction",
-    "LearningRate",
-    "LocalPath",
-    "NonNegativeInt",
-    "NotEmpty",
-    "PathOrEmpty",
-    "PositiveFloat",
-    "PositiveFraction",
-    "PositiveInt",
-    "Seconds",
-    "Seed",
-    "TimesMore",
-    "WorldSize",
-]
+
+class Expected(str):
+    """What a value must be, for messages and help, where the type and its limits do not say it well."""
+
 
 PositiveInt = Annotated[int, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]
+PositiveOrAll = Annotated[int, Ge(-1), Predicate(bool), Expected("-1 or an integer above 0")]
+StepOrNewest = Annotated[int, Ge(-1), Expected("-1 or a step")]
 PositiveFloat = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
@@ -46,7 +31,16 @@ Seconds = Annotated[int, Gt(0), Le(365 * 24 * 3600)]
 NotEmpty = Annotated[str, MinLen(1)]  # or an unset shell variable would mean the working directory
 ExpertLoad = Annotated[float, Ge(1)]
 TimesMore = Annotated[float, Gt(1)]
-PathOrEmpty = Annotated[str, AfterValidator(expand)]
+Coefficients = Annotated[list[FiniteFloat], MinLen(3), MaxLen(3), Expected("a list of 3 finite numbers")]
+EveryLayers = Annotated[
+    str, StringConstraints(pattern="^(op|0*[1-9][0-9]*)$"), Expected("'op' or a number of layers above 0")
+]
+PathOrEmpty = Annotated[str, AfterValidator(expand), Expected("a path on this machine")]
 LocalPath = Annotated[PathOrEmpty, MinLen(1)]
+InnerFolder = Annotated[
+    LocalPath,
+    Predicate(lambda path: ".." not in Path(path).parts),
+    Expected("a path on this machine, in job.dump_folder or absolute"),
+]
 DataPath = Annotated[NotEmpty, AfterValidator(os.path.expanduser)]  # or what a user's own data set makes of it
 WorldSize = Annotated[int, Gt(0), Le(1 << 16)]  # planning for more would take many minutes

@@ -5,11 +5,27 @@ import types
 import typing
 from typing import Any, ClassVar, Literal, Protocol
 
-import annotated_types
-import pydantic
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from typing_extensions import Doc
 
-from torchtitan.files import expand
+from torchtitan.config.fields import Expected
+
+NOUNS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list[str]: "a list of strings",
+    list[float]: "a list of numbers",
+}
+LIMITS = {
+    Gt: "above {0.gt}",
+    Ge: "of at least {0.ge}",
+    Lt: "below {0.lt}",
+    Le: "at most {0.le}",
+    MinLen: "that is not empty",
+    MaxLen: "of at most {0.max_length} entries",
+}
 
 
 class Section(Protocol):
@@ -28,71 +44,45 @@ class Key:
 
     @property
     def is_bool(self) -> bool:
-        return any(_plain(arm) is bool for arm in _union_members(self.annotation))
+        return any(plain is bool for plain, _ in _members(self.annotation))
 
     @property
     def is_list(self) -> bool:
-        return any(typing.get_origin(_plain(arm)) is list for arm in _union_members(self.annotation))
+        return any(typing.get_origin(plain) is list for plain, _ in _members(self.annotation))
 
     @property
     def entry(self) -> type[Any] | None:
         """The dataclass of the entries if the value is a list of tables, else None."""
-        plain = _plain(self.annotation)
-        of_list: type[Any] | None = typing.get_args(plain)[0] if typing.get_origin(plain) is list else None
-        return of_list if dataclasses.is_dataclass(of_list) else None
-
-    @property
-    def choices(self) -> list[Any]:
-        literals = [_plain(arm) for arm in _union_members(self.annotation) if typing.get_origin(_plain(arm)) is Literal]
-        return [value for literal in literals for value in literal.__args__]
+        items = [arg for plain, _ in _members(self.annotation) for arg in typing.get_args(plain)]
+        return next((item for item in items if dataclasses.is_dataclass(item) and isinstance(item, type)), None)
 
     @property
     def optional(self) -> bool:
-        return types.NoneType in _union_members(self.annotation)
+        return any(plain is types.NoneType for plain, _ in _members(self.annotation))
 
     @property
     def expected(self) -> str:
         """'an integer above 0', 'one of bfloat16, float32' ..."""
-        if self.choices:
-            return f"one of {', '.join(map(str, self.choices))}" + (", or none" if self.optional else "")
         if self.entry:
             return "a list of tables"
-        names = {
-            int: "an integer",
-            float: "a number",
-            bool: "true or false",
-            str: "a string",
-            list[str]: "a list of strings",
-            list[float]: "a list of numbers",
-        }
-        arms = [arm for arm in _union_members(self.annotation) if arm is not types.NoneType]
-        constraints = [item for arm in [self.annotation, *arms] for item in _constraints(arm)]
-        if pydantic.AfterValidator(expand) in constraints:
-            names[str], constraints = "a path on this machine", []
-        kinds = [names.get(_plain(arm), str(_plain(arm))) for arm in arms]
-        limits = [_limit(item) for item in constraints]
-        return " ".join([" or ".join(kinds), " and ".join(dict.fromkeys(filter(None, limits)))]).strip() + (
-            ", or none" if self.optional else ""
-        )
+        members = [_described(*member) for member in _members(self.annotation) if member[0] is not types.NoneType]
+        return " or ".join(members) + (", or none" if self.optional else "")
 
     @property
     def shown_default(self) -> str:
-        if self.default is None:
-            return "none"
-        if isinstance(self.default, bool):
-            return str(self.default).lower()
         if isinstance(self.default, list):
             return ",".join(map(str, self.default)) or "empty"
-        return str(self.default) if self.default != "" else "empty"
+        shown = str(self.default) if self.default != "" else "empty"
+        return shown.lower() if self.default is None or isinstance(self.default, bool) else shown
 
 
 def fields_by_key(config_class: type) -> dict[str, Key]:
     """Every "section.key" with its annotation, default and help."""
-    keys = {}
-    for section in dataclasses.fields(config_class):
-        of_section = _keys_of(section_class(config_class, section.name))
-        keys.update({f"{section.name}.{name}": key for name, key in of_section.items()})
-    return keys
+    return {
+        f"{section.name}.{name}": key
+        for section in dataclasses.fields(config_class)
+        for name, key in _keys_of(section_class(config_class, section.name)).items()
+    }
 
 
 def keys_of_entry(entry: type[Any]) -> dict[str, Key]:
@@ -100,48 +90,34 @@ def keys_of_entry(entry: type[Any]) -> dict[str, Key]:
     return {name: key for name, key in _keys_of(entry).items() if key.help}
 
 
-def _keys_of(cls: type[Any]) -> dict[str, Key]:
-    keys = {}
-    hints, defaults = typing.get_type_hints(cls, include_extras=True), cls()
-    for field in dataclasses.fields(cls):
-        annotation = hints[field.name]
-        docs = [item.documentation for item in _constraints(annotation) if isinstance(item, Doc)]
-        keys[field.name] = Key(annotation, getattr(defaults, field.name), docs[0] if docs else "")
-    return keys
-
-
 def section_class(config_class: type, name: str) -> type[Any]:
     section: type[Any] = typing.get_type_hints(config_class)[name]
     return section
 
 
-def _constraints(annotation: Any) -> list[Any]:
-    return list(getattr(annotation, "__metadata__", ()))
+def _keys_of(section: type[Any]) -> dict[str, Key]:
+    hints, defaults = typing.get_type_hints(section, include_extras=True), section()
+    docs = {
+        name: [item.documentation for item in getattr(hint, "__metadata__", ()) if isinstance(item, Doc)]
+        for name, hint in hints.items()
+    }
+    names = [field.name for field in dataclasses.fields(section)]
+    return {name: Key(hints[name], getattr(defaults, name), "".join(docs[name][:1])) for name in names}
 
 
-def _plain(annotation: Any) -> Any:
-    """The annotation without its `Annotated` wrapper."""
-    return annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation
+def _members(annotation: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The members of a union, or any other type alone: each without its `Annotated`, and what that adds to it."""
+    metadata = getattr(annotation, "__metadata__", ())
+    plain = annotation.__origin__ if metadata else annotation
+    if typing.get_origin(plain) not in (typing.Union, types.UnionType):
+        return [(plain, metadata)]
+    return [(inner, (*own, *metadata)) for arm in plain.__args__ for inner, own in _members(arm)]
 
 
-def _union_members(annotation: Any) -> list[Any]:
-    """The members of a union; for any other type, that type alone."""
-    plain = _plain(annotation)
-    return list(plain.__args__) if typing.get_origin(plain) in (typing.Union, types.UnionType) else [annotation]
-
-
-def _limit(item: Any) -> str:
-    match item:
-        case annotated_types.Gt(gt):
-            return f"above {gt}"
-        case annotated_types.Ge(ge):
-            return f"of at least {ge}"
-        case annotated_types.Le(le):
-            return f"at most {le}"
-        case annotated_types.Lt(lt):
-            return f"below {lt}"
-        case annotated_types.MinLen(1):
-            return "that is not empty"
-        case annotated_types.MaxLen(length):
-            return f"with {length} entries"
-    return ""
+def _described(plain: Any, metadata: tuple[Any, ...]) -> str:
+    if expected := [item for item in metadata if isinstance(item, Expected)]:
+        return expected[-1]
+    if typing.get_origin(plain) is Literal:
+        return f"one of {', '.join(map(str, plain.__args__))}"
+    limits = [LIMITS[type(item)].format(item) for item in metadata if type(item) in LIMITS]
+    return " ".join([NOUNS.get(plain, str(plain)), " and ".join(dict.fromkeys(limits))]).strip()

@@ -3,7 +3,6 @@
 pydantic checks types and ranges; argparse splits the command line. This module does the merging and words the errors.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from torchtitan.config.extension import extend
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.keys import fields_by_key, keys_of_entry, section_class
 from torchtitan.config.legacy_keys import Values
-from torchtitan.config.overrides import ValueChecks, values_of_file, values_of_flags
+from torchtitan.config.overrides import FlagParser, ValueChecks, by_section, leaves, values_of_file, values_of_flags
 from torchtitan.errors import ConfigError
 from torchtitan.files import PathError, local_path, regular_file
 
@@ -23,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-CUSTOM_ARGS_MODULE = (("experimental", "custom_args_module"), ("job", "custom_config_module"))
+CUSTOM_ARGS_MODULE = ("experimental.custom_args_module", "job.custom_config_module")  # now and formerly
 
 
 class ConfigManager:
@@ -47,17 +46,13 @@ class ConfigManager:
             ConfigError: with one sentence per mistake, all of them at once.
         """
         argv = list(sys.argv[1:] if argv is None else argv)
-        early = _raw_flags(argv)
+        # Which keys exist depends on these flags, or on the file.
+        early = vars(
+            FlagParser(dict.fromkeys(("job.config_file", *CUSTOM_ARGS_MODULE), False)).parse_known_args(argv)[0]
+        )
         path = early.get("job.config_file")
         table = read_toml(path) if path else {}
-        module = next(
-            (
-                name
-                for section, key in CUSTOM_ARGS_MODULE
-                if (name := early.get(f"{section}.{key}", _of_table(table, section, key)))
-            ),
-            None,
-        )
+        module = next(filter(None, map({**leaves(table), **early}.get, CUSTOM_ARGS_MODULE)), None)
         # a module that is not a string is reported below, with all other wrong types
         config_class = extend(self.config_class, module) if module and isinstance(module, str) else self.config_class
         if {"--help", "-h"} & set(argv):
@@ -77,11 +72,7 @@ class ConfigManager:
 
 def build(config_class: type[JobConfig], values: Values) -> JobConfig:
     """The configuration with `values`, which are already checked, in place of defaults."""
-    sections = {}
-    for section in dataclasses.fields(config_class):
-        mine = {key.split(".", 1)[1]: value for key, value in values.items() if key.split(".", 1)[0] == section.name}
-        sections[section.name] = section_class(config_class, section.name)(**mine)
-    return config_class(**sections)
+    return config_class(**{name: section_class(config_class, name)(**own) for name, own in by_section(values).items()})
 
 
 def to_toml(config: JobConfig) -> str:
@@ -125,24 +116,6 @@ def read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: invalid TOML: nested too deeply.") from None
     except PathError as error:
         raise ConfigError(f"job.config_file: {error}") from None
-
-
-def _raw_flags(argv: list[str]) -> dict[str, str]:
-    """The flags that decide which keys exist, parsed before the keys are known."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--job.config_file")
-    for section, key in CUSTOM_ARGS_MODULE:
-        parser.add_argument(f"--{section}.{key}")
-    parser.exit_on_error = False
-    try:
-        return vars(parser.parse_known_args(argv)[0])
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"Command line: {error}.") from None
-
-
-def _of_table(table: dict[str, Any], section: str, key: str) -> Any:
-    content = table.get(section)
-    return content.get(key) if isinstance(content, dict) else None
 
 
 def print_help(config_class: type[JobConfig]) -> None:

@@ -3,7 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan.config.fields import Annotated, Doc, ExpertLoad, LocalPath, NonNegativeInt, PositiveInt, WorldSize
+from torchtitan.config.fields import (
+    Annotated,
+    Doc,
+    ExpertLoad,
+    InnerFolder,
+    LocalPath,
+    NonNegativeInt,
+    PositiveInt,
+    StepOrNewest,
+    WorldSize,
+)
 
 
 @dataclass(frozen=True)
@@ -49,10 +59,10 @@ class Profiling:
     """Profiler traces and memory snapshots."""
 
     enable_profiling: Annotated[bool, Doc("Write a Chrome trace of one step in every profile_freq.")] = False
-    save_traces_folder: Annotated[LocalPath, Doc("Folder for traces, inside dump_folder.")] = "profile_traces"
+    save_traces_folder: Annotated[InnerFolder, Doc("Folder for traces, inside dump_folder.")] = "profile_traces"
     profile_freq: Annotated[PositiveInt, Doc("Steps between traces.")] = 10
     enable_memory_snapshot: Annotated[bool, Doc("Write a CUDA memory snapshot every profile_freq steps.")] = False
-    save_memory_snapshot_folder: Annotated[LocalPath, Doc("Folder for memory snapshots, inside dump_folder.")] = (
+    save_memory_snapshot_folder: Annotated[InnerFolder, Doc("Folder for memory snapshots, inside dump_folder.")] = (
         "memory_snapshot"
     )
 
@@ -64,7 +74,7 @@ class Metrics:
     log_freq: Annotated[PositiveInt, Doc("Steps between reports.")] = 10
     enable_tensorboard: Annotated[bool, Doc("Also write TensorBoard event files.")] = False
     disable_color_printing: Annotated[bool, Doc("Disable colors in console output.")] = False
-    save_tb_folder: Annotated[LocalPath, Doc("Folder for TensorBoard files, inside dump_folder.")] = "tb"
+    save_tb_folder: Annotated[InnerFolder, Doc("Folder for TensorBoard files, inside dump_folder.")] = "tb"
     save_for_all_ranks: Annotated[bool, Doc("Write TensorBoard and W&B metrics from every rank, not only rank 0.")] = (
         False
     )
@@ -79,7 +89,7 @@ class Checkpoint:
     """Saving and loading checkpoints. Running the same command again resumes from the newest."""
 
     enable_checkpoint: Annotated[bool, Doc("Save checkpoints, and resume from the newest.")] = False
-    folder: Annotated[LocalPath, Doc("Folder for checkpoints, inside dump_folder unless absolute.")] = "checkpoint"
+    folder: Annotated[InnerFolder, Doc("Folder for checkpoints, inside dump_folder unless absolute.")] = "checkpoint"
     initial_load_path: Annotated[
         LocalPath | None,
         Doc("Checkpoint to start from if `folder` has none: a step-N folder, or one in Hugging Face or Meta format."),
@@ -106,7 +116,7 @@ class Checkpoint:
         Doc("Write checkpoints in the background while training continues."),
     ] = "disabled"
     keep_latest_k: Annotated[NonNegativeInt, Doc("Number of checkpoints to keep; 0 keeps all, 1 is refused.")] = 10
-    load_step: Annotated[int, Doc("Step to resume from when a command is first started; -1: the newest.")] = -1
+    load_step: Annotated[StepOrNewest, Doc("Step to resume from when a command is first started; -1: the newest.")] = -1
     exclude_from_loading: Annotated[
         list[str],
         Doc(

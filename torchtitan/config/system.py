@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan.config.fields import Annotated, Doc, Entries, PathOrEmpty, PositiveInt, Seconds
+from torchtitan.config.fields import (
+    Annotated,
+    Doc,
+    Entries,
+    EveryLayers,
+    PathOrEmpty,
+    PositiveInt,
+    PositiveOrAll,
+    Seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -12,7 +21,7 @@ class Parallelism:
 
     data_parallel_replicate_degree: Annotated[PositiveInt, Doc("Number of replicas of the (sharded) model.")] = 1
     data_parallel_shard_degree: Annotated[
-        int, Doc("Number of ranks that each replica is sharded over; -1: all remaining ranks.")
+        PositiveOrAll, Doc("Number of ranks that each replica is sharded over; -1: all remaining ranks.")
     ] = -1
     fsdp_reshard_after_forward: Annotated[
         Literal["default", "always", "never"],
@@ -52,7 +61,7 @@ class ActivationCheckpoint:
 
     mode: Annotated[Literal["selective", "full", "none"], Doc("Which activations to recompute.")] = "selective"
     selective_ac_option: Annotated[
-        str,
+        EveryLayers,
         Doc(
             "For mode selective: checkpoint every n-th layer, or 'op' to save only the results of expensive operations."
         ),

@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from annotated_types import MaxLen, MinLen
-
 from torchtitan.config.fields import (
     Annotated,
     BelowOne,
+    Coefficients,
     DataPath,
     Decay,
     Doc,
@@ -19,6 +18,7 @@ from torchtitan.config.fields import (
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
+    PositiveOrAll,
     Seed,
     TimesMore,
 )
@@ -136,7 +136,7 @@ class Optimizer:
     muon_nesterov: Annotated[bool, Doc("Nesterov's momentum for Muon.")] = True
     muon_steps: Annotated[PositiveInt, Doc("Newton-Schulz steps of Muon.")] = 5
     muon_coefficients: Annotated[
-        list[float], MinLen(3), MaxLen(3), Doc("a, b, c of a Newton-Schulz step, a X + b (XX')X + c (XX')(XX')X.")
+        Coefficients, Doc("a, b, c of a Newton-Schulz step, a X + b (XX')X + c (XX')(XX')X.")
     ] = field(default_factory=lambda: [3.4445, -4.7750, 2.0315])
     muon_polar_express: Annotated[
         bool, Doc("Use Polar Express, with coefficients of its own in each step, instead of muon_coefficients.")
@@ -206,7 +206,7 @@ class Training:
     ] = False
     local_batch_size: Annotated[PositiveInt, Doc("Sequences per forward pass on each data-parallel rank.")] = 8
     global_batch_size: Annotated[
-        int, Doc("Sequences per optimizer step over all ranks; -1: local_batch_size x data-parallel ranks.")
+        PositiveOrAll, Doc("Sequences per optimizer step over all ranks; -1: local_batch_size x data-parallel ranks.")
     ] = -1
     seq_len: Annotated[PositiveInt, Doc("Tokens per sequence.")] = 2048
     max_norm: Annotated[PositiveFloat, Doc("Clip gradients to this global norm; inf: no clipping.")] = 1.0
@@ -219,7 +219,6 @@ class Training:
     ] = None
     max_skips_in_a_row: Annotated[
         PositiveInt,
-        PositiveFraction,
         Doc("Stop the run, at the next report, after this many consecutive skipped steps; the error lists sample ids."),
     ] = 10
     steps: Annotated[PositiveInt, Doc("Number of optimizer steps.")] = 10000
@@ -257,9 +256,9 @@ class Validation:
     )
     local_batch_size: Annotated[PositiveInt, Doc("Sequences per forward pass on each rank.")] = 8
     freq: Annotated[PositiveInt, Doc("Training steps between validations.")] = 100
-    steps: Annotated[int, Doc("Batches per validation, the same each time; -1: the whole set, each document once.")] = (
-        10
-    )
+    steps: Annotated[
+        PositiveOrAll, Doc("Batches per validation, the same each time; -1: the whole set, each document once.")
+    ] = 10
     sample_prompts: Annotated[
         list[str], Doc("Prompts for the model to continue greedily, by up to 64 tokens, after each validation.")
     ] = field(default_factory=list)

@@ -118,9 +118,6 @@ def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) ->
     pp, cp, tp = (getattr(parallelism, f"{kind}_parallel_degree") for kind in ("pipeline", "context", "tensor"))
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     others = pp * replicate * cp * tp
-    if shard < 1 and shard != -1:
-        problems.append(f"parallelism.data_parallel_shard_degree must be -1 or above 0, not {shard}.")
-        return None
     if shard == -1 and world_size % others == 0:
         shard = world_size // others
     if shard * others == world_size:
