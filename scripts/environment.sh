@@ -1,8 +1,8 @@
 # Sourced by run_train.sh and run_tests.sh. Sets PYTHON to an interpreter that has what this project needs: the one in
 # use if it has everything, else .venv's, which is made or brought up to date first.
-#   EXTRA=dev: also what the tests need.
+#   EXTRA  of pyproject.toml's extras: report, the default; dev, which also has what the tests need; or empty
 
-EXTRA="${EXTRA-}"
+EXTRA="${EXTRA-report}"
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 # glibc then asks for large pages: 5 to 9% of a step on a CPU.

@@ -56,7 +56,9 @@ def test_the_script_says_what_it_cannot_try(pair: str, status: int, message: str
     [
         ("torch", "2.10.1", "", "torch>=2.11\n"),
         ("torch", "2.11.0a0+vendor", "", "\n"),  # as in a vendor's container
-        ("hypothesis", "5.0", "dev", "hypothesis>=6\n"),
+        ("plotly", "5.24.0", "", "\n"),
+        ("plotly", "5.24.0", "report", "plotly>=6.0\n"),
+        ("plotly", "5.24.0", "dev", "plotly>=6.0\n"),  # the extra dev contains the extra report
     ],
 )
 def test_what_an_environment_lacks(name: str, old: str, extra: str, message: str, tmp_path: Path) -> None:

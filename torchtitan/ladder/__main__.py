@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.errors import run_command
+from torchtitan.errors import require_report_extra, run_command
 from torchtitan.files import local_path
 from torchtitan.launcher.imports import quick_imports
 
@@ -36,6 +36,8 @@ def main() -> None:
 
 def climb(arguments: argparse.Namespace, config: JobConfig) -> None:
     """Plans, trains, fits and predicts."""
+    if not arguments.dry_run:  # before hours of training, not after
+        require_report_extra("python -m torchtitan.ladder", "scipy", "matplotlib")
     with quick_imports():
         from torchtitan.engine.model_args import register_models
         from torchtitan.ladder.plan import plan
