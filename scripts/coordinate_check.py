@@ -99,7 +99,6 @@ def resized(flags: Sequence[str], arguments: argparse.Namespace) -> JobConfig:
 
 def _resized(base: Any, width: int, depth: int) -> Any:
     """The sizes of a model of this width and depth with the proportions, and the width of a head, of the base."""
-
     sizes: dict[str, Any] = {}
     for key in ("dim", "n_heads", "n_kv_heads", "ffn_dim"):
         number = getattr(base, key)

@@ -1,6 +1,6 @@
-"""Trains small models and predicts the loss of a large one.
+r"""Trains small models and predicts the loss of a large one.
 
-python -m torchtitan.ladder FILE.toml --sizes 0.3M,0.6M,1.2M,3M --tokens-per-parameter 5,10,20 --predict 10M \\
+python -m torchtitan.ladder FILE.toml --sizes 0.3M,0.6M,1.2M,3M --tokens-per-parameter 5,10,20 --predict 10M \
     [--section.key=value ...]
 
 Each run has a TOML file in the folder, resumes from its checkpoints, and is not repeated once it is finished. Results:

@@ -23,6 +23,8 @@ Value = float | int | None
 
 
 class Writer(Protocol):
+    """A destination of metrics. `write` takes the values of one step by name; `close` is called once, at the end."""
+
     def write(self, step: int, values: Mapping[str, Value]) -> None: ...
 
     def close(self) -> None: ...
