@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 from runs import ROOT, failure
 
+import torchtitan
 from torchtitan.launcher.imports import LEAST
+
+
+def test_the_version_is_the_last_release_of_the_changelog() -> None:
+    releases = re.findall(r"^## (?!Unreleased)(\S+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert releases[0] == torchtitan.__version__
 
 
 def test_what_is_promised_is_what_is_refused() -> None:
