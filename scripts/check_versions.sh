@@ -44,8 +44,8 @@ install() {
     python="$(find_python "$1")" || { echo "Python $1 not found" >&2; return 1; }
     mkdir -p "$3"
     # What the project needs, without the project: installing it would write beside its sources.
-    sed -n '/^dependencies = \[/,/^\]/p; /^dev = \[/,/^\]/p' "$ROOT/pyproject.toml" |
-        grep -o '"[^"]*"' | tr -d '"' > "$requirements"
+    sed -n '/^\(dependencies\|report\|dev\) = \[/,/^\]/p' "$ROOT/pyproject.toml" |
+        grep -o '"[^"]*"' | tr -d '"' | grep -v '^torchtitan\[' > "$requirements"
     case "$2" in
         newest) : > "$constraints" ;;
         lowest) sed 's/>=\([0-9.]*\)/==\1.*/' "$requirements" > "$constraints" ;;

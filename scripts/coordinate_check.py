@@ -20,18 +20,13 @@ from typing import Any
 if __name__ == "__main__":  # a KeyboardInterrupt inside an import would print a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import matplotlib
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from torchtitan.files import local_path
-
-matplotlib.use("Agg")  # no display needed
-import matplotlib.pyplot as plt
 import numpy as np
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.errors import ConfigError, run_command
+from torchtitan.errors import ConfigError, require_report_extra, run_command
+from torchtitan.files import local_path
 
 PARAMETRIZATIONS = ("standard", "mup")
 PARTS = ("embedding", "attention", "feed-forward", "last block", "logits")
@@ -46,6 +41,7 @@ def main() -> None:
         "--output", type=local_path, default="coordinate_check.png", help="PNG file to write (default: %(default)s)"
     )
     arguments, flags = parser.parse_known_args()
+    require_report_extra("scripts/coordinate_check.py", "matplotlib")
     output = arguments.output
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +99,6 @@ def resized(flags: Sequence[str], arguments: argparse.Namespace) -> JobConfig:
 
 def _resized(base: Any, width: int, depth: int) -> Any:
     """The sizes of a model of this width and depth with the proportions, and the width of a head, of the base."""
-
     sizes: dict[str, Any] = {}
     for key in ("dim", "n_heads", "n_kv_heads", "ffn_dim"):
         number = getattr(base, key)
@@ -174,13 +169,15 @@ def axis_of(sizes: Sequence[Size]) -> tuple[list[int], str]:
 
 def draw(found: Activations, output: Path) -> None:
     """A row for each parametrization, a panel for each part, a curve for each step."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure  # needs no display and no global pyplot state
+
     sizes = list(dict.fromkeys(size for _, size in found))
     steps = len(next(iter(found.values()))[PARTS[0]])
     x, what = axis_of(sizes)
-    colors = plt.get_cmap("viridis")(np.linspace(0, 0.9, steps))
-    figure, rows = plt.subplots(
-        2, len(PARTS), figsize=(2.2 * len(PARTS), 5), sharex=True, sharey=True, layout="constrained"
-    )
+    colors = colormaps["viridis"](np.linspace(0, 0.9, steps))
+    figure = Figure(figsize=(2.2 * len(PARTS), 5), layout="constrained")
+    rows = figure.subplots(2, len(PARTS), sharex=True, sharey=True)
     for row, name in zip(rows, PARAMETRIZATIONS, strict=True):
         for axes, part in zip(row, PARTS, strict=True):
             for step in range(steps):
@@ -200,7 +197,6 @@ def draw(found: Activations, output: Path) -> None:
     figure.supylabel("mean |activation|", fontsize=9)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150, format="png")
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,12 @@
 # Sourced by run_train.sh and run_tests.sh. Sets PYTHON to an interpreter that has what this project needs: the one in
 # use if it has everything, else .venv's, which is made or brought up to date first.
-#   EXTRA=dev: also what the tests need.
+#   EXTRA  of pyproject.toml's extras: report, the default; dev, which also has what the tests need; or empty
 
+EXTRA="${EXTRA-report}"
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 # glibc then asks for large pages: 5 to 9% of a step on a CPU.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
-
-# Succeeds where interpreter $1 has the packages of pyproject.toml in fitting versions ("all"), or a torch ("torch").
-has() {
-    "$1" - "$ROOT/pyproject.toml" "$2" "${EXTRA:-}" 2>/dev/null <<'END'
-import platform, re, sys
-from importlib.metadata import version
-text, wanted, extra = open(sys.argv[1]).read(), sys.argv[2], sys.argv[3]
-lists = [re.search(r"^dependencies = \[(.*?)^\]", text, re.M | re.S)]
-lists += [re.search(rf"^{extra} = \[(.*?)^\]", text, re.M | re.S)] if extra else []
-numbers = lambda v: [int(n) for n in re.findall(r"\d+", v)[:2]]
-for name, least, marker in re.findall(r'"([\w-]+)(?:>=([\d.]+))?([^"]*)"', "".join(l[1] for l in lists)):
-    if wanted == "torch" and name != "torch" or "python_version" in marker and sys.version_info >= (3, 11):
-        continue
-    if "sys_platform" in marker and (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        continue
-    assert numbers(version(name)) >= numbers(least or "0"), name
-END
-}
 
 python_fits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
@@ -35,9 +18,11 @@ if [ -z "${BASE:-}" ]; then
     exit 2
 fi
 
-if has "$BASE" all; then
+missing="$("$BASE" "$ROOT/scripts/missing.py" $EXTRA 2> /dev/null)" || missing="torch and all else"
+has_torch() { ! grep -q '^torch\b' <<< "$missing"; }
+if [ -z "$missing" ]; then
     PYTHON="$BASE"
-elif [ ! -x "$ROOT/.venv/bin/python" ] && has "$BASE" torch && CARRIED="$("$BASE" "$ROOT/scripts/carried.py")" \
+elif [ ! -x "$ROOT/.venv/bin/python" ] && has_torch && CARRIED="$("$BASE" "$ROOT/scripts/carried.py")" \
     && [ -n "$CARRIED" ]; then  # packages that were brought along instead
     PYTHON="$BASE"
     export PYTHONPATH="$PYTHONPATH:$CARRIED"
@@ -50,7 +35,7 @@ else
         constraints="$(mktemp)"
         log="$(mktemp)"
         site=""
-        if has "$BASE" torch; then  # use that torch, and hold pip to it
+        if has_torch; then  # use that torch, and hold pip to it
             site="--system-site-packages"
             grep -v -e '^torch==' -e '^triton==' "$ROOT/constraints.txt" > "$constraints"
             "$BASE" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> "$constraints"

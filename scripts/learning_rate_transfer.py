@@ -18,14 +18,8 @@ from typing import Any
 if __name__ == "__main__":  # a KeyboardInterrupt inside an import would print a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import matplotlib
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from torchtitan.files import local_path
-
-matplotlib.use("Agg")  # no display needed
-import matplotlib.pyplot as plt
 import numpy as np
 from coordinate_check import (
     PARAMETRIZATIONS,
@@ -39,7 +33,8 @@ from coordinate_check import (
 )
 
 from torchtitan.config import JobConfig
-from torchtitan.errors import ConfigError, UserError, run_command
+from torchtitan.errors import ConfigError, UserError, require_report_extra, run_command
+from torchtitan.files import local_path
 
 Losses = dict[tuple[str, Size], dict[float, float]]  # by parametrization, size and learning rate
 
@@ -51,6 +46,7 @@ def main() -> None:
     parser.add_argument("--output", type=local_path, default="learning_rate_transfer.png", help="default: %(default)s")
     parser.set_defaults(rates=[1e-3 * 2**power for power in range(6)], widths=[32, 64, 128, 256])
     arguments, flags = parser.parse_known_args()
+    require_report_extra("scripts/learning_rate_transfer.py", "matplotlib")
     output, found = arguments.output, Losses()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -110,9 +106,13 @@ def print_table(found: Losses) -> None:
 
 def draw(found: Losses, output: Path) -> None:
     """A panel for each parametrization, a curve for each size, a star at its best learning rate."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure  # needs no display and no global pyplot state
+
     sizes = list(dict.fromkeys(size for _, size in found))
-    colors = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(sizes)))
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    colors = colormaps["viridis"](np.linspace(0, 0.85, len(sizes)))
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
     for axes, name in zip(panels, PARAMETRIZATIONS, strict=True):
         for size, color in zip(sizes, colors, strict=True):
             losses = found[name, size]
@@ -131,7 +131,6 @@ def draw(found: Losses, output: Path) -> None:
     panels[0].set_ylabel("final training loss")
     panels[1].legend(title="width x layers", fontsize=8, title_fontsize=8)
     figure.savefig(output, dpi=150, format="png")
-    plt.close(figure)
 
 
 if __name__ == "__main__":

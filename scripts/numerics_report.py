@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.errors import ConfigError, run_command
+from torchtitan.errors import ConfigError, require_report_extra, run_command
 from torchtitan.files import local_path
 from torchtitan.strict_json import finite
 
@@ -33,6 +33,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=20)
     arguments, flags = parser.parse_known_args()
+    require_report_extra("scripts/numerics_report.py", "matplotlib")
     output = arguments.output
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -156,13 +157,11 @@ def print_table(report: dict[str, Any]) -> None:
 
 def draw(layers: dict[str, Any], title: str, path: Path) -> None:
     """A heat map: one row per layer, one column per GEMM, colored by dB."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # needs no display and no global pyplot state
 
     values = [[gemms[gemm]["sqnr_db"] for gemm in GEMMS] for gemms in layers.values()]
-    figure, axes = plt.subplots(figsize=(6, 1.5 + 0.2 * len(layers)))
+    figure = Figure(figsize=(6, 1.5 + 0.2 * len(layers)))
+    axes = figure.subplots()
     image = axes.imshow(values, aspect="auto", cmap="viridis")
     axes.set_xticks(range(len(GEMMS)), list(GEMMS))
     axes.set_yticks(range(len(layers)), list(layers), fontsize="x-small")
@@ -170,7 +169,6 @@ def draw(layers: dict[str, Any], title: str, path: Path) -> None:
     figure.colorbar(image, label="dB")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

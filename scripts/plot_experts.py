@@ -11,16 +11,12 @@ from pathlib import Path
 if __name__ == "__main__":  # a KeyboardInterrupt inside an import would print a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display needed
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm
 from plot_run import PlotError, load, metrics_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from torchtitan.errors import UserError, require_report_extra
 from torchtitan.files import local_path
 
 LAST = 10  # entries that the heat map averages
@@ -34,8 +30,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     try:
+        require_report_extra("scripts/plot_experts.py", "matplotlib")
         plot(metrics_file(arguments.run), arguments.output)
-    except PlotError as error:
+    except UserError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     print(f"wrote {arguments.output}")
 
@@ -48,7 +45,11 @@ def plot(file: Path, output: Path) -> None:
     loads = np.array([[entry["expert_load"][layer] for layer in layers] for entry in entries])  # entry, layer, expert
     steps = [entry["step"] for entry in entries]
     end = loads[-LAST:].mean(0)
-    figure, (heat, curves) = plt.subplots(1, 2, figsize=(12, 1.6 + 0.32 * max(len(layers), 8)), width_ratios=(3, 2))
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure  # needs no display and no global pyplot state
+
+    figure = Figure(figsize=(12, 1.6 + 0.32 * max(len(layers), 8)))
+    heat, curves = figure.subplots(1, 2, width_ratios=(3, 2))
     norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=max(2.0, float(end.max())))
     image = heat.imshow(end, aspect="auto", cmap="RdBu_r", norm=norm)
     heat.set(xlabel="Expert", ylabel="Layer", title=f"Load, mean of the last {min(LAST, len(entries))} reports")
@@ -70,7 +71,6 @@ def plot(file: Path, output: Path) -> None:
         figure.savefig(output, dpi=150, format="png")
     except OSError as error:
         raise PlotError(f"--output {output} cannot be written: {error.strerror or error}") from error
-    plt.close(figure)
 
 
 if __name__ == "__main__":

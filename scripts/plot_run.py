@@ -8,21 +8,18 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":  # a KeyboardInterrupt inside an import would print a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display needed
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, MaxNLocator
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from torchtitan.errors import UserError, require_report_extra
 from torchtitan.files import local_path
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Entry = dict[str, Any]
 Points = tuple[list[float], list[float]]
@@ -42,8 +39,8 @@ TITLES = {
 }
 
 
-class PlotError(Exception):
-    """A user error, in one sentence."""
+class PlotError(UserError):
+    """A run that has nothing to plot, or a flag that does not fit it."""
 
 
 def main() -> None:
@@ -59,13 +56,14 @@ def main() -> None:
     parser.add_argument("--smooth", type=int, default=1, help="reports per moving average (default: no smoothing)")
     arguments = parser.parse_args()
     try:
+        require_report_extra("scripts/plot_run.py", "matplotlib")
         if arguments.smooth < 1:
             raise PlotError(f"--smooth {arguments.smooth}: must be at least 1")
         keys = [key.strip() for key in arguments.keys.split(",") if key.strip()]
         files = [metrics_file(run) for run in arguments.runs]
         runs = {label: load(file) for label, file in zip(labels(files), files, strict=True)}
         plot(runs, keys, arguments.x, arguments.smooth, arguments.output)
-    except PlotError as error:
+    except UserError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     print(f"wrote {arguments.output}")
 
@@ -123,7 +121,11 @@ def moving_average(values: list[float], width: int) -> list[float]:
 def plot(runs: dict[str, list[Entry]], keys: list[str], x: str, smooth: int, output: Path) -> None:
     if not keys:
         raise PlotError("--keys is empty: set one or more, such as loss,grad_norm")
-    figure, grid = plt.subplots(len(keys), 1, figsize=(9, 1.2 + 3.6 * len(keys)), sharex=True, squeeze=False)
+    from matplotlib.figure import Figure  # needs no display and no global pyplot state
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    figure = Figure(figsize=(9, 1.2 + 3.6 * len(keys)))
+    grid = figure.subplots(len(keys), 1, sharex=True, squeeze=False)
     for axes, key in zip(grid[:, 0], keys, strict=True):
         for number, (run, entries) in enumerate(runs.items()):
             draw(axes, run, entries, x, key, smooth, f"C{number % 10}")
@@ -140,10 +142,9 @@ def plot(runs: dict[str, list[Entry]], keys: list[str], x: str, smooth: int, out
         figure.savefig(output, dpi=150, format="png")
     except OSError as error:
         raise PlotError(f"--output {output} cannot be written: {error.strerror or error}") from error
-    plt.close(figure)
 
 
-def draw(axes: Axes, run: str, entries: list[Entry], x: str, key: str, smooth: int, color: str) -> None:
+def draw(axes: "Axes", run: str, entries: list[Entry], x: str, key: str, smooth: int, color: str) -> None:
     xs, ys = points(run, entries, x, key)
     marker = "o" if key == "validation_loss" or len(xs) == 1 else None
     if smooth > 1:
@@ -155,7 +156,7 @@ def draw(axes: Axes, run: str, entries: list[Entry], x: str, key: str, smooth: i
         axes.scatter(xs, ys, color=color, marker="D", edgecolors="white", zorder=3, label=f"{run} (validation)")
 
 
-def decorate(axes: Axes, key: str) -> None:
+def decorate(axes: "Axes", key: str) -> None:
     axes.set_ylabel(TITLES.get(key, key))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

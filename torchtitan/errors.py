@@ -1,5 +1,6 @@
 """Errors that a user can cause: one sentence with the key and the remedy, exit status 2, no traceback."""
 
+import importlib
 import signal
 import sys
 from collections.abc import Callable
@@ -42,6 +43,25 @@ class TrainingError(UserError):
 
 class LostRankError(Exception):
     """Another rank has died or does not reach a collective. `train.py` prints only the message; exit status 1."""
+
+
+def require_report_extra(user: str, *modules: str) -> None:
+    """Imports modules that only the extra `report` of pyproject.toml installs.
+
+    Args:
+        user: the command or key that needs them, with which the error begins.
+
+    Raises:
+        UserError: one of them is not installed.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"{user} needs {(error.name or module).split('.')[0]}, which is not installed: run "
+                "`pip install 'torchtitan[report]'`, or `pip install -e '.[report]'` in a checkout."
+            ) from None
 
 
 def counted(number: int, noun: str) -> str:

@@ -158,7 +158,7 @@ class TextStream:
 
 
 def _read_prompts(path: Path) -> list[str]:
-    """Reads one prompt per line; a line that is a JSON string (`"a\\nb"`) is decoded."""
+    r"""Reads one prompt per line; a line that is a JSON string (`"a\nb"`) is decoded."""
 
     def read(line: str) -> str:
         try:

@@ -3,12 +3,19 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from runs import ROOT, failure
 
+import torchtitan
 from torchtitan.launcher.imports import LEAST
+
+
+def test_the_version_is_the_last_release_of_the_changelog() -> None:
+    releases = re.findall(r"^## (?!Unreleased)(\S+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert releases[0] == torchtitan.__version__
 
 
 def test_what_is_promised_is_what_is_refused() -> None:
@@ -48,3 +55,23 @@ def test_the_script_says_what_it_cannot_try(pair: str, status: int, message: str
     assert done.returncode == status
     assert message in done.stderr
     assert "Python 3.99" not in message or "| 3.99 | 2.11 | not installed |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "extra", "message"),
+    [
+        ("torch", "2.10.1", "", "torch>=2.11\n"),
+        ("torch", "2.11.0a0+vendor", "", "\n"),  # as in a vendor's container
+        ("plotly", "5.24.0", "", "\n"),
+        ("plotly", "5.24.0", "report", "plotly>=6.0\n"),
+        ("plotly", "5.24.0", "dev", "plotly>=6.0\n"),  # the extra dev contains the extra report
+    ],
+)
+def test_what_an_environment_lacks(name: str, old: str, extra: str, message: str, tmp_path: Path) -> None:
+    installed = tmp_path / f"{name}-{old}.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {old}\n")
+    command = [sys.executable, "scripts/missing.py", *extra.split()]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, message), done.stderr

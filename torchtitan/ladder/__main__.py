@@ -1,6 +1,6 @@
-"""Trains small models and predicts the loss of a large one.
+r"""Trains small models and predicts the loss of a large one.
 
-python -m torchtitan.ladder FILE.toml --sizes 0.3M,0.6M,1.2M,3M --tokens-per-parameter 5,10,20 --predict 10M \\
+python -m torchtitan.ladder FILE.toml --sizes 0.3M,0.6M,1.2M,3M --tokens-per-parameter 5,10,20 --predict 10M \
     [--section.key=value ...]
 
 Each run has a TOML file in the folder, resumes from its checkpoints, and is not repeated once it is finished. Results:
@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.errors import run_command
+from torchtitan.errors import require_report_extra, run_command
 from torchtitan.files import local_path
 from torchtitan.launcher.imports import quick_imports
 
@@ -36,6 +36,8 @@ def main() -> None:
 
 def climb(arguments: argparse.Namespace, config: JobConfig) -> None:
     """Chooses the runs, trains, fits and predicts."""
+    if not arguments.dry_run:  # before hours of training, not after
+        require_report_extra("python -m torchtitan.ladder", "scipy", "matplotlib")
     with quick_imports():
         from torchtitan.engine.model_args import register_models
         from torchtitan.ladder.report import report, table, time_left

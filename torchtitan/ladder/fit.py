@@ -106,13 +106,11 @@ def fit(rows: Sequence[Row], bootstraps: int = BOOTSTRAPS) -> Fit:
     drawing runs would often leave too few sizes.
 
     Raises:
-        ConfigError: too few different runs, or scipy is missing.
+        ConfigError: too few different runs.
     """
-    try:
-        from scipy.stats import norm as normal
-        from scipy.stats import t as student
-    except ImportError:
-        raise ConfigError("A ladder is fitted with scipy, which is not installed: run `pip install scipy`.") from None
+    from scipy.stats import norm as normal
+    from scipy.stats import t as student
+
     both = varies_tokens([(row.parameters, row.tokens) for row in rows])
     logs = np.log([[row.parameters, row.tokens][: 2 if both else 1] for row in rows])
     centers = logs.mean(0)

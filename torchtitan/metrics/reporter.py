@@ -321,7 +321,7 @@ def make_writers(
     start_step: int | None,
     config: Mapping[str, Any] | None,
 ) -> list[Writer]:
-    """The writers of this rank. wandb comes first: if it is missing, nothing has been written yet."""
+    """The writers of this rank. None writes before all are made: a package may be missing."""
     writers: list[Writer] = []
     selected = rank == 0 or metrics.save_for_all_ranks
     try:

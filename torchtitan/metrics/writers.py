@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchtitan.errors import ConfigError, counted
+from torchtitan.errors import ConfigError, counted, require_report_extra
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
 
@@ -23,6 +23,8 @@ Value = float | int | None
 
 
 class Writer(Protocol):
+    """A destination of metrics. `write` takes the values of one step by name; `close` is called once, at the end."""
+
     def write(self, step: int, values: Mapping[str, Value]) -> None: ...
 
     def close(self) -> None: ...
@@ -168,7 +170,8 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: Path, start_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and an optional dependency
+        require_report_extra("metrics.enable_tensorboard", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self._begin: Callable[[int | None], SummaryWriter] = lambda step: SummaryWriter(str(folder), purge_step=step)
         self.folder = folder

@@ -146,7 +146,6 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
     Attention takes 2 per channel and visible token; on average half of the sequence is visible.
     Of experts, those of one token count.
     """
-
     require_parts(model)
 
     def weights(module: nn.Module) -> int:

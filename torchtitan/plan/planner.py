@@ -15,7 +15,7 @@ from torchtitan.device import Device
 from torchtitan.engine.conversion import explain_conversion
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.precision_phases import Phase, parse_phases
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, UserError
 from torchtitan.hardware import find_gpu
 from torchtitan.logging import Waiting, logger
 from torchtitan.metrics.flops import flops_per_token
@@ -82,8 +82,13 @@ def run_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDe
     logger.info(to_text(plan))
     folder = Path(config.job.dump_folder)
     (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1), encoding="utf-8")
-    draw(plan, folder / "plan.png")
-    logger.info(f"wrote {folder / 'plan.json'} and {folder / 'plan.png'}")
+    logger.info(f"wrote {folder / 'plan.json'}")
+    try:
+        draw(plan, folder / "plan.png")
+    except UserError as error:
+        logger.warning(str(error))
+    else:
+        logger.info(f"wrote {folder / 'plan.png'}")
     return plan
 
 

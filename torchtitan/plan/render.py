@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.converters.conversion_report import summary, to_table
+from torchtitan.errors import require_report_extra
 from torchtitan.plan.result import Plan, RankPlan
 from torchtitan.plan.step_model import Expected
 
@@ -162,7 +163,12 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Writes a PNG: memory of each pipeline rank relative to the device's, and the seconds of a step by cause."""
+    """Writes a PNG: memory of each pipeline rank relative to the device's, and the seconds of a step by cause.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    require_report_extra("plan.png", "matplotlib")
     from matplotlib.figure import Figure  # needs no display and no global pyplot state
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")

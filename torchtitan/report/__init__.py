@@ -6,6 +6,7 @@
 
 from pathlib import Path
 
+from torchtitan.errors import UserError
 from torchtitan.logging import logger
 
 REPORT = "report.html"
@@ -20,6 +21,7 @@ def write_at_end(dump_folder: Path) -> None:
 
         write(render([read_run(dump_folder)]), dump_folder / REPORT)
     except Exception as error:
-        logger.warning(f"metrics.report: {REPORT} could not be written ({type(error).__name__}: {error})")
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        logger.warning(f"metrics.report: {REPORT} could not be written ({reason})")
     else:
         logger.info(f"wrote {dump_folder / REPORT}")

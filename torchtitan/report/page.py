@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from plotly.offline import get_plotlyjs
 
-from torchtitan.errors import counted
+from torchtitan.errors import counted, require_report_extra
 from torchtitan.report.compare import SEED, Values, default_values, differing, help_of_keys, seed_groups, shown
 from torchtitan.report.run import CURVES, ReportError, Run
 from torchtitan.report.series import downsample, on_one_grid
@@ -34,7 +32,14 @@ def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
 
     Args:
         notes: one sentence for each thing that is not shown.
+
+    Raises:
+        UserError: the packages for it are not installed.
     """
+    require_report_extra("A report (python -m torchtitan.report)", "plotly", "jinja2")
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from plotly.offline import get_plotlyjs
+
     environment = Environment(
         loader=PackageLoader("torchtitan.report", "."),
         autoescape=True,

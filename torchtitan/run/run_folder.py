@@ -115,7 +115,7 @@ class RunFolder:
     def write_report(self) -> None:
         """Writes `report.html` if `metrics.report` is set and this process has trained. Acts on rank 0 only."""
         if self.config.metrics.report and self._events is not None:
-            from torchtitan.report import write_at_end  # needs packages that training does not need
+            from torchtitan.report import write_at_end
 
             write_at_end(self.path)
 
