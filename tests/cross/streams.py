@@ -537,6 +537,7 @@ def train(
     model: tuple[str, str] = ("llama3", "8B"),
     microbatches: int = 1,
     save: str | None = None,
+    layers: int = 3,
     faults: Sequence[tuple[str, str, str]] = (),
 ) -> tuple[list[str], dict[str, int]]:
     """What is wrong in three training steps of rank 0, a validation after each, and the operations on each stream.
@@ -544,6 +545,7 @@ def train(
     Args:
         microbatches: of each step.
         save: checkpoint.async_mode of a checkpoint after each step; None for none.
+        layers: of the model.
         faults: see `plant`.
     """
     import steps
@@ -555,7 +557,7 @@ def train(
     with contextlib.ExitStack() as stack:
         for fault in faults:
             stack.enter_context(plant(*fault))
-        engine, guard = stack.enter_context(steps.build(flags, world_size, *model, 3, shape))
+        engine, guard = stack.enter_context(steps.build(flags, world_size, *model, layers, shape))
         streams = stack.enter_context(Streams())
         streams.set_device(OURS)
         checkpoints = None if save is None else stack.enter_context(checkpoints_of(engine, save))
