@@ -32,6 +32,7 @@ class Report:
         masks: dense masks outside compiled code.
         calls: operations outside compiled code.
         bytes: that these read and wrote.
+        spilling: kernels that spill registers, of each the first configuration, where they were looked for.
         fused: collectives that asynchronous tensor parallelism fused into GEMMs, and those that it did not.
     """
 
@@ -40,6 +41,7 @@ class Report:
     masks: list[str]
     calls: Counter[str]
     bytes: int
+    spilling: dict[str, str] = dataclasses.field(default_factory=dict)
     fused: tuple[int, int] = (0, 0)
 
 

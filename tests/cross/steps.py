@@ -134,6 +134,7 @@ def train(
     flavor: str = "8B",
     layers: int = 2,
     batches: Sequence[tuple[int, int]] = ((1, 8192), (1, 8192)),
+    look_for_spills: bool = False,
 ) -> Report:
     """Training steps of rank 0, one per (batch size, sequence length).
 
@@ -141,6 +142,7 @@ def train(
         flags: of the command line.
         world_size: ranks of the run, of which the others do not exist.
         layers: of the model; all are compiled as one.
+        look_for_spills: compile the kernels to their registers.
     """
     watch = Watch()
     flags = ("--training.compile", *flags)
@@ -157,6 +159,8 @@ def train(
                 LOWERED[:] = [graph for graph in LOWERED if not graph.is_block]
     report = watch.report
     report.lowered = list(LOWERED)
+    if look_for_spills:
+        report.spilling = {name: usage for graph in LOWERED for name, usage in spills(graph).items()}
     if engine.fused_gemms is not None:
         report.fused = engine.fused_gemms.count, engine.fused_gemms.separate
     return report
@@ -222,14 +226,6 @@ def _pin_memory(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
-
-
-def spills_of(flags: Sequence[str]) -> dict[str, str]:
-    """Kernels of a step that spill registers; of each, the first configuration."""
-    found: dict[str, str] = {}
-    for lowered in train(flags, batches=((1, 8192),)).lowered:
-        found |= spills(lowered)
-    return found
 
 
 NAN_INSTRUCTION = re.compile(r"m(?:in|ax)\.(?:\w+\.)*NaN")

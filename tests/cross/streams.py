@@ -537,13 +537,15 @@ def train(
     model: tuple[str, str] = ("llama3", "8B"),
     microbatches: int = 1,
     save: str | None = None,
+    layers: int = 3,
     faults: Sequence[tuple[str, str, str]] = (),
 ) -> tuple[list[str], dict[str, int]]:
-    """What is wrong in three training steps of rank 0, a validation after each, and the operations on each stream.
+    """What is wrong in two training steps of rank 0, a validation after each, and the operations on each stream.
 
     Args:
         microbatches: of each step.
         save: checkpoint.async_mode of a checkpoint after each step; None for none.
+        layers: of the model.
         faults: see `plant`.
     """
     import steps
@@ -555,11 +557,11 @@ def train(
     with contextlib.ExitStack() as stack:
         for fault in faults:
             stack.enter_context(plant(*fault))
-        engine, guard = stack.enter_context(steps.build(flags, world_size, *model, 3, shape))
+        engine, guard = stack.enter_context(steps.build(flags, world_size, *model, layers, shape))
         streams = stack.enter_context(Streams())
         streams.set_device(OURS)
         checkpoints = None if save is None else stack.enter_context(checkpoints_of(engine, save))
-        for number in range(3):
+        for number in range(2):
             batches = [steps.make_batch(shape, engine.config.training.document_mask) for _ in range(microbatches)]
             train_step(engine, batches, 1e-4, guard, number)
             for layer in steps.amax_histories([engine.model]).values():
@@ -569,7 +571,7 @@ def train(
                 checkpoints.save(number + 1, dict)
         if checkpoints is not None:
             checkpoints.wait()
-            assert checkpoints.step_on_disk == 3
+            assert checkpoints.step_on_disk == 2
     return list(streams.found), dict(streams.operations)
 
 

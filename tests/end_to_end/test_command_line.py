@@ -10,8 +10,8 @@ import pytest
 from runs import ROOT, SMALL, into, losses, python, train, train_here
 
 DEBUG_MODEL = f"--job.config_file={ROOT}/train_configs/debug_model.toml"
-SHORT = ("--training.local_batch_size=8", "--training.steps=60")
-MINUTES = 12  # for its 60 steps with one thread; an idle core takes 2
+SHORT = ("--training.seq_len=128", "--training.local_batch_size=8", "--training.steps=60")
+MINUTES = 8  # for its 60 steps with one thread; an idle core takes 1
 
 
 def test_run_train_from_any_folder(tmp_path: Path) -> None:

@@ -96,9 +96,10 @@ def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("entry", ["auto_filter_numerics", "auto_filter_measured"])
 def test_filters_that_measure_work_for_later_stages(entry: str, tmp_path: Path) -> None:
+    flags = (*TINY, "--training.mixed_precision_param=bfloat16", "--training.local_batch_size=2")
     stages = ("--job.simulate_world_size=2", "--parallelism.pipeline_parallel_degree=2")
     keys = ("--model.converters=int8", f"--int8.filter_fqns=output,{entry}", "--job.simulate_device=H100")
-    train_here(*TINY, PLAN, *stages, *keys, "--training.mixed_precision_param=bfloat16", into(tmp_path))
+    train_here(*flags, PLAN, *stages, *keys, into(tmp_path))
     assert (tmp_path / "plan.json").exists()
 
 

@@ -101,13 +101,3 @@ def test_activations_in_8_bits_train_a_little_off(layout: str, bfloat16: Path, t
     train(*SMALL, STEPS, BFLOAT16, *keys, into(tmp_path), processes=processes)
     assert losses(tmp_path)[3] == pytest.approx(losses(bfloat16)[3], abs=3e-2)
     assert losses(tmp_path)[3] != losses(bfloat16)[3]
-
-
-@pytest.mark.full
-def test_experts_keep_activations_in_8_bits(tmp_path: Path) -> None:
-    """With rows whose number the compiler does not know."""
-    flags = (*TINY, "--model.name=sparse", STEPS, BFLOAT16)
-    keys = ("--parallelism.expert_parallel_degree=2", "--activation_checkpoint.swiglu_dtype=float8")
-    train_here(*flags, into(tmp_path / "bfloat16"))
-    train(*flags, *keys, "--training.compile", into(tmp_path / "float8"), processes=2)
-    assert losses(tmp_path / "float8")[3] == pytest.approx(losses(tmp_path / "bfloat16")[3], abs=3e-2)

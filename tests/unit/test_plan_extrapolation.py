@@ -35,10 +35,10 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
 @pytest.mark.parametrize(
     ("flags", "world_size", "layers"),
     [
-        pytest.param((EVERY_SECOND, TP, "--training.global_batch_size=12"), 4, [11], marks=pytest.mark.full),
+        pytest.param((EVERY_SECOND, TP, "--training.global_batch_size=16"), 4, [11], marks=pytest.mark.full),
         pytest.param((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 7, 7, 3], marks=pytest.mark.full),
         pytest.param(
-            (EVERY_SECOND, f"{PP}=4", "--training.local_batch_size=6"), 4, [2, 11, 8, 11], marks=pytest.mark.full
+            (EVERY_SECOND, f"{PP}=4", "--training.local_batch_size=6"), 4, [2, 11, 3, 2], marks=pytest.mark.full
         ),
         ((NONE, "--optimizer.name=Muon"), 4, [9]),
         ((NONE,), 2, [9]),
@@ -59,31 +59,31 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
         pytest.param(
             (*SPARSE, NONE, f"{PP}=2", "--parallelism.expert_parallel_degree=2", "--training.local_batch_size=4"),
             4,
-            [8, 7],
+            [8, 2],
             marks=pytest.mark.full,
         ),
         pytest.param(
             (*SPARSE, "--activation_checkpoint.mode=full", f"{PP}=4", "--training.local_batch_size=6"),
             4,
-            [1, 8, 7, 7],
+            [1, 7, 2, 2],
             marks=pytest.mark.full,
         ),
         pytest.param(
             ("--activation_checkpoint.mode=full", f"{PP}=6", "--training.local_batch_size=6"),
             12,
-            [3, 7, 7, 7, 6, 5],
+            [1, 7, 1, 2, 1, 1],
             marks=pytest.mark.full,
         ),
         pytest.param(
-            (NONE, f"{PP}=4", "--training.local_batch_size=10", "--training.global_batch_size=30"),
-            4,
-            [1, 7, 7, 3],
+            (NONE, f"{PP}=2", "--training.local_batch_size=5", "--training.global_batch_size=20"),
+            2,
+            [3, 7],
             marks=pytest.mark.full,
         ),
         pytest.param(
             (NONE, f"{PP}=5", "--training.local_batch_size=8", "--parallelism.pipeline_parallel_schedule=GPipe"),
             5,
-            [2, 7, 7, 7, 7],
+            [2, 7, 2, 2, 2],
             marks=pytest.mark.full,
         ),
     ],
