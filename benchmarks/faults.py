@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Attacks hundreds of tiny runs at random moments, and prints the outcomes, as in docs/checkpoints.md.
+"""Attacks hundreds of tiny runs at random moments, and prints the outcomes, as in docs/measurements/checkpoints.md.
 
 python -m benchmarks faults --trials 300 --seed 0     all attacks (tests/attacks.py, foreign.py); --only 17 repeats one
 python -m benchmarks faults --tests [--full]          figures of tests/end_to_end/test_faults.py

@@ -1,4 +1,4 @@
-"""What a training step is expected to take on an H200, by recipe and part: the table of docs/performance.md.
+"""What a step is expected to take on an H200, by recipe and part: the table of docs/measurements/performance.md.
 
 python scripts/expected_on_gpu.py [--gpu H200] [--models 8B,3B,1B] [--recipes "bf16,int8 rowwise"]
 

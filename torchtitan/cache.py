@@ -1,4 +1,4 @@
-"""The cache across runs. Compiled code is cached only in a folder that no other user can write to."""
+"""The cache folder that runs share; compiled code only where no other user can write."""
 
 import atexit
 import json

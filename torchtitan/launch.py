@@ -1,4 +1,4 @@
-"""torchrun with short messages: `python -m torchtitan.launch train.py --job.config_file=... --section.key=value`.
+"""torchrun with short messages: `python -m torchtitan.launch train.py --section.key=value`.
 
 Starts NGPU processes on this machine (default: one per GPU, or one) and exits with the status of the process that
 failed first. Each process reports its own error, so torchrun's failure report is omitted. A single process needs no

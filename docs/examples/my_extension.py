@@ -1,4 +1,4 @@
-"""A model, a data set and a converter of one's own, with a section of the configuration: see docs/extension.md."""
+"""Your own model, data set and converter, with a section of the configuration: see docs/extension.md."""
 
 import random
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ class RoundingConverter:
         logger.info(f"rounding ({self.config.bits} bits): converted {len(chosen)} of {len(linears)} linear layers")
 
     def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
-        """Nothing: weights are rounded anew in each forward pass."""
+        """Nothing: weights are rounded in each forward pass."""
 
 
 CONVERTERS.register("rounding", ConverterEntry(section="rounding", build=RoundingConverter))
@@ -90,7 +90,7 @@ class Sums:
 DATASETS.register("sums", lambda path, text_column: Sums())
 
 
-# The model: a family of its own with one more size beside those of llama3.
+# The model: a new family, with one more size than llama3.
 
 MODELS.register(
     "my_llama",

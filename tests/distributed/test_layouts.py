@@ -27,7 +27,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.mark.parametrize("layout", ROWS)
 def test_layout_equals_one_process(layout: equality.Layout, reference: Reference, tmp_path: Path) -> None:
-    deviations = equality.deviations(reference(equality.one_process(layout)), equality.run(layout, tmp_path, equality.ENOUGH))
+    alone = reference(equality.one_process(layout))
+    deviations = equality.deviations(alone, equality.run(layout, tmp_path, equality.ENOUGH))
     assert equality.within_tolerance(deviations), deviations
 
 

@@ -105,6 +105,21 @@ def test_pages_begin_with_commands() -> None:
     assert FIRST.keys() > BEFORE.keys() | NOT_RUN.keys() | FAST and len(FIRST) > 15 and len(CONSOLES) > 3
 
 
+def test_pages_that_tell_how_are_short() -> None:
+    generated = {"config_keys.md", "modules.md"}
+    assert {name: len(text.split()) for name, text in PAGES.items() if len(text.split()) > 2000}.keys() <= generated
+
+
+def test_the_api_page_lists_what_examples_import() -> None:
+    listed = re.findall(r"torchtitan(?:\.\w+)+", PAGES["api.md"])
+    for example in (ROOT / "docs" / "examples").glob("*.py"):
+        for module, names in re.findall(
+            r"^from (torchtitan\S*) import (.+)$", example.read_text(encoding="utf-8"), re.M
+        ):
+            for name in names.split(", "):
+                assert module in listed or any(entry.endswith(f".{name}") for entry in listed), f"{module}.{name}"
+
+
 @pytest.mark.full
 def test_from_training_to_transformers(repository: Path) -> None:
     _, ours, scores, _, theirs = [output_of(command, repository) for command in TO_TRANSFORMERS]

@@ -1,7 +1,7 @@
 """Real fault injection: all processes killed, bits flipped, disks filled or made read-only.
 
-With FIGURES=file.jsonl in the environment, each test appends a line with its figures, for docs/checkpoints.md, and
-there are more kills and corruptions.
+With FIGURES=file.jsonl in the environment, each test appends a line with its figures, for
+docs/measurements/checkpoints.md, and there are more kills and corruptions.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Branches of a run with the schedule warm-up, stable, decay: from a stable checkpoint into a decay of its own."""
+"""Branches of a run with the schedule warm-up, stable, decay: from a stable checkpoint into a decay."""
 
 import json
 import shutil

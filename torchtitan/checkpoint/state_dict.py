@@ -1,4 +1,4 @@
-"""The tensors in a checkpoint: those of model and optimizer, by name. Everything else is JSON beside them."""
+"""The tensors in a checkpoint: model and optimizer, by name. Everything else is JSON beside them."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""A ladder: small trainings whose losses predict that of a large one. `python -m torchtitan.ladder --help`."""
+"""A ladder: small runs whose losses predict the loss of a large one. `python -m torchtitan.ladder --help`."""

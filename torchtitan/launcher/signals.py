@@ -1,5 +1,4 @@
-"""Signals. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask the run to save and exit at the next step boundary; a second Ctrl-C
-ends it at once."""
+"""SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: the run saves and exits at the next step boundary; a second Ctrl-C ends it."""
 
 import contextlib
 import os

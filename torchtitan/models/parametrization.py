@@ -1,4 +1,4 @@
-"""muP: initial values and learning rates that follow from those of a base model, so that one learning rate suits every
+"""muP: initial values and learning rates that follow from a base model's, so that one learning rate suits every
 width and depth (docs/mup.md).
 
 In papers, constants also multiply the output and the branches of the residual stream. To multiply what a layer returns

@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv 2505.09388): a Llama whose heads have a size of their own and whose queries and keys are normalized.
+"""Qwen3 (arXiv 2505.09388): a Llama with a head size that is set separately, and normalized queries and keys.
 
 Shapes: B batch, S sequence, H query heads, G key-value heads, D channels of a head.
 """
