@@ -164,7 +164,7 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
         assert report.fused == ((4, 4) if "float8" in name else (6, 2))
     blocks = [graph for graph in report.lowered if graph.is_block]
     if name in UPDATES:
-        assert sum(graph.kernels for graph in report.lowered if graph not in blocks) < 30
+        assert sum(graph.kernels for graph in report.lowered if graph not in blocks) < 22
     assert any(graph.backward for graph in blocks)
     figures = {
         "kernels of a block": sum(graph.kernels for graph in blocks),
@@ -234,9 +234,7 @@ def compare(name: str, figures: dict[str, float], renew: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["float8 rowwise", "float8 tensorwise", "int8 rowwise", "mx, sm_100", "SwiGLU in int8"]
-)
+@pytest.mark.parametrize("name", ["float8 rowwise", "float8 tensorwise", "mx, sm_100", "SwiGLU in int8"])
 def test_8_bit_results_are_not_beside_minima_that_keep_nan(name: str) -> None:
     """Triton writes wrong ones there (triton-lang/triton#11111), and torch's compiler from 2.14 on generates both."""
     case = {**CASES, **LONG_CASES}[name]

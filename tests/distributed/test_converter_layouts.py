@@ -40,13 +40,13 @@ PROCESSES = {"FSDP and tensor parallel": 4}
 # These represent the others in the short form, next to the first two features with each converter.
 # (test_weight_classes.py covers more layouts in less time.)
 SHORT = [
-    ("compile", "int8"),
+    ("compile", "mx"),
     ("pipeline", "float8"),
 ]
 # Most of the time of these is the compiler's, and the recipes of a converter are alike to it.
 COMPILED = {
     "compile": ["float8", "int8", "mx", "float8 delayed"],
-    "tensor parallel and compile": ["float8", "int8", "mx nvfp4"],
+    "tensor parallel and compile": ["float8", "int8"],
 }
 BASE = (*TINY, "--training.steps=3", "--training.mixed_precision_param=bfloat16")
 

@@ -14,7 +14,7 @@ LONGER = (*SMALL, "--training.seq_len=128")
 ROWS = [
     pytest.param(layout, id=layout.name, marks=[] if layout.core else [pytest.mark.full]) for layout in equality.LAYOUTS
 ]
-
+run = functools.partial(equality.run, steps=equality.ENOUGH)
 
 Reference = Callable[[equality.Layout], equality.Training]
 
@@ -22,13 +22,13 @@ Reference = Callable[[equality.Layout], equality.Training]
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The training of one process that a layout must equal; run once for each model."""
-    return functools.cache(lambda one: equality.run(one, tmp_path_factory.mktemp("one"), equality.ENOUGH))
+    return functools.cache(lambda one: run(one, tmp_path_factory.mktemp("one")))
 
 
 @pytest.mark.parametrize("layout", ROWS)
 def test_layout_equals_one_process(layout: equality.Layout, reference: Reference, tmp_path: Path) -> None:
     alone = reference(equality.one_process(layout))
-    deviations = equality.deviations(alone, equality.run(layout, tmp_path, equality.ENOUGH))
+    deviations = equality.deviations(alone, run(layout, tmp_path))
     assert equality.within_tolerance(deviations), deviations
 
 
@@ -37,7 +37,7 @@ def test_a_gradient_summed_over_the_wrong_ranks_is_found(fault: str, reference: 
     """Although the losses look right."""
     right = equality.qwen3("TP 2", 2, 8, (*equality.degrees(tp=2), "--experimental.custom_import=wrong_gradients"))
     expected = reference(equality.one_process(right))
-    found = equality.run(dataclasses.replace(right, model=fault), tmp_path, equality.ENOUGH)
+    found = run(dataclasses.replace(right, model=fault), tmp_path)
     deviations = equality.deviations(expected, found)
     assert not equality.within_tolerance(deviations)
     wrong = {name for name, off in equality.by_name(expected.gradients, found.gradients).items() if off > 0.1}
@@ -49,7 +49,7 @@ def test_gradients_of_experts_averaged_over_the_wrong_ranks_are_found(reference:
     module = "--experimental.custom_import=wrong_gradients"
     right = equality.experts("FSDP 2, EP 2", 2, 4, (*equality.degrees(ep=2), module))
     expected = reference(equality.one_process(right))
-    found = equality.run(dataclasses.replace(right, model="WrongGroup"), tmp_path, equality.ENOUGH)
+    found = run(dataclasses.replace(right, model="WrongGroup"), tmp_path)
     deviations = equality.deviations(expected, found)
     assert not equality.within_tolerance(deviations)
     wrong = {name for name, off in equality.by_name(expected.gradients, found.gradients).items() if off > 0.1}

@@ -47,11 +47,13 @@ SMALLER = {
     "simulate_world_size=256": "simulate_world_size=8 --job.simulate_device=cpu",
 }
 BEFORE = {  # what README has made before, as the page says
-    "interchange.md": [TO_TRANSFORMERS[0], TO_TRANSFORMERS[3]],
     "report.md": [FIRST_RUN],
 }
-NOT_RUN = {"versions.md": "takes hours"}
-FAST = {"report.md"}
+NOT_RUN = {
+    "versions.md": "takes hours",
+    "extension.md": "run by test_extension.py",
+    "interchange.md": "run after what README makes before",
+}
 
 
 @pytest.fixture
@@ -78,7 +80,8 @@ def output_of(command: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, marks=[] if p in FAST else pytest.mark.full) for p in FIRST])
+@pytest.mark.full
+@pytest.mark.parametrize("page", FIRST)
 def test_the_first_command_of_a_page(page: str, repository: Path) -> None:
     if page in NOT_RUN:
         pytest.skip(NOT_RUN[page])
@@ -102,7 +105,7 @@ def test_scripts_find_the_package_beside_them() -> None:
 
 
 def test_pages_begin_with_commands() -> None:
-    assert FIRST.keys() > BEFORE.keys() | NOT_RUN.keys() | FAST and len(FIRST) > 15 and len(CONSOLES) > 3
+    assert FIRST.keys() > BEFORE.keys() | NOT_RUN.keys() and len(FIRST) > 15 and len(CONSOLES) > 3
 
 
 def test_pages_that_tell_how_are_short() -> None:
@@ -125,3 +128,4 @@ def test_from_training_to_transformers(repository: Path) -> None:
     _, ours, scores, _, theirs = [output_of(command, repository) for command in TO_TRANSFORMERS]
     assert "def main(" in ours and ours.strip() == theirs.strip()
     assert "stdlib_brackets" in scores and "stdlib_identifiers" in scores
+    output_of(FIRST["interchange.md"], repository)

@@ -61,14 +61,14 @@ def test_one_ratio_of_tokens_to_parameters_leaves_out_a_term() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("points", [RAY, GRID], ids=["3", "5"])
 def test_intervals_cover_the_runs_that_they_predict(points: list[tuple[float, float]]) -> None:
-    """Of 95% intervals, 40 miss 2 on average."""
+    """Of 95% intervals, 20 miss 1 on average."""
     random = np.random.default_rng(1)
     target = (1e7, 2e8 if points is RAY else 2e6)
     covered = 0
-    for _ in range(40):
+    for _ in range(20):
         interval = fit(measured(points, random), bootstraps=60).predict(*target)
         covered += interval.low <= measured([target], random)[0].loss <= interval.high
-    assert covered >= 34
+    assert covered >= 17
 
 
 @pytest.mark.parametrize("points", [RAY[:3], GRID[:4], [(n, d) for n in SIZES for d in (1e6, 2e6)]])
