@@ -106,7 +106,9 @@ def test_width_and_depth_are_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.dim = 40: .* multiples of 16"):
         check(ConfigManager().parse_args(flags), 1, "cpu")
     (tmp_path / "config.toml").write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\ndim = 64\n')
-    with pytest.raises(ConfigError, match=r"with model.dim = 64, but this run is llama3 debugmodel with model.dim = 128"):
+    with pytest.raises(
+        ConfigError, match=r"with model.dim = 64, but this run is llama3 debugmodel with model.dim = 128"
+    ):
         check(ConfigManager().parse_args([flags[0], "--model.dim=128"]), 1, "cpu")
     with pytest.raises(ConfigError, match=r"only dense models"):
         sizes_of(Model(name="qwen3_moe", flavor="debugmodel", dim=128))
