@@ -4,7 +4,6 @@
 python scripts/config_table.py
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from torchtitan.config import JobConfig
 from torchtitan.config.keys import Key, fields_by_key, keys_of_entry, section_class
 from torchtitan.config.legacy_keys import LEGACY_KEYS, LEGACY_VALUES, notice_of_value
+from torchtitan.config.overrides import by_section
 
 TABLE = Path(__file__).parent.parent / "docs" / "config_keys.md"
 HEAD = """\
@@ -36,16 +36,14 @@ feature are refused, with the reason.
 
 def render(config_class: type[JobConfig] = JobConfig) -> str:
     """The whole page: one table per section, in the order of the dataclass."""
-    keys = fields_by_key(config_class)
     parts = [HEAD]
-    for section in dataclasses.fields(config_class):
-        doc = (section_class(config_class, section.name).__doc__ or "").strip().splitlines()[0]
-        mine = {key: spec for key, spec in keys.items() if key.split(".", 1)[0] == section.name}
-        parts += [f"\n## [{section.name}]\n\n{doc}\n\n", table(mine)]
-        for key, spec in mine.items():
+    for section, keys in by_section(fields_by_key(config_class)).items():
+        doc = (section_class(config_class, section).__doc__ or "").strip().splitlines()[0]
+        parts += [f"\n## [{section}]\n\n{doc}\n\n", table(keys)]
+        for name, spec in keys.items():
             if spec.entry:
                 doc = " ".join((spec.entry.__doc__ or "").split("\n\n")[0].split())
-                parts += [f"\n### [[{key}]]\n\n{doc}\n\n", table(keys_of_entry(spec.entry))]
+                parts += [f"\n### [[{section}.{name}]]\n\n{doc}\n\n", table(keys_of_entry(spec.entry))]
     return "".join([*parts, former_names()])
 
 
@@ -63,7 +61,7 @@ def table(keys: dict[str, Key]) -> str:
 
 
 def row(key: str, spec: Key) -> str:
-    cells = (f"`{key.rpartition('.')[2]}`", f"`{spec.shown_default}`", spec.expected, spec.help)
+    cells = (f"`{key}`", f"`{spec.shown_default}`", spec.expected, spec.help)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -253,9 +253,9 @@ def _folder_problems(folder: Path, model: Model) -> Iterator[str]:
         yield f"job.dump_folder: {folder} cannot be written ({error.strerror}); choose another folder."
         return
     try:
-        saved = read_toml(str(folder / "config.toml")).get("model") if (folder / "config.toml").is_file() else None
+        saved = read_toml(str(folder / "config.toml")).get("model")
     except ConfigError:
-        return  # truncated by a crash; the run rewrites it
+        return  # not there, or truncated by a crash; the run rewrites it
     if saved and _described(saved) != _described(vars(model)):
         yield (
             f"job.dump_folder: {folder} belongs to a run of {_described(saved)}, but this run is "

@@ -97,12 +97,11 @@ def section_class(config_class: type, name: str) -> type[Any]:
 
 def _keys_of(section: type[Any]) -> dict[str, Key]:
     hints, defaults = typing.get_type_hints(section, include_extras=True), section()
-    docs = {
-        name: [item.documentation for item in getattr(hint, "__metadata__", ()) if isinstance(item, Doc)]
-        for name, hint in hints.items()
-    }
-    names = [field.name for field in dataclasses.fields(section)]
-    return {name: Key(hints[name], getattr(defaults, name), "".join(docs[name][:1])) for name in names}
+    keys = {}
+    for name in (field.name for field in dataclasses.fields(section)):
+        docs = [item.documentation for item in getattr(hints[name], "__metadata__", ()) if isinstance(item, Doc)]
+        keys[name] = Key(hints[name], getattr(defaults, name), "".join(docs[:1]))
+    return keys
 
 
 def _members(annotation: Any) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -47,9 +47,8 @@ class ConfigManager:
         """
         argv = list(sys.argv[1:] if argv is None else argv)
         # Which keys exist depends on these flags, or on the file.
-        early = vars(
-            FlagParser(dict.fromkeys(("job.config_file", *CUSTOM_ARGS_MODULE), False)).parse_known_args(argv)[0]
-        )
+        first = FlagParser(dict.fromkeys(("job.config_file", *CUSTOM_ARGS_MODULE), False))
+        early = vars(first.parse_known_args(argv)[0])
         path = early.get("job.config_file")
         table = read_toml(path) if path else {}
         module = next(filter(None, map({**leaves(table), **early}.get, CUSTOM_ARGS_MODULE)), None)
@@ -59,14 +58,12 @@ class ConfigManager:
             print_help(config_class)
             raise SystemExit(0)
 
-        keys = fields_by_key(config_class)
-        problems: list[str] = []
-        checks = ValueChecks(keys, problems, self.notices)
+        checks = ValueChecks(fields_by_key(config_class), [], self.notices)
         values = values_of_file(str(path), table, checks)
         values.update(values_of_flags(argv, checks))
         checks.finish(values)
-        if problems:
-            raise ConfigError(*problems)
+        if checks.problems:
+            raise ConfigError(*checks.problems)
         return build(config_class, values)
 
 
@@ -124,13 +121,11 @@ def print_help(config_class: type[JobConfig]) -> None:
     print("Flags override the TOML file, which overrides the defaults. Separate the items of a list by commas; a list")
     print('that begins with [ is JSON, whose items may hold commas: --section.key=\'["a, b", "c"]\'.')
     print("Booleans: --section.key or --section.no_key (or =true, =false).")
-    keys = fields_by_key(config_class)
-    for section in dataclasses.fields(config_class):
-        doc = (section_class(config_class, section.name).__doc__ or "").strip().split("\n")[0]
-        print(f"\n[{section.name}]  {doc}")
-        for key, spec in keys.items():
-            if key.split(".", 1)[0] == section.name:
-                flag = f"[[{key}]]" if spec.entry else f"--{key}"
-                print(f"  {flag}\n      {spec.help} ({spec.expected}; default {spec.shown_default})")
-                for name, own in (keys_of_entry(spec.entry) if spec.entry else {}).items():
-                    print(f"    {name}\n      {own.help} ({own.expected}; default {own.shown_default})")
+    for section, keys in by_section(fields_by_key(config_class)).items():
+        doc = (section_class(config_class, section).__doc__ or "").strip().split("\n")[0]
+        print(f"\n[{section}]  {doc}")
+        for name, key in keys.items():
+            flag = f"[[{section}.{name}]]" if key.entry else f"--{section}.{name}"
+            print(f"  {flag}\n      {key.help} ({key.expected}; default {key.shown_default})")
+            for inner, own in (keys_of_entry(key.entry) if key.entry else {}).items():
+                print(f"    {inner}\n      {own.help} ({own.expected}; default {own.shown_default})")

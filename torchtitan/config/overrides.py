@@ -4,21 +4,15 @@ import argparse
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import pydantic
 
 from torchtitan.config.keys import Key, keys_of_entry
-from torchtitan.config.legacy_keys import (
-    LEGACY_KEYS,
-    RULES,
-    SECTIONS,
-    Values,
-    notice_of_value,
-    shown,
-    translate_value,
-)
+from torchtitan.config.legacy_keys import LEGACY_KEYS, RULES, SECTIONS, Values, notice_of_value, shown, translate_value
 from torchtitan.errors import ConfigError, nearest
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -35,11 +29,7 @@ class ValueChecks:
 
     def values_of(self, given: Values, of_flags: bool, prefix: str) -> Values:
         """The checked values of a file or of the flags. A current key that is given too wins over what legacy keys and
-        values mean for it; what depends on several keys is left to `finish`.
-
-        Args:
-            prefix: what is in front of a key in messages.
-        """
+        values mean for it; what depends on several keys is left to `finish`. Messages put `prefix` in front of keys."""
         values = self.current[of_flags]
         for key in filter(self.keys.__contains__, given):
             self._take(values, key, given[key], of_flags, prefix + key)
@@ -65,6 +55,9 @@ class ValueChecks:
         """Adds the checked value of a key, or a problem. Translates legacy values."""
         spec, is_text = self.keys[key], of_flag and isinstance(value, str)
         strict = not is_text or spec.is_bool
+        if spec.entry and of_flag:
+            self.problems.append(f"{where} is a list of tables and cannot be set by a flag; write [[{key}]] in a file.")
+            return
         if spec.entry:
             self._take_tables(values, key, spec.entry, value, where)
             return
@@ -94,11 +87,6 @@ class ValueChecks:
     def _take_tables(self, values: Values, key: str, entry: type[Any], tables: Any, where: str) -> None:
         """Adds a list of tables as entries of its dataclass. If that has a field `sections`, a nested table holds keys
         of the section of that name."""
-        if where.startswith("--"):
-            self.problems.append(
-                f"--{key} is a list of tables and cannot be set by a flag; write [[{key}]] in the TOML file."
-            )
-            return
         if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
             self.problems.append(f"{where} must be a list of tables, each headed [[{key}]], not {tables!r}.")
             return
@@ -217,9 +205,9 @@ def leaves(content: Values, keys: Collection[str] = (), prefix: str = "") -> Val
     return values
 
 
-def by_section(values: Values) -> dict[str, Values]:
-    """The values of dotted keys, as a table of each section."""
-    sections: dict[str, Values] = {}
+def by_section(values: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """What belongs to dotted keys, as a table of each section."""
+    sections: dict[str, dict[str, T]] = {}
     for key, value in values.items():
         section, name = key.split(".", 1)
         sections.setdefault(section, {})[name] = value

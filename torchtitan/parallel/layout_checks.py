@@ -74,8 +74,7 @@ def pipeline_conflicts(layers: int, config: JobConfig) -> Conflicts:
     if name not in map(str.lower, [*pipeline.SCHEDULES, *pipeline.OF_CSV]):
         return {}  # reported by `schedule_conflicts`
     if points and parallelism.pipeline_parallel_layers_per_stage:
-        exclude = "parallelism.pipeline_parallel_split_points and _layers_per_stage exclude each other; unset one."
-        return {exclude: True}
+        return {"parallelism.pipeline_parallel_split_points and _layers_per_stage exclude each other; unset one.": True}
     splits = pipeline.splits_backward(parallelism)
     if splits and (config.model.converters or any(phase.converters for phase in config.precision.phase)):
         logger.warning(
