@@ -1,6 +1,6 @@
 """AdamW with less memory per parameter: moments in bfloat16 or quantized, weights in bfloat16.
 
-torchao has such optimizers, and this one computes the same. It exists because theirs quantize blocks that cross row
+torchao has such optimizers, and this one computes the same. It exists because torchao's quantize blocks that cross row
 boundaries, so that a checkpoint loads under a different number of ranks only if blocks happen to end at shard
 boundaries; because their compiled update of DTensors crashes on CPU; and because they round with the process's global
 random generator, which is not checkpointed and may differ between ranks that hold the same weights.
@@ -88,7 +88,7 @@ class LowBitAdamW(LowBitOptimizer):
 
 
 def needs_noise(weight: torch.Tensor, moments: list[State]) -> list[bool]:
-    """Which of them are rounded stochastically."""
+    """Whether the weight and each moment are rounded stochastically."""
     parts = [weight, *(moment.get("") for moment in moments)]
     return [part is not None and part.dtype == torch.bfloat16 for part in parts]
 
