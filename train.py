@@ -23,7 +23,6 @@ def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = 
     check_versions()
     with quick_imports():  # torch is imported only now, so that --help and typos do not wait for it
         from torchtitan.checks.config_checks import check, global_batch_size, is_plan
-        from torchtitan.config import to_toml
         from torchtitan.device import find_device
         from torchtitan.engine.model_args import register_models
         from torchtitan.launcher.folder_lock import FolderLock
@@ -45,8 +44,6 @@ def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = 
     if "RANK" not in os.environ:
         refuse_lone_tasks()
     dims = check(config, WORLD_SIZE, device.type)
-    if config.job.print_args:
-        logger.info(f"configuration:\n{to_toml(config)}")
     stop = stop or Stop(RANK)
     with (
         watch_progress(stop.progress, RANK),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tomllib
 
-REFERENCE = {"api.md", "config_keys.md"}  # pages that are looked up, not read
+REFERENCE = {"api.md", "config_keys.md", "modules.md"}  # pages that are looked up, not read
 
 
 def figures(root: Path) -> dict[str, object]:

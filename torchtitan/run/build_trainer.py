@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.checkpoint.tokenizer import COPY, identity_of
-from torchtitan.config import JobConfig
+from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.data import build_loader, build_validation_loader, load_tokenizer
 from torchtitan.data.fingerprints import fingerprints
@@ -64,6 +64,8 @@ def build_trainer(
     """
     training, dump_folder = config.training, Path(config.job.dump_folder)
     stop = stop or Stop()
+    if config.job.print_args:
+        logger.info(f"configuration:\n{to_toml(config)}")
     closing = contextlib.ExitStack()
     if training.deterministic:
         torch.use_deterministic_algorithms(True)
