@@ -93,7 +93,7 @@ def _lacks_cuda_for_blocks(target: Target, config: Float8) -> bool:
 
 def casts(config: Float8) -> tuple[Cast, Cast, Cast]:
     """Whether x, weight and grad_output have delayed or dynamic scales."""
-    usual: Cast = "delayed" if config.recipe_name == "delayed" else "dynamic"
+    usual: Cast = "delayed" if FLOAT8_SECTION.recipes[config.recipe_name].history else "dynamic"
     return config.cast_input or usual, config.cast_weight or usual, config.cast_grad_output or usual
 
 
@@ -136,15 +136,15 @@ CAST_KEYS = ("cast_input", "cast_weight", "cast_grad_output")
 
 def _float8_problems(config: Float8, target: Target) -> list[str]:
     """Keys that contradict each other or have no effect."""
-    recipe, default, optimizer = config.recipe_name or "tensorwise", type(config)(), target.optimizer
-    delayed, bound = recipe == "delayed", config.weight_scale == "bound"
+    row, default, optimizer = FLOAT8_SECTION.recipes[config.recipe_name], type(config)(), target.optimizer
+    delayed, bound = row.history is not None, config.weight_scale == "bound"
     gather, precompute = config.enable_fsdp_float8_all_gather, config.precompute_float8_dynamic_scale_for_fsdp
     adam = optimizer.name in ("Adam", "AdamW")
     problems = {
         "float8.enable_fsdp_float8_all_gather does not support delayed scales: unset it, or use float8.recipe_name = "
         "tensorwise, where float8.weight_scale = bound needs no collective either.": gather and delayed,
-        f"float8.enable_fsdp_float8_all_gather needs float8.recipe_name = tensorwise, not {recipe}, whose scales "
-        "cannot be computed from a shard. Unset one of them.": gather and recipe not in ("tensorwise", "delayed"),
+        f"float8.enable_fsdp_float8_all_gather needs float8.recipe_name = tensorwise, not {config.recipe_name}, whose "
+        "scales cannot be computed from a shard. Unset one of them.": gather and row.gemms.x.all_gather_dtype is None,
         "float8.precompute_float8_dynamic_scale_for_fsdp computes the scales of the float8 all-gather: set "
         "float8.enable_fsdp_float8_all_gather too, or unset it.": precompute and not gather,
         "float8.recipe_name = delayed, with cast_input, cast_weight and cast_grad_output all dynamic, has no delayed "
