@@ -367,7 +367,7 @@ class Gemms(NamedTuple):
     """How a layer computes its three GEMMs.
 
     Attributes:
-        x, weight, grad_output: formats of its three tensors.
+        x, weight, grad_output: formats of its three tensors, all of the same class.
         output, grad_input, grad_weight: whether these GEMMs are in these formats; else they stay in high precision.
     """
 
