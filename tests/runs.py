@@ -175,10 +175,10 @@ def started(
 def train(*flags: str, patience: float = PATIENCE, **options: Any) -> str:
     """A run that must succeed within `patience` seconds. Returns its output.
 
-    Without options other than `processes` it runs in forked processes, because starting takes far longer than a few
-    tiny steps. With any other option it is started as a user would.
+    Without options other than `processes` and `folder` it runs in forked processes, because starting takes far longer
+    than a few tiny steps. With any other option it is started as a user would.
     """
-    if options.keys() <= {"processes"} and options.get("processes", 1):
+    if options.keys() <= {"processes", "folder"} and options.get("processes", 1):
         return _train_on_ranks(flags, **options)
     with started(*flags, **options) as run:
         status, output = run.finish(patience)
@@ -186,10 +186,10 @@ def train(*flags: str, patience: float = PATIENCE, **options: Any) -> str:
     return output
 
 
-def _train_on_ranks(flags: Sequence[str], processes: int = 1) -> str:
+def _train_on_ranks(flags: Sequence[str], processes: int = 1, folder: Path = ROOT) -> str:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun does
     with tempfile.NamedTemporaryFile() as screen:
-        on_ranks(processes, _train_as_rank, processes, store.port, screen.name, flags)
+        on_ranks(processes, _train_as_rank, processes, store.port, screen.name, flags, folder)
         return Path(screen.name).read_text(errors="replace")
 
 
@@ -225,13 +225,14 @@ def _write_to(out: str, err: str) -> None:
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), descriptor)
 
 
-def _train_as_rank(rank: int, world_size: int, port: int, screen: str, flags: Sequence[str]) -> None:
+def _train_as_rank(rank: int, world_size: int, port: int, screen: str, flags: Sequence[str], folder: Path) -> None:
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
     if world_size > 1:
         os.environ.update({name: str(value) for name, value in (world | meeting | elastic).items()})
     _write_to(screen, screen)
+    os.chdir(folder)
     train_here(*flags)
     atexit._run_exitfuncs()  # a forked process skips them
     sys.stdout.flush()

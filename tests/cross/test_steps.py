@@ -75,7 +75,6 @@ DOCUMENTS = "--training.document_mask"
 EXPERTS = "--parallelism.expert_parallel_degree=4"
 
 CASES = {
-    "bf16": Case(),
     "float8 tensorwise": float8("tensorwise"),
     "selective recomputation": Case(
         ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
@@ -83,6 +82,7 @@ CASES = {
     ),
 }
 LONG_CASES = {
+    "bf16": Case(),
     "int8 rowwise": int8("rowwise"),
     "8 ranks": Case(world_size=8),
     "async tensor parallel": tensor_parallel(ASYNC),

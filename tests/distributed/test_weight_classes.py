@@ -123,23 +123,20 @@ def train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, A
         return {case: train(*{**LAYOUTS, **ALONE}[case[0]], *RECIPES[case[1]]) for case in cases}
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    cases = [(layout, recipe) for layout in ALONE for recipe in RECIPES]
-    return once(tmp_path_factory, "classes_alone", lambda: in_processes(train_all, 1, cases))[0]
-
-
 @pytest.mark.parametrize(
     ("layout", "recipe"),
     [pytest.param(*case, marks=[pytest.mark.full] * (case[0] != "FSDP 2 x TP 2")) for case in CASES],
 )
 def test_layers_see_the_weights_of_their_recipe(
-    layout: str, recipe: str, alone: Any, tmp_path_factory: pytest.TempPathFactory
+    layout: str, recipe: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    one = "one process, four layers" if "--model.flavor=deep" in LAYOUTS[layout] else "one process"
     cases = [case for case in CASES if case[0] == layout]
+    alone = [(one, recipe) for recipe in RECIPES]
     ranks = once(tmp_path_factory, f"classes_of_{layout}", lambda: in_processes(train_all, 4, cases))
+    (references,) = once(tmp_path_factory, f"classes_of_{one}", lambda: in_processes(train_all, 1, alone))
     expected = next(value for name, value in CLASSES.items() if recipe.startswith(name))
-    reference = alone["one process, four layers" if "--model.flavor=deep" in LAYOUTS[layout] else "one process", recipe]
+    reference = references[one, recipe]
     for rank in ranks:
         result = rank[layout, recipe]
         assert result["classes"]
