@@ -42,7 +42,7 @@ def test_configuration_imports_no_torch(tmp_path: Path) -> None:
     code = """
 import sys
 from torchtitan.config import ConfigManager, to_toml
-import torchtitan.errors, torchtitan.logging, torchtitan.registry, torchtitan.parallel.dims
+import torchtitan.errors, torchtitan.logging, torchtitan.registry
 to_toml(ConfigManager().parse_args(["--training.steps=3"]))
 try:
     ConfigManager().parse_args(["--help"])
