@@ -74,7 +74,9 @@ class Run:
         self.mark = f"RUN_OF_A_TEST={uuid.uuid4().hex}"
         name, value = self.mark.split("=")
         self.screen = tempfile.TemporaryFile()  # noqa: SIM115  no pipe: it would fill up, or wait for orphans
-        inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "NGPU")}
+        # What this process has set for itself: a place among processes, and where its compiled code lies.
+        own = ("RANK", "WORLD_SIZE", "NGPU", "TORCHINDUCTOR_CACHE_DIR")
+        inherited = {key: value for key, value in os.environ.items() if key not in own}
         self.process = subprocess.Popen(
             command,
             env={**inherited, "OMP_NUM_THREADS": "1", **environment, name: value},

@@ -149,7 +149,7 @@ def test_peak_memory_is_what_the_plan_says(place: Place, compiled: bool, monkeyp
     import_user_module(config.experimental.custom_import, "experimental.custom_import")
     dims = check(config, 1, "cuda")
     monkeypatch.setattr(planner, "modes", lambda config: [config.activation_checkpoint.mode])
-    monkeypatch.setattr(planner, "GPUS", {})  # without them no step is compiled for the GPU, which takes long
+    monkeypatch.setattr(planner, "SIMULATED", {})  # without them no step is compiled for the GPU, which takes long
     plan = planner.make_plan(config, dims, global_batch_size(config, dims), named_device("H100"))
     planned = plan.ranks[0].peaks["none"]
     place.train(shape, *flags, *place.compile * compiled)

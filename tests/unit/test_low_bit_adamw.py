@@ -185,10 +185,13 @@ def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPU needs g++")
-@pytest.mark.parametrize("kind", QUANTIZED_OPTIMIZERS)
-def test_compiled_as_on_a_gpu_it_is_the_same_and_compiled_once_for_each_shape(kind: Any) -> None:
+@pytest.mark.parametrize("quantization", QUANTIZED_OPTIMIZERS)
+def test_compiled_as_on_a_gpu_it_is_the_same_and_compiled_once_for_each_shape(quantization: str) -> None:
+    def eager(parameters: list[nn.Parameter]) -> LowBitAdamW:
+        return LowBitAdamW(parameters, **OPTIONS, quantization=quantization)
+
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = kind(parameters, **OPTIONS)
+        optimizer = eager(parameters)
         optimizer._update = torch.compile(update, fullgraph=True, dynamic=False)
         return optimizer
 
@@ -198,7 +201,7 @@ def test_compiled_as_on_a_gpu_it_is_the_same_and_compiled_once_for_each_shape(ki
         return optimizer
 
     torch._dynamo.reset()
-    torch.testing.assert_close(train(make), train(lambda them: kind(them, **OPTIONS)), atol=1e-3, rtol=0)
+    torch.testing.assert_close(train(make), train(eager), atol=1e-3, rtol=0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     train(make_with_rates)
