@@ -21,6 +21,7 @@ RUNS=(
     "int8|1|--model.converters=int8"
     "mx|1|--model.converters=mx --mx.emulate"
     "FSDP 2, float8 gather|2|--model.converters=float8 --float8.enable_fsdp_float8_all_gather"
+    "FSDP 2, int8 gather|2|--model.converters=int8 --int8.enable_fsdp_int8_all_gather"
     "TP 2, int8|2|--model.converters=int8 --parallelism.tensor_parallel_degree=2 --training.local_batch_size=4"
     "PP 2|2|--parallelism.pipeline_parallel_degree=2 --training.local_batch_size=4"
     "FSDP 2, resumed|2|--checkpoint.enable_checkpoint --checkpoint.interval=3"

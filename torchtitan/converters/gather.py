@@ -189,10 +189,10 @@ class GatheredWeight(torch.Tensor):
     def __init__(self, rows: Quantized, columns: Quantized | None, recipe: ScaleRecipe, dtype: torch.dtype) -> None:
         self.recipe: ScaleRecipe = recipe
         self.row_data, self.row_scale_inverse = rows
-        self.names = ["row_data", "row_scale_inverse"]
+        self.parts = ["row_data", "row_scale_inverse"]
         if columns is not None:
             self.column_data, self.column_scale_inverse = columns
-            self.names += ["column_data", "column_scale_inverse"]
+            self.parts += ["column_data", "column_scale_inverse"]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight({self.by_rows()}, {self.by_columns()})"
@@ -203,14 +203,14 @@ class GatheredWeight(torch.Tensor):
         return cls(Quantized(*tensors[:2]), Quantized(*tensors[2:]) if len(tensors) > 2 else None, recipe, dtype)
 
     def tensors(self) -> list[torch.Tensor]:
-        return [getattr(self, name) for name in self.names]
+        return [getattr(self, name) for name in self.parts]
 
     def by_rows(self) -> Quantized:
         return Quantized(self.row_data, self.row_scale_inverse)
 
     def by_columns(self) -> Quantized | None:
         """With one scale per column, or the only one; None if these scales are not known."""
-        if len(self.names) > 2:
+        if len(self.parts) > 2:
             return Quantized(self.column_data, self.column_scale_inverse)
         return self.by_rows() if self.recipe == "tensorwise" else None
 
@@ -234,7 +234,7 @@ class GatheredWeight(torch.Tensor):
         return dequantize(self.row_data, self.row_scale_inverse, self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[ScaleRecipe, torch.dtype]]:
-        return self.names, (self.recipe, self.dtype)
+        return self.parts, (self.recipe, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
