@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -179,6 +180,7 @@ def build(
             f"--training.seq_len={seq_len}",
             f"--training.local_batch_size={rows}",
             "--training.mixed_precision_param=bfloat16",
+            f"--job.dump_folder={tempfile.gettempdir()}/no_run",  # not a user's
             *flags,
         ]
     )

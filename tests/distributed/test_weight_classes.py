@@ -3,6 +3,7 @@ losses of one process, and the expected number of low-precision GEMMs."""
 
 import contextlib
 import functools
+import tempfile
 from typing import Any
 from unittest import mock
 
@@ -82,7 +83,13 @@ def train(*flags: str) -> dict[str, Any]:
     and the classes of its weight in the forward pass and of its shard; and, for shards with a scale for the next
     all_gather, that scale and the scale of the gathered weight."""
     config = ConfigManager().parse_args(
-        [*TINY, "--training.mixed_precision_param=bfloat16", "--training.local_batch_size=1", *flags]
+        [
+            *TINY,
+            "--training.mixed_precision_param=bfloat16",
+            "--training.local_batch_size=1",
+            f"--job.dump_folder={tempfile.gettempdir()}/no_run",  # not a user's
+            *flags,
+        ]
     )
     dims = check(config, dist.get_world_size(), "cpu")
     rows, size = global_batch_size(config, dims), config.training.local_batch_size
