@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.compat.dispatch import FakeTensorMode
 from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.linear import LowPrecisionLinear
@@ -17,6 +18,7 @@ from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.converters.recipes import FLOAT8_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.kernels import rounding
+from torchtitan.kernels.quantize import fused
 from torchtitan.models import loss
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
@@ -144,6 +146,22 @@ def test_a_gpu_without_float8_is_refused_unless_emulated() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     apply_converters(model, ["float8"], lambda _: Float8(emulate=True), ampere)
     assert converted(model) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [((8, 0), torch.float8_e4m3fn, 0), ((8, 0), torch.int8, 1), ((9, 0), torch.float8_e4m3fn, 1)],
+)
+def test_only_gpus_with_float8_compile_its_rounding(
+    capability: tuple[int, int], dtype: torch.dtype, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton knows no float8 of an A100, where an emulated recipe rounds by torch's operations."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        fused(lambda x, dtype: x.to(dtype))(torch.empty(32, 32, device="cuda"), dtype)
+    assert len(compiled) == expected
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ def fused(function: Callable[..., R]) -> Callable[..., R]:
         tensor = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
         if torch.compiler.is_compiling() or tensor.device.type != "cuda":  # already inside a larger compilation, or CPU
             return function(*arguments)
+        if not all(triton_has(dtype, tensor.device) for dtype in arguments if isinstance(dtype, torch.dtype)):
+            return function(*arguments)
         if not compiled:
             keep_compiled_code_private()
             compiled.append(torch.compile(function, dynamic=True))
@@ -139,10 +141,14 @@ def quantize_rows(
 
 
 def has_triton_kernels(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether our kernels for GPUs round x to this format. Triton has float8 from Ada (8.9) on; before, it can only be
-    emulated."""
-    on_gpu = x.device.type == "cuda" and HAS_TRITON
-    return on_gpu and (dtype == torch.int8 or torch.cuda.get_device_capability(x.device) >= (8, 9))
+    """Whether our kernels for GPUs round x to this format."""
+    return x.device.type == "cuda" and HAS_TRITON and triton_has(dtype, x.device)
+
+
+def triton_has(dtype: torch.dtype, device: torch.device) -> bool:
+    """Triton has float8 from Ada (8.9) on; before, it can only be emulated, by torch's own operations."""
+    float8 = dtype.is_floating_point and dtype.itemsize == 1
+    return not float8 or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor]:
