@@ -334,8 +334,9 @@ def test_the_dump_folder_of_another_model(tmp_path: Path) -> None:
     checked("--model.flavor=8B", folder=tmp_path)
 
 
-def test_the_dump_folder_of_a_run_that_a_crash_cut_short(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text('[model]\nname = "lla')
+@pytest.mark.parametrize("damaged", ['[model]\nname = "lla', "model = 3", "[[model]]"], ids=["cut", "number", "list"])
+def test_the_dump_folder_of_a_run_with_a_damaged_configuration(damaged: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(damaged)
     checked(folder=tmp_path)
 
 

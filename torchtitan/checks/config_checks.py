@@ -256,7 +256,7 @@ def _folder_problems(folder: Path, model: Model) -> Iterator[str]:
         saved = read_toml(str(folder / "config.toml")).get("model")
     except ConfigError:
         return  # not there, or truncated by a crash; the run rewrites it
-    if saved and _described(saved) != _described(vars(model)):
+    if isinstance(saved, dict) and saved and _described(saved) != _described(vars(model)):
         yield (
             f"job.dump_folder: {folder} belongs to a run of {_described(saved)}, but this run is "
             f"{_described(vars(model))}; choose another --job.dump_folder."
