@@ -228,6 +228,10 @@ def test_a_recipe_is_added_by_a_row_and_converts_experts_too() -> None:
     row, gradients = EightBit(torch.float8_e4m3fn, "rowwise"), EightBit(torch.float8_e5m2, "rowwise")
     section = RecipeSection("mine", {"wide gradients": Recipe(Gemms(row, row, gradients), multiple_of=16)})
     converter = LinearConverter(section, Mine(), CPU)
+    with pytest.raises(
+        ConfigError, match=r"mine\.recipe_name: unknown recipe 'wide_gradients'.*; known: wide gradients\."
+    ):
+        LinearConverter(section, Mine("wide_gradients"), CPU)
     model = sparse_model()
     converter.convert(model)  # which compares the error of each GEMM with the formats' known ones
     assert isinstance(model.layers["0"].moe.experts.w1, LowPrecisionExperts)

@@ -17,7 +17,7 @@ from torchtitan.converters.linear import AmaxHistory, LowPrecisionExperts, LowPr
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.numerics import Role, inaccurate_layers
 from torchtitan.converters.scaling import Scaling, Step, stage_group
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, nearest
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
 
@@ -110,6 +110,12 @@ class LinearConverter(ModelConverter):
 
     def __init__(self, section: RecipeSection, config: Any, target: Target) -> None:
         self.section, self.config, self.target = section, config, target
+        if config.recipe_name not in section.recipes:  # of a user's own section, whose key may be any text
+            asked, known = str(config.recipe_name), [name for name in section.recipes if name is not None]
+            raise ConfigError(
+                f"{section.name}.recipe_name: unknown recipe {asked!r}{nearest(asked, known)}; "
+                f"known: {', '.join(known)}."
+            )
         self.name, self.row = section.name, section.recipes[config.recipe_name]
         self.recipe = next(name for name, row in section.recipes.items() if name is not None and row is self.row)
         self.decisions: list[Decision] = []

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchtitan.cache import cache_result, cached_results, keep_compiled_code_private
 from torchtitan.compat.dynamo import recompile_limit
-from torchtitan.converters.numerics import Recipe
+from torchtitan.converters.numerics import LayerConverter
 from torchtitan.device import BUSY, CoreMeter
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
@@ -26,7 +26,7 @@ HEAD_START = 10_000_000  # cycles of the device, about 5 ms: enough for the host
 HOPELESS = 50  # times slower with a few rows, where rounding alone may cost ten times the GEMM
 
 
-def measured_reason(converter: Recipe, m: int, k: int, n: int, experts: int = 0) -> str | None:
+def measured_reason(converter: LayerConverter, m: int, k: int, n: int, experts: int = 0) -> str | None:
     """Why a layer of this size stays in high precision; None if low precision is faster.
 
     Args:
@@ -50,7 +50,7 @@ def name_of(dtype: torch.dtype) -> str:
     return "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
 
 
-def _cached_speedup(converter: Recipe, m: int, k: int, n: int, experts: int) -> float:
+def _cached_speedup(converter: LayerConverter, m: int, k: int, n: int, experts: int) -> float:
     target = converter.target
     key = " | ".join(
         [
@@ -80,7 +80,7 @@ def _cached_speedup(converter: Recipe, m: int, k: int, n: int, experts: int) -> 
     return known
 
 
-def speedup(converter: Recipe, m: int, k: int, n: int, experts: int = 0) -> tuple[float, bool]:
+def speedup(converter: LayerConverter, m: int, k: int, n: int, experts: int = 0) -> tuple[float, bool]:
     """High-precision time divided by low-precision time, forward and backward of one layer, from the fastest of several
     interleaved rounds; and whether other processes used the CPU meanwhile."""
     target, meter = converter.target, CoreMeter()
@@ -92,7 +92,7 @@ def speedup(converter: Recipe, m: int, k: int, n: int, experts: int = 0) -> tupl
     return high_seconds / low_seconds, busy
 
 
-def slowness(converter: Recipe, dtype: torch.dtype) -> list[float]:
+def slowness(converter: LayerConverter, dtype: torch.dtype) -> list[float]:
     """Time of a converted layer divided by its time in `dtype`, for each distinct layer size, on a CPU.
 
     Tries a few rows first: without a real kernel, a GEMM takes a thousand times as long.
@@ -133,7 +133,7 @@ def _device_seconds(forward: Forward, x: torch.Tensor, out_grad: torch.Tensor) -
 
 
 def layer_seconds(
-    converters: Sequence[Recipe | None],
+    converters: Sequence[LayerConverter | None],
     m: int,
     k: int,
     n: int,
@@ -185,7 +185,7 @@ def layer_seconds(
     return [list(column) for column in zip(*found, strict=True)]
 
 
-def _layer(converter: Recipe | None, k: int, n: int, experts: int) -> nn.Module:
+def _layer(converter: LayerConverter | None, k: int, n: int, experts: int) -> nn.Module:
     if experts:
         grouped = GroupedLinear(experts, k, n)
         nn.init.normal_(grouped.weight, std=k**-0.5)

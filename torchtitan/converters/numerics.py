@@ -32,7 +32,7 @@ LayerErrors = Mapping[str, Mapping[str, float]]
 """By GEMM: see `layer_errors`."""
 
 
-class Recipe(Protocol):
+class LayerConverter(Protocol):
     """The part of `LinearConverter` that this module and `measured_filter.py` use."""
 
     name: str
@@ -47,7 +47,7 @@ class Recipe(Protocol):
     @property
     def description(self) -> str: ...
 
-    def emulated(self) -> "Recipe": ...
+    def emulated(self) -> "LayerConverter": ...
 
     def swap(self, linear: nn.Linear) -> nn.Linear: ...
 
@@ -86,7 +86,7 @@ class _Called(nn.Linear):
         return super().forward(input)
 
 
-def layer_errors(converter: Recipe, operands: Operands) -> dict[str, dict[str, float]]:
+def layer_errors(converter: LayerConverter, operands: Operands) -> dict[str, dict[str, float]]:
     """The GEMMs in the recipe compared with float32. Converts a copy of the layer.
 
     Returns:
@@ -117,13 +117,13 @@ def layer_errors(converter: Recipe, operands: Operands) -> dict[str, dict[str, f
 Results = tuple[list[torch.Tensor], list[torch.Tensor], dict[str, dict[str, float]]]
 
 
-def _of_layer(converter: Recipe, x: torch.Tensor, weight: torch.Tensor, out_grad: torch.Tensor) -> Results:
+def _of_layer(converter: LayerConverter, x: torch.Tensor, weight: torch.Tensor, out_grad: torch.Tensor) -> Results:
     found = _gemms(_converted(converter, weight), x, out_grad)
     x, weight, out_grad = x.float(), weight.float(), out_grad.float()
     return found, [x @ weight.T, out_grad @ weight, out_grad.T @ x], _lost(converter, x, weight, out_grad)
 
 
-def _converted(converter: Recipe, weight: torch.Tensor) -> nn.Linear:
+def _converted(converter: LayerConverter, weight: torch.Tensor) -> nn.Linear:
     n, k = weight.shape
     linear = nn.Linear(k, n, bias=False, device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def _converted(converter: Recipe, weight: torch.Tensor) -> nn.Linear:
 
 
 def _of_experts(
-    converter: Recipe, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, out_grad: torch.Tensor
+    converter: LayerConverter, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, out_grad: torch.Tensor
 ) -> Results:
     experts, n, k = weight.shape
     layer = GroupedLinear(experts, k, n).to(weight.device, weight.dtype)
@@ -170,7 +170,7 @@ def _gemms(
 
 
 def _lost(
-    converter: Recipe, x: torch.Tensor, weight: torch.Tensor, out_grad: torch.Tensor
+    converter: LayerConverter, x: torch.Tensor, weight: torch.Tensor, out_grad: torch.Tensor
 ) -> dict[str, dict[str, float]]:
     """By GEMM: saturated, flushed."""
     summed_over_columns = {
@@ -196,7 +196,7 @@ TOKENS = 256
 BYTES = 8  # per parameter: weights and gradients in bfloat16, and room for the largest layer in float32
 
 
-def inaccurate_layers(converter: Recipe, model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
+def inaccurate_layers(converter: LayerConverter, model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
     """The layers that the recipe does not suit, and why: more than `MOST_FLUSHED` of an operand becomes 0, or a GEMM's
     relative error is more than `MOST_ERROR`, or `MOST_ERROR_OF_ALL`. (At the start of training values that become 0 are
     still harmless: large gradients of few logits hide the small ones of all others.)
@@ -224,7 +224,7 @@ def inaccurate_layers(converter: Recipe, model: nn.Module, layers: Sequence[str]
     return found[0]
 
 
-def _measure(converter: Recipe, model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
+def _measure(converter: LayerConverter, model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
     if not hasattr(model, "tok_embeddings"):
         raise ConfigError(
             f"{converter.name}.filter_fqns: {AUTO_FILTER_NUMERICS} runs the model on tokens, but "
@@ -259,7 +259,7 @@ def _unsuited(fqn: str, known: Any, layer: LayerErrors) -> str | None:
     return None
 
 
-def _with_weights(converter: Recipe, model: nn.Module) -> Any:
+def _with_weights(converter: LayerConverter, model: nn.Module) -> Any:
     """A copy of the model in bfloat16, on the device it is for."""
     cuda = converter.target.device_type == "cuda"
     device = Device("cuda", "", torch.device("cuda")) if cuda else Device("cpu", "", torch.device("cpu"))

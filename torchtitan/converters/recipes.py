@@ -8,6 +8,7 @@ arXiv 2403.12422 (int8); the OCP MX specification 1.0 (mxfp8, mxint8); arXiv 250
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -236,14 +237,8 @@ FLOAT8_SECTION = RecipeSection(
             experts_need=[only_emulated("float8 blockwise", "float8")],
             on_cpu="emulated",
         ),
-        "delayed": Recipe(
-            Gemms(_TENSOR, _TENSOR, EightBit(E5M2, "tensorwise")),
-            MULTIPLE_OF,
-            small_kn=too_small_for_tensorwise,
-            against_experts=_ROWS_ONLY.format("delayed"),
-            needs=[_ADA],
-            history=_history,
-            scaling=_histories,
+        "delayed": replace(
+            TENSORWISE, against_experts=_ROWS_ONLY.format("delayed"), history=_history, scaling=_histories
         ),
     },
     _float8_keys,
