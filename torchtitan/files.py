@@ -6,10 +6,13 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import cast
+
+from upath import UPath
 
 from torchtitan.errors import DataError
 
-__all__ = ["PathError", "expand", "local_path", "regular_file"]
+__all__ = ["PathError", "any_path", "expand", "expand_any", "is_uri", "local_path", "regular_file"]
 
 URI = re.compile(r"[A-Za-z][\w+.-]*:/")  # one slash too: pathlib joins two
 NOT_FILES = {
@@ -24,13 +27,18 @@ class PathError(DataError, ValueError, argparse.ArgumentTypeError):
     """A path that leads nowhere on this machine. pydantic and argparse take it for a wrong value of their key."""
 
 
+def is_uri(path: str) -> bool:
+    """Whether it names something in an object store, such as s3://bucket/run."""
+    return URI.match(path) is not None
+
+
 def expand(path: str) -> str:
     """A path that a user has written, with `~` replaced by the home folder.
 
     Raises:
         PathError: it is a URI, or of a user whose home folder is unknown, or contains a zero byte.
     """
-    if URI.match(path):
+    if is_uri(path):
         raise PathError(f"{path!r} is no path on this machine; mount or copy what is stored elsewhere.")
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
@@ -45,6 +53,29 @@ def local_path(path: str) -> Path:
     if not path:  # such as an unset shell variable
         raise PathError("a path must not be empty.")
     return Path(expand(path))
+
+
+def expand_any(path: str) -> str:
+    """`expand`, for keys that also take a URI."""
+    path = path.removeprefix("file://")
+    return path if is_uri(path) else expand(path)
+
+
+def any_path(path: str) -> Path:
+    """A path on this machine, or a `UPath`, which has the methods of a Path, for a URI.
+
+    Raises:
+        PathError: nothing here can read such URIs, or `expand` refuses the path.
+    """
+    path = path.removeprefix("file://")
+    if not is_uri(path):
+        return local_path(path)
+    try:
+        place = UPath(path)
+        _ = place.fs  # imports what can read it
+    except (ImportError, ValueError) as error:
+        raise PathError(f"{path!r} cannot be read: {str(error).rstrip('.')}.") from None
+    return cast(Path, place)
 
 
 def regular_file(path: Path) -> Path:

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from object_store import S3Server
 
-from torchtitan.files import PathError, expand, local_path, regular_file
+from torchtitan.files import PathError, any_path, expand, local_path, regular_file
 
 ROOT = Path(__file__).parents[2]
 PATH_ARGUMENTS = re.compile(
@@ -63,3 +64,22 @@ def test_a_command_refuses_what_is_no_path_here(command: list[str], path: str) -
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert re.search(rf"error: argument \S+: '{path}'.*(path on this machine|no such home folder)", done.stderr)
+
+
+def test_an_object_store_has_the_methods_of_a_path(s3: S3Server) -> None:
+    folder = any_path("s3://bucket/run")
+    (folder / "a.txt").write_bytes(b"text")
+    assert [path.name for path in folder.iterdir()] == ["a.txt"]
+    assert (folder / "a.txt").stat().st_size == 4
+    s3.fault = lambda method, path: 403
+    with pytest.raises(PermissionError):
+        (folder / "a.txt").read_bytes()
+
+
+def test_a_uri_that_nothing_here_can_read_is_refused() -> None:
+    with pytest.raises(PathError, match="cannot be read"):
+        any_path("nowhere://bucket/run")
+
+
+def test_file_uris_are_paths(tmp_path: Path) -> None:
+    assert any_path(f"file://{tmp_path}") == tmp_path
