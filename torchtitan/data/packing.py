@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchtitan.data.sources import Drawn, StreamedSource, digest
+from torchtitan.data.sources import Document, StreamedSource, digest
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
 
-__all__ = ["Corpus", "Row", "Weighted", "Window"]
+__all__ = ["Corpus", "Row", "Weighted", "Window", "tokens_of"]
 
 LONGEST_PIECE = 1 << 22  # characters tokenized at once
 PADDING = -100  # protocols.IGNORE_INDEX, without torch
@@ -124,7 +124,7 @@ class SourceStream:
         length = self.corpus.seq_len + 1
         window = Window([], [], [])
         for drawn in itertools.takewhile(lambda drawn: drawn.epoch == 0, self.documents):
-            tokens, start = self.tokenized(drawn), 0
+            tokens, start = tokens_of(drawn.document, self.corpus.tokenizer), 0
             while start < len(tokens):
                 part = tokens[start : start + length - len(window.tokens)]
                 window.tokens.extend(part)
@@ -147,25 +147,11 @@ class SourceStream:
                 f"{tokens} tokens, fewer than one sequence ({self.corpus.seq_len} and one to predict); add text, or "
                 "lower training.seq_len or the batch size."
             )
-        self.tokens = self.tokenized(drawn)
+        self.tokens = tokens_of(drawn.document, self.corpus.tokenizer)
         self.sample_id, self.epoch = drawn.document.id, drawn.epoch
         self.offset = 0
         self.progress_before = self.progress
         self.progress = drawn.position, tokens + len(self.tokens)
-
-    def tokenized(self, drawn: Drawn) -> "array[int]":
-        document, tokenizer = drawn.document, self.corpus.tokenizer
-        tokens = array("i")
-        if not document.text:
-            return tokens
-        if document.starts and tokenizer.bos_id is not None:
-            tokens.append(tokenizer.bos_id)
-        for number, piece in enumerate(pieces_of(document.text)):
-            begins = document.starts and number == 0
-            tokens.extend(tokenizer.encode(piece) if begins else tokenizer.encode_rest(piece))
-        if document.ends and tokenizer.add_eos:
-            tokens.append(tokenizer.eos_id)
-        return tokens
 
 
 class Row:
@@ -215,6 +201,21 @@ def source_of_window(window: int, proportions: Sequence[float]) -> int:
         if fraction < end:
             return place
     return len(proportions) - 1
+
+
+def tokens_of(document: Document, tokenizer: Tokenizer) -> "array[int]":
+    """The token ids of a document, with BOS and EOS as the tokenizer adds them."""
+    tokens = array("i")
+    if not document.text:
+        return tokens
+    if document.starts and tokenizer.bos_id is not None:
+        tokens.append(tokenizer.bos_id)
+    for number, piece in enumerate(pieces_of(document.text)):
+        begins = document.starts and number == 0
+        tokens.extend(tokenizer.encode(piece) if begins else tokenizer.encode_rest(piece))
+    if document.ends and tokenizer.add_eos:
+        tokens.append(tokenizer.eos_id)
+    return tokens
 
 
 def pieces_of(text: str) -> Iterator[str]:
