@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from torchtitan.converters.linear import weight_unchanged
 from torchtitan.data import Batch
 from torchtitan.engine.converter_hooks import after_optimizer_step, saturated_nonfinite
 from torchtitan.engine.engine import Engine
-from torchtitan.kernels.quantize import weights_unchanged
 from torchtitan.models.expert_balance import balance_experts
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import optimizer_step, set_learning_rate
@@ -51,7 +51,7 @@ def train_step(
     """
     set_learning_rate(engine.optimizer, learning_rate)
     loss = torch.zeros((), device=engine.device.torch_device)
-    with weights_unchanged():
+    with weight_unchanged(engine.model.output):
         for number, batch in enumerate(microbatches):
             set_last_microbatch(engine.stages.values(), last=number == len(microbatches) - 1)
             loss += forward_backward(engine, batch)
