@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torchtitan.converters import checked_gemms
 from torchtitan.engine.conversion import steps_that_compile
 from torchtitan.engine.engine import Engine
+from torchtitan.optim.skip_step import Skip
 from torchtitan.parallel.pipeline import Passes
 
 
@@ -21,10 +22,10 @@ def saturated_nonfinite(engine: Engine) -> torch.Tensor | None:
     return torch.stack(found).any() if found else None
 
 
-def after_optimizer_step(engine: Engine, learning_rate: float | None, skip: torch.Tensor | None) -> None:
-    """Calls the converters' hooks, with the arguments of `ModelConverter.after_step`."""
+def after_optimizer_step(engine: Engine, learning_rate: float, skip: Skip) -> None:
+    """Calls the converters' hooks."""
     for converter in engine.converters:
-        converter.after_step([engine.model], learning_rate, skip)
+        converter.after_step([engine.model], None if skip.host else learning_rate, skip.device)
 
 
 def converter_state(engine: Engine) -> dict[str, Any]:

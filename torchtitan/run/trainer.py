@@ -172,7 +172,7 @@ class Trainer:
         """Runs one training step and reports it."""
         config = self.config
         lr = config.optimizer.lr * lr_factor(self.step, config.training.steps, config.lr_scheduler)
-        loss, grad_norm = train_step(self.engine, microbatches, lr, self.guard, self.step)
+        loss, grad_norm = train_step(self.engine, microbatches, lr, self.guard.should_skip, self.step)
         self.tokens_seen += self.tokens_per_step
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
         phases = self.engine.phases
