@@ -147,8 +147,6 @@ def build_engine(
     """Builds the engine, top to bottom; its weights are uninitialized. Collective.
 
     Args:
-        config: checked configuration (`config_checks.check`).
-        args: model sizes.
         global_batch_size: sequences per optimizer step.
         target: where low-precision layers will run; default: this device.
         first_layers: first layer of each pipeline stage; default: split as configured.
@@ -173,13 +171,11 @@ def build_engine(
     else:
         model, converters = convert(config)
     check_groups(model, config.optimizer)
-    scalings = None
-    if config.model.parametrization == "mup":
-        with torch.device("meta"):
-            scalings = mup(model, spec.build(find_base_args(config.model, args)))
+    scalings = _scalings(model, config, args)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
-    unused = sum(mixture.unused_parameters for mixture in mixtures(model).values())
+    flops = flops_per_token(
+        num_parameters - _unused_parameters(model), args.n_layers, args.n_heads, args.head_dim, training.seq_len
+    )
     calls: dict[str, int] = getattr(model, "passes", lambda tokens: {})(target.tokens)
     converted_model = str(model) if config.model.print_after_conversion else ""
 
@@ -187,14 +183,8 @@ def build_engine(
     # compile, FSDP.
     stages, stage_count = {0: model}, 1
     if dims.pp > 1:
-        if first_layers is None:
-            first_layers = find_first_layers(config.parallelism, layer_costs(model, training.seq_len))
-        schedule, stage_count = config.parallelism.pipeline_parallel_schedule, len(first_layers)
-        numbers = stages_of(mesh.get_local_rank("pp"), dims.pp, stage_count, schedule)
-        stages = split(model, first_layers, numbers)
-    positions = _position_ids(config, meshes)
-    if positions is not None:
-        positions = positions.to(device.torch_device)
+        stages, stage_count = _split(model, config, meshes, first_layers)
+    positions = _position_ids(config, meshes, device)
     # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
     # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.
     loss_scale = dims.dp_replicate * dims.fsdp / (global_batch_size * training.seq_len)
@@ -213,7 +203,6 @@ def build_engine(
             training,
         )
     set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
-
     allocate(model, list(stages.values()), config, device)
 
     pipeline = validation_pipeline = None
@@ -229,7 +218,6 @@ def build_engine(
         model, config.optimizer, training.seed, lambda section: getattr(config, section), compute_dtype, scalings
     )
     early = config.optimizer.early_step_in_backward
-
     return Engine(
         config=config,
         meshes=meshes,
@@ -246,22 +234,48 @@ def build_engine(
         fused_gemms=fused_gemms,
         loss_scale=loss_scale,
         num_parameters=num_parameters,
-        flops_per_token=flops_per_token(
-            num_parameters - embedding - unused, args.n_layers, args.n_heads, args.head_dim, training.seq_len
-        ),
+        flops_per_token=flops,
         calls=calls,
         converted_model=converted_model,
         scalings=scalings,
     )
 
 
-def _position_ids(config: JobConfig, meshes: Meshes) -> torch.Tensor | None:
+def _scalings(model: Decoder, config: JobConfig, args: ModelArgs) -> dict[str, Scaling] | None:
+    if config.model.parametrization != "mup":
+        return None
+    with torch.device("meta"):
+        return mup(model, MODELS.get(config.model.name).build(find_base_args(config.model, args)))
+
+
+def _unused_parameters(model: Decoder) -> int:
+    """Of the full model, those that a token multiplies nothing by: of the embedding, and of experts not chosen."""
+    embedding = None if model.args.tied_embeddings else model.tok_embeddings
+    experts = sum(mixture.unused_parameters for mixture in mixtures(model).values())
+    return experts + (0 if embedding is None else embedding.weight.numel())
+
+
+def _split(
+    model: Decoder, config: JobConfig, meshes: Meshes, first_layers: Sequence[int] | None
+) -> tuple[dict[int, Decoder], int]:
+    """This rank's pipeline stages by number, and the number of all."""
+    if first_layers is None:
+        first_layers = find_first_layers(config.parallelism, layer_costs(model, config.training.seq_len))
+    schedule, count = config.parallelism.pipeline_parallel_schedule, len(first_layers)
+    numbers = stages_of(meshes.mesh.get_local_rank("pp"), meshes.dims.pp, count, schedule)
+    return split(model, first_layers, numbers), count
+
+
+def _position_ids(config: JobConfig, meshes: Meshes, device: Device) -> torch.Tensor | None:
     seq_len = config.training.seq_len
     if meshes.context_mesh is not None:
         method = config.parallelism.context_parallel_rotate_method
-        return own_positions(seq_len, meshes.context_mesh.get_local_rank(), meshes.dims.cp, method)
-    # A later stage sees no tokens, and under tensor parallelism only part of the sequence.
-    return torch.arange(seq_len) if meshes.dims.pp > 1 else None
+        ids = own_positions(seq_len, meshes.context_mesh.get_local_rank(), meshes.dims.cp, method)
+    elif meshes.dims.pp > 1:  # a later stage sees no tokens, and under tensor parallelism only part of the sequence
+        ids = torch.arange(seq_len)
+    else:
+        return None
+    return ids.to(device.torch_device)
 
 
 def _build_pipeline(

@@ -114,7 +114,7 @@ class UpdateGuard:
         return self.skipped
 
     def _judge(self, step: int, faults: Sequence[bool], norm: float, sample_ids: list[str]) -> None:
-        reason = self._reason(*faults, norm)
+        reason = self._reason(faults, norm)
         if faults[1] and not self.nonfinite and dist.get_rank() == 0:
             logger.warning(f"step {step}: {SATURATED}; it was saturated, because training.skip_nonfinite is off")
         if not reason:
@@ -134,8 +134,9 @@ class UpdateGuard:
                 "Inspect them, lower optimizer.lr, or go back with --checkpoint.load_step."
             )
 
-    def _reason(self, bad_loss: bool, saturated: bool, bad_norm: bool, norm: float) -> str:
-        """Why the step is skipped; "" if it is not. The first three are what the device decides by."""
+    def _reason(self, faults: Sequence[bool], norm: float) -> str:
+        """Why the step is skipped; "" if it is not. `faults` are what the device decides by."""
+        bad_loss, saturated, bad_norm = faults
         if self.nonfinite and (bad_loss or bad_norm):
             return f"the {'loss' if bad_loss else 'gradient norm'} is not finite"
         if self.nonfinite and saturated:

@@ -5,18 +5,16 @@ the rank. Its missing heartbeat does, on every machine and with every backend.
 """
 
 import atexit
-import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from torchtitan.launcher.progress import main_thread_location
-from torchtitan.launcher.signals import Stop
+from torchtitan.launcher.signals import Stop, with_timeout
 from torchtitan.logging import logger
 
 INTERVAL = 1.0  # seconds between two beats
@@ -25,8 +23,6 @@ SILENCE = 20.0  # seconds without a beat before a warning, even if nothing has f
 MOST = 8  # late ranks to list
 LOST = "lost contact"  # end of a rank that lost another one
 FINISHED = "finished"
-
-Result = TypeVar("Result")
 
 
 class Heartbeat:
@@ -139,17 +135,3 @@ class Heartbeat:
 
 def _ranks(ranks: list[int]) -> str:
     return f"Rank {ranks[0]} does" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} do"
-
-
-def with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
-    """Result of `call`; None if it fails or times out, for example because the store's machine is gone."""
-    results: list[Result] = []
-
-    def run() -> None:
-        with contextlib.suppress(dist.DistError):
-            results.append(call())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
