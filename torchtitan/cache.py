@@ -67,11 +67,7 @@ def private_folder(name: str) -> Path:
 
 
 def check_owned(folder: Path) -> None:
-    """Checks that this user owns the folder and that others can neither write to it nor replace it.
-
-    Raises:
-        OSError: the check fails, or there is no such folder.
-    """
+    """Raises an OSError unless this user owns the folder, and others can neither write to it nor replace it."""
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         raise PermissionError(f"{folder} is not a folder, or is a link, or belongs to another user")

@@ -78,11 +78,8 @@ class Device:
 
 
 def find_device(local_rank: int) -> Device:
-    """The GPU with this process's local rank, or the CPU if there are no GPUs; initialized.
-
-    Raises:
-        UserError: there are GPUs, but this torch cannot use them, or there is no C compiler, which Triton needs.
-    """
+    """The GPU with this process's local rank, or the CPU if there are no GPUs; initialized. Raises a UserError if this
+    torch cannot use the GPUs, or there is no C compiler, which Triton needs."""
     if not torch.cuda.is_available():
         _refuse_unusable_gpus()
         _keep_freed_memory()

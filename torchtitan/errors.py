@@ -18,11 +18,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A mistake in the TOML file, on the command line, or between keys.
-
-    Args:
-        problems: one sentence per mistake; all are reported at once.
-    """
+    """Mistakes in the TOML file, on the command line, or between keys, one sentence each; all are reported at once."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = tuple(dict.fromkeys(map(printable, problems)))

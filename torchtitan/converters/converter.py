@@ -148,11 +148,8 @@ class ModelConverter:
     warms_up: bool = False
 
     def convert(self, model: nn.Module) -> None:
-        """Changes the full model in place, on the meta device: not yet parallelized, compiled or wrapped.
-
-        Raises:
-            ConfigError: nothing in the model can be converted, or a key of the section does not fit the model.
-        """
+        """Changes the full model in place, on the meta device: not yet parallelized, compiled or wrapped. Raises a
+        ConfigError if it can convert nothing, or a key of the section does not fit the model."""
         raise NotImplementedError
 
     def connect(self, mesh: DeviceMesh) -> None:

@@ -188,11 +188,8 @@ class EightBit(NamedTuple):
     def round_weight(
         self, weight: torch.Tensor, columns_follow: bool, amax: Amax | None, kept: Kept | None
     ) -> tuple[Quantized, torch.Tensor | None]:
-        """The weight for the output GEMM, and what `round_weight_again` can use: a scale, or inverses of scales.
-
-        Args:
-            columns_follow: `round_weight_again` will be called.
-        """
+        """The weight for the output GEMM, and what `round_weight_again`, if that follows, can use: a scale, or inverses
+        of scales."""
         gathered = gathered_operand(weight)
         if gathered is not None:
             return gathered, None
@@ -209,11 +206,7 @@ class EightBit(NamedTuple):
         self, weight: torch.Tensor, known: torch.Tensor | None, amax: Amax | None, kept: Kept | None
     ) -> Quantized:
         """The weight for the input gradient. A copy kept since the forward pass would take memory even after FSDP has
-        freed the gathered weight.
-
-        Args:
-            known: from `round_weight`.
-        """
+        freed the gathered weight. `known` is from `round_weight`."""
         if amax is not None:
             assert known is not None
             return as_right(round_to_float8(weight, known, self.dtype))

@@ -263,11 +263,8 @@ class LinearConverter(ModelConverter):
         self.scaling.load_state_dict(models, state, gradient_ratio)
 
     def check_swap(self) -> None:
-        """Compares a converted layer of each kind with its bf16 copy, forward and backward.
-
-        Raises:
-            ConfigError: a GEMM is bit-identical (nothing was quantized) or far from the recipe's known error.
-        """
+        """Compares a converted layer of each kind with its bf16 copy, forward and backward. Raises a ConfigError if a
+        GEMM is bit-identical (nothing was quantized) or far from the recipe's known error."""
         kinds = {SAMPLE_EXPERTS if one.experts else 0: self.gemms_of(one) for one in self.decisions if one.converted}
         for experts, gemms in kinds.items():
             for gemm, error in relative_errors(self, self.target.device_type, experts).items():
@@ -291,11 +288,8 @@ SAMPLE_EXPERTS = 4
 
 
 def relative_errors(converter: LinearConverter, device_type: str, experts: int = 0) -> dict[str, float]:
-    """Relative 2-norm difference between the GEMMs of a converted layer and of its bf16 copy, on normal data.
-
-    Args:
-        experts: of a layer of experts, one of which has no tokens; 0 for an ordinary layer.
-    """
+    """Relative 2-norm difference between the GEMMs of a converted layer and of its bf16 copy, on normal data. With
+    `experts`, of a layer of so many, one of which has no tokens."""
     generator = torch.Generator(device=device_type).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

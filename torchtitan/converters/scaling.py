@@ -69,11 +69,7 @@ class Step(NamedTuple):
 
 
 class Scaling:
-    """What happens to a converter's scales after a step. By default nothing.
-
-    Attributes:
-        over_ranks: whether `after_step` reduces over ranks, and needs their group.
-    """
+    """What happens to a converter's scales after a step: by default nothing. `over_ranks`: it reduces over ranks."""
 
     over_ranks = False
 
@@ -167,12 +163,8 @@ class Histories(Scaling):
 
     @torch.no_grad()
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
-        """Restores the histories. A layer without one uses dynamic scales until it has one; a history of another length
-        is truncated, or continues from what there is.
-
-        Args:
-            gradient_ratio: factor on the amaxes of output gradients.
-        """
+        """Restores the histories, output gradients' times `gradient_ratio`. A layer without one uses dynamic scales
+        until it has one; a history of another length is truncated, or continues from what there is."""
         layers = amax_histories(models)
         # A checkpoint of another recipe may have numbers for a layer that are no histories.
         state = {fqn: saved for fqn, saved in state.items() if all(isinstance(row, list) for row in saved)}
@@ -222,12 +214,9 @@ class WeightBounds(Scaling):
 
     @torch.no_grad()
     def after_step(self, models: Sequence[nn.Module], step: Step) -> None:
-        """Updates the bounds after an optimizer step. Every `every` steps, measures instead; collective then. (If the
-        device skips a step, the bound grows all the same; it is still a bound.)
-
-        Raises:
-            TrainingError: a weight has exceeded its bound.
-        """
+        """Updates the bounds after an optimizer step. Every `every` steps, measures instead; collective then, and a
+        TrainingError if a weight has exceeded its bound. (If the device skips a step, the bound grows all the same; it
+        is still a bound.)"""
         weights = float8_all_gather_weights(models)
         if not weights or step.learning_rate is None:
             return
@@ -306,11 +295,7 @@ def set_scales(weights: "dict[str, WeightWithDynamicFloat8CastTensor]", amaxes: 
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The ranks with the same layers as this one, sharded or not: their batches, sequence shards and GEMM shards belong
-    to the same tensors. None for all ranks. Collective.
-
-    Args:
-        mesh: (pp, dp_replicate, fsdp, tp).
-    """
+    to the same tensors. None for all ranks. Collective."""
     if mesh.size(0) == 1:
         return None
     group: dist.ProcessGroup | None

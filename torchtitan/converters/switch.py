@@ -36,11 +36,8 @@ LayerVariants = dict[str, LayerVariant]
 
 
 def layer_variants(models: Sequence[ConvertedModel]) -> list[LayerVariants]:
-    """The variants of a model's layers in each phase.
-
-    Raises:
-        ConfigError: a converter adds or removes modules, or adds more to them than attributes.
-    """
+    """The variants of a model's layers in each phase. Raises a ConfigError if a converter adds or removes modules, or
+    adds more to them than attributes."""
     modules = [dict(model.named_modules()) for model, _ in models]
     if different := [fqn for of_phase in modules for fqn in of_phase.keys() ^ modules[0].keys()]:
         raise ConfigError(

@@ -62,11 +62,8 @@ def build_converted_model(
 
 
 def explain_conversion(config: JobConfig) -> list[Decision]:
-    """One decision per linear layer of the configured model, as in `conversion.json`, without training.
-
-    Raises:
-        ConfigError: as a training run would, also if no layer is converted.
-    """
+    """One decision per linear layer of the configured model, as in `conversion.json`, without training. Raises the
+    ConfigErrors of a training run, also if no layer is converted."""
     target = conversion_target(config, MODELS.get(config.model.name), device=None)
     _, converters = build_converted_model(config, find_model_args(config.model), target)
     return decisions_of(converters)

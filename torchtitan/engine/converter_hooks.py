@@ -44,11 +44,8 @@ def converter_state(engine: Engine) -> dict[str, Any]:
 
 
 def load_converter_state(engine: Engine, state: Mapping[str, Any], loss_scale: float) -> None:
-    """Loads `converter_state` from a checkpoint; ignores converters that this run does not have.
-
-    Args:
-        loss_scale: `Engine.loss_scale` of the run that saved it.
-    """
+    """Loads `converter_state` from the checkpoint of a run with this `loss_scale`; ignores converters that this run
+    does not have."""
     ratio = engine.loss_scale / loss_scale
     for converter in engine.converters:
         converter.load_state_dict([engine.model], state.get(converter.name, {}), ratio)
@@ -67,11 +64,7 @@ def steps_to_check(engine: Engine, first_step: int) -> set[int]:
 
 def checked_step(engine: Engine, microbatches: int, check: bool = True) -> contextlib.AbstractContextManager[None]:
     """Wraps a training step. With `check`, checks that as many low-precision GEMMs run as promised: the step must
-    compile nothing.
-
-    Args:
-        microbatches: number in the step.
-    """
+    compile nothing."""
     if not check:
         return contextlib.nullcontext()
     return checked_gemms(

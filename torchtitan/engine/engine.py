@@ -144,7 +144,7 @@ def build_engine(
     first_layers: Sequence[int] | None = None,
     allocate: Callable[[Decoder, Sequence[Decoder], JobConfig, Device], None] = allocate,
 ) -> Engine:
-    """Builds the engine, top to bottom; its weights are uninitialized. Collective.
+    """Builds the engine from a checked configuration, top to bottom; its weights are uninitialized. Collective.
 
     Args:
         global_batch_size: sequences per optimizer step.

@@ -118,14 +118,9 @@ class PrecisionPhases:
 def build_precision_phases(
     config: JobConfig, convert: Callable[[JobConfig], tuple[Decoder, list[ModelConverter]]]
 ) -> tuple[Decoder, PrecisionPhases]:
-    """The full model on the meta device in its first phase, and the phases.
-
-    Args:
-        convert: builds the full model of a configuration on the meta device, and the converters applied to it.
-
-    Raises:
-        ConfigError: a converter of some phase does not fit the model, or cannot switch a built one.
-    """
+    """The full model on the meta device in its first phase, and the phases. `convert` builds the model of a
+    configuration, and the converters applied to it. Raises a ConfigError if a converter of some phase does not fit the
+    model, or cannot switch a built one."""
     phases = parse_phases(config)
     models = []
     for phase in phases:
@@ -135,11 +130,7 @@ def build_precision_phases(
 
 
 def parse_phases(config: JobConfig) -> list[Phase]:
-    """The phases of a run with [[precision.phase]], in order.
-
-    Raises:
-        ConfigError: with one sentence per mistake in the schedule.
-    """
+    """The phases of a run with [[precision.phase]], in order. Raises a ConfigError with one sentence per mistake."""
     entries = config.precision.phase
     problems = []
     if config.model.converters:

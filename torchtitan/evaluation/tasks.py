@@ -16,11 +16,7 @@ Metrics = dict[str, float]
 
 
 class Task(Protocol):
-    """Examples, each with one or more requests.
-
-    Attributes:
-        name: in metrics and tables.
-    """
+    """Examples, each with one or more requests. `name` is that in metrics and tables."""
 
     @property
     def name(self) -> str: ...

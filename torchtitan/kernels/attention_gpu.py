@@ -161,10 +161,7 @@ def _compiled() -> Callable[..., Any]:
 def block_mask(document_ids: torch.Tensor, queries: int) -> BlockMask:
     """Which keys the last `queries` positions may attend to, from the first and last document of each block. A row of
     blocks sees some blocks in part (where documents begin, and on the diagonal), and all of those in between.
-
-    Args:
-        document_ids: (B, S), non-decreasing along a sequence.
-    """
+    document_ids: (B, S), non-decreasing along a sequence."""
     keys = document_ids.shape[1]
     offset, device = keys - queries, document_ids.device
     first_query = torch.arange(0, queries, BLOCK, device=device) + offset

@@ -33,11 +33,7 @@ def round_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, t
 
 
 def round_columns(weight: torch.Tensor, dtype: torch.dtype, scale_inverse: torch.Tensor | None = None) -> Quantized:
-    """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K).
-
-    Args:
-        scale_inverse: if it is known.
-    """
+    """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K)."""
     experts, rows, _ = weight.shape
     if scale_inverse is None and not rounding.has_own_kernel(weight):
         scale_inverse = scale_inverse_of(weight.abs().amax(1, keepdim=True).float(), dtype)
@@ -154,11 +150,8 @@ def grouped_matmul(
 def grouped_matmul_over_rows(
     a: Quantized, b: Quantized, ends: torch.Tensor, dtype: torch.dtype, emulate: bool = False
 ) -> torch.Tensor:
-    """(M, N) and (M, K) to (E, N, K): a.T @ b over the rows of each expert.
-
-    Args:
-        a, b: with scale inverses (E, N) and (E, K). On a GPU, the ends are multiples of ALIGNMENT.
-    """
+    """(M, N) and (M, K), with scale inverses (E, N) and (E, K), to (E, N, K): a.T @ b over the rows of each expert. On
+    a GPU, the ends are multiples of ALIGNMENT."""
     if _has_own_grouped_kernel(a, emulate):
         out: torch.Tensor = grouped_8bit_mm(*a, *b, ends, dtype, emulate)
         return out

@@ -112,11 +112,7 @@ class Ladder:
 
 
 def choose_runs(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
-    """The runs of a ladder, checked.
-
-    Raises:
-        ConfigError: with one sentence; nothing has been trained yet.
-    """
+    """The runs of a ladder. Raises a ConfigError before anything is trained."""
     processes = find_processes()
     problems: list[str] = []
     dims = find_dims(config.parallelism, processes, problems)
@@ -203,11 +199,7 @@ def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, batch: 
 
 
 def write_files(rungs: Iterable[Rung]) -> None:
-    """Writes the TOML files.
-
-    Raises:
-        ConfigError: the folder has runs of another configuration.
-    """
+    """Writes the TOML files. Raises a ConfigError if the folder has runs of another configuration."""
     for rung in rungs:
         if rung.file.exists():
             if ConfigManager().parse_args([f"--job.config_file={rung.file}"]) != rung.config:
@@ -263,11 +255,7 @@ def run(rung: Rung) -> None:
 def expected_seconds(
     rungs: Sequence[Rung], finished: Sequence[Rung], processes: int, rate: float | None
 ) -> float | None:
-    """How long these runs take, each at the FLOP/s of the finished run of the most similar size.
-
-    Args:
-        rate: FLOP/s to assume if no run is finished; None if unknown.
-    """
+    """How long these runs take, each at the FLOP/s of the finished run of the most similar size, or else at `rate`."""
     total = 0.0
     for rung in rungs:
         nearest = min(finished, key=lambda other: abs(other.shape.parameters - rung.shape.parameters), default=None)

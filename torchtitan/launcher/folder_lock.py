@@ -65,11 +65,8 @@ class FolderLock:
         self._thread = threading.Thread(target=self._keep, daemon=True, name="folder lock")
 
     def take(self) -> None:
-        """Takes the lock; waits for a holder that may be dead or about to exit.
-
-        Raises:
-            ConfigError: another run holds it, or the file cannot be written.
-        """
+        """Takes the lock; waits for a holder that may be dead or about to exit. Raises a ConfigError if another run
+        holds it, or the file cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open()

@@ -151,11 +151,8 @@ class Stop:
 
     def agreed(self, reason: int = 0) -> bool:
         """Whether to stop now; the same on every rank. Collective: call it on all ranks at the same step boundaries. It
-        costs an all-reduce of one number between hosts.
-
-        Args:
-            reason: of this rank to stop without a signal, a number above all signal numbers; 0 for none.
-        """
+        costs an all-reduce of one number between hosts. `reason`: of this rank to stop without a signal, a number above
+        all signal numbers; 0 for none."""
         import torch
         import torch.distributed as dist
 

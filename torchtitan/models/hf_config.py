@@ -14,11 +14,7 @@ class WrongModelType(ValueError):
 
 
 def common_config(args: TransformerArgs, model_type: str, architecture: str) -> dict[str, Any]:
-    """The entries that every family writes.
-
-    Args:
-        architecture: class in `transformers`.
-    """
+    """The entries that every family writes. `architecture` is a class in `transformers`."""
     return {
         "architectures": [architecture],
         "model_type": model_type,

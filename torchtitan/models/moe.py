@@ -95,12 +95,8 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores the experts for each token, in float32.
-
-    Attributes:
-        balance_loss: from scores and chosen experts to the same scores, whose gradient gets that of a loss for an even
-            load added (`models.expert_balance`); None without one.
-    """
+    """Scores the experts for each token, in float32. `balance_loss` maps scores and chosen experts to the same scores,
+    whose gradient gets that of a loss for an even load added (`models.expert_balance`); None without one."""
 
     __call__: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 

@@ -102,10 +102,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self, parameter: nn.Parameter, like: torch.Tensor, needs_noise: list[bool], step: torch.Tensor, part: str = ""
     ) -> list[torch.Tensor | None]:
         """16 random bits per number of `like`, for each of several tensors: those that are rounded stochastically.
-
-        Args:
-            part: of this rank's shard, if `like` is not all of it.
-        """
+        `part`: of this rank's shard, if `like` is not all of it."""
         if not any(needs_noise):
             return [None] * len(needs_noise)
         if self.defaults["fused"]:

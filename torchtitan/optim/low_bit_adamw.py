@@ -104,11 +104,8 @@ def update(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One update of this rank's shards of parameters and of their moments, in place.
-
-    Args:
-        skip: a scalar on the device; if above 0, weights and moments stay as they are. None: no check.
-    """
+    """One update of this rank's shards of parameters and moments, in place. All stay as they are if `skip`, a scalar on
+    the device, is above 0."""
     for weight, grad, step, moments, noise in shards:
         if isinstance(noise, torch.Tensor):
             needed = needs_noise(weight, moments)

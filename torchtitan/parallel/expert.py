@@ -25,11 +25,8 @@ from torchtitan.parallel.tensor import shard_parameters
 
 
 def apply_expert_parallel(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves this rank's experts in the module, in place; it is on the meta device.
-
-    Args:
-        mesh: the ranks that share the experts, one dimension.
-    """
+    """Leaves this rank's experts in the module, in place; it is on the meta device. The ranks of `mesh` share the
+    experts."""
     for module in experts.children():
         shard_parameters(module, {"weight": Shard(0)}, mesh)
 

@@ -38,11 +38,7 @@ class PlannedDevice:
 
 
 def named_device(name: str) -> PlannedDevice:
-    """Looks up a device in the table.
-
-    Raises:
-        ConfigError: there is no such name.
-    """
+    """The device of this name in the table. Raises a ConfigError if there is none."""
     gpu = GPUS.get(name)
     if gpu is not None and gpu.name:
         links = gpu.within_node, gpu.between_nodes

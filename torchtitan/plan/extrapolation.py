@@ -188,11 +188,7 @@ def period_of_layers(config: JobConfig) -> int:
 
 
 def measure(job: Job, waiting: Waiting | None = None) -> list[Measures]:
-    """What the rank of each pipeline stage holds and sends, with a single key ("peak",) for memory.
-
-    Args:
-        waiting: counts the simulations.
-    """
+    """What the rank of each pipeline stage holds and sends, with a single key ("peak",) for memory."""
 
     @functools.cache
     def simulate(part: SimulatedRank) -> Measures:

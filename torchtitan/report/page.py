@@ -64,11 +64,7 @@ def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
 
 
 def write(page: str, path: Path) -> None:
-    """Writes atomically, so that nobody sees a partial page.
-
-    Raises:
-        ReportError: it cannot be written.
-    """
+    """Writes atomically, so that nobody sees a partial page. Raises a ReportError if it cannot be written."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

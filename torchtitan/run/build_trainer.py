@@ -49,10 +49,9 @@ def build_trainer(
     stop: Stop | None = None,
     lock: FolderLock | None = None,
 ) -> Trainer:
-    """Builds the trainer, top to bottom. Collective.
+    """Builds the trainer, top to bottom, from a checked configuration (`config_checks.check`). Collective.
 
     Args:
-        config: checked configuration (`config_checks.check`).
         global_batch_size: sequences per optimizer step.
         stop: says when the run is to save and exit.
         lock: the dump folder's lock, taken here; None where no other run can use the folder.
@@ -207,11 +206,8 @@ def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder) 
 def take_locks(
     lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint, closing: contextlib.ExitStack
 ) -> dict[str, str]:
-    """Takes the dump folder's lock, and that of a checkpoint folder elsewhere, which another run may also use.
-
-    Returns:
-        The token of each, by the key that names the folder.
-    """
+    """Takes the dump folder's lock, and that of a checkpoint folder elsewhere, which another run may also use. Returns
+    the token of each, by the key that names the folder."""
     lock.take()
     tokens = {lock.key: lock.token}
     folder = dump_folder / checkpoint.folder
@@ -223,11 +219,8 @@ def take_locks(
 
 
 def check_folders(config: JobConfig, tokens: dict[str, str]) -> None:
-    """Checks that this rank sees the folders that rank 0 has locked. Without checkpoints each machine may have its own.
-
-    Raises:
-        ConfigError: it does not: its part of a checkpoint would be written elsewhere.
-    """
+    """Raises a ConfigError if this rank does not see the folders that rank 0 has locked: its part of a checkpoint would
+    be written elsewhere. Without checkpoints each machine may have its own."""
     dump_folder = Path(config.job.dump_folder)
     folders = {"job.dump_folder": dump_folder, "checkpoint.folder": dump_folder / config.checkpoint.folder}
     for key, token in tokens.items() if dist.get_rank() > 0 else ():

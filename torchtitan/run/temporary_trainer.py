@@ -20,9 +20,6 @@ def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
 
     It starts at step 0 and saves no checkpoints: `checkpoint.folder` may be that of a real run. Weights of
     `checkpoint.initial_load_path` are loaded. Nothing goes to Weights & Biases.
-
-    Raises:
-        UserError: the configuration cannot be run.
     """
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(

@@ -341,10 +341,7 @@ class Trainer:
         return self.stop.agreed(DATA_ENDED if self.data_error else 0)
 
     def _end(self, complete: bool) -> None:
-        """
-        Args:
-            complete: whether all reports of the last step are made.
-        """
+        """Saves or exports what is left. `complete`: all reports of the last step are made."""
         if self.step < self.config.training.steps or not complete:
             return self._end_early()
         self.checkpoints.wait()

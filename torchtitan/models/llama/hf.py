@@ -45,11 +45,7 @@ class MetaParams(Entries):
 
 
 def from_config(config: dict[str, Any]) -> LlamaArgs:
-    """The model sizes in a `config.json`.
-
-    Raises:
-        ValueError: the model is not a Llama that this project supports.
-    """
+    """The sizes in a `config.json`. Raises a ValueError if the model is not a Llama that this project supports."""
     read = LlamaConfig.read(config, "llama")
     if (read.head_dim or read.hidden_size // read.num_attention_heads) * read.num_attention_heads != read.hidden_size:
         raise ValueError(f"head_dim is {read.head_dim}, but only hidden_size / num_attention_heads is supported")
