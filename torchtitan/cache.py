@@ -50,12 +50,8 @@ def cache_result(name: str, key: str, value: float, keep: bool = True) -> None:
 
 
 def private_folder(name: str) -> Path:
-    """A folder in the cache that only this user can access.
-
-    Raises:
-        OSError: it cannot be created, or others can write to it.
-        RuntimeError: this user has no home folder.
-    """
+    """A folder in the cache that only this user can access. Raises an OSError if it cannot be created or others can
+    write to it, and a RuntimeError if this user has no home folder."""
     folder = cache_folder() / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_owned(folder)

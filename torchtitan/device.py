@@ -34,13 +34,8 @@ ONEDNN_ISAS = [
 
 @dataclass(frozen=True)
 class Device:
-    """One process's device.
-
-    Attributes:
-        type: "cuda" or "cpu".
-        name: hardware name, such as "NVIDIA H100 80GB HBM3".
-        torch_device: includes the index of this process's GPU.
-    """
+    """One process's device: its type, hardware name ("NVIDIA H100 80GB HBM3"), and `torch_device` with the index of the
+    GPU."""
 
     type: str
     name: str

@@ -126,9 +126,6 @@ def init_logging(rank: int, world_size: int, color: bool) -> None:
 
     Call it before torchao is imported, so that it silences torchao's startup messages. Calling it again replaces the
     previous setup.
-
-    Args:
-        color: use ANSI colors if stdout is a terminal.
     """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(ConsoleFormatter(rank, world_size, color and sys.stdout.isatty()))

@@ -52,12 +52,8 @@ KEEP_TYPE = {
 
 
 class ShardedWeight(torch.Tensor):
-    """A high-precision weight, or a shard of one, that FSDP gathers in int8.
-
-    Args:
-        tensor: (rows, columns).
-        recipe: layout of the scales.
-    """
+    """A high-precision weight, (rows, columns), or a shard of one, that FSDP gathers in int8 with scales as `recipe`
+    says."""
 
     tensor: torch.Tensor
     recipe: ScaleRecipe

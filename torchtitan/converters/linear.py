@@ -146,12 +146,7 @@ class AmaxHistory:
 
 class LowPrecisionLinear(nn.Linear):
     """A linear layer with low-precision GEMMs. Its weight is a plain parameter, or one that FSDP gathers in low
-    precision.
-
-    Attributes:
-        kept: set while the weight does not change: a layer that runs often in a step, on chunks of each micro-batch,
-            then quantizes it once.
-    """
+    precision. While the weight does not change, `kept` may hold it quantized, for a layer that runs often in a step."""
 
     gemms: Gemms
     history: AmaxHistory | None
@@ -223,12 +218,8 @@ def torchao_grouped_mx(
     hp_weight_grad: bool,
     emulate: bool = False,
 ) -> torch.Tensor:
-    """x @ weight[expert].T in mxfp8, with torchao's kernels for Blackwell. Shapes as in `LowPrecisionMatmul`.
-
-    Args:
-        scale_mode: see `block_formats.ScaleMode`.
-        hp_weight_grad: the weight gradient stays in high precision.
-    """
+    """x @ weight[expert].T in mxfp8, with torchao's kernels for Blackwell. Shapes as in `LowPrecisionMatmul`. With
+    `hp_weight_grad` the weight gradient stays in high precision."""
     from torchtitan.compat.torchao import KernelPreference, ScaleCalculationMode, grouped_mxfp8_mm
 
     out: torch.Tensor = grouped_mxfp8_mm(

@@ -94,12 +94,9 @@ class LinearConverter(ModelConverter):
     recipe converts experts. Weights stay in high precision.
 
     Attributes:
-        recipe: name of the recipe.
         layer: its formats, as the section's keys and the device change them.
         rules: its requirements on a layer.
-        decisions: one per linear layer of the model, set by `convert`.
         cannot_group: why this device cannot run `grouped_gemms`, with the remedy; "" if it can.
-        scaling: what happens to its scales after each step.
 
     Raises:
         ConfigError: the device has no GEMMs of the recipe and `emulate` is not set, or keys contradict each other.

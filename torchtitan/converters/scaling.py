@@ -45,13 +45,8 @@ def largest_ratio(beta1: float, beta2: float) -> float:
 
 
 def bound_after_update(bound: Bound, learning_rate: float, ratio: float, decay: float) -> Bound:
-    """The bound on magnitudes after an update.
-
-    Args:
-        bound: the bound before it, a number or a float64 tensor.
-        ratio: `largest_ratio`.
-        decay: decoupled weight decay.
-    """
+    """The bound on magnitudes after an update, from that before it. `ratio` is `largest_ratio`; `decay` is
+    decoupled."""
     step = learning_rate * ratio * (1 + STEP_ROUNDING)
     return (bound * abs(1 - learning_rate * decay) + step) * (1 + WEIGHT_ROUNDING)
 
@@ -106,13 +101,8 @@ class MeasuredInt8(Scaling):
 
 
 class Histories(Scaling):
-    """Amax histories of all delayed layers of a run.
-
-    Args:
-        rule: which amax of a history defines the scale.
-        margin: headroom above it, in powers of two.
-        dtypes: of x, weight and grad_output.
-    """
+    """Amax histories of all delayed layers of a run. `rule` says which amax of a history defines the scale, `margin` is
+    the headroom above it in powers of two, `dtypes` are those of x, weight and grad_output."""
 
     over_ranks = True
 
@@ -193,12 +183,8 @@ def amax_histories(models: Sequence[nn.Module]) -> dict[str, AmaxHistory]:
 
 
 class WeightBounds(Scaling):
-    """Scales from bounds, for the weights that FSDP gathers in float8 (torchao's, tensorwise).
-
-    Args:
-        optimizer: Adam or AdamW.
-        every: steps between measurements, each of which takes an all-reduce.
-    """
+    """Scales from bounds that hold under Adam and AdamW, for the weights that FSDP gathers in float8 (torchao's,
+    tensorwise). Every `every` steps the weights are measured, which takes an all-reduce."""
 
     over_ranks = True
 

@@ -22,7 +22,6 @@ class LayerVariant(NamedTuple):
     """A layer in one precision, without its parameters and hooks.
 
     Attributes:
-        layer_class: its class.
         attributes: those that not every module has. They include a recipe's state (such as amax histories), so each
             phase starts with fresh state.
     """

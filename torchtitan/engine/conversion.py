@@ -43,13 +43,8 @@ def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None,
 def build_converted_model(
     config: JobConfig, args: ModelArgs, target: Target, mesh: DeviceMesh | None = None
 ) -> tuple[Decoder, list[ModelConverter]]:
-    """The full model on the meta device, and the converters applied to it. Collective.
-
-    Args:
-        args: model sizes.
-        target: where low-precision layers will run.
-        mesh: (pp, dp_replicate, fsdp, tp); None if the model will not run.
-    """
+    """The full model on the meta device, and the converters applied to it for `target`. Collective. `mesh` is (pp,
+    dp_replicate, fsdp, tp), or None if the model will not run."""
     with torch.device("meta"):
         model = MODELS.get(config.model.name).build(args)
     for parameter in model.parameters():

@@ -42,9 +42,7 @@ class Engine:
     """What one rank trains with.
 
     Attributes:
-        config: configuration of the run.
         meshes: this rank's position among the others.
-        device: this process's device.
         model: the modules on this rank, under their names in the full model.
         stages: views of the model by pipeline stage; {0: model} without a pipeline.
         positions: position ids, within each sequence, of the tokens this rank computes; None for all of them.

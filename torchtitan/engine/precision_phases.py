@@ -50,14 +50,8 @@ class Phase:
 
 
 class PrecisionPhases:
-    """The phases of a run, and the one its model is in. `enter` switches an already built model to a phase.
-
-    Args:
-        models: per phase, the full model on the meta device and the converters applied to it.
-
-    Attributes:
-        current: index of the phase that the model is in.
-    """
+    """The phases of a run, and the current one. `enter` switches an already built model to a phase. `models` are, per
+    phase, the full model on the meta device and the converters applied to it."""
 
     def __init__(self, phases: Sequence[Phase], models: Sequence[ConvertedModel]) -> None:
         self.phases = phases
@@ -101,10 +95,8 @@ class PrecisionPhases:
         return steps
 
     def enter(self, step: int, model: nn.Module, compiled: bool) -> bool:
-        """Switches the model's layers to the phase of `step`; returns whether the phase changed.
-
-        Parameters, their sharding and the optimizer state stay. Compiled blocks are recompiled.
-        """
+        """Switches the model's layers to the phase of `step`; returns whether the phase changed. Parameters, their
+        sharding and the optimizer state stay. Compiled blocks are recompiled."""
         new = phase_of(step, self.phases)
         if new == self.current:
             return False

@@ -180,12 +180,8 @@ def survey(x: torch.Tensor, seed: bool, hadamard: bool, both: bool) -> torch.Ten
 def pack(
     x: torch.Tensor, found: torch.Tensor, squares: bool, stochastic: bool, hadamard: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The data, scales and scale of the matrix of `packed_blocks.Packed`.
-
-    Args:
-        found: by `survey`.
-        squares: blocks have 16 rows.
-    """
+    """The data, scales and scale of the matrix of `packed_blocks.Packed`. `found` is from `survey`; with `squares`,
+    blocks have 16 rows."""
     (m, n), (row_tiles, column_tiles) = x.shape, _grid(x)
     data = torch.empty(m, n // 16, dtype=torch.int64, device=x.device)
     scale = torch.empty(row_tiles * column_tiles * ROWS * BLOCKS, dtype=torch.float8_e4m3fn, device=x.device)

@@ -95,12 +95,8 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The runs of a ladder and the run that they predict.
-
-    Attributes:
-        rungs: by series ("20 tokens per parameter", "1M tokens"), from the smallest size to the largest.
-        target: the run to predict.
-    """
+    """The runs of a ladder, by series ("20 tokens per parameter", "1M tokens") and from the smallest size to the
+    largest, and the run that they predict."""
 
     rungs: dict[str, list[Rung]]
     target: Rung
@@ -215,10 +211,7 @@ def run(rung: Rung) -> None:
     """Trains, from the newest checkpoint if there is one. What the run says goes to a .log file beside its folder.
 
     A signal to stop is passed on; the run saves a checkpoint, and this process exits. The run does so too if this
-    process is killed.
-
-    Raises:
-        UserError: the run failed.
+    process is killed. Raises a UserError if it failed.
     """
     log = rung.file.with_suffix(".log")
     stopped: list[int] = []

@@ -42,12 +42,8 @@ def is_removed(path: Path) -> bool:
 
 
 class FolderLock:
-    """Use as a context around a run; inside it, rank 0 calls `take`. Held until the context or the process ends.
-
-    Args:
-        folder: created if it does not exist.
-        key: that names the folder.
-    """
+    """Use as a context around a run; inside it, rank 0 calls `take`. Held until the context or the process ends. The
+    folder is created if it does not exist; `key` names it in messages."""
 
     def __init__(self, folder: Path, key: str = "job.dump_folder") -> None:
         self.path = folder / ".lock"

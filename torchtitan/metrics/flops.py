@@ -17,12 +17,7 @@ MORE = 10  # further ones, if the run was faster than all of them
 
 @dataclass
 class Peak:
-    """The reference for MFU.
-
-    Attributes:
-        flops: FLOP/s of one device.
-        source: where the number comes from, for messages.
-    """
+    """The reference for MFU: FLOP/s of one device, and where the number comes from, for messages."""
 
     flops: float
     source: str

@@ -26,9 +26,6 @@ class Profiler:
     https://pytorch.org/memory_viz.
 
     Args:
-        rank: every rank writes its own files.
-        device_type: "cuda" or "cpu".
-        start_step: step resumed from; 0 for a new run.
         busy: steps that use torch's profiler for something else, and get no trace: two profilers at a time crash the
             process.
 

@@ -27,7 +27,6 @@ def init_weights(
     Args:
         model: materialized; its parameters are plain tensors or DTensors.
         std_of: maps a parameter name to its standard deviation; None fills with 1.
-        seed: of the run.
         factor_of: maps a parameter name to the factor on its initial values, those filled with 1 included.
     """
     for name, parameter in model.named_parameters():

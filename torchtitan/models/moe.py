@@ -194,12 +194,8 @@ def _sum_over_experts(x: torch.Tensor) -> torch.Tensor:
 
 class _Copy(torch.autograd.Function):
     """x[source], where each row of x is copied k times: the backward pass is a gather and a sum over k in a fixed
-    order, not a scatter of atomic additions.
-
-    Args:
-        source: (R,), the row of x for each result.
-        places: (T, k), where row t of x went.
-    """
+    order, not a scatter of atomic additions. source: (R,), the row of x for each result; places: (T, k), where row t of
+    x went."""
 
     apply: ClassVar[Callable[..., torch.Tensor]]
 
@@ -216,14 +212,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Of each token, the sum of its experts' results times their weights.
-
-    Args:
-        out: (R, D), sorted by expert.
-        weights: (T, k) float32.
-        order: (R,), flattened (T, k) index of each sorted row.
-        places: (T, k), where these are among the sorted rows.
-    """
+    """Of each token, the sum of its experts' results, (R, D) and sorted by expert, times their weights, (T, k) float32.
+    order: (R,), flattened (T, k) index of each sorted row; places: (T, k), where these are among the sorted rows."""
 
     apply: ClassVar[Callable[..., torch.Tensor]]
 

@@ -25,14 +25,8 @@ moment (see `store`), or the key from which to compute it (see `random_bits`).""
 
 
 class LowBitAdamW(LowBitOptimizer):
-    """AdamW (arXiv 1711.05101) with moments in a smaller format than float32.
-
-    The update is computed in float32; bfloat16 parameters are then rounded stochastically.
-
-    Args:
-        root: store the square root of the second moment.
-        options: of `LowBitOptimizer`.
-    """
+    """AdamW (arXiv 1711.05101) with moments in a smaller format than float32, of the second one with `root` the square
+    root. The update is computed in float32; bfloat16 parameters are then rounded stochastically."""
 
     signed: ClassVar = {"exp_avg"}
 

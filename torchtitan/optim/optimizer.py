@@ -146,7 +146,6 @@ def build_optimizer(
     """The optimizer for this rank's parameters of the model. Muon's is collective.
 
     Args:
-        seed: for stochastic rounding.
         section_of: from a section's name to its content; default: `config` for every name.
         dtype: in which Muon orthogonalizes.
         scalings: factors of each parameter, by name (`models.parametrization.mup`); None: no factors.

@@ -44,7 +44,6 @@ class UpdateGuard:
     times the median of the last 100. Without `skip_nonfinite`, it still warns of saturated infinities.
 
     Args:
-        training: the configuration section.
         record: called on rank 0 for each skipped update, with its step, reason, gradient norm and sample ids.
 
     Attributes:
@@ -76,9 +75,7 @@ class UpdateGuard:
 
         Args:
             loss: this rank's loss, a scalar; 0 if it has none.
-            grad_norm: of the full model, a scalar.
             saturated: whether layers on this rank have saturated an infinity or NaN; None if no layer can.
-            sample_ids: samples that this rank has read for this step.
         """
         if not self.nonfinite and self.factor is None and saturated is None:
             return Skip()
@@ -98,14 +95,8 @@ class UpdateGuard:
 
     def read(self) -> int:
         """Reads the decisions since the last call from the device, and logs and records each skipped update. Waits for
-        the device. Collective.
-
-        Returns:
-            Number of updates skipped since the run began.
-
-        Raises:
-            TrainingError: `max_skips_in_a_row` is reached.
-        """
+        the device. Collective. Returns the number of updates skipped since the run began; raises a TrainingError if
+        `max_skips_in_a_row` is reached."""
         unread, self._unread = self._unread, []
         if unread:
             values = torch.stack([torch.cat([faults, norm.to(faults).view(1)]) for _, faults, norm, _ in unread])

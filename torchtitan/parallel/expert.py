@@ -35,7 +35,6 @@ class ExpertDispatch:
     """Sends rows to the ranks that have their experts, and the results back.
 
     Args:
-        mesh: the ranks that share the experts, one dimension.
         gradient_scale: of the experts' weight gradients. FSDP divides gradients by its number of ranks, which for the
             experts is another one than for the other weights.
 
@@ -70,22 +69,14 @@ class ExpertDispatch:
         return back
 
     def received_rows(self, splits: torch.Tensor, sent: int) -> int:
-        """The rows that this rank computes. A plan, which knows no splits, replaces it (`plan.simulation`).
-
-        Args:
-            splits: as for `exchange_rows`.
-            sent: the rows of this rank's tokens.
-        """
+        """The rows that this rank computes, which sends `sent` rows. A plan, which knows no splits, replaces it
+        (`plan.simulation`)."""
         return splits[1].sum().item()  # type: ignore[return-value]  # of integers
 
 
 def _transposed_order(received: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """From rows ordered by (rank, expert) to rows ordered by (expert, rank): the index of a gather, and its inverse.
-
-    Args:
-        received: (P, E / P) int64, rows of each rank for each expert.
-        rows: their sum.
-    """
+    received: (P, E / P) int64, rows of each rank for each expert."""
     ranks, experts = received.shape
     flat = received.flatten()
     # Of each run of rows of one rank and expert: where it starts in both orders.
@@ -127,8 +118,6 @@ def exchange_rows(
     Args:
         x: (rows to send, D), by receiving rank.
         splits: (2, P) int64 on the CPU: rows to send to, and to receive from, each rank.
-        rows: to receive, in total.
-        group: name of the process group.
         dtype: in which rows and gradients are sent, int8 or float8, each row with its own scale; None: as they are.
 
     Returns:

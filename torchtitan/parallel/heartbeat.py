@@ -31,8 +31,6 @@ class Heartbeat:
     Args:
         store: of the process group. The heartbeat opens a second connection to it, since a thread that waits for a key
             blocks all others on the same connection.
-        rank: this rank.
-        world_size: number of ranks.
         stop: a stop request is forwarded through the store. Normally ranks agree to stop at a step boundary; this
             reaches those that get to none: a rank that is compiling must not wait for one that has given up.
     """

@@ -46,7 +46,6 @@ def apply_tensor_parallel(
             "gather": all-gathers the input along the sequence for its children.
             "colwise": shards the outputs of a linear layer.
             "rowwise": shards its inputs; reduce-scatters the output along the sequence.
-        mesh: the tensor-parallel ranks, one dimension.
         all_gather_for: chooses how to all-gather the input of these colwise layers.
         flatten: shard several sequences as if they were one: a rank with a part of each has to sort what it sends and
             receives, and between collectives no module asks where a token is.

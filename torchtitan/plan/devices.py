@@ -19,9 +19,7 @@ class PlannedDevice:
     """Properties of a device as assumed by a plan. Bandwidths are in bytes/s in one direction; None if unknown.
 
     Attributes:
-        type: "cuda" or "cpu".
         name: as `torch.cuda.get_device_name()` spells it, or shorter.
-        memory_bytes: in total.
         within_node: from one device to another of the same machine, over all its links.
         between_nodes: a device's part of its machine's network bandwidth.
         compute_capability: of NVIDIA devices.

@@ -70,7 +70,6 @@ class Job:
 
     Attributes:
         rows: sequences in an optimizer step.
-        args: sizes of the model.
         layers: number of layers of each stage.
         alike: whether all layers are identical, but for the first, dense ones.
         full: simulate everything, however long it takes.

@@ -109,12 +109,8 @@ def planned_device(name: str, simulated: bool, device: Device, dtype: torch.dtyp
 
 
 def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str = "") -> Plan:
-    """The plan of a configuration that `config_checks.check` has accepted.
-
-    Args:
-        rows: sequences in an optimizer step.
-        why: reason for the choice of the device.
-    """
+    """The plan of a configuration that `config_checks.check` has accepted, for `rows` sequences in an optimizer step
+    and a device that was chosen for the reason `why`."""
     phases = parse_phases(config) if config.precision.phase else []
     for phase in phases[1:]:
         with phase.named_in_errors():

@@ -79,8 +79,6 @@ class Simulation:
     """A rank of a simulated world.
 
     Args:
-        rows: sequences in an optimizer step.
-        args: sizes of the model.
         layers: number of layers of each pipeline stage; they sum to the model's.
         all_layers: how many layers this rank has in the job, of which it may simulate fewer.
         edge_blocks: number of blocks at the start and at the end of a stage that are identified individually.

@@ -28,14 +28,8 @@ UNKNOWN = "?"
 
 
 def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
-    """The HTML for runs that have been read.
-
-    Args:
-        notes: one sentence for each thing that is not shown.
-
-    Raises:
-        UserError: the packages for it are not installed.
-    """
+    """The HTML for runs that have been read, with a note for each thing that is not shown. Raises a UserError if the
+    packages for it are not installed."""
     require_report_extra("A report (python -m torchtitan.report)", "plotly", "jinja2")
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from plotly.offline import get_plotlyjs

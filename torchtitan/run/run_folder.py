@@ -20,13 +20,9 @@ RECORDS = ("metrics.jsonl", "skipped_updates.jsonl", "events.jsonl", "samples.js
 
 
 class RunFolder:
-    """The files `config.toml`, `conversion.json`, `skipped_updates.jsonl`, `events.jsonl` (starts, checkpoints),
-    `samples.jsonl` (texts of the model) and `sample_ids/rank_R.jsonl` of a run.
-
-    Args:
-        config: the resolved configuration, including all decisions made at startup.
-        conversion: content of `conversion.json`; "" for none.
-    """
+    """The files `config.toml` (with all decisions made at startup), `conversion.json`, `skipped_updates.jsonl`,
+    `events.jsonl` (starts, checkpoints), `samples.jsonl` (texts of the model) and `sample_ids/rank_R.jsonl` of a
+    run."""
 
     def __init__(self, path: Path, config: JobConfig, conversion: str = "") -> None:
         self.path = path
