@@ -154,13 +154,12 @@ def build_engine(
         ConfigError: a converter does not fit the model or the device, or the model does not fit into memory.
     """
     dims, mesh, training = meshes.dims, meshes.mesh, config.training
-    spec = MODELS.get(config.model.name)
-    is_async = config.parallelism.enable_async_tensor_parallel and dims.tp > 1
-    fused_gemms = enable_async_tensor_parallel(mesh["tp"]) if is_async else None
+    spec, fused_gemms = MODELS.get(config.model.name), None
+    if config.parallelism.enable_async_tensor_parallel and dims.tp > 1:
+        fused_gemms = enable_async_tensor_parallel(mesh["tp"])
 
     # The full model on the meta device, then converters: they see unwrapped layers under their original names.
-    if target is None:
-        target = conversion_target(config, spec, device, shards=dims.fsdp)
+    target = target or conversion_target(config, spec, device, shards=dims.fsdp)
     convert = functools.partial(build_converted_model, args=args, target=target, mesh=mesh)
     phases = None
     if config.precision.phase:
@@ -179,9 +178,7 @@ def build_engine(
 
     # Parallelize: split into pipeline stages; then in each, tensor and context parallelism, activation checkpointing,
     # compile, FSDP.
-    stages, stage_count = {0: model}, 1
-    if dims.pp > 1:
-        stages, stage_count = _split(model, config, meshes, first_layers)
+    stages, stage_count = _split(model, config, meshes, first_layers)
     positions = _position_ids(config, meshes, device)
     # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
     # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.
@@ -203,18 +200,14 @@ def build_engine(
     set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
     allocate(model, list(stages.values()), config, device)
 
-    pipeline = validation_pipeline = None
-    if dims.pp > 1:
-        build_pipeline = functools.partial(_build_pipeline, config, meshes, device, args, stages, stage_count)
-        pipeline = build_pipeline(training.local_batch_size, loss_scale)
-        if config.validation.enabled or config.evaluation.tasks:
-            validation_pipeline = build_pipeline(config.validation.local_batch_size, forward_only=True)
+    build_pipeline = functools.partial(_build_pipeline, config, meshes, device, args, stages, stage_count)
+    pipeline = build_pipeline(training.local_batch_size, loss_scale)
+    evaluates = config.validation.enabled or config.evaluation.tasks
+    validation_pipeline = build_pipeline(config.validation.local_batch_size, forward_only=True) if evaluates else None
 
     # Muon orthogonalizes in the dtype of the model's GEMMs.
-    compute_dtype = getattr(torch, training.mixed_precision_param)
-    optimizer = build_optimizer(
-        model, config.optimizer, training.seed, lambda section: getattr(config, section), compute_dtype, scalings
-    )
+    dtype, section_of = getattr(torch, training.mixed_precision_param), functools.partial(getattr, config)
+    optimizer = build_optimizer(model, config.optimizer, training.seed, section_of, dtype, scalings)
     early = config.optimizer.early_step_in_backward
     return Engine(
         config=config,
@@ -256,7 +249,9 @@ def _unused_parameters(model: Decoder) -> int:
 def _split(
     model: Decoder, config: JobConfig, meshes: Meshes, first_layers: Sequence[int] | None
 ) -> tuple[dict[int, Decoder], int]:
-    """This rank's pipeline stages by number, and the number of all."""
+    """This rank's pipeline stages by number, and the number of all; {0: model} and 1 without a pipeline."""
+    if meshes.dims.pp == 1:
+        return {0: model}, 1
     if first_layers is None:
         first_layers = find_first_layers(config.parallelism, layer_costs(model, config.training.seq_len))
     schedule, count = config.parallelism.pipeline_parallel_schedule, len(first_layers)
@@ -286,8 +281,10 @@ def _build_pipeline(
     local_batch_size: int,
     scale: float = 1.0,
     forward_only: bool = False,
-) -> Pipeline:
-    """A pipeline for local batches of `local_batch_size` sequences."""
+) -> Pipeline | None:
+    """A pipeline for local batches of `local_batch_size` sequences; None with one stage."""
+    if meshes.dims.pp == 1:
+        return None
     training, parallelism = config.training, config.parallelism
     rows, seq_len = parallelism.pipeline_parallel_microbatch_size, training.seq_len // meshes.dims.cp
     dtype = getattr(torch, training.mixed_precision_param)
