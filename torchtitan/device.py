@@ -130,11 +130,9 @@ def _end_expandable_segments_where_they_fail(device: torch.device) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc reuse the memory of freed tensors.
-
-    By default it returns the memory to the system and gets it back page by page: 20,000 to 30,000 page faults in each
-    step of the debug model, as counted by `getrusage`. Peak memory stays the same.
-    """
+    """Makes glibc reuse the memory of freed tensors. By default it returns the memory to the system and gets it back
+    page by page: 20,000 to 30,000 page faults in each step of the debug model, as counted by `getrusage`. Peak memory
+    stays the same."""
     if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):  # not glibc
         return
     trim_threshold, mmap_threshold = -1, -3  # from mallopt(3)

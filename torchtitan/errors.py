@@ -92,10 +92,8 @@ def printable(text: str) -> str:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """' (did you mean ...?)' with the closest match in `known`, or '' if nothing is close.
-
-    In a dotted name the last part counts first: often only the section of a key is wrong.
-    """
+    """' (did you mean ...?)' with the closest match in `known`, or '' if nothing is close. In a dotted name the last
+    part counts first: often only the section of a key is wrong."""
     from difflib import SequenceMatcher
 
     def likeness(left: str, right: str) -> float:

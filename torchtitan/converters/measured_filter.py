@@ -90,10 +90,8 @@ def speedup(converter: LayerConverter, m: int, k: int, n: int, experts: int = 0)
 
 
 def slowness(converter: LayerConverter, dtype: torch.dtype) -> list[float]:
-    """Time of a converted layer divided by its time in `dtype`, for each distinct layer size, on a CPU.
-
-    Tries a few rows first: without a real kernel, a GEMM takes a thousand times as long.
-    """
+    """Time of a converted layer divided by its time in `dtype`, for each distinct layer size, on a CPU. Tries a few
+    rows first: without a real kernel, a GEMM takes a thousand times as long."""
     sizes = {(one.k, one.n, one.experts): one.m for one in converter.decisions if one.converted}
     ratios = []
     for (k, n, experts), m in sizes.items():

@@ -111,10 +111,8 @@ class Histories(Scaling):
 
     @torch.no_grad()
     def after_step(self, models: Sequence[nn.Module], step: Step) -> None:
-        """Appends the amaxes of a step unless its update was skipped. Collective over the group.
-
-        An amax that is 0 or not finite says nothing about the next one, so the previous one is repeated instead.
-        """
+        """Appends the amaxes of a step unless its update was skipped. Collective over the group. An amax that is 0 or
+        not finite says nothing about the next one, so the previous one is repeated instead."""
         layers = list(amax_histories(models).values())
         if not layers:
             return

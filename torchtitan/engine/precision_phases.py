@@ -135,7 +135,7 @@ def parse_phases(config: JobConfig) -> list[Phase]:
     for number, entry in enumerate(entries, 1):
         title = f"[[precision.phase]] {number}"
         is_last = number == len(entries)
-        last = _last_step(entry, config.training.steps)
+        last = entry.until_step if entry.until is None else round(entry.until * config.training.steps)
         key = "until" if entry.until_step is None else "until_step"
         if entry.until is not None and entry.until_step is not None:
             problems.append(f"{title}: until and until_step are both set; keep one of them.")
@@ -162,10 +162,6 @@ def parse_phases(config: JobConfig) -> list[Phase]:
 def phase_of(step: int, phases: Sequence[Phase]) -> int:
     """The index of the phase that a step (from 1) belongs to."""
     return next(index for index, phase in enumerate(phases) if phase.last_step is None or step <= phase.last_step)
-
-
-def _last_step(entry: PrecisionPhase, steps: int) -> int | None:
-    return entry.until_step if entry.until is None else round(entry.until * steps)
 
 
 def _problems(entry: PrecisionPhase, config: JobConfig) -> list[str]:

@@ -133,11 +133,9 @@ class Blocks:
     factor: torch.Tensor
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """(..., rows, columns); still transformed if the format has a transform.
-
-        Exact in float64; in float32 if scales are E8M0 or E4M3 without a scale of the matrix; in bfloat16 if they are
-        E8M0. Otherwise the result is rounded.
-        """
+        """(..., rows, columns); still transformed if the format has a transform. Exact in float64; in float32 if scales
+        are E8M0 or E4M3 without a scale of the matrix; in bfloat16 if they are E8M0. Otherwise the result is
+        rounded."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         scale = self.scale.to(wide)
         if self.tensor_scale is not None:
@@ -205,11 +203,9 @@ def _empty(x: torch.Tensor, hadamard: bool) -> torch.Tensor:
 
 
 def multiply(left: Blocks, right: Blocks) -> torch.Tensor:
-    """left @ right.T in float32: the float64 product of the dequantized operands, rounded once.
-
-    float64's own rounding errors, 2^-53 of the largest term, are far below the last bit of the result, unless the terms
-    cancel to less than 2^-29 of it.
-    """
+    """left @ right.T in float32: the float64 product of the dequantized operands, rounded once. float64's own rounding
+    errors, 2^-53 of the largest term, are far below the last bit of the result, unless the terms cancel to less than
+    2^-29 of it."""
     return (left.dequantize(torch.float64) @ right.dequantize(torch.float64).transpose(-1, -2)).float()
 
 

@@ -159,10 +159,8 @@ def grouped_8bit_mm(
     dtype: torch.dtype,
     emulate: bool,
 ) -> torch.Tensor:
-    """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K).
-
-    In int8 on a GPU one kernel, otherwise a loop over the experts.
-    """
+    """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K). In int8 on a GPU one kernel,
+    otherwise a loop over the experts."""
     if not (emulate or rounding.has_own_kernel(a)):
         from torchtitan.kernels.grouped_int8_triton import grouped_int8_gemm, grouped_int8_gemm_over_rows
 

@@ -106,11 +106,8 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     SQUARES: tl.constexpr, STOCHASTIC: tl.constexpr, HADAMARD: tl.constexpr, SIGNS: tl.constexpr, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the data, scales and scale of the matrix of `packed_blocks.Packed`.
-
-    Divisions are those of IEEE 754, and what is rounded is clamped before: that keeps its multiplication from being
-    fused with an addition.
-    """
+    """Writes the data, scales and scale of the matrix of `packed_blocks.Packed`. Divisions are those of IEEE 754, and
+    what is rounded is clamped before: that keeps its multiplication from being fused with an addition."""
     numbers = _load(x, M, N, row_stride, column_stride, ROWS, BLOCKS)
     if HADAMARD:
         numbers = _hadamard(numbers, SIGNS, ROWS * BLOCKS)

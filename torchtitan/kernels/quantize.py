@@ -23,10 +23,8 @@ scale per matrix."""
 
 
 def fused(function: Callable[..., R]) -> Callable[..., R]:
-    """Compiles `function` into one pass over its data on a GPU; eagerly it would take seven.
-
-    No gradients flow through it. (On CPU the kernels of `kernels.rounding` do it in one pass.)
-    """
+    """Compiles `function` into one pass over its data on a GPU; eagerly it would take seven. No gradients flow through
+    it. (On CPU the kernels of `kernels.rounding` do it in one pass.)"""
     compiled: list[Callable[..., R]] = []
 
     @functools.wraps(function)
@@ -50,10 +48,8 @@ _last: tuple[Any, ...] = (lambda: None,)
 
 
 def quantize_once(x: torch.Tensor, key: object, make: Callable[[torch.Tensor], R]) -> R:
-    """make(x), cached for the last x and key: wq, wk and wv share their input, and so do w1 and w3.
-
-    No gradients flow through it. Under torch.compile there is no cache: the compiler removes repetitions itself.
-    """
+    """make(x), cached for the last x and key: wq, wk and wv share their input, and so do w1 and w3. No gradients flow
+    through it. Under torch.compile there is no cache: the compiler removes repetitions itself."""
     global _last
     if torch.compiler.is_compiling():
         with torch.no_grad():

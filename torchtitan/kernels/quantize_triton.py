@@ -74,11 +74,8 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rounds up to ROWS of the M rows of a matrix of x, one after another.
-
-    Magnitudes are compared as integers: float32 numbers that are not negative have the same order as their bits, and
-    NaN is larger than all.
-    """
+    """Rounds up to ROWS of the M rows of a matrix of x, one after another. Magnitudes are compared as integers: float32
+    numbers that are not negative have the same order as their bits, and NaN is larger than all."""
     columns = tl.arange(0, BLOCK)
     inside = columns < N
     by_column = tl.zeros((BLOCK,), dtype=tl.int32)

@@ -208,11 +208,9 @@ def write_files(rungs: Iterable[Rung]) -> None:
 
 
 def run(rung: Rung) -> None:
-    """Trains, from the newest checkpoint if there is one. What the run says goes to a .log file beside its folder.
-
-    A signal to stop is passed on; the run saves a checkpoint, and this process exits. The run does so too if this
-    process is killed. Raises a UserError if it failed.
-    """
+    """Trains, from the newest checkpoint if there is one. What the run says goes to a .log file beside its folder. A
+    signal to stop is passed on; the run saves a checkpoint, and this process exits. The run does so too if this process
+    is killed. Raises a UserError if it failed."""
     log = rung.file.with_suffix(".log")
     stopped: list[int] = []
     with log.open("a", encoding="utf-8") as output:

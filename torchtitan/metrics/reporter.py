@@ -148,10 +148,8 @@ class MetricsReporter:
             self._paused_seconds += perf_counter() - start
 
     def step(self, step: int, *, loss: Reading, grad_norm: Reading, lr: Reading, **extra: Reading) -> Record | None:
-        """Call at the end of each step. Returns the report, if one was due.
-
-        Readings that are functions are called on every rank in the given order, so they may be collective.
-        """
+        """Call at the end of each step. Returns the report, if one was due. Readings that are functions are called on
+        every rank in the given order, so they may be collective."""
         if self._bar is not None:
             self._bar.update(1)
         if not self.due(step):

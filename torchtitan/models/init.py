@@ -39,14 +39,9 @@ def init_weights(
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator).mul_(factor_of(name))
         if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(local_shard(full, parameter))
+            parameter.to_local().copy_(full[local_box(parameter)])
         else:
             parameter.copy_(full)
-
-
-def local_shard(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's shard of a full tensor, sharded like `like`."""
-    return full[local_box(like)]
 
 
 def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:

@@ -35,16 +35,11 @@ def chunks(tokens: int, vocab_size: int, on_gpu: bool) -> int:
     return -(-tokens // chunk_tokens(vocab_size, on_gpu))
 
 
-def rows_at_once(logits: torch.Tensor) -> int:
-    """Rows of logits that go through the softmax together on CPU."""
-    return max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1])
-
-
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed cross-entropy and its gradient, softmax - onehot(label), which overwrites the logits."""
     if is_on_gpu(logits):
         return _fused_cross_entropy(logits, labels), logits
-    rows = rows_at_once(logits)
+    rows = max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1])  # that go through the softmax together on CPU
     total = torch.zeros((), device=logits.device)
     for part, label in zip(logits.split(rows), labels.split(rows), strict=True):
         log_probabilities = torch.log_softmax(part, -1, dtype=torch.float32)

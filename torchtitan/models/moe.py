@@ -260,9 +260,7 @@ class _Recorded(torch.autograd.Function):
 
 class SparseTransformer(Transformer):
     """A decoder whose blocks have a mixture of experts as `moe`; the first `moe.n_dense_layers` have a `feed_forward`.
-
-    A family implements `make_attention`.
-    """
+    A family implements `make_attention`."""
 
     args: SparseArgs
 

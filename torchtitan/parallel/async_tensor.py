@@ -77,11 +77,9 @@ def _reshape(graph: torch.fx.Graph, node: torch.fx.Node, shape: tuple[int, ...])
 
 
 class FusedGemms(CustomGraphPass):
-    """Counts the collectives that the compiler fused with a GEMM, and those that it did not.
-
-    Runs after the compiler's own passes, so it sees each graph in its final form. The compiler silently leaves a
-    collective alone if no pattern matches it.
-    """
+    """Counts the collectives that the compiler fused with a GEMM, and those that it did not. Runs after the compiler's
+    own passes, so it sees each graph in its final form. The compiler silently leaves a collective alone if no pattern
+    matches it."""
 
     def __init__(self) -> None:
         self.count = self.separate = 0

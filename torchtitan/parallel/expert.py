@@ -173,11 +173,9 @@ def _(counts: torch.Tensor, group: str, size: int) -> torch.Tensor:
 
 
 def gather_with_block(block: nn.Module, experts: nn.Module) -> None:
-    """Lets the experts' own FSDP group be gathered and reduced with the block, at its boundaries.
-
-    FSDP acts in hooks of the forward pass. So the block's forward, which may be compiled as a whole, runs inside that
-    of the experts. Call it before `fully_shard`.
-    """
+    """Lets the experts' own FSDP group be gathered and reduced with the block, at its boundaries. FSDP acts in hooks of
+    the forward pass. So the block's forward, which may be compiled as a whole, runs inside that of the experts. Call it
+    before `fully_shard`."""
     run = block.forward
 
     def within(*inputs: Any, **more: Any) -> Any:

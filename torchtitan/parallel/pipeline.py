@@ -119,11 +119,9 @@ def count_stages(parallelism: Parallelism, layers: int) -> int:
 
 
 def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[int]:
-    """The first layer of each stage: from the configured split points, at a fixed number of layers, or by cost.
-
-    If that gives fewer stages than required, the last stage has the output layer alone (and begins after all layers),
-    and the first has the embedding alone.
-    """
+    """The first layer of each stage: from the configured split points, at a fixed number of layers, or by cost. If that
+    gives fewer stages than required, the last stage has the output layer alone (and begins after all layers), and the
+    first has the embedding alone."""
     layers, stages = len(costs), count_stages(parallelism, len(costs))
     if parallelism.pipeline_parallel_split_points:
         return [0, *(split_points(parallelism, layers) or [])]
@@ -135,11 +133,8 @@ def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[
 
 
 def layer_costs(model: Decoder, seq_len: int) -> list[float]:
-    """Multiplications per token in each layer of a model; the output layer is added to the last.
-
-    Attention takes 2 per channel and visible token; on average half of the sequence is visible.
-    Of experts, those of one token count.
-    """
+    """Multiplications per token in each layer of a model; the output layer is added to the last. Attention takes 2 per
+    channel and visible token; on average half of the sequence is visible. Of experts, those of one token count."""
     require_parts(model)
 
     def weights(module: nn.Module) -> int:

@@ -289,7 +289,10 @@ def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> 
         values = [
             {
                 "text": _values(configs, group, key),
-                "differs": any(_differs(configs[index], defaults, key) for index in group),
+                "differs": any(
+                    config is not None and key in config and config[key] != defaults.get(key)
+                    for config in (configs[index] for index in group)
+                ),
             }
             for group in groups
         ]
@@ -309,10 +312,6 @@ def _values(configs: Sequence[Values | None], group: Sequence[int], key: str) ->
     """The distinct values of a line's runs."""
     known = (configs[index] for index in group)
     return ", ".join(dict.fromkeys(shown(config[key]) if config and key in config else UNKNOWN for config in known))
-
-
-def _differs(config: Values | None, defaults: Values, key: str) -> bool:
-    return config is not None and key in config and config[key] != defaults.get(key)
 
 
 def _difference(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -51,10 +51,8 @@ def downsample(series: Series, points: int) -> dict[str, Any]:
 
 
 def on_one_grid(members: Sequence[Series], points: int) -> dict[str, Any] | None:
-    """Several curves at their common steps: x, and a row of values for each.
-
-    With more than `points` steps, intervals are averaged. None if there is no common step.
-    """
+    """Several curves at their common steps: x, and a row of values for each. With more than `points` steps, intervals
+    are averaged. None if there is no common step."""
     steps = members[0].steps
     for member in members[1:]:
         steps = np.intersect1d(steps, member.steps)
