@@ -146,7 +146,7 @@ class AmaxHistory:
 
 class LowPrecisionLinear(nn.Linear):
     """A linear layer with low-precision GEMMs. Its weight is a plain parameter, or one that FSDP gathers in low
-    precision. While the weight does not change, `kept` may hold it quantized, for a layer that runs often in a step."""
+    precision. While the weight does not change, `kept` may hold it quantized: the output layer runs once a chunk."""
 
     gemms: Gemms
     history: AmaxHistory | None

@@ -240,7 +240,8 @@ def _scalings(model: Decoder, config: JobConfig, args: ModelArgs) -> dict[str, S
 
 
 def _unused_parameters(model: Decoder) -> int:
-    """Of the full model, those that a token multiplies nothing by: of the embedding, and of experts not chosen."""
+    """The number of parameters that a token is not multiplied by: of the embedding, and of experts that are not
+    chosen."""
     embedding = None if model.args.tied_embeddings else model.tok_embeddings
     experts = sum(mixture.unused_parameters for mixture in mixtures(model).values())
     return experts + (0 if embedding is None else embedding.weight.numel())

@@ -279,8 +279,8 @@ def _power_of_two(amax: torch.Tensor, form: BlockFormat) -> torch.Tensor:
 
 
 def round_elements(exact: torch.Tensor, form: BlockFormat, noise: torch.Tensor | None) -> torch.Tensor:
-    """The numbers of the element type next to `exact`, or with `noise` of its shape stochastically rounded; ties go to
-    even ones."""
+    """`exact` rounded to numbers of the element type: to nearest, ties to even, or stochastically with `noise` of its
+    shape."""
     element = ELEMENTS[form.element]
     exact = exact.clamp(form.smallest, element.largest)
     steps = powers_of_two(exact).clamp_min(2.0**element.smallest_exponent) * 2.0**-element.mantissa_bits

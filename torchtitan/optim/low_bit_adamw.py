@@ -25,8 +25,8 @@ moment (see `store`), or the key from which to compute it (see `random_bits`).""
 
 
 class LowBitAdamW(LowBitOptimizer):
-    """AdamW (arXiv 1711.05101) with moments in a smaller format than float32, of the second one with `root` the square
-    root. The update is computed in float32; bfloat16 parameters are then rounded stochastically."""
+    """AdamW (arXiv 1711.05101) with moments in a smaller format than float32; with `root`, the square root of the
+    second one. The update is computed in float32; bfloat16 parameters are then rounded stochastically."""
 
     signed: ClassVar = {"exp_avg"}
 

@@ -69,7 +69,7 @@ class ExpertDispatch:
         return back
 
     def received_rows(self, splits: torch.Tensor, sent: int) -> int:
-        """The rows that this rank computes, which sends `sent` rows. A plan, which knows no splits, replaces it
+        """The number of rows that this rank computes; it sends `sent`. A plan, which knows no splits, replaces it
         (`plan.simulation`)."""
         return splits[1].sum().item()  # type: ignore[return-value]  # of integers
 

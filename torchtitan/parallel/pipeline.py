@@ -149,8 +149,8 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
 
 
 def split(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Decoder]:
-    """Builds the stages with these numbers, of which `firsts` has the first layers, and removes all other modules from
-    the model.
+    """Builds the stages with these numbers, and removes all other modules from the model. `firsts` has the first layer
+    of each stage.
 
     A stage is a view: it shares its modules with the model, under the same names, so the optimizer and checkpoints keep
     working with the model. The first stage has the embedding, the last one the norm and the output layer; in other

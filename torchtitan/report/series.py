@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Series:
-    """One number over the steps of a run, which increase; NaN where it was not finite."""
+    """One number over increasing steps of a run; NaN where it was not finite."""
 
     steps: NDArray[np.int64]
     values: Floats
