@@ -65,8 +65,8 @@ def train_step(
 
 def optimizer_step(optimizer: torch.optim.Optimizer, skip: Skip) -> Skip:
     """Runs the optimizer step unless it is skipped. Returns `skip`, with what the host knows now. Fused optimizers,
-    torch's and on GPUs our own, read that on the device (as `found_inf`, meant for gradient scaling). For the others
-    the host must read it, which waits for the device."""
+    torch's and on GPUs our own, read the decision on the device (as `found_inf`, meant for gradient scaling). For
+    others the host must read it, which waits for the device."""
     flag = skip.device
     for part in parts_of(optimizer):
         if flag is None:
