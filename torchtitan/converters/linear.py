@@ -146,11 +146,11 @@ class AmaxHistory:
 
 class LowPrecisionLinear(nn.Linear):
     """A linear layer with low-precision GEMMs. Its weight is a plain parameter, or one that FSDP gathers in low
-    precision. While the weight does not change, `kept` may hold it quantized: the output layer runs once a chunk."""
+    precision. `quantized_weights` keeps it quantized while it does not change: the output layer runs once a chunk."""
 
     gemms: Gemms
     history: AmaxHistory | None
-    kept: Kept | None = None
+    quantized_weights: Kept | None = None
 
     @property
     def all_gather_dtype(self) -> torch.dtype | None:
@@ -174,7 +174,7 @@ class LowPrecisionLinear(nn.Linear):
             amaxes = LayerAmaxes(history.amax(WEIGHT, trains), history.amax(GRAD_OUTPUT, trains))
             with torch.no_grad():
                 low = gemms.round_input(x, None, trains, history.amax(X, trains))
-        out = LowPrecisionMatmul.apply(x, self.weight, None, low, gemms, amaxes, self.kept)
+        out = LowPrecisionMatmul.apply(x, self.weight, None, low, gemms, amaxes, self.quantized_weights)
         return out if self.bias is None else out + self.bias
 
 
@@ -183,12 +183,12 @@ def weight_unchanged(layer: nn.Module | None) -> Iterator[None]:
     """Within this context, in which its weight must not change, a layer with low precision quantizes it once."""
     low = layer if isinstance(layer, LowPrecisionLinear) else None
     if low is not None:
-        low.kept = {}
+        low.quantized_weights = {}
     try:
         yield
     finally:
         if low is not None:
-            low.kept = None
+            low.quantized_weights = None
 
 
 class LowPrecisionExperts(GroupedLinear):
