@@ -76,9 +76,10 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
     from torchtitan.checks.config_checks import check, global_batch_size
     from torchtitan.config import ConfigManager
     from torchtitan.device import find_device
-    from torchtitan.engine.train_step import train_step
+    from torchtitan.engine.train_step import optimizer_step, train_step
     from torchtitan.models import MODELS, ModelSpec
-    from torchtitan.optim.optimizer import build_optimizer, optimizer_step
+    from torchtitan.optim.optimizer import build_optimizer
+    from torchtitan.optim.skip_step import Skip
     from torchtitan.run.build_trainer import build_trainer
 
     debug = MODELS.get("llama3").flavors["debugmodel"]
@@ -108,7 +109,7 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
                     for parameter in engine.model.parameters():
                         parameter.grad = torch.zeros_like(parameter)
                     start = time.perf_counter()
-                    optimizer_step(engine.optimizer, None)
+                    optimizer_step(engine.optimizer, Skip())
                     engine.model.zero_grad()
                     if repetition:
                         updates[name].append(time.perf_counter() - start)

@@ -50,12 +50,8 @@ def cache_result(name: str, key: str, value: float, keep: bool = True) -> None:
 
 
 def private_folder(name: str) -> Path:
-    """A folder in the cache that only this user can access.
-
-    Raises:
-        OSError: it cannot be created, or others can write to it.
-        RuntimeError: this user has no home folder.
-    """
+    """A folder in the cache that only this user can access. Raises an OSError if it cannot be created or others can
+    write to it, and a RuntimeError if this user has no home folder."""
     folder = cache_folder() / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_owned(folder)
@@ -67,11 +63,7 @@ def private_folder(name: str) -> Path:
 
 
 def check_owned(folder: Path) -> None:
-    """Checks that this user owns the folder and that others can neither write to it nor replace it.
-
-    Raises:
-        OSError: the check fails, or there is no such folder.
-    """
+    """Raises an OSError unless this user owns the folder, and others can neither write to it nor replace it."""
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         raise PermissionError(f"{folder} is not a folder, or is a link, or belongs to another user")

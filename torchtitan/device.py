@@ -34,13 +34,8 @@ ONEDNN_ISAS = [
 
 @dataclass(frozen=True)
 class Device:
-    """One process's device.
-
-    Attributes:
-        type: "cuda" or "cpu".
-        name: hardware name, such as "NVIDIA H100 80GB HBM3".
-        torch_device: includes the index of this process's GPU.
-    """
+    """One process's device: its type, hardware name ("NVIDIA H100 80GB HBM3"), and `torch_device` with the index of the
+    GPU."""
 
     type: str
     name: str
@@ -78,11 +73,8 @@ class Device:
 
 
 def find_device(local_rank: int) -> Device:
-    """The GPU with this process's local rank, or the CPU if there are no GPUs; initialized.
-
-    Raises:
-        UserError: there are GPUs, but this torch cannot use them, or there is no C compiler, which Triton needs.
-    """
+    """The GPU with this process's local rank, or the CPU if there are no GPUs; initialized. Raises a UserError if this
+    torch cannot use the GPUs, or there is no C compiler, which Triton needs."""
     if not torch.cuda.is_available():
         _refuse_unusable_gpus()
         _keep_freed_memory()
@@ -138,11 +130,9 @@ def _end_expandable_segments_where_they_fail(device: torch.device) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc reuse the memory of freed tensors.
-
-    By default it returns the memory to the system and gets it back page by page: 20,000 to 30,000 page faults in each
-    step of the debug model, as counted by `getrusage`. Peak memory stays the same.
-    """
+    """Makes glibc reuse the memory of freed tensors. By default it returns the memory to the system and gets it back
+    page by page: 20,000 to 30,000 page faults in each step of the debug model, as counted by `getrusage`. Peak memory
+    stays the same."""
     if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):  # not glibc
         return
     trim_threshold, mmap_threshold = -1, -3  # from mallopt(3)

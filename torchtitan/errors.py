@@ -18,11 +18,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A mistake in the TOML file, on the command line, or between keys.
-
-    Args:
-        problems: one sentence per mistake; all are reported at once.
-    """
+    """Mistakes in the TOML file, on the command line, or between keys, one sentence each; all are reported at once."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = tuple(dict.fromkeys(map(printable, problems)))
@@ -96,10 +92,8 @@ def printable(text: str) -> str:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """' (did you mean ...?)' with the closest match in `known`, or '' if nothing is close.
-
-    In a dotted name the last part counts first: often only the section of a key is wrong.
-    """
+    """' (did you mean ...?)' with the closest match in `known`, or '' if nothing is close. In a dotted name the last
+    part counts first: often only the section of a key is wrong."""
     from difflib import SequenceMatcher
 
     def likeness(left: str, right: str) -> float:

@@ -122,14 +122,9 @@ class Waiting:
 
 
 def init_logging(rank: int, world_size: int, color: bool) -> None:
-    """Sends the "torchtitan" logger to stdout: INFO and above on rank 0, WARNING and above on the others.
-
-    Call it before torchao is imported, so that it silences torchao's startup messages. Calling it again replaces the
-    previous setup.
-
-    Args:
-        color: use ANSI colors if stdout is a terminal.
-    """
+    """Sends the "torchtitan" logger to stdout: INFO and above on rank 0, WARNING and above on the others. Call it
+    before torchao is imported, so that it silences torchao's startup messages. Calling it again replaces the previous
+    setup."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(ConsoleFormatter(rank, world_size, color and sys.stdout.isatty()))
     logger.handlers = [handler]

@@ -9,13 +9,8 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The names of one kind of thing.
-
-    Args:
-        kind: what an entry is, for messages ("model").
-        key: configuration key whose value is looked up ("model.name").
-        builtin: predefined entries.
-    """
+    """The names of one kind of thing: `kind` is what messages call an entry ("model"), `key` the configuration key
+    whose value is looked up ("model.name")."""
 
     def __init__(self, kind: str, key: str, builtin: Mapping[str, T]) -> None:
         self.kind = kind

@@ -152,7 +152,7 @@ def train(
             batch = make_batch(shape, engine.config.training.document_mask)
             with watch:
                 watch.report = Report(LOWERED, [], [], Counter(), 0)
-                train_step(engine, [batch], 1e-4, guard, number)
+                train_step(engine, [batch], 1e-4, guard.should_skip, number)
             delayed = [layer for layer in amax_histories([engine.model]).values() if not layer.has_scales]
             for layer in delayed:
                 layer.has_scales = True  # real numbers would give it scales in the first step

@@ -563,7 +563,7 @@ def train(
         checkpoints = None if save is None else stack.enter_context(checkpoints_of(engine, save))
         for number in range(2):
             batches = [steps.make_batch(shape, engine.config.training.document_mask) for _ in range(microbatches)]
-            train_step(engine, batches, 1e-4, guard, number)
+            train_step(engine, batches, 1e-4, guard.should_skip, number)
             for layer in steps.amax_histories([engine.model]).values():
                 layer.has_scales = True
             evaluate(engine, batches[:1], lambda: False)

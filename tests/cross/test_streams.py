@@ -209,9 +209,8 @@ FAULTS: dict[str, tuple[list[tuple[str, str, str]], dict[str, Any], str, str]] =
         [
             (
                 "engine.train_step:train_step",
-                "stepped = optimizer_step(",
-                "engine.model.set_post_optim_event(torch.cuda.current_stream().record_event()); "
-                "stepped = optimizer_step(",
+                "skip = optimizer_step(",
+                "engine.model.set_post_optim_event(torch.cuda.current_stream().record_event()); skip = optimizer_step(",
             )
         ],
         case(world_size=2),

@@ -17,9 +17,10 @@ from torchtitan.config.low_precision import Float8, Int8
 from torchtitan.config.training import Optimizer
 from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.gather import GatheredWeight
+from torchtitan.converters.linear import weight_unchanged
 from torchtitan.errors import TrainingError
 from torchtitan.kernels import rounding
-from torchtitan.kernels.quantize import quantize, weights_unchanged
+from torchtitan.kernels.quantize import quantize
 from torchtitan.models.loss import chunked_cross_entropy
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import build_optimizer
@@ -272,7 +273,7 @@ def roundings_of_output() -> list[int]:
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     for _ in range(2):
-        with weights_unchanged():
+        with weight_unchanged(model.output):
             for _ in range(3):
                 x = torch.randn(1, TOKENS, DIM).bfloat16()
                 model(x, torch.zeros(1, TOKENS, dtype=torch.long)).backward()

@@ -11,11 +11,13 @@ from torch import nn
 
 from torchtitan.config import ConfigManager, to_toml
 from torchtitan.config.training import Optimizer, OptimizerGroup
+from torchtitan.engine.train_step import optimizer_step
 from torchtitan.errors import ConfigError
 from torchtitan.optim.combined import parts_of
 from torchtitan.optim.low_bit import LowBitOptimizer
-from torchtitan.optim.optimizer import build_optimizer, optimizer_step, set_learning_rate
+from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan.optim.parameters import check_groups, named_parameters, parameters_with_roles
+from torchtitan.optim.skip_step import Skip
 
 
 def train(make: Callable[[nn.Parameter], torch.optim.Optimizer], steps: int = 3) -> torch.Tensor:
@@ -74,7 +76,7 @@ def test_a_skipped_step_changes_nothing(changes: dict[str, Any], faults: float, 
         """Weights and states afterwards."""
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
-        optimizer_step(optimizer, torch.tensor(skip))
+        optimizer_step(optimizer, Skip(torch.tensor(skip)))
         states = [part.state[parameter] for part in parts_of(optimizer) for parameter in model.parameters()]
         tensors = [*model.parameters(), *(tensor for state in states for tensor in state.values())]
         return [tensor.detach().clone() for tensor in tensors]

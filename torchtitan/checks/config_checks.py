@@ -26,15 +26,8 @@ PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state", "token
 
 
 def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
-    """Checks the configuration as a whole and returns its degrees of parallelism.
-
-    Args:
-        world_size: number of processes.
-        device_type: "cuda" or "cpu".
-
-    Raises:
-        ConfigError: with one sentence per mistake.
-    """
+    """Checks the configuration as a whole and returns its degrees of parallelism for so many processes. Raises a
+    ConfigError with one sentence per mistake."""
     problems: list[str] = []
     for attempt in _lookups(config):
         try:

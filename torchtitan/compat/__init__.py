@@ -11,12 +11,8 @@ from torchtitan.errors import UserError
 
 
 def require(owner: type, names: tuple[str, ...], purpose: str) -> None:
-    """Refuses a torch whose class `owner` lacks private methods or attributes that we override: our overrides would
-    silently never be called.
-
-    Raises:
-        UserError: one of `names` is missing.
-    """
+    """Raises a UserError if this torch's class `owner` lacks private names that we override: our overrides would
+    silently never be called."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise UserError(

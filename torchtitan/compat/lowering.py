@@ -46,12 +46,8 @@ class _Stream:
 
 
 def simulate(properties: Any, triton_limits: dict[str, int]) -> None:
-    """Makes this process believe in one GPU. What works on fake tensors works; nothing can be computed.
-
-    Args:
-        properties: with the attributes of `torch.cuda.get_device_properties()`.
-        triton_limits: what Triton's driver says about it.
-    """
+    """Makes this process believe in one GPU, with these `torch.cuda.get_device_properties()` and limits of Triton's
+    driver. What works on fake tensors works; nothing can be computed."""
     import torch
     import torch._functorch.partitioners as partitioners
     import torch._subclasses.fake_tensor as fake_tensor
@@ -164,11 +160,8 @@ def _fold_constants_on_cpu() -> None:
 
 def on_lowered(take: Callable[[Any, str], Callable[[list[Any]], None] | None]) -> None:
     """From now on, `take` gets each graph that the compiler lowers, and its code. Compiled functions then return fake
-    tensors. What `take` returns, if not None, is called with the graph's inputs whenever it runs.
-
-    Raises:
-        RuntimeError: the compiler's caches are on, and would give other processes graphs without code.
-    """
+    tensors. What `take` returns, if not None, is called with the graph's inputs whenever it runs. Raises a RuntimeError
+    if the compiler's caches are on: they would give other processes graphs without code."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 

@@ -59,11 +59,7 @@ CONVERTERS: Registry[ConverterEntry] = Registry(
 def apply_converters(
     model: nn.Module, names: Iterable[str], section_of: Callable[[str], Section], target: Target
 ) -> list[ModelConverter]:
-    """Builds the converters called `names` and applies them in this order.
-
-    Args:
-        section_of: from a section's name to its content.
-    """
+    """Builds the converters called `names`, each from its section, and applies them in this order."""
     converters = []
     for name in names:
         entry = CONVERTERS.get(name)

@@ -11,11 +11,7 @@ HIGH_PRECISION = "bf16"
 
 
 def conversion_report(decisions: Iterable[Sequence[Decision]]) -> list[Decision]:
-    """One decision per linear layer: that of the converter which took it, or else why each converter did not.
-
-    Args:
-        decisions: of each converter, in the order of application.
-    """
+    """One decision per linear layer: that of the converter which took it, or else why each converter did not."""
     by_layer: dict[str, list[Decision]] = {}
     for of_converter in decisions:
         for decision in of_converter:
@@ -39,11 +35,7 @@ def to_json(report: Sequence[Decision]) -> str:
 
 def phases_to_json(reports: Sequence[tuple[int | None, Sequence[Decision]]]) -> str:
     """A list of objects, one per phase of a precision schedule: phase (from 1), precision, last_step (null for the end
-    of the run), and layers (see `to_json`).
-
-    Args:
-        reports: the last step and the report of each phase.
-    """
+    of the run), and layers (see `to_json`)."""
     phases = [
         {"phase": number, "precision": precision_of(report), "last_step": last, "layers": _objects(report)}
         for number, (last, report) in enumerate(reports, 1)

@@ -21,16 +21,12 @@ class Target:
 
     Attributes:
         device_type: "cuda", "cpu", or "meta" if a conversion is only explained, for which any device will do.
-        device_name: name of the hardware.
         compute_capability: of a CUDA device, such as (9, 0); None elsewhere.
         tokens: M of the GEMMs: sequences in a micro-batch times tokens of a sequence on one device.
         compile: whether transformer blocks are compiled.
         dtype: that unconverted layers compute in.
-        tensor_parallel: the degree.
-        expert_parallel: the degree.
         plan: tensor-parallel style by the end of a module's path.
         shards: FSDP ranks that a weight's rows are sharded over.
-        optimizer: its configuration section.
     """
 
     device_type: str
@@ -73,7 +69,6 @@ class Decision:
         fqn: its path in the model.
         m, k, n: of the GEMM on one device, (m, k) x (k, n).
         converter, recipe: which decided.
-        converted: whether the layer is converted.
         reason: the rule that applied, as text.
         experts: on one device, of a layer that each expert has; m is then their mean. 0 for an ordinary layer.
     """
@@ -94,7 +89,6 @@ class ProfilerOp:
     """How low-precision GEMMs appear in the profiler.
 
     Attributes:
-        operation: name of the operation.
         input_dtypes: if not empty, count only operations whose first input has one of these dtypes, in the profiler's
             spelling.
         per_gemm: number of these operations per GEMM.
@@ -110,7 +104,6 @@ class LayerGemms:
     """The GEMMs of one converted layer and their known errors.
 
     Attributes:
-        op: how the profiler shows them.
         output, grad_input, grad_weight: known relative error (2-norm) against float32 on normally distributed data;
             None for a GEMM that stays in high precision.
     """
@@ -148,11 +141,8 @@ class ModelConverter:
     warms_up: bool = False
 
     def convert(self, model: nn.Module) -> None:
-        """Changes the full model in place, on the meta device: not yet parallelized, compiled or wrapped.
-
-        Raises:
-            ConfigError: nothing in the model can be converted, or a key of the section does not fit the model.
-        """
+        """Changes the full model in place, on the meta device: not yet parallelized, compiled or wrapped. Raises a
+        ConfigError if it can convert nothing, or a key of the section does not fit the model."""
         raise NotImplementedError
 
     def connect(self, mesh: DeviceMesh) -> None:
@@ -164,12 +154,9 @@ class ModelConverter:
     def after_step(
         self, models: Sequence[nn.Module], learning_rate: float | None, skip: torch.Tensor | None = None
     ) -> None:
-        """`post_optimizer_hook` with what a converter may need to know of the update.
-
-        Args:
-            learning_rate: None if the host knows that the update was skipped.
-            skip: a scalar on the device, above 0 if the update was skipped; None if it was not.
-        """
+        """`post_optimizer_hook` with what a converter may need to know of the update. `learning_rate` is None if the
+        host knows that the update was skipped; `skip` is a scalar on the device, above 0 if it was, or None if it was
+        not."""
         self.post_optimizer_hook(models)
 
     def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
@@ -183,12 +170,9 @@ class ModelConverter:
         return None
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
-        """Restores a `state_dict` merged over all ranks; {} if the checkpoint has none.
-
-        Args:
-            gradient_ratio: this run's loss scale over that of the run that saved it. Gradients inside the backward pass
-                contain the loss scale, which depends on the layout and the batch size.
-        """
+        """Restores a `state_dict` merged over all ranks; {} if the checkpoint has none. `gradient_ratio` is this run's
+        loss scale over that of the run that saved it: gradients inside the backward pass contain the loss scale, which
+        depends on the layout and the batch size."""
 
 
 def with_all_hooks(converter: Any, name: str) -> ModelConverter:

@@ -72,8 +72,6 @@ def decide(
     """One decision per linear layer of the model, in the model's order. Experts' layers are one for all experts.
 
     Args:
-        entries: `filter_fqns`; not modified.
-        converter: name of the converter and of its section.
         explicit: whether the entries are the user's; a default need not match anything.
         numerics: the measurement of `auto_filter_numerics`.
 

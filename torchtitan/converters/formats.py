@@ -31,6 +31,7 @@ from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
 from torchtitan.kernels.matmul_8bit import as_right, matmul
 from torchtitan.kernels.packed_blocks import Packed, block_mm, pack, pack_both
 from torchtitan.kernels.quantize import (
+    Kept,
     ScaleRecipe,
     float8_scale,
     quantize,
@@ -185,13 +186,10 @@ class EightBit(NamedTuple):
         return BothOperands(by_row if rows else None, by_column, filled_ends)
 
     def round_weight(
-        self, weight: torch.Tensor, columns_follow: bool, amax: Amax | None
+        self, weight: torch.Tensor, columns_follow: bool, amax: Amax | None, kept: Kept | None
     ) -> tuple[Quantized, torch.Tensor | None]:
-        """The weight for the output GEMM, and what `round_weight_again` can use: a scale, or inverses of scales.
-
-        Args:
-            columns_follow: `round_weight_again` will be called.
-        """
+        """The weight for the output GEMM, and what `round_weight_again`, if that follows, can use: a scale, or inverses
+        of scales."""
         gathered = gathered_operand(weight)
         if gathered is not None:
             return gathered, None
@@ -199,36 +197,34 @@ class EightBit(NamedTuple):
             scale = amax.scale_of(weight, self.dtype)
             return round_to_float8(weight, scale, self.dtype), scale
         if weight.dim() == 3:
-            return quantize_weight(weight, (self, "rows"), lambda w: grouped_8bit.round_weight(w, self.dtype))
+            return quantize_weight(weight, (self, "rows"), lambda w: grouped_8bit.round_weight(w, self.dtype), kept)
         if columns_follow and self.columns_scales is None:
-            return quantize_weight(weight, (self, "both"), lambda w: quantize_rows(w, self.scales, self.dtype))
-        return quantize_weight(weight, (self, "rows"), lambda w: quantize(w, self.scales, self.dtype)), None
+            return quantize_weight(weight, (self, "both"), lambda w: quantize_rows(w, self.scales, self.dtype), kept)
+        return quantize_weight(weight, (self, "rows"), lambda w: quantize(w, self.scales, self.dtype), kept), None
 
-    def round_weight_again(self, weight: torch.Tensor, known: torch.Tensor | None, amax: Amax | None) -> Quantized:
+    def round_weight_again(
+        self, weight: torch.Tensor, known: torch.Tensor | None, amax: Amax | None, kept: Kept | None
+    ) -> Quantized:
         """The weight for the input gradient. A copy kept since the forward pass would take memory even after FSDP has
-        freed the gathered weight.
-
-        Args:
-            known: from `round_weight`.
-        """
+        freed the gathered weight. `known` is from `round_weight`."""
         if amax is not None:
             assert known is not None
             return as_right(round_to_float8(weight, known, self.dtype))
         if weight.dim() == 3:
             return quantize_weight(
-                weight, (self, "columns"), lambda w: grouped_8bit.round_columns(w, self.dtype, known)
+                weight, (self, "columns"), lambda w: grouped_8bit.round_columns(w, self.dtype, known), kept
             )
         if (gathered := gathered_operand(weight, columns=True)) is not None:
             return as_right(gathered)
         if isinstance(weight, GatheredWeight):
             weight = weight.dequantize_all()
-        return quantize_weight(weight, (self, "columns"), lambda w: as_right(self._columns(w, known)))
+        return quantize_weight(weight, (self, "columns"), lambda w: as_right(self._columns(w, known, kept)), kept)
 
-    def _columns(self, weight: torch.Tensor, known: torch.Tensor | None) -> Quantized:
+    def _columns(self, weight: torch.Tensor, known: torch.Tensor | None, kept: Kept | None) -> Quantized:
         if known is not None:
             return Quantized(quantize_with(weight, known, self.dtype), known)
         if self.scales == "tensorwise":  # the data of the output GEMM in another layout
-            return self.round_weight(weight, True, None)[0]
+            return self.round_weight(weight, True, None, kept)[0]
         return quantize_columns(weight, self.columns_scales or self.scales, self.dtype)
 
     def output(self, x: Quantized, weight: Quantized, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
@@ -303,15 +299,19 @@ class Blocks(NamedTuple):
             pack(x, self.form) if rows else None, pack(x.t(), self.over_tokens) if columns else None, ends
         )
 
-    def round_weight(self, weight: torch.Tensor, columns_follow: bool, amax: Amax | None) -> tuple[Operand, None]:
+    def round_weight(
+        self, weight: torch.Tensor, columns_follow: bool, amax: Amax | None, kept: Kept | None
+    ) -> tuple[Operand, None]:
         if self.emulate:
             return Rounded(round_to_blocks(weight, self.form)), None
-        return quantize_weight(weight, (self, "rows"), lambda w: pack(w, self.form)), None
+        return quantize_weight(weight, (self, "rows"), lambda w: pack(w, self.form), kept), None
 
-    def round_weight_again(self, weight: torch.Tensor, known: torch.Tensor | None, amax: Amax | None) -> Operand:
+    def round_weight_again(
+        self, weight: torch.Tensor, known: torch.Tensor | None, amax: Amax | None, kept: Kept | None
+    ) -> Operand:
         if self.emulate:
             return Rounded(round_to_blocks(weight.mT, self.form))
-        return quantize_weight(weight, (self, "columns"), lambda w: pack(w.t(), self.form))
+        return quantize_weight(weight, (self, "columns"), lambda w: pack(w.t(), self.form), kept)
 
     def output(self, x: Any, weight: Any, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
         if not self.emulate:

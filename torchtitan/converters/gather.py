@@ -52,12 +52,8 @@ KEEP_TYPE = {
 
 
 class ShardedWeight(torch.Tensor):
-    """A high-precision weight, or a shard of one, that FSDP gathers in int8.
-
-    Args:
-        tensor: (rows, columns).
-        recipe: layout of the scales.
-    """
+    """A high-precision weight, (rows, columns), or a shard of one, that FSDP gathers in int8 with scales as `recipe`
+    says."""
 
     tensor: torch.Tensor
     recipe: ScaleRecipe
@@ -247,11 +243,8 @@ class GatheredWeight(torch.Tensor):
 
 
 def gathered_operand(x: torch.Tensor, columns: bool = False) -> Quantized | None:
-    """The operand that a tensor is if it was gathered in low precision, by FSDP or tensor parallelism.
-
-    Args:
-        columns: with one scale per column; None if these scales are not known.
-    """
+    """The operand that a tensor is if FSDP or tensor parallelism gathered it in low precision. With `columns`, it has
+    one scale per column; None if these are not known."""
     if isinstance(x, GatheredWeight):
         return x.by_columns() if columns else x.by_rows()
     if hasattr(x, "_scale"):  # torchao's Float8TrainingTensor, which has one scale

@@ -38,7 +38,6 @@ def checked_gemms(
     """Wraps one training step that compiles nothing and checks that the promised low-precision GEMMs run.
 
     Args:
-        model: the part on this rank.
         converters: of the run, after conversion; those with decisions promise something.
         passes: by path, how often the layers on this rank run in this step.
         compiled: the compiler rounds an operand of several emulated GEMMs once, so they cannot be counted.

@@ -1,6 +1,7 @@
 """Linear layers with low-precision GEMMs, ordinary ones and experts'. `formats.py` says what is rounded, and how."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from torchtitan.converters.formats import Amax, BothOperands, Ends, Gemms
 from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
-from torchtitan.kernels.quantize import quantize_once
+from torchtitan.kernels.quantize import Kept, quantize_once
 from torchtitan.models.moe import GroupedLinear
 
 X, WEIGHT, GRAD_OUTPUT = range(3)
@@ -35,6 +36,7 @@ class LowPrecisionMatmul(torch.autograd.Function):
         ends: (E,) int32, the ends of the experts' rows; None for one weight.
         low: x, rounded.
         amaxes: with delayed scaling.
+        kept: see `quantize_weight`.
     """
 
     apply: ClassVar[Callable[..., torch.Tensor]]
@@ -48,13 +50,15 @@ class LowPrecisionMatmul(torch.autograd.Function):
         low: BothOperands,
         gemms: Gemms,
         amaxes: LayerAmaxes | None,
+        kept: Kept | None,
     ) -> torch.Tensor:
+        ctx.kept = kept
         ctx.gemms, ctx.amaxes, ctx.shape, ctx.dtype = gemms, amaxes, x.shape, x.dtype
         known = None
         if gemms.output:
             left = low.rows or gemms.x.round(x, ends, columns=False).rows
             columns_follow = gemms.grad_input and ctx.needs_input_grad[0]
-            right, known = gemms.weight.round_weight(weight, columns_follow, amaxes and amaxes.weight)
+            right, known = gemms.weight.round_weight(weight, columns_follow, amaxes and amaxes.weight, kept)
             out: torch.Tensor = gemms.x.output(left, right, x.dtype, ends)  # type: ignore[arg-type]
         elif ends is None:
             out = x.flatten(0, -2) @ high_precision(weight).t()
@@ -79,7 +83,7 @@ class LowPrecisionMatmul(torch.autograd.Function):
         )
         x_grad = weight_grad = None
         if low_x:
-            right = gemms.weight.round_weight_again(weight, known, amaxes and amaxes.weight)
+            right = gemms.weight.round_weight_again(weight, known, amaxes and amaxes.weight, ctx.kept)
             x_grad = gemms.x.grad_input(low.rows, right, ctx.dtype, ends)  # type: ignore[arg-type]
         elif needs_x:
             x_grad = grad @ high_precision(weight) if ends is None else grouped_mm(grad, weight, ends)
@@ -91,7 +95,7 @@ class LowPrecisionMatmul(torch.autograd.Function):
             weight_grad = gemms.x.grad_weight(low.columns, x, weight.dtype, x_ends)  # type: ignore[arg-type]
         elif needs_weight:
             weight_grad = grad.t() @ saved[0] if ends is None else grouped_mm_over_rows(grad, saved[0], ends)
-        return x_grad if x_grad is None else x_grad.view(ctx.shape), weight_grad, None, None, None, None
+        return x_grad if x_grad is None else x_grad.view(ctx.shape), weight_grad, None, None, None, None, None
 
 
 def high_precision(weight: torch.Tensor) -> torch.Tensor:
@@ -142,10 +146,11 @@ class AmaxHistory:
 
 class LowPrecisionLinear(nn.Linear):
     """A linear layer with low-precision GEMMs. Its weight is a plain parameter, or one that FSDP gathers in low
-    precision."""
+    precision. `quantized_weights` keeps it quantized while it does not change: the output layer runs once a chunk."""
 
     gemms: Gemms
     history: AmaxHistory | None
+    quantized_weights: Kept | None = None
 
     @property
     def all_gather_dtype(self) -> torch.dtype | None:
@@ -169,8 +174,21 @@ class LowPrecisionLinear(nn.Linear):
             amaxes = LayerAmaxes(history.amax(WEIGHT, trains), history.amax(GRAD_OUTPUT, trains))
             with torch.no_grad():
                 low = gemms.round_input(x, None, trains, history.amax(X, trains))
-        out = LowPrecisionMatmul.apply(x, self.weight, None, low, gemms, amaxes)
+        out = LowPrecisionMatmul.apply(x, self.weight, None, low, gemms, amaxes, self.quantized_weights)
         return out if self.bias is None else out + self.bias
+
+
+@contextlib.contextmanager
+def weight_unchanged(layer: nn.Module | None) -> Iterator[None]:
+    """Within this context, in which its weight must not change, a layer with low precision quantizes it once."""
+    low = layer if isinstance(layer, LowPrecisionLinear) else None
+    if low is not None:
+        low.quantized_weights = {}
+    try:
+        yield
+    finally:
+        if low is not None:
+            low.quantized_weights = None
 
 
 class LowPrecisionExperts(GroupedLinear):
@@ -189,7 +207,7 @@ class LowPrecisionExperts(GroupedLinear):
         gemms, trains = self.gemms, torch.is_grad_enabled()
         # w1 and w3 share x. Its rows are sorted only one way, so the key need not contain the offsets.
         low = quantize_once(x, (gemms, trains), lambda x: gemms.round_input(x, offsets, trains))
-        return LowPrecisionMatmul.apply(x, self.weight, offsets, low, gemms, None)
+        return LowPrecisionMatmul.apply(x, self.weight, offsets, low, gemms, None, None)
 
 
 def torchao_grouped_mx(
@@ -200,12 +218,8 @@ def torchao_grouped_mx(
     hp_weight_grad: bool,
     emulate: bool = False,
 ) -> torch.Tensor:
-    """x @ weight[expert].T in mxfp8, with torchao's kernels for Blackwell. Shapes as in `LowPrecisionMatmul`.
-
-    Args:
-        scale_mode: see `block_formats.ScaleMode`.
-        hp_weight_grad: the weight gradient stays in high precision.
-    """
+    """x @ weight[expert].T in mxfp8, with torchao's kernels for Blackwell. Shapes as in `LowPrecisionMatmul`. With
+    `hp_weight_grad` the weight gradient stays in high precision."""
     from torchtitan.compat.torchao import KernelPreference, ScaleCalculationMode, grouped_mxfp8_mm
 
     out: torch.Tensor = grouped_mxfp8_mm(

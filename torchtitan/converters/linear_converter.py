@@ -94,12 +94,9 @@ class LinearConverter(ModelConverter):
     recipe converts experts. Weights stay in high precision.
 
     Attributes:
-        recipe: name of the recipe.
         layer: its formats, as the section's keys and the device change them.
         rules: its requirements on a layer.
-        decisions: one per linear layer of the model, set by `convert`.
         cannot_group: why this device cannot run `grouped_gemms`, with the remedy; "" if it can.
-        scaling: what happens to its scales after each step.
 
     Raises:
         ConfigError: the device has no GEMMs of the recipe and `emulate` is not set, or keys contradict each other.
@@ -263,11 +260,8 @@ class LinearConverter(ModelConverter):
         self.scaling.load_state_dict(models, state, gradient_ratio)
 
     def check_swap(self) -> None:
-        """Compares a converted layer of each kind with its bf16 copy, forward and backward.
-
-        Raises:
-            ConfigError: a GEMM is bit-identical (nothing was quantized) or far from the recipe's known error.
-        """
+        """Compares a converted layer of each kind with its bf16 copy, forward and backward. Raises a ConfigError if a
+        GEMM is bit-identical (nothing was quantized) or far from the recipe's known error."""
         kinds = {SAMPLE_EXPERTS if one.experts else 0: self.gemms_of(one) for one in self.decisions if one.converted}
         for experts, gemms in kinds.items():
             for gemm, error in relative_errors(self, self.target.device_type, experts).items():
@@ -291,11 +285,8 @@ SAMPLE_EXPERTS = 4
 
 
 def relative_errors(converter: LinearConverter, device_type: str, experts: int = 0) -> dict[str, float]:
-    """Relative 2-norm difference between the GEMMs of a converted layer and of its bf16 copy, on normal data.
-
-    Args:
-        experts: of a layer of experts, one of which has no tokens; 0 for an ordinary layer.
-    """
+    """Relative 2-norm difference between the GEMMs of a converted layer and of its bf16 copy, on normal data. With
+    `experts`, of a layer of so many, one of which has no tokens."""
     generator = torch.Generator(device=device_type).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -29,9 +29,6 @@ HOPELESS = 50  # times slower with a few rows, where rounding alone may cost ten
 def measured_reason(converter: LayerConverter, m: int, k: int, n: int, experts: int = 0) -> str | None:
     """Why a layer of this size stays in high precision; None if low precision is faster.
 
-    Args:
-        experts: see `layer_seconds`.
-
     One rank measures and broadcasts, so that all convert the same layers. Results are cached across runs, by device and
     versions. Without the device, as in a plan, only what is cached is known; the rest counts as faster.
     """
@@ -93,10 +90,8 @@ def speedup(converter: LayerConverter, m: int, k: int, n: int, experts: int = 0)
 
 
 def slowness(converter: LayerConverter, dtype: torch.dtype) -> list[float]:
-    """Time of a converted layer divided by its time in `dtype`, for each distinct layer size, on a CPU.
-
-    Tries a few rows first: without a real kernel, a GEMM takes a thousand times as long.
-    """
+    """Time of a converted layer divided by its time in `dtype`, for each distinct layer size, on a CPU. Tries a few
+    rows first: without a real kernel, a GEMM takes a thousand times as long."""
     sizes = {(one.k, one.n, one.experts): one.m for one in converter.decisions if one.converted}
     ratios = []
     for (k, n, experts), m in sizes.items():

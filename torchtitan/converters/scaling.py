@@ -45,13 +45,8 @@ def largest_ratio(beta1: float, beta2: float) -> float:
 
 
 def bound_after_update(bound: Bound, learning_rate: float, ratio: float, decay: float) -> Bound:
-    """The bound on magnitudes after an update.
-
-    Args:
-        bound: the bound before it, a number or a float64 tensor.
-        ratio: `largest_ratio`.
-        decay: decoupled weight decay.
-    """
+    """The bound on magnitudes after an update, from that before it. `ratio` is `largest_ratio`; `decay` is
+    decoupled."""
     step = learning_rate * ratio * (1 + STEP_ROUNDING)
     return (bound * abs(1 - learning_rate * decay) + step) * (1 + WEIGHT_ROUNDING)
 
@@ -69,11 +64,7 @@ class Step(NamedTuple):
 
 
 class Scaling:
-    """What happens to a converter's scales after a step. By default nothing.
-
-    Attributes:
-        over_ranks: whether `after_step` reduces over ranks, and needs their group.
-    """
+    """What happens to a converter's scales after a step: by default nothing. `over_ranks`: it reduces over ranks."""
 
     over_ranks = False
 
@@ -110,13 +101,8 @@ class MeasuredInt8(Scaling):
 
 
 class Histories(Scaling):
-    """Amax histories of all delayed layers of a run.
-
-    Args:
-        rule: which amax of a history defines the scale.
-        margin: headroom above it, in powers of two.
-        dtypes: of x, weight and grad_output.
-    """
+    """Amax histories of all delayed layers of a run. `rule` says which amax of a history defines the scale, `margin` is
+    the headroom above it in powers of two, `dtypes` are those of x, weight and grad_output."""
 
     over_ranks = True
 
@@ -125,10 +111,8 @@ class Histories(Scaling):
 
     @torch.no_grad()
     def after_step(self, models: Sequence[nn.Module], step: Step) -> None:
-        """Appends the amaxes of a step unless its update was skipped. Collective over the group.
-
-        An amax that is 0 or not finite says nothing about the next one, so the previous one is repeated instead.
-        """
+        """Appends the amaxes of a step unless its update was skipped. Collective over the group. An amax that is 0 or
+        not finite says nothing about the next one, so the previous one is repeated instead."""
         layers = list(amax_histories(models).values())
         if not layers:
             return
@@ -167,12 +151,8 @@ class Histories(Scaling):
 
     @torch.no_grad()
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
-        """Restores the histories. A layer without one uses dynamic scales until it has one; a history of another length
-        is truncated, or continues from what there is.
-
-        Args:
-            gradient_ratio: factor on the amaxes of output gradients.
-        """
+        """Restores the histories, output gradients' times `gradient_ratio`. A layer without one uses dynamic scales
+        until it has one; a history of another length is truncated, or continues from what there is."""
         layers = amax_histories(models)
         # A checkpoint of another recipe may have numbers for a layer that are no histories.
         state = {fqn: saved for fqn, saved in state.items() if all(isinstance(row, list) for row in saved)}
@@ -201,12 +181,8 @@ def amax_histories(models: Sequence[nn.Module]) -> dict[str, AmaxHistory]:
 
 
 class WeightBounds(Scaling):
-    """Scales from bounds, for the weights that FSDP gathers in float8 (torchao's, tensorwise).
-
-    Args:
-        optimizer: Adam or AdamW.
-        every: steps between measurements, each of which takes an all-reduce.
-    """
+    """Scales from bounds that hold under Adam and AdamW, for the weights that FSDP gathers in float8 (torchao's,
+    tensorwise). Every `every` steps the weights are measured, which takes an all-reduce."""
 
     over_ranks = True
 
@@ -222,12 +198,9 @@ class WeightBounds(Scaling):
 
     @torch.no_grad()
     def after_step(self, models: Sequence[nn.Module], step: Step) -> None:
-        """Updates the bounds after an optimizer step. Every `every` steps, measures instead; collective then. (If the
-        device skips a step, the bound grows all the same; it is still a bound.)
-
-        Raises:
-            TrainingError: a weight has exceeded its bound.
-        """
+        """Updates the bounds after an optimizer step. Every `every` steps, measures instead; collective then, and a
+        TrainingError if a weight has exceeded its bound. (If the device skips a step, the bound grows all the same; it
+        is still a bound.)"""
         weights = float8_all_gather_weights(models)
         if not weights or step.learning_rate is None:
             return
@@ -306,11 +279,7 @@ def set_scales(weights: "dict[str, WeightWithDynamicFloat8CastTensor]", amaxes: 
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The ranks with the same layers as this one, sharded or not: their batches, sequence shards and GEMM shards belong
-    to the same tensors. None for all ranks. Collective.
-
-    Args:
-        mesh: (pp, dp_replicate, fsdp, tp).
-    """
+    to the same tensors. None for all ranks. Collective."""
     if mesh.size(0) == 1:
         return None
     group: dist.ProcessGroup | None

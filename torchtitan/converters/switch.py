@@ -22,7 +22,6 @@ class LayerVariant(NamedTuple):
     """A layer in one precision, without its parameters and hooks.
 
     Attributes:
-        layer_class: its class.
         attributes: those that not every module has. They include a recipe's state (such as amax histories), so each
             phase starts with fresh state.
     """
@@ -36,11 +35,8 @@ LayerVariants = dict[str, LayerVariant]
 
 
 def layer_variants(models: Sequence[ConvertedModel]) -> list[LayerVariants]:
-    """The variants of a model's layers in each phase.
-
-    Raises:
-        ConfigError: a converter adds or removes modules, or adds more to them than attributes.
-    """
+    """The variants of a model's layers in each phase. Raises a ConfigError if a converter adds or removes modules, or
+    adds more to them than attributes."""
     modules = [dict(model.named_modules()) for model, _ in models]
     if different := [fqn for of_phase in modules for fqn in of_phase.keys() ^ modules[0].keys()]:
         raise ConfigError(

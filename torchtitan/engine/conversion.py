@@ -43,13 +43,8 @@ def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None,
 def build_converted_model(
     config: JobConfig, args: ModelArgs, target: Target, mesh: DeviceMesh | None = None
 ) -> tuple[Decoder, list[ModelConverter]]:
-    """The full model on the meta device, and the converters applied to it. Collective.
-
-    Args:
-        args: model sizes.
-        target: where low-precision layers will run.
-        mesh: (pp, dp_replicate, fsdp, tp); None if the model will not run.
-    """
+    """The full model on the meta device, and the converters applied to it for `target`. Collective. `mesh` is (pp,
+    dp_replicate, fsdp, tp), or None if the model will not run."""
     with torch.device("meta"):
         model = MODELS.get(config.model.name).build(args)
     for parameter in model.parameters():
@@ -62,11 +57,8 @@ def build_converted_model(
 
 
 def explain_conversion(config: JobConfig) -> list[Decision]:
-    """One decision per linear layer of the configured model, as in `conversion.json`, without training.
-
-    Raises:
-        ConfigError: as a training run would, also if no layer is converted.
-    """
+    """One decision per linear layer of the configured model, as in `conversion.json`, without training. Raises the
+    ConfigErrors of a training run, also if no layer is converted."""
     target = conversion_target(config, MODELS.get(config.model.name), device=None)
     _, converters = build_converted_model(config, find_model_args(config.model), target)
     return decisions_of(converters)

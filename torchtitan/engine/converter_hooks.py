@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torchtitan.converters import checked_gemms
 from torchtitan.engine.conversion import steps_that_compile
 from torchtitan.engine.engine import Engine
+from torchtitan.optim.skip_step import Skip
 from torchtitan.parallel.pipeline import Passes
 
 
@@ -21,10 +22,10 @@ def saturated_nonfinite(engine: Engine) -> torch.Tensor | None:
     return torch.stack(found).any() if found else None
 
 
-def after_optimizer_step(engine: Engine, learning_rate: float | None, skip: torch.Tensor | None) -> None:
-    """Calls the converters' hooks, with the arguments of `ModelConverter.after_step`."""
+def after_optimizer_step(engine: Engine, learning_rate: float, skip: Skip) -> None:
+    """Calls the converters' hooks."""
     for converter in engine.converters:
-        converter.after_step([engine.model], learning_rate, skip)
+        converter.after_step([engine.model], None if skip.host else learning_rate, skip.device)
 
 
 def converter_state(engine: Engine) -> dict[str, Any]:
@@ -43,11 +44,8 @@ def converter_state(engine: Engine) -> dict[str, Any]:
 
 
 def load_converter_state(engine: Engine, state: Mapping[str, Any], loss_scale: float) -> None:
-    """Loads `converter_state` from a checkpoint; ignores converters that this run does not have.
-
-    Args:
-        loss_scale: `Engine.loss_scale` of the run that saved it.
-    """
+    """Loads `converter_state` from the checkpoint of a run with this `loss_scale`; ignores converters that this run
+    does not have."""
     ratio = engine.loss_scale / loss_scale
     for converter in engine.converters:
         converter.load_state_dict([engine.model], state.get(converter.name, {}), ratio)
@@ -66,11 +64,7 @@ def steps_to_check(engine: Engine, first_step: int) -> set[int]:
 
 def checked_step(engine: Engine, microbatches: int, check: bool = True) -> contextlib.AbstractContextManager[None]:
     """Wraps a training step. With `check`, checks that as many low-precision GEMMs run as promised: the step must
-    compile nothing.
-
-    Args:
-        microbatches: number in the step.
-    """
+    compile nothing."""
     if not check:
         return contextlib.nullcontext()
     return checked_gemms(

@@ -42,9 +42,7 @@ class Engine:
     """What one rank trains with.
 
     Attributes:
-        config: configuration of the run.
         meshes: this rank's position among the others.
-        device: this process's device.
         model: the modules on this rank, under their names in the full model.
         stages: views of the model by pipeline stage; {0: model} without a pipeline.
         positions: position ids, within each sequence, of the tokens this rank computes; None for all of them.
@@ -144,11 +142,9 @@ def build_engine(
     first_layers: Sequence[int] | None = None,
     allocate: Callable[[Decoder, Sequence[Decoder], JobConfig, Device], None] = allocate,
 ) -> Engine:
-    """Builds the engine, top to bottom; its weights are uninitialized. Collective.
+    """Builds the engine from a checked configuration, top to bottom; its weights are uninitialized. Collective.
 
     Args:
-        config: checked configuration (`config_checks.check`).
-        args: model sizes.
         global_batch_size: sequences per optimizer step.
         target: where low-precision layers will run; default: this device.
         first_layers: first layer of each pipeline stage; default: split as configured.
@@ -158,13 +154,12 @@ def build_engine(
         ConfigError: a converter does not fit the model or the device, or the model does not fit into memory.
     """
     dims, mesh, training = meshes.dims, meshes.mesh, config.training
-    spec = MODELS.get(config.model.name)
-    is_async = config.parallelism.enable_async_tensor_parallel and dims.tp > 1
-    fused_gemms = enable_async_tensor_parallel(mesh["tp"]) if is_async else None
+    spec, fused_gemms = MODELS.get(config.model.name), None
+    if config.parallelism.enable_async_tensor_parallel and dims.tp > 1:
+        fused_gemms = enable_async_tensor_parallel(mesh["tp"])
 
     # The full model on the meta device, then converters: they see unwrapped layers under their original names.
-    if target is None:
-        target = conversion_target(config, spec, device, shards=dims.fsdp)
+    target = target or conversion_target(config, spec, device, shards=dims.fsdp)
     convert = functools.partial(build_converted_model, args=args, target=target, mesh=mesh)
     phases = None
     if config.precision.phase:
@@ -173,28 +168,18 @@ def build_engine(
     else:
         model, converters = convert(config)
     check_groups(model, config.optimizer)
-    scalings = None
-    if config.model.parametrization == "mup":
-        with torch.device("meta"):
-            scalings = mup(model, spec.build(find_base_args(config.model, args)))
+    scalings = _scalings(model, config, args)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
-    unused = sum(mixture.unused_parameters for mixture in mixtures(model).values())
+    flops = flops_per_token(
+        num_parameters - _unused_parameters(model), args.n_layers, args.n_heads, args.head_dim, training.seq_len
+    )
     calls: dict[str, int] = getattr(model, "passes", lambda tokens: {})(target.tokens)
     converted_model = str(model) if config.model.print_after_conversion else ""
 
     # Parallelize: split into pipeline stages; then in each, tensor and context parallelism, activation checkpointing,
     # compile, FSDP.
-    stages, stage_count = {0: model}, 1
-    if dims.pp > 1:
-        if first_layers is None:
-            first_layers = find_first_layers(config.parallelism, layer_costs(model, training.seq_len))
-        schedule, stage_count = config.parallelism.pipeline_parallel_schedule, len(first_layers)
-        numbers = stages_of(mesh.get_local_rank("pp"), dims.pp, stage_count, schedule)
-        stages = split(model, first_layers, numbers)
-    positions = _position_ids(config, meshes)
-    if positions is not None:
-        positions = positions.to(device.torch_device)
+    stages, stage_count = _split(model, config, meshes, first_layers)
+    positions = _position_ids(config, meshes, device)
     # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
     # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.
     loss_scale = dims.dp_replicate * dims.fsdp / (global_batch_size * training.seq_len)
@@ -213,23 +198,17 @@ def build_engine(
             training,
         )
     set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
-
     allocate(model, list(stages.values()), config, device)
 
-    pipeline = validation_pipeline = None
-    if dims.pp > 1:
-        build_pipeline = functools.partial(_build_pipeline, config, meshes, device, args, stages, stage_count)
-        pipeline = build_pipeline(training.local_batch_size, loss_scale)
-        if config.validation.enabled or config.evaluation.tasks:
-            validation_pipeline = build_pipeline(config.validation.local_batch_size, forward_only=True)
+    build_pipeline = functools.partial(_build_pipeline, config, meshes, device, args, stages, stage_count)
+    pipeline = build_pipeline(training.local_batch_size, loss_scale)
+    evaluates = config.validation.enabled or config.evaluation.tasks
+    validation_pipeline = build_pipeline(config.validation.local_batch_size, forward_only=True) if evaluates else None
 
     # Muon orthogonalizes in the dtype of the model's GEMMs.
-    compute_dtype = getattr(torch, training.mixed_precision_param)
-    optimizer = build_optimizer(
-        model, config.optimizer, training.seed, lambda section: getattr(config, section), compute_dtype, scalings
-    )
+    dtype, section_of = getattr(torch, training.mixed_precision_param), functools.partial(getattr, config)
+    optimizer = build_optimizer(model, config.optimizer, training.seed, section_of, dtype, scalings)
     early = config.optimizer.early_step_in_backward
-
     return Engine(
         config=config,
         meshes=meshes,
@@ -246,22 +225,51 @@ def build_engine(
         fused_gemms=fused_gemms,
         loss_scale=loss_scale,
         num_parameters=num_parameters,
-        flops_per_token=flops_per_token(
-            num_parameters - embedding - unused, args.n_layers, args.n_heads, args.head_dim, training.seq_len
-        ),
+        flops_per_token=flops,
         calls=calls,
         converted_model=converted_model,
         scalings=scalings,
     )
 
 
-def _position_ids(config: JobConfig, meshes: Meshes) -> torch.Tensor | None:
+def _scalings(model: Decoder, config: JobConfig, args: ModelArgs) -> dict[str, Scaling] | None:
+    if config.model.parametrization != "mup":
+        return None
+    with torch.device("meta"):
+        return mup(model, MODELS.get(config.model.name).build(find_base_args(config.model, args)))
+
+
+def _unused_parameters(model: Decoder) -> int:
+    """The number of parameters that a token is not multiplied by: of the embedding, and of experts that are not
+    chosen."""
+    embedding = None if model.args.tied_embeddings else model.tok_embeddings
+    experts = sum(mixture.unused_parameters for mixture in mixtures(model).values())
+    return experts + (0 if embedding is None else embedding.weight.numel())
+
+
+def _split(
+    model: Decoder, config: JobConfig, meshes: Meshes, first_layers: Sequence[int] | None
+) -> tuple[dict[int, Decoder], int]:
+    """This rank's pipeline stages by number, and the number of all; {0: model} and 1 without a pipeline."""
+    if meshes.dims.pp == 1:
+        return {0: model}, 1
+    if first_layers is None:
+        first_layers = find_first_layers(config.parallelism, layer_costs(model, config.training.seq_len))
+    schedule, count = config.parallelism.pipeline_parallel_schedule, len(first_layers)
+    numbers = stages_of(meshes.mesh.get_local_rank("pp"), meshes.dims.pp, count, schedule)
+    return split(model, first_layers, numbers), count
+
+
+def _position_ids(config: JobConfig, meshes: Meshes, device: Device) -> torch.Tensor | None:
     seq_len = config.training.seq_len
     if meshes.context_mesh is not None:
         method = config.parallelism.context_parallel_rotate_method
-        return own_positions(seq_len, meshes.context_mesh.get_local_rank(), meshes.dims.cp, method)
-    # A later stage sees no tokens, and under tensor parallelism only part of the sequence.
-    return torch.arange(seq_len) if meshes.dims.pp > 1 else None
+        ids = own_positions(seq_len, meshes.context_mesh.get_local_rank(), meshes.dims.cp, method)
+    elif meshes.dims.pp > 1:  # a later stage sees no tokens, and under tensor parallelism only part of the sequence
+        ids = torch.arange(seq_len)
+    else:
+        return None
+    return ids.to(device.torch_device)
 
 
 def _build_pipeline(
@@ -274,8 +282,10 @@ def _build_pipeline(
     local_batch_size: int,
     scale: float = 1.0,
     forward_only: bool = False,
-) -> Pipeline:
-    """A pipeline for local batches of `local_batch_size` sequences."""
+) -> Pipeline | None:
+    """A pipeline for local batches of `local_batch_size` sequences; None with one stage."""
+    if meshes.dims.pp == 1:
+        return None
     training, parallelism = config.training, config.parallelism
     rows, seq_len = parallelism.pipeline_parallel_microbatch_size, training.seq_len // meshes.dims.cp
     dtype = getattr(torch, training.mixed_precision_param)

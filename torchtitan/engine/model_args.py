@@ -21,11 +21,8 @@ GROW_WITH_WIDTH = ("n_heads", "n_kv_heads", "ffn_dim")
 
 def register_models(config: JobConfig) -> None:
     """Imports the user's module. With `model.flavor = "auto"`, also makes a flavor of the sizes of the model in
-    `checkpoint.initial_load_path`. Call it before anything asks for sizes.
-
-    Raises:
-        UserError: there is no such module, or the path says no sizes of this family.
-    """
+    `checkpoint.initial_load_path`. Call it before anything asks for sizes. Raises a UserError if there is no such
+    module, or the path says no sizes of this family."""
     if config.experimental.custom_import:
         import_user_module(config.experimental.custom_import, "experimental.custom_import")
     if config.model.flavor == AUTO:
@@ -49,11 +46,8 @@ def _sizes_from_files(config: JobConfig, spec: ModelSpec) -> ModelArgs:
 
 
 def sizes_of(model: Model) -> ModelArgs:
-    """Sizes of the flavor, with `model.dim` and `model.n_layers` in place of its own.
-
-    Raises:
-        ConfigError: there is no such model or flavor, or it does not come in this width.
-    """
+    """Sizes of the flavor, with `model.dim` and `model.n_layers` in place of its own. Raises a ConfigError if there is
+    no such model or flavor, or it does not come in this width."""
     args = MODELS.get(model.name).flavor(model.flavor)
     if model.dim is not None and model.dim != args.dim:
         args = with_width(args, model.dim)
@@ -67,10 +61,7 @@ def width_unit(args: ModelArgs) -> int:
 
 def with_width(args: ModelArgs, dim: int) -> ModelArgs:
     """The sizes at another width: as many channels in a head, and heads and feed-forward in the same ratio to it.
-
-    Raises:
-        ConfigError: heads or feed-forward would not be whole numbers, or the model has experts.
-    """
+    Raises a ConfigError if these would not be whole numbers, or the model has experts."""
     if args.moe is not None or not all(hasattr(args, name) for name in GROW_WITH_WIDTH):
         raise ConfigError("model.dim: only dense models can have another width than their flavor; unset it.")
     if dim % width_unit(args):
@@ -112,13 +103,6 @@ def describe_parametrization(model: Model) -> str:
 
 
 def find_base_args(model: Model, args: ModelArgs) -> ModelArgs:
-    """Sizes of muP's base model, with the vocabulary and tying of the model itself.
-
-    Args:
-        args: sizes of the model.
-
-    Raises:
-        ConfigError: there is no such flavor.
-    """
+    """Sizes of muP's base model, with the vocabulary and tying of the model itself (`args`)."""
     base = MODELS.get(model.name).flavor(model.mup_base_flavor, "model.mup_base_flavor")
     return replace(base, vocab_size=args.vocab_size, tied_embeddings=args.tied_embeddings)

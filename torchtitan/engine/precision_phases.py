@@ -50,14 +50,8 @@ class Phase:
 
 
 class PrecisionPhases:
-    """The phases of a run, and the one its model is in. `enter` switches an already built model to a phase.
-
-    Args:
-        models: per phase, the full model on the meta device and the converters applied to it.
-
-    Attributes:
-        current: index of the phase that the model is in.
-    """
+    """The phases of a run, and the current one. `enter` switches an already built model to a phase. `models` are, per
+    phase, the full model on the meta device and the converters applied to it."""
 
     def __init__(self, phases: Sequence[Phase], models: Sequence[ConvertedModel]) -> None:
         self.phases = phases
@@ -101,10 +95,8 @@ class PrecisionPhases:
         return steps
 
     def enter(self, step: int, model: nn.Module, compiled: bool) -> bool:
-        """Switches the model's layers to the phase of `step`; returns whether the phase changed.
-
-        Parameters, their sharding and the optimizer state stay. Compiled blocks are recompiled.
-        """
+        """Switches the model's layers to the phase of `step`; returns whether the phase changed. Parameters, their
+        sharding and the optimizer state stay. Compiled blocks are recompiled."""
         new = phase_of(step, self.phases)
         if new == self.current:
             return False
@@ -118,14 +110,9 @@ class PrecisionPhases:
 def build_precision_phases(
     config: JobConfig, convert: Callable[[JobConfig], tuple[Decoder, list[ModelConverter]]]
 ) -> tuple[Decoder, PrecisionPhases]:
-    """The full model on the meta device in its first phase, and the phases.
-
-    Args:
-        convert: builds the full model of a configuration on the meta device, and the converters applied to it.
-
-    Raises:
-        ConfigError: a converter of some phase does not fit the model, or cannot switch a built one.
-    """
+    """The full model on the meta device in its first phase, and the phases. `convert` builds the model of a
+    configuration, and the converters applied to it. Raises a ConfigError if a converter of some phase does not fit the
+    model, or cannot switch a built one."""
     phases = parse_phases(config)
     models = []
     for phase in phases:
@@ -135,11 +122,7 @@ def build_precision_phases(
 
 
 def parse_phases(config: JobConfig) -> list[Phase]:
-    """The phases of a run with [[precision.phase]], in order.
-
-    Raises:
-        ConfigError: with one sentence per mistake in the schedule.
-    """
+    """The phases of a run with [[precision.phase]], in order. Raises a ConfigError with one sentence per mistake."""
     entries = config.precision.phase
     problems = []
     if config.model.converters:
@@ -152,7 +135,7 @@ def parse_phases(config: JobConfig) -> list[Phase]:
     for number, entry in enumerate(entries, 1):
         title = f"[[precision.phase]] {number}"
         is_last = number == len(entries)
-        last = _last_step(entry, config.training.steps)
+        last = entry.until_step if entry.until is None else round(entry.until * config.training.steps)
         key = "until" if entry.until_step is None else "until_step"
         if entry.until is not None and entry.until_step is not None:
             problems.append(f"{title}: until and until_step are both set; keep one of them.")
@@ -179,10 +162,6 @@ def parse_phases(config: JobConfig) -> list[Phase]:
 def phase_of(step: int, phases: Sequence[Phase]) -> int:
     """The index of the phase that a step (from 1) belongs to."""
     return next(index for index, phase in enumerate(phases) if phase.last_step is None or step <= phase.last_step)
-
-
-def _last_step(entry: PrecisionPhase, steps: int) -> int | None:
-    return entry.until_step if entry.until is None else round(entry.until * steps)
 
 
 def _problems(entry: PrecisionPhase, config: JobConfig) -> list[str]:

@@ -2,42 +2,30 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from torchtitan.compat.optimizers import fused_step
+from torchtitan.converters.linear import weight_unchanged
 from torchtitan.data import Batch
 from torchtitan.engine.converter_hooks import after_optimizer_step, saturated_nonfinite
 from torchtitan.engine.engine import Engine
-from torchtitan.kernels.quantize import weights_unchanged
 from torchtitan.models.expert_balance import balance_experts
 from torchtitan.optim.clip import clip_grad_norm
-from torchtitan.optim.optimizer import optimizer_step, set_learning_rate
+from torchtitan.optim.combined import parts_of
+from torchtitan.optim.optimizer import set_learning_rate
+from torchtitan.optim.skip_step import ShouldSkip, Skip
 from torchtitan.parallel.fsdp import reshard, set_last_microbatch
 from torchtitan.protocols import IGNORE_INDEX
-
-
-class SkipGuard(Protocol):
-    """Decides whether to skip an optimizer step: `optim.skip_step.UpdateGuard`, or a plan's simulation of it.
-
-    Attributes:
-        host_skips: whether the host knows already that the step is skipped.
-    """
-
-    host_skips: bool
-
-    def should_skip(
-        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, saturated: torch.Tensor | None, ids: list[str]
-    ) -> torch.Tensor | None: ...
 
 
 def train_step(
     engine: Engine,
     microbatches: Sequence[Batch],
     learning_rate: float,
-    guard: SkipGuard | None = None,
+    should_skip: ShouldSkip | None = None,
     step: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Trains on one global batch: a micro-batch per grad-accumulation step, then one optimizer step.
@@ -46,12 +34,12 @@ def train_step(
 
     Returns:
         This rank's loss, summed over its tokens (see `sum_over_ranks`), and the gradient norm of the full model before
-        clipping: float32 scalars on the device. This does not wait for the device, unless the guard checks for outliers
+        clipping: float32 scalars on the device. This does not wait for the device, unless `should_skip` does
         or the optimizer is not fused.
     """
     set_learning_rate(engine.optimizer, learning_rate)
     loss = torch.zeros((), device=engine.device.torch_device)
-    with weights_unchanged():
+    with weight_unchanged(engine.model.output):
         for number, batch in enumerate(microbatches):
             set_last_microbatch(engine.stages.values(), last=number == len(microbatches) - 1)
             loss += forward_backward(engine, batch)
@@ -62,19 +50,36 @@ def train_step(
         else:
             grad_norm = engine.step_in_backward.grad_norm()
 
-        # Skip the optimizer step? `skip` stays on the device, where the fused optimizers read it.
-        skip = None
-        if guard is not None:
-            skip = guard.should_skip(step, loss, grad_norm, saturated_nonfinite(engine), sample_ids(microbatches))
-        stepped = True
-        if engine.step_in_backward is None:  # else the parameters are already updated, and the guard can only report
-            stepped = optimizer_step(engine.optimizer, skip) and not (guard is not None and guard.host_skips)
+        skip = Skip()
+        if should_skip is not None:
+            skip = should_skip(step, loss, grad_norm, saturated_nonfinite(engine), sample_ids(microbatches))
+        if engine.step_in_backward is None:  # else the parameters are already updated
+            skip = optimizer_step(engine.optimizer, skip)
             # model.zero_grad(), because an optimizer need not own every parameter.
             engine.model.zero_grad()
 
-    after_optimizer_step(engine, learning_rate if stepped else None, skip)
-    engine.expert_statistics.update(balance_experts(engine.model, engine.meshes.mesh, engine.config.moe, skip))
+    after_optimizer_step(engine, learning_rate, skip)
+    engine.expert_statistics.update(balance_experts(engine.model, engine.meshes.mesh, engine.config.moe, skip.device))
     return loss, grad_norm
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, skip: Skip) -> Skip:
+    """Runs the optimizer step unless it is skipped. Returns `skip`, with what the host knows now. Fused optimizers,
+    torch's and on GPUs our own, read the decision on the device (as `found_inf`, meant for gradient scaling). For
+    others the host must read it, which waits for the device."""
+    flag = skip.device
+    for part in parts_of(optimizer):
+        if flag is None:
+            part.step()
+        elif part.defaults.get("fused"):
+            # With CPU offload the update runs on the host, and this waits for the flag.
+            device = next(parameter.device for group in part.param_groups for parameter in group["params"])
+            fused_step(part, flag.to(device))
+        elif flag.item() > 0:
+            skip = Skip(flag, host=True)
+        else:
+            part.step()
+    return skip
 
 
 def forward_backward(engine: Engine, batch: Batch) -> torch.Tensor:

@@ -25,16 +25,8 @@ COLUMNS = {
 
 
 class Evaluator:
-    """All tasks of a run or command. The text is encoded once, before anything is asked.
-
-    Args:
-        tasks: with different names.
-        tokenizer: of the model.
-        scorer: of the model.
-
-    Raises:
-        DataError: the tokenizer makes nothing of a task's text.
-    """
+    """All tasks of a run or command, with different names. The text is encoded once, before anything is asked. Raises a
+    DataError if the tokenizer makes nothing of a task's text."""
 
     def __init__(self, tasks: Sequence[Task], tokenizer: Tokenizer, scorer: Scorer) -> None:
         self.tasks = tasks

@@ -20,14 +20,8 @@ class Format(NamedTuple):
 
 
 def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
-    """The examples of a file. The first line's fields decide the format.
-
-    Args:
-        key: named in messages.
-
-    Raises:
-        DataError: the file is missing or empty, or a line cannot be used.
-    """
+    """The examples of a file. The first line's fields decide the format. Raises a DataError that names `key` if the
+    file is missing or empty, or a line cannot be used."""
     try:
         lines = regular_file(path).read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:

@@ -50,11 +50,7 @@ class Encoder:
 
     def continuation(self, context: str, continuation: str) -> Request:
         """Asks for the likelihood of `continuation` after `context`. Blanks between them count as part of the
-        continuation, where most tokenizers put them.
-
-        Raises:
-            DataError: the continuation has no tokens.
-        """
+        continuation, where most tokenizers put them. Raises a DataError if it has no tokens."""
         kept = context.rstrip()
         context, continuation = kept, context[len(kept) :] + continuation
         encode, bos = self.tokenizer.encode, self.tokenizer.bos_id

@@ -9,16 +9,9 @@ NEW_TOKENS = 64
 
 
 class Sampler:
-    """Continues prompts greedily, under every layout: for each new token, the whole text goes through the forward pass
-    that evaluation uses, so no layout needs a key-value cache.
-
-    Args:
-        prompts: each the start of a document.
-        tokenizer, scorer: of the model.
-
-    Raises:
-        DataError: a prompt is not text.
-    """
+    """Continues prompts, starts of documents, greedily, under every layout: for each new token, the whole text goes
+    through the forward pass that evaluation uses, so no layout needs a key-value cache. Raises a DataError if a prompt
+    is not text."""
 
     def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, scorer: Scorer) -> None:
         for prompt in prompts:

@@ -35,12 +35,8 @@ NOBODY = -1  # owner of a position that belongs to no request's scored tokens
 
 
 class TokenScores:
-    """Takes the place of a model's cross-entropy, and keeps what evaluation needs of each labelled position.
-
-    Args:
-        labels: number of labels in the batch; a view of them says by its offset which positions it covers.
-        mesh: the ranks that shard the vocabulary; None if this rank has all of it.
-    """
+    """Takes the place of a model's cross-entropy, and keeps what evaluation needs of each labelled position: of the
+    `labels` in the batch, a view says by its offset which it covers. The ranks of `mesh` shard the vocabulary."""
 
     def __init__(self, labels: int, mesh: DeviceMesh | None, device: torch.device) -> None:
         self._group = None if mesh is None else mesh.get_group().group_name
@@ -71,7 +67,6 @@ class Scorer:
         forward: passes a batch through the model, or through the stages of its pipeline.
         head: the module with `cross_entropy`; None if it is on another rank.
         stages: resharded at the end.
-        device: of the model.
         longest: tokens that the model sees at once.
         fixed_rows: every row must have `longest` tokens: pipelines and context parallelism are built for one length,
             and compiled code is compiled for it.
@@ -79,7 +74,6 @@ class Scorer:
         dp_rank, dp_size: of this process.
         positions: of this rank's tokens in a row; None for all of them.
         tensor_mesh: the ranks that shard the vocabulary; None if there are none.
-        name: of the model, in messages.
     """
 
     forward: Callable[[Batch], Any]

@@ -16,11 +16,7 @@ Metrics = dict[str, float]
 
 
 class Task(Protocol):
-    """Examples, each with one or more requests.
-
-    Attributes:
-        name: in metrics and tables.
-    """
+    """Examples, each with one or more requests. `name` is that in metrics and tables."""
 
     @property
     def name(self) -> str: ...
@@ -40,14 +36,8 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """A question with several answers.
-
-    Attributes:
-        context: what comes before the answer.
-        choices: the answers.
-        gold: index of the right one.
-        delimiter: between context and answer.
-    """
+    """A question with several answers. `context` comes before the delimiter and the answer; `gold` is the index of the
+    right one."""
 
     context: str
     choices: tuple[str, ...]
@@ -79,8 +69,6 @@ class Examples(Generic[E]):
     """The examples of a task, and what comes before them.
 
     Attributes:
-        name: of the task.
-        examples: all of them.
         num_fewshot: how many solved examples come before each: the first ones that differ from it.
         limit: ask only the first so many; None: all.
     """
@@ -166,13 +154,8 @@ class LastWords(Examples[LastWord]):
 
 @dataclass(frozen=True)
 class Text:
-    """Whole documents: `bits_per_byte` of UTF-8, which compares models with different tokenizers; `perplexity` of a
-    token over all documents; `document_perplexity`, the median of the documents' own.
-
-    Attributes:
-        name: of the task.
-        documents: (id, text) of each.
-    """
+    """Whole documents, (id, text) each: `bits_per_byte` of UTF-8, which compares models with different tokenizers;
+    `perplexity` of a token over all documents; `document_perplexity`, the median of the documents' own."""
 
     name: str
     documents: Sequence[tuple[str, str]]

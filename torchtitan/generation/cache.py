@@ -13,12 +13,8 @@ from torchtitan.protocols import Decoder
 
 
 class KeyValueCache:
-    """Attention of a model's layers to tokens of earlier calls.
-
-    Args:
-        length: maximum tokens per row, including padding and new ones.
-        padding: (batch,) int64, number of padding tokens at the left of each row, which are masked.
-    """
+    """Attention of a model's layers to tokens of earlier calls, of which a row has `length` at most, including padding.
+    padding: (batch,) int64, number of padding tokens at the left of each row, which are masked."""
 
     def __init__(self, length: int, padding: torch.Tensor) -> None:
         self.length = length
@@ -32,13 +28,8 @@ class KeyValueCache:
     def attend(
         self, layer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of new tokens to themselves and all earlier ones.
-
-        Args:
-            layer: whose keys and values these are.
-            q: (batch, n_heads, new, head_dim); all tokens in the first call, then one token per call.
-            k, v: (batch, n_kv_heads, new, head_dim).
-        """
+        """Attention of new tokens to themselves and all earlier ones of this layer. q: (batch, n_heads, new, head_dim)
+        and k, v: (batch, n_kv_heads, new, head_dim), of all tokens in the first call, then of one token per call."""
         batch, kv_heads, new, head_dim = k.shape
         if layer not in self._kept:
             shape = (batch, kv_heads, self.length, head_dim)

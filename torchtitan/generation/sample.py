@@ -23,7 +23,6 @@ class Sampling:
         top_k: sample only from this many most likely tokens; 0: all.
         top_p: sample only from the most likely tokens with this total probability (nucleus sampling, arXiv 1904.09751);
             1: all.
-        seed: of the sampling.
     """
 
     max_new_tokens: int = 100

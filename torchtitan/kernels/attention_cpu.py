@@ -34,15 +34,8 @@ class SavedTensors(NamedTuple):
 
 
 def causal_attention_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q kᵀ / sqrt(head_dim)) v with a causal mask.
-
-    Args:
-        q: (B, H, S, D), bfloat16 or float32.
-        k, v: (B, G, S, D), same dtype; H is a multiple of G.
-
-    Returns:
-        Same shape and dtype as q.
-    """
+    """softmax(q kᵀ / sqrt(head_dim)) v with a causal mask, in the shape and dtype of q. q: (B, H, S, D), bfloat16 or
+    float32; k, v: (B, G, S, D); H is a multiple of G."""
     return _CausalAttention.apply(q, k, v)
 
 

@@ -28,17 +28,7 @@ ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 def causal_attention_gpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """softmax(q kᵀ / sqrt(D)) v for the last Q of S positions, each of which attends to itself and earlier ones.
-
-    Args:
-        q: (B, H, Q, D).
-        k, v: (B, G, S, D); H is a multiple of G.
-        document_ids: (B, S) integers that never decrease along a sequence; if given, a position attends only within its
-            document.
-
-    Returns:
-        (B, H, Q, D) in the dtype of q.
-    """
+    """`models.attention.causal_attention` on a GPU, for the last Q of S positions: q is (B, H, Q, D)."""
     if document_ids is None:
         backend = torchs_choice(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3])
         if backend in BACKENDS:
@@ -161,10 +151,7 @@ def _compiled() -> Callable[..., Any]:
 def block_mask(document_ids: torch.Tensor, queries: int) -> BlockMask:
     """Which keys the last `queries` positions may attend to, from the first and last document of each block. A row of
     blocks sees some blocks in part (where documents begin, and on the diagonal), and all of those in between.
-
-    Args:
-        document_ids: (B, S), non-decreasing along a sequence.
-    """
+    document_ids: (B, S), non-decreasing along a sequence."""
     keys = document_ids.shape[1]
     offset, device = keys - queries, document_ids.device
     first_query = torch.arange(0, queries, BLOCK, device=device) + offset

@@ -133,11 +133,9 @@ class Blocks:
     factor: torch.Tensor
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """(..., rows, columns); still transformed if the format has a transform.
-
-        Exact in float64; in float32 if scales are E8M0 or E4M3 without a scale of the matrix; in bfloat16 if they are
-        E8M0. Otherwise the result is rounded.
-        """
+        """(..., rows, columns); still transformed if the format has a transform. Exact in float64; in float32 if scales
+        are E8M0 or E4M3 without a scale of the matrix; in bfloat16 if they are E8M0. Otherwise the result is
+        rounded."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         scale = self.scale.to(wide)
         if self.tensor_scale is not None:
@@ -205,11 +203,9 @@ def _empty(x: torch.Tensor, hadamard: bool) -> torch.Tensor:
 
 
 def multiply(left: Blocks, right: Blocks) -> torch.Tensor:
-    """left @ right.T in float32: the float64 product of the dequantized operands, rounded once.
-
-    float64's own rounding errors, 2^-53 of the largest term, are far below the last bit of the result, unless the terms
-    cancel to less than 2^-29 of it.
-    """
+    """left @ right.T in float32: the float64 product of the dequantized operands, rounded once. float64's own rounding
+    errors, 2^-53 of the largest term, are far below the last bit of the result, unless the terms cancel to less than
+    2^-29 of it."""
     return (left.dequantize(torch.float64) @ right.dequantize(torch.float64).transpose(-1, -2)).float()
 
 
@@ -283,11 +279,8 @@ def _power_of_two(amax: torch.Tensor, form: BlockFormat) -> torch.Tensor:
 
 
 def round_elements(exact: torch.Tensor, form: BlockFormat, noise: torch.Tensor | None) -> torch.Tensor:
-    """The numbers of the element type next to `exact`; ties go to even ones.
-
-    Args:
-        noise: for stochastic rounding, of the shape of `exact`.
-    """
+    """`exact` rounded to numbers of the element type: to nearest, ties to even, or stochastically with `noise` of its
+    shape."""
     element = ELEMENTS[form.element]
     exact = exact.clamp(form.smallest, element.largest)
     steps = powers_of_two(exact).clamp_min(2.0**element.smallest_exponent) * 2.0**-element.mantissa_bits

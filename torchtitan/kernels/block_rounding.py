@@ -41,13 +41,9 @@ def has_kernels(x: torch.Tensor) -> bool:
 
 
 def survey(x: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """The largest magnitude of each block, (..., blocks of rows, blocks of columns) float32, NaN if it contains a NaN;
-    and the sum of the bits of all numbers in float32, modulo 2^32.
-
-    Args:
-        x: contiguous.
-        block: its rows and columns.
-    """
+    """The largest magnitude of each block (of so many rows and columns) of the contiguous x, (..., blocks of rows,
+    blocks of columns) float32, NaN if it contains a NaN; and the sum of the bits of all numbers in float32, modulo
+    2^32."""
     (rows, columns), (block_rows, block_columns) = x.shape[-2:], block
     largest = torch.zeros(*x.shape[:-2], -(-rows // block_rows), -(-columns // block_columns))
     bits = _kernels().survey(*_numbers(x), _shape(x, block), pointer(largest), torch.get_num_threads())

@@ -32,12 +32,8 @@ def isa_flags() -> list[str]:
 
 
 def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
-    """Loads `source` as a shared library, compiling it unless it is cached. None, with a warning, if that fails.
-
-    Args:
-        what: purpose of the library; completes "... will be slower than it could be".
-        flags: compiler flags in addition to `FLAGS`.
-    """
+    """Loads `source` as a shared library, compiling it with these flags and `FLAGS` unless it is cached. None, with a
+    warning that `what` will be slower than it could be, if that fails."""
     try:
         command = [*_compiler(), *FLAGS.split(), str(source), *flags]
         try:

@@ -31,11 +31,8 @@ EXACT_SUMS = 2**24 // 127**2  # int8 products that float32 sums without rounding
 def float8_mm(
     a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """a @ b: (M, K) x (K, N) to (M, N), with any strides; the result is bfloat16 or float32.
-
-    Scale inverses are one per tensor, or powers of two per row of a and per column of b, so that multiplying the
-    operands by them is exact.
-    """
+    """a @ b: (M, K) x (K, N) to (M, N), with any strides; the result is bfloat16 or float32. Scale inverses are one per
+    tensor, or powers of two per row of a and per column of b, so that multiplying the operands by them is exact."""
     wide = fast_dtype() if dtype == torch.bfloat16 else torch.float32
     out = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
     to = out if wide == dtype else _workspace("out", out.shape, wide)

@@ -13,15 +13,7 @@ import torch.nn.functional as F
 
 
 def exact_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T in float32.
-
-    Args:
-        x: (..., D).
-        weight: (E, D).
-
-    Returns:
-        (..., E) float32.
-    """
+    """x @ weight.T in float32: (..., D) and (E, D) to (..., E)."""
     if x.device.type == "cuda" and x.dtype == weight.dtype == torch.bfloat16:
         return ExactLinear.apply(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
     return F.linear(x.float(), weight.float())

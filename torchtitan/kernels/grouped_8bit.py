@@ -33,11 +33,7 @@ def round_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, t
 
 
 def round_columns(weight: torch.Tensor, dtype: torch.dtype, scale_inverse: torch.Tensor | None = None) -> Quantized:
-    """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K).
-
-    Args:
-        scale_inverse: if it is known.
-    """
+    """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K)."""
     experts, rows, _ = weight.shape
     if scale_inverse is None and not rounding.has_own_kernel(weight):
         scale_inverse = scale_inverse_of(weight.abs().amax(1, keepdim=True).float(), dtype)
@@ -64,12 +60,9 @@ def round_columns_of_rows(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtyp
 def round_rows_and_columns(
     x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype, emulate: bool = False
 ) -> tuple[Quantized, Quantized, torch.Tensor]:
-    """Rounds the operand x, (M, C), of two grouped GEMMs: one over its columns, one over its rows.
-
-    Returns:
-        `round_rows(x)`, `round_columns_of_rows(x)`, and the ends of the experts' rows in the latter, which are filled
-        up on a GPU (`pad_groups`).
-    """
+    """Rounds the operand x, (M, C), of two grouped GEMMs: one over its columns, one over its rows. Returns
+    `round_rows(x)`, `round_columns_of_rows(x)`, and the ends of the experts' rows in the latter, which are filled up on
+    a GPU (`pad_groups`)."""
     if emulate or rounding.has_own_kernel(x):
         return round_rows(x, dtype), round_columns_of_rows(x, ends, dtype), ends
     if HAS_TRITON:
@@ -87,9 +80,6 @@ def round_gradient(x: torch.Tensor, inputs: int, dtype: torch.dtype) -> tuple[Qu
 
     On a GPU by the kernels for experts, of which there is one: the compiler computes a gradient again for each of the
     scales, or keeps it in float32. Not so the two gradients of SwiGLU, which it computes in one pass.
-
-    Args:
-        inputs: of the layer.
     """
     if quantize.has_triton_kernels(x, dtype) and x.shape[1] <= WIDENS * inputs:
         ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
@@ -106,13 +96,8 @@ def expert_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def pad_groups(x: torch.Tensor, ends: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fills up each expert's rows with zeros to a multiple of `multiple` rows.
-
-    Its size does not depend on `ends`, so that the host need not wait for the device: there are zeros at the end, too.
-
-    Returns:
-        the padded (M, C), and its ends.
-    """
+    """The rows of each expert, filled up with zeros to a multiple of `multiple`, and their ends. The size does not
+    depend on `ends`, so that the host need not wait for the device: there are zeros at the end, too."""
     rows, padded_ends = x.shape[0], _padded_ends(ends, multiple)
     shift = torch.cat([ends.new_zeros(1), padded_ends[:-1] - ends[:-1]])
     position = torch.arange(rows, device=x.device)
@@ -134,13 +119,8 @@ def _padded_rows(rows: int, experts: int, multiple: int) -> int:
 def grouped_matmul(
     a: Quantized, b: Quantized, ends: torch.Tensor, dtype: torch.dtype, emulate: bool = False, fast: bool = False
 ) -> torch.Tensor:
-    """(M, K) x (E, K, N) to (M, N): the rows of expert e times b[e].
-
-    Args:
-        a: with scale inverses (M, 1).
-        b: with scale inverses (E, 1, N).
-        emulate, fast: see `matmul_8bit.float8_matmul`.
-    """
+    """(M, K) x (E, K, N) to (M, N): the rows of expert e times b[e]. Scale inverses are (M, 1) and (E, 1, N). `emulate`
+    and `fast`: see `matmul_8bit.float8_matmul`."""
     if _has_own_grouped_kernel(a, emulate):
         out: torch.Tensor = grouped_8bit_mm(*a, *b, ends, dtype, emulate)
         return out
@@ -154,11 +134,8 @@ def grouped_matmul(
 def grouped_matmul_over_rows(
     a: Quantized, b: Quantized, ends: torch.Tensor, dtype: torch.dtype, emulate: bool = False
 ) -> torch.Tensor:
-    """(M, N) and (M, K) to (E, N, K): a.T @ b over the rows of each expert.
-
-    Args:
-        a, b: with scale inverses (E, N) and (E, K). On a GPU, the ends are multiples of ALIGNMENT.
-    """
+    """(M, N) and (M, K), with scale inverses (E, N) and (E, K), to (E, N, K): a.T @ b over the rows of each expert. On
+    a GPU, the ends are multiples of ALIGNMENT."""
     if _has_own_grouped_kernel(a, emulate):
         out: torch.Tensor = grouped_8bit_mm(*a, *b, ends, dtype, emulate)
         return out
@@ -182,10 +159,8 @@ def grouped_8bit_mm(
     dtype: torch.dtype,
     emulate: bool,
 ) -> torch.Tensor:
-    """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K).
-
-    In int8 on a GPU one kernel, otherwise a loop over the experts.
-    """
+    """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K). In int8 on a GPU one kernel,
+    otherwise a loop over the experts."""
     if not (emulate or rounding.has_own_kernel(a)):
         from torchtitan.kernels.grouped_int8_triton import grouped_int8_gemm, grouped_int8_gemm_over_rows
 

@@ -13,16 +13,8 @@ ALIGNMENT = 16  # of an expert's 8-bit rows, where a GPU sums over them: 16 byte
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiplies each expert's rows with its weight; differentiable.
-
-    Args:
-        x: (M, K), sorted by expert.
-        weight: (E, N, K).
-        offsets: (E,) int32, the end of each expert's rows; the last one is M.
-
-    Returns:
-        (M, N).
-    """
+    """Multiplies each expert's rows with its weight: (M, K) and (E, N, K) to (M, N); differentiable. x is sorted by
+    expert; offsets: (E,) int32, the end of each expert's rows."""
     return _GroupedLinear.apply(x, weight, offsets)
 
 

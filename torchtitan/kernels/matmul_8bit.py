@@ -73,9 +73,7 @@ def _(
 
 def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = False) -> torch.Tensor:
     """a @ b: (M, K) x (K, N) to (M, N), with any strides. Scales per row of a and per column of b, or per tensor.
-
-    Emulation sums in float64, which is as exact for int8 products as int32.
-    """
+    Emulation sums in float64, which is as exact for int8 products as int32."""
     if emulate:
         sums = (a.data.double() @ b.data.double()).float()
         return sums.mul_(a.scale_inverse).mul_(b.scale_inverse).to(dtype)

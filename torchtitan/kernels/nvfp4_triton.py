@@ -106,11 +106,8 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     SQUARES: tl.constexpr, STOCHASTIC: tl.constexpr, HADAMARD: tl.constexpr, SIGNS: tl.constexpr, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the data, scales and scale of the matrix of `packed_blocks.Packed`.
-
-    Divisions are those of IEEE 754, and what is rounded is clamped before: that keeps its multiplication from being
-    fused with an addition.
-    """
+    """Writes the data, scales and scale of the matrix of `packed_blocks.Packed`. Divisions are those of IEEE 754, and
+    what is rounded is clamped before: that keeps its multiplication from being fused with an addition."""
     numbers = _load(x, M, N, row_stride, column_stride, ROWS, BLOCKS)
     if HADAMARD:
         numbers = _hadamard(numbers, SIGNS, ROWS * BLOCKS)
@@ -180,12 +177,8 @@ def survey(x: torch.Tensor, seed: bool, hadamard: bool, both: bool) -> torch.Ten
 def pack(
     x: torch.Tensor, found: torch.Tensor, squares: bool, stochastic: bool, hadamard: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The data, scales and scale of the matrix of `packed_blocks.Packed`.
-
-    Args:
-        found: by `survey`.
-        squares: blocks have 16 rows.
-    """
+    """The data, scales and scale of the matrix of `packed_blocks.Packed`. `found` is from `survey`; with `squares`,
+    blocks have 16 rows."""
     (m, n), (row_tiles, column_tiles) = x.shape, _grid(x)
     data = torch.empty(m, n // 16, dtype=torch.int64, device=x.device)
     scale = torch.empty(row_tiles * column_tiles * ROWS * BLOCKS, dtype=torch.float8_e4m3fn, device=x.device)

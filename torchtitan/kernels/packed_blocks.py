@@ -49,10 +49,8 @@ class Packed(NamedTuple):
 
 
 def pack(x: torch.Tensor, form: BlockFormat) -> Packed:
-    """Rounds (rows, columns), float32 or bfloat16, to the numbers that `block_formats.quantize` finds.
-
-    Columns are filled up with zeros to a multiple of `MULTIPLE_OF`. Rows must be one, except those of a left operand.
-    """
+    """Rounds (rows, columns), float32 or bfloat16, to the numbers that `block_formats.quantize` finds. Columns are
+    filled up with zeros to a multiple of `MULTIPLE_OF`. Rows must be one, except those of a left operand."""
     missing = -x.shape[1] % MULTIPLE_OF[form.scale]
     if missing:
         x = F.pad(x, (0, missing))

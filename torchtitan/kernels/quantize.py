@@ -1,9 +1,8 @@
 """Quantization to int8 and float8, and dequantization."""
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,10 +23,8 @@ scale per matrix."""
 
 
 def fused(function: Callable[..., R]) -> Callable[..., R]:
-    """Compiles `function` into one pass over its data on a GPU; eagerly it would take seven.
-
-    No gradients flow through it. (On CPU the kernels of `kernels.rounding` do it in one pass.)
-    """
+    """Compiles `function` into one pass over its data on a GPU; eagerly it would take seven. No gradients flow through
+    it. (On CPU the kernels of `kernels.rounding` do it in one pass.)"""
     compiled: list[Callable[..., R]] = []
 
     @functools.wraps(function)
@@ -51,10 +48,8 @@ _last: tuple[Any, ...] = (lambda: None,)
 
 
 def quantize_once(x: torch.Tensor, key: object, make: Callable[[torch.Tensor], R]) -> R:
-    """make(x), cached for the last x and key: wq, wk and wv share their input, and so do w1 and w3.
-
-    No gradients flow through it. Under torch.compile there is no cache: the compiler removes repetitions itself.
-    """
+    """make(x), cached for the last x and key: wq, wk and wv share their input, and so do w1 and w3. No gradients flow
+    through it. Under torch.compile there is no cache: the compiler removes repetitions itself."""
     global _last
     if torch.compiler.is_compiling():
         with torch.no_grad():
@@ -66,41 +61,18 @@ def quantize_once(x: torch.Tensor, key: object, make: Callable[[torch.Tensor], R
     return made
 
 
-_weights: dict[Any, Any] | None = None
-_weights_of_step: dict[Any, Any] | None = None
+Kept = dict[Any, Any]
+"""Quantized weights by memory and key, while no weight changes."""
 
 
-@contextlib.contextmanager
-def weights_quantized_once() -> Iterator[None]:
-    """Within this context, which no weight changes in, `quantize_weight` quantizes each weight once per key."""
-    global _weights
-    before, _weights = _weights, {} if _weights_of_step is None else _weights_of_step
-    try:
-        yield
-    finally:
-        _weights = before
-
-
-@contextlib.contextmanager
-def weights_unchanged() -> Iterator[None]:
-    """Within this context, all uses of `weights_quantized_once` share their results: the output layer's weight is
-    quantized once for all micro-batches of a step. No weight may change in it."""
-    global _weights_of_step
-    _weights_of_step = {}
-    try:
-        yield
-    finally:
-        _weights_of_step = None
-
-
-def quantize_weight(weight: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R]) -> R:
-    """make(weight); the same result for the same memory and key within `weights_quantized_once`."""
-    if _weights is None or torch.compiler.is_compiling():
+def quantize_weight(weight: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R], kept: Kept | None) -> R:
+    """make(weight), or what `kept` has for the same memory and key."""
+    if kept is None or torch.compiler.is_compiling():
         return make(weight)
     key = (weight.untyped_storage()._cdata, weight.storage_offset(), weight.shape, key)
-    if key not in _weights:
-        _weights[key] = make(weight), weight  # the weight, so that nothing else gets its memory
-    made: R = _weights[key][0]
+    if key not in kept:
+        kept[key] = make(weight), weight  # the weight, so that nothing else gets its memory
+    made: R = kept[key][0]
     return made
 
 

@@ -74,11 +74,8 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rounds up to ROWS of the M rows of a matrix of x, one after another.
-
-    Magnitudes are compared as integers: float32 numbers that are not negative have the same order as their bits, and
-    NaN is larger than all.
-    """
+    """Rounds up to ROWS of the M rows of a matrix of x, one after another. Magnitudes are compared as integers: float32
+    numbers that are not negative have the same order as their bits, and NaN is larger than all."""
     columns = tl.arange(0, BLOCK)
     inside = columns < N
     by_column = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -97,12 +94,8 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(..., rows, columns) int8 or float8_e4m3fn, (..., rows, 1) float32 scale inverses and (..., 1, columns) float32
-    magnitudes.
-
-    Args:
-        x: (..., rows, columns), row-major, with up to `quantize.WIDEST` columns.
-    """
+    """From row-major x with up to `quantize.WIDEST` columns: (..., rows, columns) int8 or float8_e4m3fn, (..., rows, 1)
+    float32 scale inverses and (..., 1, columns) float32 magnitudes."""
     *matrices, m, n = x.shape
     number, rows = x.shape[:-2].numel(), rows_a_program(m)
     data = torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -41,10 +41,8 @@ class _OnCpu(torch.autograd.Function):
 
 
 def swiglu_saved_in_8_bits(gate: torch.Tensor, up: torch.Tensor, dtype: SavedDtype) -> torch.Tensor:
-    """The same result; its gradients are those at the rounded inputs, with one scale per token.
-
-    Keeps 2 bytes per token and channel, where autograd keeps 6 in bfloat16, and the compiler 4.
-    """
+    """The same result; its gradients are those at the rounded inputs, with one scale per token. Keeps 2 bytes per token
+    and channel, where autograd keeps 6 in bfloat16, and the compiler 4."""
     return _SwiGLU.apply(gate, up, dtype)
 
 

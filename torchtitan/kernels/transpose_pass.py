@@ -14,11 +14,9 @@ LEAST = 2**20  # elements of a gradient; below, the pass slows down as often as 
 
 
 class TransposeWeightGradients(CustomGraphPass):
-    """Materializes the transposed operand of a weight gradient before the GEMM.
-
-    oneDNN multiplies bfloat16 matrices more slowly if the left one is transposed, as in gᵀ x. The compiler transposes
-    fast, fused into the computation of g. The smaller operand is transposed: gᵀ x, or (xᵀ g)ᵀ.
-    """
+    """Materializes the transposed operand of a weight gradient before the GEMM. oneDNN multiplies bfloat16 matrices
+    more slowly if the left one is transposed, as in gᵀ x. The compiler transposes fast, fused into the computation of
+    g. The smaller operand is transposed: gᵀ x, or (xᵀ g)ᵀ."""
 
     def __call__(self, graph: fx.Graph) -> None:
         transposed_of: dict[fx.Node, fx.Node] = {}  # one x can serve several weights

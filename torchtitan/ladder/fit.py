@@ -76,14 +76,8 @@ class Fit:
 
 
 def varies_tokens(points: Sequence[tuple[float, float]]) -> bool:
-    """Whether tokens vary independently of parameters, so that both terms can be fitted; checks that one can.
-
-    Args:
-        points: (N, D) of each run.
-
-    Raises:
-        ConfigError: nothing can be fitted.
-    """
+    """Whether tokens vary independently of parameters in these points (N, D), so that both terms can be fitted. Raises
+    a ConfigError if none can."""
     sizes, tokens = (_distinct(column) for column in zip(*points, strict=True))
     along = _distinct([d for _, d in points]) == 1 or _distinct([d / n for n, d in points]) == 1
     constants = 3 if along else 5
@@ -137,12 +131,9 @@ def fit(rows: Sequence[Row], bootstraps: int = BOOTSTRAPS) -> Fit:
 
 
 def _log_loss(theta: Floats, places: Floats) -> Floats:
-    """log L of each run: the log-sum-exp of its terms.
-
-    Args:
-        theta: log E, then for each term its log at the center and its power.
-        places: (runs, terms), log N and log D around their means, which keeps the constants of a term independent.
-    """
+    """log L of each run: the log-sum-exp of its terms. theta: log E, then for each term its log at the center and its
+    power. places: (runs, terms), log N and log D around their means, which keeps the constants of a term
+    independent."""
     terms = theta[1::2] - theta[2::2] * places
     total: Floats = np.logaddexp.reduce(np.column_stack([np.full(len(places), theta[0]), terms]), axis=1)
     return total

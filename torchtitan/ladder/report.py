@@ -97,13 +97,8 @@ def draw(
     measured: float | None,
     path: Path,
 ) -> None:
-    """Writes a PNG: the loss of each run over its parameters, the fitted law, and the prediction.
-
-    Args:
-        series: the runs by their number of tokens, or of tokens per parameter.
-        predicted: the size to predict; its loss is the law's.
-        measured: its loss, if it has been trained.
-    """
+    """Writes a PNG: the loss of each run over its parameters, by number of tokens or of tokens per parameter; the
+    fitted law; and the prediction, with the measured loss once that size has been trained."""
     from matplotlib.figure import Figure  # needs no display and no global pyplot state
 
     figure = Figure(figsize=(7, 4.4), layout="constrained")

@@ -95,12 +95,8 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The runs of a ladder and the run that they predict.
-
-    Attributes:
-        rungs: by series ("20 tokens per parameter", "1M tokens"), from the smallest size to the largest.
-        target: the run to predict.
-    """
+    """The runs of a ladder, by series ("20 tokens per parameter", "1M tokens") and from the smallest size to the
+    largest, and the run that they predict."""
 
     rungs: dict[str, list[Rung]]
     target: Rung
@@ -112,11 +108,7 @@ class Ladder:
 
 
 def choose_runs(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
-    """The runs of a ladder, checked.
-
-    Raises:
-        ConfigError: with one sentence; nothing has been trained yet.
-    """
+    """The runs of a ladder. Raises a ConfigError before anything is trained."""
     processes = find_processes()
     problems: list[str] = []
     dims = find_dims(config.parallelism, processes, problems)
@@ -203,11 +195,7 @@ def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, batch: 
 
 
 def write_files(rungs: Iterable[Rung]) -> None:
-    """Writes the TOML files.
-
-    Raises:
-        ConfigError: the folder has runs of another configuration.
-    """
+    """Writes the TOML files. Raises a ConfigError if the folder has runs of another configuration."""
     for rung in rungs:
         if rung.file.exists():
             if ConfigManager().parse_args([f"--job.config_file={rung.file}"]) != rung.config:
@@ -220,14 +208,9 @@ def write_files(rungs: Iterable[Rung]) -> None:
 
 
 def run(rung: Rung) -> None:
-    """Trains, from the newest checkpoint if there is one. What the run says goes to a .log file beside its folder.
-
-    A signal to stop is passed on; the run saves a checkpoint, and this process exits. The run does so too if this
-    process is killed.
-
-    Raises:
-        UserError: the run failed.
-    """
+    """Trains, from the newest checkpoint if there is one. What the run says goes to a .log file beside its folder. A
+    signal to stop is passed on; the run saves a checkpoint, and this process exits. The run does so too if this process
+    is killed. Raises a UserError if it failed."""
     log = rung.file.with_suffix(".log")
     stopped: list[int] = []
     with log.open("a", encoding="utf-8") as output:
@@ -263,11 +246,7 @@ def run(rung: Rung) -> None:
 def expected_seconds(
     rungs: Sequence[Rung], finished: Sequence[Rung], processes: int, rate: float | None
 ) -> float | None:
-    """How long these runs take, each at the FLOP/s of the finished run of the most similar size.
-
-    Args:
-        rate: FLOP/s to assume if no run is finished; None if unknown.
-    """
+    """How long these runs take, each at the FLOP/s of the finished run of the most similar size, or else at `rate`."""
     total = 0.0
     for rung in rungs:
         nearest = min(finished, key=lambda other: abs(other.shape.parameters - rung.shape.parameters), default=None)

@@ -18,12 +18,8 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of the ladder.
-
-    Attributes:
-        parameters: N, without the embedding and the output layer.
-        flops_per_token: forward and backward, including the output layer.
-    """
+    """A model of the ladder. `parameters` is N, without the embedding and the output layer; `flops_per_token` includes
+    the latter, forward and backward."""
 
     dim: int
     n_layers: int
@@ -48,13 +44,9 @@ def short(number: float) -> str:
 
 
 def find_shape(model: Model, parameters: float, seq_len: int) -> Shape:
-    """The shape whose N is nearest to `parameters`, in the proportions of the configured model.
-
-    The number of layers grows with the cube root of N, as the width then does; the width is chosen for that depth.
-
-    Raises:
-        ConfigError: the model cannot have another width.
-    """
+    """The shape whose N is nearest to `parameters`, in the proportions of the configured model. The number of layers
+    grows with the cube root of N, as the width then does; the width is chosen for that depth. Raises a ConfigError if
+    the model cannot have another width."""
     flavor = find_model_args(model)
     if flavor.moe is not None:
         raise ConfigError(f"model.name = {model.name}: a ladder needs a dense model; its experts have no single N.")

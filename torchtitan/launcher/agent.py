@@ -29,11 +29,9 @@ LAST_WORDS = 6.0  # seconds; longer than a rank takes to find out which other ra
 
 
 class Agent(LocalElasticAgent):
-    """Starts and monitors this machine's processes; after a failure restarts them while restarts are left.
-
-    Ctrl-C and a scheduler's preemption signal are forwarded. The processes then save and exit by themselves, however
-    long that takes; torchrun would kill them after 30 s.
-    """
+    """Starts and monitors this machine's processes; after a failure restarts them while restarts are left. Ctrl-C and a
+    scheduler's preemption signal are forwarded. The processes then save and exit by themselves, however long that
+    takes; torchrun would kill them after 30 s."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

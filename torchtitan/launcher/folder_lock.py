@@ -42,12 +42,8 @@ def is_removed(path: Path) -> bool:
 
 
 class FolderLock:
-    """Use as a context around a run; inside it, rank 0 calls `take`. Held until the context or the process ends.
-
-    Args:
-        folder: created if it does not exist.
-        key: that names the folder.
-    """
+    """Use as a context around a run; inside it, rank 0 calls `take`. Held until the context or the process ends. The
+    folder is created if it does not exist; `key` names it in messages."""
 
     def __init__(self, folder: Path, key: str = "job.dump_folder") -> None:
         self.path = folder / ".lock"
@@ -65,11 +61,8 @@ class FolderLock:
         self._thread = threading.Thread(target=self._keep, daemon=True, name="folder lock")
 
     def take(self) -> None:
-        """Takes the lock; waits for a holder that may be dead or about to exit.
-
-        Raises:
-            ConfigError: another run holds it, or the file cannot be written.
-        """
+        """Takes the lock; waits for a holder that may be dead or about to exit. Raises a ConfigError if another run
+        holds it, or the file cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open()

@@ -13,11 +13,8 @@ LEAST = {"torch": (2, 11), "torchao": (0, 18)}
 
 
 def check_versions() -> None:
-    """Refuses a torch or torchao that is too old. Reads package metadata: importing an old version may fail anywhere.
-
-    Raises:
-        UserError: with the required version.
-    """
+    """Raises a UserError if torch or torchao is too old. Reads package metadata: importing an old version may fail
+    anywhere."""
     for name, least in LEAST.items():
         wanted = f"{name} {'.'.join(map(str, least))} or later is required"
         remedy = f"run pip install '{name}>={'.'.join(map(str, least))}'"

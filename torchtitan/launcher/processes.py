@@ -29,11 +29,8 @@ def raise_limit_of_open_files() -> None:
 
 
 def find_processes() -> int:
-    """NGPU, by default one process for each GPU, or one.
-
-    Raises:
-        ConfigError: NGPU is no number above 0, or above the number of GPUs if there are some.
-    """
+    """NGPU, by default one process for each GPU, or one. Raises a ConfigError if it is no number above 0, or above the
+    number of GPUs if there are some."""
     import torch  # not at import: a launcher imports this before it handles signals
 
     gpus, given = torch.cuda.device_count(), os.environ.get("NGPU")
@@ -49,11 +46,8 @@ def find_processes() -> int:
 
 
 def refuse_lone_tasks() -> None:
-    """Call in a process that would train alone, or start all processes of a run.
-
-    Raises:
-        ConfigError: it is one of several tasks of srun or mpirun, and each of them would do the same.
-    """
+    """Call in a process that would train alone, or start all processes of a run. Raises a ConfigError if it is one of
+    several tasks of srun or mpirun, and each of them would do the same."""
     # The batch script and the interactive shell of a SLURM job see the number of its tasks, and have started none yet.
     is_batch = os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ
     is_script = is_batch or os.environ.get("SLURM_STEP_NUM_TASKS") == "1"

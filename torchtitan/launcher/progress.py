@@ -24,7 +24,6 @@ class Progress:
     """Steps of this process since it started. The main thread calls `begins` and `ends`; other threads read.
 
     Attributes:
-        steps: number of completed steps.
         began: start time of the current step; None between steps.
         ended: end time of the last step, or start time of the run.
         longest_step: seconds. The first step, which compiles, counts only until the second one ends.

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torchtitan.errors import INTERRUPTED
 from torchtitan.launcher.progress import Progress
@@ -30,6 +30,8 @@ GIVEN_UP = signal.SIGUSR2  # to the launcher, from a rank that was asked to stop
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
 AGAIN = 0.5  # seconds after which Ctrl-C is a second one; torchrun passes on the one that the terminal sent to all
 OUTPUT = 1  # seconds for a message: output may be blocked, for example in a paused terminal
+
+Result = TypeVar("Result")
 
 
 class Stop:
@@ -149,11 +151,8 @@ class Stop:
 
     def agreed(self, reason: int = 0) -> bool:
         """Whether to stop now; the same on every rank. Collective: call it on all ranks at the same step boundaries. It
-        costs an all-reduce of one number between hosts.
-
-        Args:
-            reason: of this rank to stop without a signal, a number above all signal numbers; 0 for none.
-        """
+        costs an all-reduce of one number between hosts. `reason`: of this rank to stop without a signal, a number above
+        all signal numbers; 0 for none."""
         import torch
         import torch.distributed as dist
 
@@ -215,13 +214,16 @@ def exit_now(status: int) -> None:
     os._exit(status)
 
 
-def with_timeout(seconds: float, action: Callable[[], object]) -> None:
-    """Runs `action` in a thread for at most this long. Output that cannot be written is lost."""
+def with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
+    """Result of `call`; None if it fails or takes longer, such as output to a paused terminal, which is then lost, or a
+    request to a store whose machine is gone."""
+    results: list[Result] = []
 
     def run() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            action()
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: torch's DistError
+            results.append(call())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
+    return results[0] if results else None

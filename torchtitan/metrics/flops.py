@@ -17,12 +17,7 @@ MORE = 10  # further ones, if the run was faster than all of them
 
 @dataclass
 class Peak:
-    """The reference for MFU.
-
-    Attributes:
-        flops: FLOP/s of one device.
-        source: where the number comes from, for messages.
-    """
+    """The reference for MFU: FLOP/s of one device, and where the number comes from, for messages."""
 
     flops: float
     source: str
@@ -42,9 +37,7 @@ class Peak:
 
 class MeasuredPeak(Peak):
     """A CPU's peak: the fastest of several GEMMs, in this run and in earlier ones with the same CPU, threads and dtype.
-
-    The maximum is right, since other load on the machine can only slow a measurement down.
-    """
+    The maximum is right, since other load on the machine can only slow a measurement down."""
 
     def __init__(self, device_name: str, dtype: torch.dtype) -> None:
         super().__init__(0.0, "")
@@ -101,10 +94,8 @@ def known_peak(device_name: str) -> float | None:
 
 
 def measure_peak(dtype: torch.dtype, budget_seconds: float = 0.1) -> float:
-    """FLOP/s of the fastest of several square GEMMs on this CPU, with torch's current number of threads.
-
-    Sizes double while the next GEMM is likely to fit into the remaining budget; then the largest is repeated.
-    """
+    """FLOP/s of the fastest of several square GEMMs on this CPU, with torch's current number of threads. Sizes double
+    while the next GEMM is likely to fit into the remaining budget; then the largest is repeated."""
     best, size, repetitions = 0.0, 256, 0
     matrix = torch.ones(size, size, dtype=dtype)
     torch.mm(matrix, matrix)  # the first call loads kernels and starts threads

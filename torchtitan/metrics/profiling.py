@@ -26,9 +26,6 @@ class Profiler:
     https://pytorch.org/memory_viz.
 
     Args:
-        rank: every rank writes its own files.
-        device_type: "cuda" or "cpu".
-        start_step: step resumed from; 0 for a new run.
         busy: steps that use torch's profiler for something else, and get no trace: two profilers at a time crash the
             process.
 
@@ -125,10 +122,8 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
 
 
 def trace_schedule(start_step: int, freq: int, busy: Collection[int]) -> Callable[[int], ProfilerAction]:
-    """Records the steps that are multiples of `freq`, counted from the start of the run even after a resume.
-
-    Neither a trace nor its warm-up overlaps a busy step; after one, a warm-up may be shorter.
-    """
+    """Records the steps that are multiples of `freq`, counted from the start of the run even after a resume. Neither a
+    trace nor its warm-up overlaps a busy step; after one, a warm-up may be shorter."""
 
     def action(steps_done: int) -> ProfilerAction:
         step = start_step + steps_done + 1

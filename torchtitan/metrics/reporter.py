@@ -49,10 +49,7 @@ class MetricsReporter:
 
     Args:
         dump_folder: receives `metrics.jsonl` (from rank 0) and the TensorBoard folder.
-        start_step: step resumed from; 0 for a new run.
         start_tokens: tokens seen up to then; the batch may have had another size.
-        tokens_per_step: tokens of the global batch.
-        flops_per_token: forward and backward; see `flops.flops_per_token`.
         peak: FLOP/s of one device. None if unknown; MFU is then None too, as it is while a measured peak is too low.
         peak_memory_bytes, reset_peak_memory: for this rank's device.
         memory_capacity_bytes: of this rank's device; None if unknown.
@@ -151,10 +148,8 @@ class MetricsReporter:
             self._paused_seconds += perf_counter() - start
 
     def step(self, step: int, *, loss: Reading, grad_norm: Reading, lr: Reading, **extra: Reading) -> Record | None:
-        """Call at the end of each step. Returns the report, if one was due.
-
-        Readings that are functions are called on every rank in the given order, so they may be collective.
-        """
+        """Call at the end of each step. Returns the report, if one was due. Readings that are functions are called on
+        every rank in the given order, so they may be collective."""
         if self._bar is not None:
             self._bar.update(1)
         if not self.due(step):

@@ -52,7 +52,7 @@ class TransformerArgs:
         ffn_dim: inner width of the SwiGLU feed-forward.
         vocab_size: None takes the tokenizer's.
         tied_embeddings: the output layer shares the embedding's weight.
-        moe: sizes of the mixtures of experts; None in a dense model, whose checkpoints do not record it.
+        moe: None in a dense model, whose checkpoints do not record it.
     """
 
     dim: Size

@@ -42,13 +42,8 @@ def causal_attention(
 
 
 def kernel_name(q: torch.Tensor, kv_heads: int, documents: bool, context_parallel: bool) -> str:
-    """What computes attention in training, for the log.
-
-    Args:
-        q: (B, H, S, D), of which the numbers do not matter.
-        documents: whether there is a mask of documents.
-        context_parallel: whether ranks have only the last of the queries.
-    """
+    """What computes attention in training, for the log. q: (B, H, S, D), whose numbers do not matter. `documents`:
+    there is a mask of documents. `context_parallel`: ranks have only the last of the queries."""
     on_gpu = attention_gpu.has_own_kernel(q)
     if not on_gpu and (documents or context_parallel):
         return "torch's, with a mask"

@@ -91,11 +91,7 @@ class ExpertMetrics(NamedTuple):
 
 
 def expert_metrics(statistics: Mapping[str, torch.Tensor], top_k: int, mesh: DeviceMesh) -> ExpertMetrics | None:
-    """From what `balance_experts` returned, of the full model; None without experts. Collective.
-
-    Args:
-        mesh: (pp, dp_replicate, fsdp, tp).
-    """
+    """From what `balance_experts` returned, of the full model; None without experts. Collective."""
     own = {name: seen.tolist() for name, seen in statistics.items()}
     stages: list[dict[str, list[float]]] = [own]
     if mesh["pp"].size() > 1:

@@ -14,11 +14,7 @@ class WrongModelType(ValueError):
 
 
 def common_config(args: TransformerArgs, model_type: str, architecture: str) -> dict[str, Any]:
-    """The entries that every family writes.
-
-    Args:
-        architecture: class in `transformers`.
-    """
+    """The entries that every family writes. `architecture` is a class in `transformers`."""
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -111,14 +107,7 @@ class CommonConfig(Entries):
         }
 
     def is_scaled(self, *supported: str) -> bool:
-        """Whether RoPE is scaled.
-
-        Args:
-            supported: types of scaling.
-
-        Raises:
-            ValueError: the type is another one.
-        """
+        """Whether RoPE is scaled. Raises a ValueError if its type is not one of `supported`."""
         kind = self.rope.rope_type
         if kind not in ("default", *supported):
             only = f"only {' or '.join(map(repr, supported))} is" if supported else "no scaling is"

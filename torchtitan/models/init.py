@@ -27,7 +27,6 @@ def init_weights(
     Args:
         model: materialized; its parameters are plain tensors or DTensors.
         std_of: maps a parameter name to its standard deviation; None fills with 1.
-        seed: of the run.
         factor_of: maps a parameter name to the factor on its initial values, those filled with 1 included.
     """
     for name, parameter in model.named_parameters():
@@ -40,14 +39,9 @@ def init_weights(
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator).mul_(factor_of(name))
         if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(local_shard(full, parameter))
+            parameter.to_local().copy_(full[local_box(parameter)])
         else:
             parameter.copy_(full)
-
-
-def local_shard(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's shard of a full tensor, sharded like `like`."""
-    return full[local_box(like)]
 
 
 def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchtitan.kernels.quantize import fused, weights_quantized_once
+from torchtitan.kernels.quantize import fused
 from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 
 # Logits per chunk: 64 MiB in float32 on CPU, 1 GiB in bfloat16 on a GPU, where each chunk reads and writes the sum of
@@ -35,16 +35,11 @@ def chunks(tokens: int, vocab_size: int, on_gpu: bool) -> int:
     return -(-tokens // chunk_tokens(vocab_size, on_gpu))
 
 
-def rows_at_once(logits: torch.Tensor) -> int:
-    """Rows of logits that go through the softmax together on CPU."""
-    return max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1])
-
-
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed cross-entropy and its gradient, softmax - onehot(label), which overwrites the logits."""
     if is_on_gpu(logits):
         return _fused_cross_entropy(logits, labels), logits
-    rows = rows_at_once(logits)
+    rows = max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1])  # that go through the softmax together on CPU
     total = torch.zeros((), device=logits.device)
     for part, label in zip(logits.split(rows), labels.split(rows), strict=True):
         log_probabilities = torch.log_softmax(part, -1, dtype=torch.float32)
@@ -124,21 +119,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_grads = []
         weight_grad: torch.Tensor | None = None
         parts = hidden.split(chunk)
-        with weights_quantized_once():
-            for part, label in zip(parts, labels.split(chunk), strict=True):
-                part = part.detach().requires_grad_()
-                with torch.enable_grad():
-                    logits = output(part)
-                # .data: the matmul backward never reads its output, so autograd need not see it overwritten
-                loss, logits_grad = cross_entropy(logits.data, label)
-                hidden_grad, grad = torch.autograd.grad(logits, [part, weight], logits_grad)
-                total += loss
-                hidden_grads.append(hidden_grad)
-                # Sum the chunks in float32, as one GEMM over all tokens would.
-                if weight_grad is None:
-                    weight_grad = grad if len(parts) == 1 else grad.float()
-                else:
-                    weight_grad += grad
+        for part, label in zip(parts, labels.split(chunk), strict=True):
+            part = part.detach().requires_grad_()
+            with torch.enable_grad():
+                logits = output(part)
+            # .data: the matmul backward never reads its output, so autograd need not see it overwritten
+            loss, logits_grad = cross_entropy(logits.data, label)
+            hidden_grad, grad = torch.autograd.grad(logits, [part, weight], logits_grad)
+            total += loss
+            hidden_grads.append(hidden_grad)
+            # Sum the chunks in float32, as one GEMM over all tokens would.
+            if weight_grad is None:
+                weight_grad = grad if len(parts) == 1 else grad.float()
+            else:
+                weight_grad += grad
         ctx.save_for_backward(torch.cat(hidden_grads), weight_grad)
         ctx.weight_dtype = weight.dtype
         return total

@@ -95,12 +95,8 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores the experts for each token, in float32.
-
-    Attributes:
-        balance_loss: from scores and chosen experts to the same scores, whose gradient gets that of a loss for an even
-            load added (`models.expert_balance`); None without one.
-    """
+    """Scores the experts for each token, in float32. `balance_loss` maps scores and chosen experts to the same scores,
+    whose gradient gets that of a loss for an even load added (`models.expert_balance`); None without one."""
 
     __call__: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -198,12 +194,8 @@ def _sum_over_experts(x: torch.Tensor) -> torch.Tensor:
 
 class _Copy(torch.autograd.Function):
     """x[source], where each row of x is copied k times: the backward pass is a gather and a sum over k in a fixed
-    order, not a scatter of atomic additions.
-
-    Args:
-        source: (R,), the row of x for each result.
-        places: (T, k), where row t of x went.
-    """
+    order, not a scatter of atomic additions. source: (R,), the row of x for each result; places: (T, k), where row t of
+    x went."""
 
     apply: ClassVar[Callable[..., torch.Tensor]]
 
@@ -220,14 +212,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Of each token, the sum of its experts' results times their weights.
-
-    Args:
-        out: (R, D), sorted by expert.
-        weights: (T, k) float32.
-        order: (R,), flattened (T, k) index of each sorted row.
-        places: (T, k), where these are among the sorted rows.
-    """
+    """Of each token, the sum of its experts' results, (R, D) and sorted by expert, times their weights, (T, k) float32.
+    order: (R,), flattened (T, k) index of each sorted row; places: (T, k), where these are among the sorted rows."""
 
     apply: ClassVar[Callable[..., torch.Tensor]]
 
@@ -274,9 +260,7 @@ class _Recorded(torch.autograd.Function):
 
 class SparseTransformer(Transformer):
     """A decoder whose blocks have a mixture of experts as `moe`; the first `moe.n_dense_layers` have a `feed_forward`.
-
-    A family implements `make_attention`.
-    """
+    A family implements `make_attention`."""
 
     args: SparseArgs
 

@@ -57,13 +57,7 @@ class HuggingFaceNaming:
 
     def name(self, ours: str, expert: int = 0) -> str:
         """The name in `transformers`: 'layers.0.attention.wq.weight' to 'model.layers.0.self_attn.q_proj.weight'.
-
-        Args:
-            expert: which, for a stack of experts.
-
-        Raises:
-            CheckpointError: the parameter is not in `names`.
-        """
+        `expert`: which, for a stack of experts. Raises a CheckpointError if the parameter is not in `names`."""
         numbers, pattern = LAYER_NUMBER.findall(ours), LAYER_NUMBER.sub("*", ours)
         if pattern not in self.names:
             raise CheckpointError(f"{ours}: the model family's ModelSpec.hf has no name for this weight.")

@@ -98,16 +98,9 @@ def parallelize(
         apply_compile(blocks, mesh.device_type)
     for block, module in experts:
         gather_with_block(block, module)
-    groups, keep_last = list(blocks), int(mesh["pp"].size() == 1)  # in a pipeline other micro-batches come in between
-    embedding, norm, output = model.tok_embeddings, model.norm, model.output
-    if not model.args.tied_embeddings:  # else its weight is that of the output layer as well, and both stay in the root
-        if embedding is not None:
-            groups.insert(0, embedding)
-        if norm is not None and output is not None and type(model).forward is Transformer.forward:
-            model.head_group = Group(model.head, [norm, output])
-            model.head = model.head_group.__call__  # type: ignore[method-assign]
-            groups.append(model.head_group)
-            keep_last += 1
+    groups, keep_last = _fsdp_groups(model)
+    keep_last += int(mesh["pp"].size() == 1)  # in a pipeline other micro-batches come in between
+    embedding = model.tok_embeddings
     reshard = parallelism.fsdp_reshard_after_forward
     apply_fsdp(
         model,
@@ -127,6 +120,21 @@ def parallelize(
     if isinstance(embedding, FSDPModule) and type(embedding).forward is nn.Embedding.forward:
         embedding.set_unshard_in_backward(False)  # its gradient is a sum of rows of the output's
         embedding.set_modules_to_backward_prefetch([embedding])  # else the head, as if another backward pass followed
+
+
+def _fsdp_groups(model: Transformer) -> tuple[list[nn.Module], int]:
+    """The modules whose weights are gathered together, in order, and whether the last one is the head."""
+    groups: list[nn.Module] = list(model.layers.values())
+    embedding, norm, output = model.tok_embeddings, model.norm, model.output
+    if model.args.tied_embeddings:  # its weight is that of the output layer as well, and both stay in the root
+        return groups, 0
+    if embedding is not None:
+        groups.insert(0, embedding)
+    if norm is None or output is None or type(model).forward is not Transformer.forward:
+        return groups, 0
+    model.head_group = Group(model.head, [norm, output])
+    model.head = model.head_group.__call__  # type: ignore[method-assign]
+    return [*groups, model.head_group], 1
 
 
 def _spread_experts(

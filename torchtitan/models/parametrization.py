@@ -36,12 +36,7 @@ class Scaling:
 
 
 class Powers(NamedTuple):
-    """Exponents of a factor.
-
-    Attributes:
-        width: of this model's width divided by the base model's.
-        depth: of this model's layers divided by the base model's.
-    """
+    """Exponents of a factor: of this model's width, and of its number of layers, each divided by the base model's."""
 
     width: float = 0
     depth: float = 0

@@ -62,15 +62,8 @@ def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotates each pair of adjacent channels (2i, 2i + 1), the layout of Meta's checkpoints.
-
-    Args:
-        x: (B, S, H, D).
-        table: (seq, head_dim / 2, 2) float32, from `rope_table`.
-
-    Returns:
-        Same shape and dtype as x; the rotation is computed in float32.
-    """
+    """Rotates each pair of adjacent channels (2i, 2i + 1), the layout of Meta's checkpoints, in float32. x: (B, S, H,
+    D); table: (seq, head_dim / 2, 2) float32, from `rope_table`."""
     if pointwise.has_own_kernel(x):
         return _RotationOnCpu.apply(x, table)
     pairs = x.float().unflatten(-1, (-1, 2))

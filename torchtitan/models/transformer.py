@@ -42,12 +42,8 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each with an RMSNorm before it and a residual connection.
-
-    Args:
-        attention: called with (x, rope, document_ids), like `Attention`.
-        name: of the feed-forward in the block, as plans, filters and checkpoints know it.
-    """
+    """Attention and feed-forward, each with an RMSNorm before it and a residual connection. `attention` is called like
+    `Attention`, with (x, rope, document_ids); `name` is what plans, filters and checkpoints call the feed-forward."""
 
     __call__: Callable[..., torch.Tensor]
 

@@ -11,13 +11,11 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scales gradients in place so that their total 2-norm is at most `max_norm`; inf does not scale.
+    """Scales gradients in place so that their total 2-norm is at most `max_norm`; inf does not scale. Returns the norm
+    before, a float32 scalar on the device, the same on every rank.
 
     The norm is that of the full model, over all shards, tensor-parallel ranks and pipeline stages, with one all-reduce
     of one number. Collective: each rank passes the parameters it holds.
-
-    Returns:
-        The norm before clipping, a float32 scalar on the device, the same on every rank.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     norm = norm_over_ranks(squared_norm(parameters))

@@ -38,11 +38,9 @@ def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer
 
 
 class WeightAverage(LowBitOptimizer):
-    """Averages the weights after each update: average <- decay * average + (1 - decay) * weight, in float32.
-
-    An optimizer that changes no weight, so that the average is sharded, saved (as `ema`), loaded and planned like other
-    optimizer state. It starts as the weights after the first update.
-    """
+    """Averages the weights after each update: average <- decay * average + (1 - decay) * weight, in float32. An
+    optimizer that changes no weight, so that the average is sharded, saved (as `ema`), loaded and planned like other
+    optimizer state. It starts as the weights after the first update."""
 
     moment_names = ()
     signed: ClassVar[set[str]] = set()

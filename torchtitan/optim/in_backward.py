@@ -17,7 +17,6 @@ class StepInBackward:
     Args:
         parameters: of the optimizer; sharded, so that FSDP calls their post-accumulate-grad hooks once per backward
             pass.
-        optimizer: called for one parameter at a time.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

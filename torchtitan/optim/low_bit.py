@@ -28,7 +28,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
         defaults: settings of parameter groups that do not set them.
         state_dtype: dtype of unquantized moments: all of them if `quantization` is "", else those of vectors and of
             matrices whose rows do not divide into blocks (`state_formats.block_size`).
-        seed: for stochastic rounding.
         quantization: "8bit", "4bit" or "fp8"; "" for none.
 
     Attributes:
@@ -102,10 +101,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self, parameter: nn.Parameter, like: torch.Tensor, needs_noise: list[bool], step: torch.Tensor, part: str = ""
     ) -> list[torch.Tensor | None]:
         """16 random bits per number of `like`, for each of several tensors: those that are rounded stochastically.
-
-        Args:
-            part: of this rank's shard, if `like` is not all of it.
-        """
+        `part`: of this rank's shard, if `like` is not all of it."""
         if not any(needs_noise):
             return [None] * len(needs_noise)
         if self.defaults["fused"]:
@@ -122,13 +118,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
 
 def random_bits(key: torch.Tensor, step: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` times 64 random bits, int64, on the device of `step`: SplitMix64 (doi.org/10.1145/2660193.2660195) of a
-    counter. Unlike a generator's, they depend on a number that the host does not know.
-
-    Args:
-        key: int64, a scalar on any device.
-        step: a scalar.
-    """
+    """`count` times 64 random bits, int64, on the device of `step`, a scalar: SplitMix64
+    (doi.org/10.1145/2660193.2660195) of a counter. Unlike a generator's, they depend on a number that the host does not
+    know. key: int64, a scalar on any device."""
     bits = torch.arange(count, device=step.device) * -0x61C8864680B583EB + step.long() * 0x2545F4914F6CDD1D + key
     bits = (bits ^ (bits >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     bits = (bits ^ (bits >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15

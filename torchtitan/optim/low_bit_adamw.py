@@ -25,14 +25,8 @@ moment (see `store`), or the key from which to compute it (see `random_bits`).""
 
 
 class LowBitAdamW(LowBitOptimizer):
-    """AdamW (arXiv 1711.05101) with moments in a smaller format than float32.
-
-    The update is computed in float32; bfloat16 parameters are then rounded stochastically.
-
-    Args:
-        root: store the square root of the second moment.
-        options: of `LowBitOptimizer`.
-    """
+    """AdamW (arXiv 1711.05101) with moments in a smaller format than float32; with `root`, the square root of the
+    second one. The update is computed in float32; bfloat16 parameters are then rounded stochastically."""
 
     signed: ClassVar = {"exp_avg"}
 
@@ -104,11 +98,8 @@ def update(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One update of this rank's shards of parameters and of their moments, in place.
-
-    Args:
-        skip: a scalar on the device; if above 0, weights and moments stay as they are. None: no check.
-    """
+    """One update of this rank's shards of parameters and moments, in place. All stay as they are if `skip`, a scalar on
+    the device, is above 0."""
     for weight, grad, step, moments, noise in shards:
         if isinstance(noise, torch.Tensor):
             needed = needs_noise(weight, moments)

@@ -53,7 +53,6 @@ class Muon(LowBitOptimizer):
             mean square; the decay rate is `beta2` of the group.
         dtype: in which matrices are exchanged and orthogonalized.
         bucket: numbers that a rank orthogonalizes between two exchanges.
-        options: of `LowBitOptimizer`.
     """
 
     moment_names = ("momentum_buffer",)

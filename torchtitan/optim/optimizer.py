@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.compat.optimizers import fused_step
 from torchtitan.config.training import Optimizer
 from torchtitan.models.parametrization import Scaling
 from torchtitan.optim.combined import CombinedOptimizer, WeightAverage, parts_of
@@ -147,7 +146,6 @@ def build_optimizer(
     """The optimizer for this rank's parameters of the model. Muon's is collective.
 
     Args:
-        seed: for stochastic rounding.
         section_of: from a section's name to its content; default: `config` for every name.
         dtype: in which Muon orthogonalizes.
         scalings: factors of each parameter, by name (`models.parametrization.mup`); None: no factors.
@@ -187,26 +185,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-
-
-def optimizer_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> bool:
-    """Runs the optimizer step unless `skip`, a scalar on the device, is above 0.
-
-    Fused optimizers, torch's and on GPUs our own, read it on the device (as `found_inf`, meant for gradient scaling).
-    For the others the host must read it, which waits for the device.
-
-    Returns:
-        False if the host knows that the step was skipped.
-    """
-    if isinstance(optimizer, CombinedOptimizer):
-        stepped = [optimizer_step(part, skip) for part in optimizer.parts]
-        return all(stepped)
-    if skip is not None and optimizer.defaults.get("fused"):
-        # With CPU offload the update runs on the host, and this waits for the flag.
-        device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
-        fused_step(optimizer, skip.to(device))
-    elif skip is not None and skip.item() > 0:
-        return False
-    else:
-        optimizer.step()
-    return True

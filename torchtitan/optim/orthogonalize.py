@@ -33,14 +33,8 @@ def polynomials(steps: int, coefficients: Polynomial = QUINTIC, polar_express: b
 
 
 def orthogonalize(matrices: torch.Tensor, steps: Sequence[Polynomial]) -> torch.Tensor:
-    """Replaces the singular values of each matrix by numbers close to 1; zeros stay zeros.
-
-    Args:
-        matrices: (B, rows, columns), in the dtype to compute in. Not modified.
-
-    Returns:
-        (B, rows, columns), in the same dtype.
-    """
+    """Replaces the singular values of each matrix, (B, rows, columns), by numbers close to 1; zeros stay zeros.
+    Computes in the dtype of the matrices, which it does not modify."""
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     # The Frobenius norm bounds the largest singular value. Rows first: torch's CPU kernel is inexact for long vectors.

@@ -77,11 +77,8 @@ def _with_settings(name: str, parameter: nn.Parameter, role: Role, config: Optim
 
 
 def check_groups(model: nn.Module, config: Optimizer) -> None:
-    """Checks `[[optimizer.group]]` against the full model.
-
-    Raises:
-        ConfigError: with a sentence per glob that matches nothing, and per group that assigns vectors to Muon.
-    """
+    """Checks `[[optimizer.group]]` against the full model. Raises a ConfigError with a sentence per glob that matches
+    nothing, and per group that assigns vectors to Muon."""
     names = [name for name, _ in model.named_parameters()]
     known = [name for name in suffixes([*names, *(name for name, _ in model.named_modules())]) if not name.isdecimal()]
     problems = [
@@ -107,11 +104,8 @@ def check_groups(model: nn.Module, config: Optimizer) -> None:
 
 
 def parameter_groups(parameters: Iterable[NamedParameter], *settings: str) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer of torch: parameters with equal settings together.
-
-    Args:
-        settings: those that the optimizer knows, of "lr", "weight_decay", "betas" and "eps"; default: all.
-    """
+    """Groups of parameters with equal `settings`: those that the optimizer knows, of "lr", "weight_decay", "betas" and
+    "eps"; default: all."""
     keys = settings or ("lr", "weight_decay", "betas", "eps")
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for named in parameters:

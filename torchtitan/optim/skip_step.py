@@ -3,8 +3,8 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,22 @@ SHOWN = 8  # sample ids in a message
 SATURATED = "an operand of a low-precision GEMM is not finite"
 
 
+class Skip(NamedTuple):
+    """Whether an optimizer step is skipped; the same on every rank.
+
+    Attributes:
+        device: a scalar, above 0 if so, which fused optimizers read; None if no check is enabled.
+        host: whether the host knows that it is skipped.
+    """
+
+    device: torch.Tensor | None = None
+    host: bool = False
+
+
+ShouldSkip = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None, list[str]], Skip]
+"""`UpdateGuard.should_skip`, or a plan's simulation of it."""
+
+
 class UpdateGuard:
     """Decides after each backward pass whether to skip the optimizer step.
 
@@ -28,7 +44,6 @@ class UpdateGuard:
     times the median of the last 100. Without `skip_nonfinite`, it still warns of saturated infinities.
 
     Args:
-        training: the configuration section.
         record: called on rank 0 for each skipped update, with its step, reason, gradient norm and sample ids.
 
     Attributes:
@@ -39,7 +54,6 @@ class UpdateGuard:
         self.nonfinite = training.skip_nonfinite
         self.factor = training.skip_grad_norm_outliers
         self.most_in_a_row = training.max_skips_in_a_row
-        self.host_skips = False  # whether the host knows that the current step's update is skipped
         self.record = record
         self.skipped = 0
         self.in_a_row = 0
@@ -53,54 +67,46 @@ class UpdateGuard:
         grad_norm: torch.Tensor,
         saturated: torch.Tensor | None,
         sample_ids: list[str],
-    ) -> torch.Tensor | None:
-        """A scalar on the device, the same on every rank: above 0 to skip the optimizer step of `step`. None if no
-        check is enabled. Collective.
+    ) -> Skip:
+        """Whether to skip the optimizer step of `step`. Collective.
 
         Waits for the device only with `skip_grad_norm_outliers`, since the median is on the host. Otherwise the device
         alone decides, and the host learns from `read` what was skipped.
 
         Args:
             loss: this rank's loss, a scalar; 0 if it has none.
-            grad_norm: of the full model, a scalar.
             saturated: whether layers on this rank have saturated an infinity or NaN; None if no layer can.
-            sample_ids: samples that this rank has read for this step.
         """
         if not self.nonfinite and self.factor is None and saturated is None:
-            return None
+            return Skip()
         no_flag = torch.zeros_like(loss)
         faults = torch.stack([torch.isfinite(loss).logical_not(), no_flag if saturated is None else saturated])
         faults = faults.float()
         dist.all_reduce(faults)
+        faults = torch.cat([faults, torch.isfinite(grad_norm).logical_not().to(faults).view(1)])
         self._unread.append((step, faults, grad_norm, sample_ids))
         if self.factor is not None:
             before = self.skipped
-            self.host_skips = self.read() > before
-            return faults.new_tensor(float(self.host_skips))
+            skips = self.read() > before
+            return Skip(faults.new_tensor(float(skips)), skips)
         if len(self._unread) == WINDOW:
             self.read()
-        return torch.maximum(faults.amax(), torch.isfinite(grad_norm).logical_not().float()) if self.nonfinite else None
+        return Skip(faults.amax() if self.nonfinite else None)
 
     def read(self) -> int:
         """Reads the decisions since the last call from the device, and logs and records each skipped update. Waits for
-        the device. Collective.
-
-        Returns:
-            Number of updates skipped since the run began.
-
-        Raises:
-            TrainingError: `max_skips_in_a_row` is reached.
-        """
+        the device. Collective. Returns the number of updates skipped since the run began; raises a TrainingError if
+        `max_skips_in_a_row` is reached."""
         unread, self._unread = self._unread, []
         if unread:
             values = torch.stack([torch.cat([faults, norm.to(faults).view(1)]) for _, faults, norm, _ in unread])
-            for (step, _, _, sample_ids), (loss, saturated, norm) in zip(unread, values.tolist(), strict=True):
-                self._judge(step, loss == 0, saturated == 0, norm, sample_ids)
+            for (step, _, _, sample_ids), (*faults, norm) in zip(unread, values.tolist(), strict=True):
+                self._judge(step, [fault > 0 for fault in faults], norm, sample_ids)
         return self.skipped
 
-    def _judge(self, step: int, finite_loss: bool, finite_layers: bool, norm: float, sample_ids: list[str]) -> None:
-        reason = self._reason(finite_loss, finite_layers, norm)
-        if not finite_layers and not self.nonfinite and dist.get_rank() == 0:
+    def _judge(self, step: int, faults: Sequence[bool], norm: float, sample_ids: list[str]) -> None:
+        reason = self._reason(faults, norm)
+        if faults[1] and not self.nonfinite and dist.get_rank() == 0:
             logger.warning(f"step {step}: {SATURATED}; it was saturated, because training.skip_nonfinite is off")
         if not reason:
             self.in_a_row = 0
@@ -119,14 +125,14 @@ class UpdateGuard:
                 "Inspect them, lower optimizer.lr, or go back with --checkpoint.load_step."
             )
 
-    def _reason(self, finite_loss: bool, finite_layers: bool, norm: float) -> str:
-        if self.nonfinite and not finite_loss:
-            return "the loss is not finite"
-        if not math.isfinite(norm):
-            return "the gradient norm is not finite" if self.nonfinite else ""
-        if self.nonfinite and not finite_layers:
+    def _reason(self, faults: Sequence[bool], norm: float) -> str:
+        """Why the step is skipped; "" if it is not. `faults` are what the device decides by."""
+        bad_loss, saturated, bad_norm = faults
+        if self.nonfinite and (bad_loss or bad_norm):
+            return f"the {'loss' if bad_loss else 'gradient norm'} is not finite"
+        if self.nonfinite and saturated:
             return SATURATED
-        if self.factor is None:
+        if self.factor is None or bad_norm:
             return ""
         usual = statistics.median(self.norms) if len(self.norms) >= ENOUGH else math.inf
         self.norms.append(norm)  # include outliers, so that a lasting change becomes normal

@@ -55,7 +55,6 @@ class BlockQuantized(StateFormat):
         name: "8bit", "4bit" or "fp8".
         signed: whether there are negative numbers.
         row: length of a row of this rank's shard.
-        device: of the parameter.
     """
 
     def __init__(self, name: str, signed: bool, row: int, device: torch.device) -> None:

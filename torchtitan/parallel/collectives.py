@@ -10,11 +10,7 @@ from torchtitan.compat.distributed import functional_collectives as funcol
 
 
 def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """Concatenates the shards of all ranks along `dim`, in rank order. Backward reduce-scatters the gradient.
-
-    Args:
-        group: name of the process group.
-    """
+    """Concatenates the shards of all ranks along `dim`, in rank order. Backward reduce-scatters the gradient."""
     return _AllGather.apply(x, dim, group)
 
 

@@ -15,11 +15,8 @@ VARIANTS = 8  # of a block's compiled code: training, validation and evaluation 
 
 
 def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
-    """Compiles the forward of each block in place; names in state dicts do not change.
-
-    Raises:
-        ConfigError: on a CPU without a C++ compiler, which inductor requires there.
-    """
+    """Compiles the forward of each block in place; names in state dicts do not change. Raises a ConfigError on a CPU
+    without a C++ compiler, which inductor requires there."""
     if device_type == "cpu" and not has_cpp_compiler():
         raise ConfigError("training.compile needs a C++ compiler on CPU: install g++, or set training.compile = false.")
     options: dict[str, Any] | None = None

@@ -59,12 +59,8 @@ def _mask(queries: int, keys: int, device: torch.device, document_ids: torch.Ten
 
 
 def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, method: Method) -> AttentionFunction:
-    """Causal attention over queries, keys and values at `own_positions`. Document ids are those of full sequences.
-
-    Args:
-        attend: attention over full sequences on one device.
-        mesh: the ranks that share a sequence, one dimension.
-    """
+    """Causal attention over queries, keys and values at `own_positions`, by `attend`, which is for full sequences on
+    one device. Document ids are those of full sequences. The ranks of `mesh` share a sequence."""
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
 
     def all_gather_attention(

@@ -25,11 +25,8 @@ from torchtitan.parallel.tensor import shard_parameters
 
 
 def apply_expert_parallel(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves this rank's experts in the module, in place; it is on the meta device.
-
-    Args:
-        mesh: the ranks that share the experts, one dimension.
-    """
+    """Leaves this rank's experts in the module, in place; it is on the meta device. The ranks of `mesh` share the
+    experts."""
     for module in experts.children():
         shard_parameters(module, {"weight": Shard(0)}, mesh)
 
@@ -38,7 +35,6 @@ class ExpertDispatch:
     """Sends rows to the ranks that have their experts, and the results back.
 
     Args:
-        mesh: the ranks that share the experts, one dimension.
         gradient_scale: of the experts' weight gradients. FSDP divides gradients by its number of ranks, which for the
             experts is another one than for the other weights.
 
@@ -73,22 +69,14 @@ class ExpertDispatch:
         return back
 
     def received_rows(self, splits: torch.Tensor, sent: int) -> int:
-        """The rows that this rank computes. A plan, which knows no splits, replaces it (`plan.simulation`).
-
-        Args:
-            splits: as for `exchange_rows`.
-            sent: the rows of this rank's tokens.
-        """
+        """The number of rows that this rank computes; it sends `sent`. A plan, which knows no splits, replaces it
+        (`plan.simulation`)."""
         return splits[1].sum().item()  # type: ignore[return-value]  # of integers
 
 
 def _transposed_order(received: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """From rows ordered by (rank, expert) to rows ordered by (expert, rank): the index of a gather, and its inverse.
-
-    Args:
-        received: (P, E / P) int64, rows of each rank for each expert.
-        rows: their sum.
-    """
+    received: (P, E / P) int64, rows of each rank for each expert."""
     ranks, experts = received.shape
     flat = received.flatten()
     # Of each run of rows of one rank and expert: where it starts in both orders.
@@ -130,8 +118,6 @@ def exchange_rows(
     Args:
         x: (rows to send, D), by receiving rank.
         splits: (2, P) int64 on the CPU: rows to send to, and to receive from, each rank.
-        rows: to receive, in total.
-        group: name of the process group.
         dtype: in which rows and gradients are sent, int8 or float8, each row with its own scale; None: as they are.
 
     Returns:
@@ -187,11 +173,9 @@ def _(counts: torch.Tensor, group: str, size: int) -> torch.Tensor:
 
 
 def gather_with_block(block: nn.Module, experts: nn.Module) -> None:
-    """Lets the experts' own FSDP group be gathered and reduced with the block, at its boundaries.
-
-    FSDP acts in hooks of the forward pass. So the block's forward, which may be compiled as a whole, runs inside that
-    of the experts. Call it before `fully_shard`.
-    """
+    """Lets the experts' own FSDP group be gathered and reduced with the block, at its boundaries. FSDP acts in hooks of
+    the forward pass. So the block's forward, which may be compiled as a whole, runs inside that of the experts. Call it
+    before `fully_shard`."""
     run = block.forward
 
     def within(*inputs: Any, **more: Any) -> Any:

@@ -29,11 +29,9 @@ def require_parts(model: nn.Module) -> None:
 
 
 class Group(nn.Module):
-    """A function around which FSDP gathers and reduces the weights of some modules together.
-
-    FSDP acts in hooks of a module's forward, and the modules' own do not suit it: the chunked loss runs the output
-    layer once a chunk, each time with its backward pass.
-    """
+    """A function around which FSDP gathers and reduces the weights of some modules together. FSDP acts in hooks of a
+    module's forward, and the modules' own do not suit it: the chunked loss runs the output layer once a chunk, each
+    time with its backward pass."""
 
     def __init__(self, run: Callable[..., torch.Tensor], modules: Iterable[nn.Module]) -> None:
         super().__init__()

@@ -5,18 +5,16 @@ the rank. Its missing heartbeat does, on every machine and with every backend.
 """
 
 import atexit
-import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from torchtitan.launcher.progress import main_thread_location
-from torchtitan.launcher.signals import Stop
+from torchtitan.launcher.signals import Stop, with_timeout
 from torchtitan.logging import logger
 
 INTERVAL = 1.0  # seconds between two beats
@@ -26,8 +24,6 @@ MOST = 8  # late ranks to list
 LOST = "lost contact"  # end of a rank that lost another one
 FINISHED = "finished"
 
-Result = TypeVar("Result")
-
 
 class Heartbeat:
     """The heartbeats of all ranks, as seen by one of them.
@@ -35,8 +31,6 @@ class Heartbeat:
     Args:
         store: of the process group. The heartbeat opens a second connection to it, since a thread that waits for a key
             blocks all others on the same connection.
-        rank: this rank.
-        world_size: number of ranks.
         stop: a stop request is forwarded through the store. Normally ranks agree to stop at a step boundary; this
             reaches those that get to none: a rank that is compiling must not wait for one that has given up.
     """
@@ -139,17 +133,3 @@ class Heartbeat:
 
 def _ranks(ranks: list[int]) -> str:
     return f"Rank {ranks[0]} does" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} do"
-
-
-def with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
-    """Result of `call`; None if it fails or times out, for example because the store's machine is gone."""
-    results: list[Result] = []
-
-    def run() -> None:
-        with contextlib.suppress(dist.DistError):
-            results.append(call())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None

@@ -14,11 +14,7 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
 
 def model_conflicts(args: ModelArgs, dims: ParallelDims, config: JobConfig) -> Conflicts:
-    """Whether degrees divide the model's sizes; where not, with degrees that do.
-
-    Args:
-        args: model sizes: `n_heads`, `n_kv_heads`, `n_layers`, `vocab_size`, and optionally `ffn_dim` and `moe`.
-    """
+    """Whether degrees divide the model's sizes; where not, with degrees that do."""
     seq_len, method = config.training.seq_len, config.parallelism.context_parallel_rotate_method
     experts, ranks = None if args.moe is None else args.moe.n_experts, dims.tp * dims.cp
     pieces = ranks * (2 if dims.cp > 1 and method == "allgather" else 1)

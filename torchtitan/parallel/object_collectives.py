@@ -13,11 +13,8 @@ T = TypeVar("T")
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The values of all ranks, in rank order, on every rank.
-
-    Args:
-        group: of all ranks, such as one with a longer timeout; None for the default group.
-    """
+    """The values of all ranks, in rank order, on every rank. `group` is of all ranks, such as one with a longer
+    timeout."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
@@ -31,11 +28,8 @@ def broadcast_from_rank_0(read: Callable[[], T]) -> T:
 
 
 def raise_on_all_ranks(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Calls `read` on every rank and returns this rank's result. The ranks wait for each other, in `group`.
-
-    Raises:
-        UserError: on every rank, if it was raised on any.
-    """
+    """This rank's result of `read`; a UserError on any rank is raised on every rank. The ranks wait for each other, in
+    `group`."""
     result, error = None, None
     try:
         result = read()
@@ -48,11 +42,8 @@ def raise_on_all_ranks(read: Callable[[], T], group: dist.ProcessGroup | None = 
 
 
 def refuse_differences(values: Mapping[str, object], remedy: str) -> None:
-    """Checks that all ranks have the same values; a rank that leaves its machine's to another one passes none.
-
-    Raises:
-        ConfigError: on every rank, with the first name whose values differ, who has which, and the remedy.
-    """
+    """Raises a ConfigError on every rank if they have different values, with the first such name, who has which, and
+    the remedy. A rank that leaves its machine's values to another one passes none."""
     texts = {name: str(value) for name, value in values.items()}
     marks = all_gather_object(texts and hashlib.sha256(repr(sorted(texts.items())).encode()).digest())
     if len({mark for mark in marks if mark}) < 2:  # so that thousands of equal names are not sent

@@ -73,14 +73,8 @@ def stages_of(rank: int, ranks: int, stages: int, schedule: str) -> list[int]:
 
 
 def first_layers(costs: Sequence[float], stages: int) -> list[int]:
-    """Splits layers into stages so that the most expensive stage is as cheap as possible.
-
-    Args:
-        costs: cost of each layer, in order; at least as many as stages.
-
-    Returns:
-        The first layer of each stage.
-    """
+    """The first layer of each stage, such that the most expensive stage is as cheap as possible. There are at least as
+    many costs, one per layer, as stages."""
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -125,11 +119,9 @@ def count_stages(parallelism: Parallelism, layers: int) -> int:
 
 
 def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[int]:
-    """The first layer of each stage: from the configured split points, at a fixed number of layers, or by cost.
-
-    If that gives fewer stages than required, the last stage has the output layer alone (and begins after all layers),
-    and the first has the embedding alone.
-    """
+    """The first layer of each stage: from the configured split points, at a fixed number of layers, or by cost. If that
+    gives fewer stages than required, the last stage has the output layer alone (and begins after all layers), and the
+    first has the embedding alone."""
     layers, stages = len(costs), count_stages(parallelism, len(costs))
     if parallelism.pipeline_parallel_split_points:
         return [0, *(split_points(parallelism, layers) or [])]
@@ -141,11 +133,8 @@ def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[
 
 
 def layer_costs(model: Decoder, seq_len: int) -> list[float]:
-    """Multiplications per token in each layer of a model; the output layer is added to the last.
-
-    Attention takes 2 per channel and visible token; on average half of the sequence is visible.
-    Of experts, those of one token count.
-    """
+    """Multiplications per token in each layer of a model; the output layer is added to the last. Attention takes 2 per
+    channel and visible token; on average half of the sequence is visible. Of experts, those of one token count."""
     require_parts(model)
 
     def weights(module: nn.Module) -> int:
@@ -160,19 +149,12 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
 
 
 def split(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Decoder]:
-    """Builds the stages with these numbers, and removes all other modules from the model.
+    """Builds the stages with these numbers, and removes all other modules from the model. `firsts` has the first layer
+    of each stage.
 
     A stage is a view: it shares its modules with the model, under the same names, so the optimizer and checkpoints keep
     working with the model. The first stage has the embedding, the last one the norm and the output layer; in other
-    stages these are None.
-
-    Args:
-        model: has `tok_embeddings`, a ModuleDict `layers` keyed by number, `norm` and `output`.
-        firsts: first layer of each stage.
-        numbers: stages to build.
-
-    Returns:
-        The stages by number.
+    stages `tok_embeddings`, `norm` and `output` are None.
     """
     layers, last = dict(model.layers.items()), len(firsts) - 1
     ends = [*firsts[1:], len(layers)]
@@ -200,11 +182,8 @@ class Pipeline:
 
     Args:
         modules: the stages on this rank, by number.
-        stages: total number of stages.
         tokens, hidden: meta tensors shaped like one micro-batch of the first stage's input, and of a stage's output.
-        microbatches: number of micro-batches per batch.
         scale: factor on the loss before backward.
-        forward_only: the pipeline only evaluates.
 
     Raises:
         ConfigError: the CSV file does not hold a schedule for these stages.
@@ -273,15 +252,8 @@ class Pipeline:
         return Passes(self.microbatches, backward)
 
     def train(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        """Forward and backward; leaves the gradients in the parameters.
-
-        Args:
-            tokens, labels: (rows, seq).
-            inputs: keyword inputs of every stage; (rows, ...).
-
-        Returns:
-            The summed loss on the rank of the last stage; 0 on the others.
-        """
+        """Forward and backward of (rows, seq) tokens; leaves the gradients in the parameters. `inputs`, (rows, ...), go
+        to every stage. Returns the summed loss on the rank of the last stage; 0 on the others."""
         return self._run(self.schedule.step, tokens, labels, **inputs)
 
     def evaluate(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:

@@ -145,11 +145,8 @@ def _rendezvous(store: dist.Store, rank: int, world_size: int, seconds: int) -> 
 
 
 def set_timeout(seconds: int) -> None:
-    """Sets the timeout of collectives of the default group and of meshes.
-
-    Call it on all ranks at the same point. Other groups keep their timeout: a checkpoint written in the background may
-    take longer than a step.
-    """
+    """Sets the timeout of collectives of the default group and of meshes. Call it on all ranks at the same point. Other
+    groups keep their timeout: a checkpoint written in the background may take longer than a step."""
     dist.barrier()  # nobody gets the shorter timeout while others are still starting up
     for group in process_groups():
         if group.group_desc == "default_pg" or group.group_desc.startswith("mesh_"):
@@ -159,9 +156,7 @@ def set_timeout(seconds: int) -> None:
 @contextlib.contextmanager
 def named_failures(comm: Comm, dump_folder: Path) -> Iterator[None]:
     """Wraps a run: turns a collective that failed because of another rank into a LostRankError that names the rank.
-
-    With NCCL nothing is raised: its watchdog dumps the flight recorder and ends the process.
-    """
+    With NCCL nothing is raised: its watchdog dumps the flight recorder and ends the process."""
     try:
         yield
     except Exception as error:

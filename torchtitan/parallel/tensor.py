@@ -46,7 +46,6 @@ def apply_tensor_parallel(
             "gather": all-gathers the input along the sequence for its children.
             "colwise": shards the outputs of a linear layer.
             "rowwise": shards its inputs; reduce-scatters the output along the sequence.
-        mesh: the tensor-parallel ranks, one dimension.
         all_gather_for: chooses how to all-gather the input of these colwise layers.
         flatten: shard several sequences as if they were one: a rank with a part of each has to sort what it sends and
             receives, and between collectives no module asks where a token is.
@@ -116,12 +115,8 @@ def style_of(name: str, sharding: Mapping[str, Style]) -> Style | None:
 
 
 def shard_parameters(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Replaces the module's parameters with DTensors; its forward sees their local shards.
-
-    Raises:
-        NotImplementedError: the style does not cover a parameter (such as the bias of a rowwise layer, which every
-            rank would add).
-    """
+    """Replaces the module's parameters with DTensors; its forward sees their local shards. Raises a NotImplementedError
+    for a parameter without a placement (such as the bias of a rowwise layer, which every rank would add)."""
     views: dict[str, LocalView] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name not in placements:
@@ -180,22 +175,15 @@ def _local_shard(name: str, view: LocalView) -> property:
 
 @functools.cache  # one class for identical modules, so that one layer's compiled code serves all
 def _with_local_views(cls: type[nn.Module], views: tuple[tuple[str, LocalView], ...]) -> type[nn.Module]:
-    """A subclass whose attributes are the local shards of these parameters, as in `torch.nn.utils.parametrize`.
-
-    Args:
-        views: (parameter name, view) pairs.
-    """
+    """A subclass whose attributes are the local shards of these parameters, as in `torch.nn.utils.parametrize`."""
     return type(
         cls.__name__, (cls,), {**{name: _local_shard(name, view) for name, view in views}, "_local_views": views}
     )
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Changes the class of a module, sharded or not, to `cls`.
-
-    Raises:
-        NotImplementedError: FSDP has already changed the class of this very module.
-    """
+    """Changes the class of a module, sharded or not. Raises a NotImplementedError if FSDP has changed the class of this
+    very module."""
     if isinstance(module, FSDPModule):
         raise NotImplementedError(f"{type(module).__name__} is itself an FSDP group, so its class cannot be changed")
     views = vars(type(module)).get("_local_views")

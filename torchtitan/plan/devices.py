@@ -19,9 +19,7 @@ class PlannedDevice:
     """Properties of a device as assumed by a plan. Bandwidths are in bytes/s in one direction; None if unknown.
 
     Attributes:
-        type: "cuda" or "cpu".
         name: as `torch.cuda.get_device_name()` spells it, or shorter.
-        memory_bytes: in total.
         within_node: from one device to another of the same machine, over all its links.
         between_nodes: a device's part of its machine's network bandwidth.
         compute_capability: of NVIDIA devices.
@@ -38,11 +36,7 @@ class PlannedDevice:
 
 
 def named_device(name: str) -> PlannedDevice:
-    """Looks up a device in the table.
-
-    Raises:
-        ConfigError: there is no such name.
-    """
+    """The device of this name in the table. Raises a ConfigError if there is none."""
     gpu = GPUS.get(name)
     if gpu is not None and gpu.name:
         links = gpu.within_node, gpu.between_nodes

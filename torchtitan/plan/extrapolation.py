@@ -70,7 +70,6 @@ class Job:
 
     Attributes:
         rows: sequences in an optimizer step.
-        args: sizes of the model.
         layers: number of layers of each stage.
         alike: whether all layers are identical, but for the first, dense ones.
         full: simulate everything, however long it takes.
@@ -188,11 +187,7 @@ def period_of_layers(config: JobConfig) -> int:
 
 
 def measure(job: Job, waiting: Waiting | None = None) -> list[Measures]:
-    """What the rank of each pipeline stage holds and sends, with a single key ("peak",) for memory.
-
-    Args:
-        waiting: counts the simulations.
-    """
+    """What the rank of each pipeline stage holds and sends, with a single key ("peak",) for memory."""
 
     @functools.cache
     def simulate(part: SimulatedRank) -> Measures:

@@ -36,15 +36,9 @@ class LoweringError(Exception):
 
 
 def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
-    """The work of rank 0 in a step, in about a minute.
-
-    Args:
-        gpu: its architecture, a key of `lowering.SIMULATED`.
-
-    Raises:
-        LoweringError: triton or a C++ compiler is missing, or lowering fails or exceeds `TIME_LIMIT`, or the optimizer
-            is Muon on several ranks.
-    """
+    """The work of rank 0 in a step, in about a minute. `gpu` is a key of `lowering.SIMULATED`. Raises a LoweringError
+    if triton or a C++ compiler is missing, or lowering fails or exceeds `TIME_LIMIT`, or the optimizer is Muon on
+    several ranks."""
     from torchtitan.optim.optimizer import OPTIMIZERS  # not with the module, which may not import torch
 
     if OPTIMIZERS.get(config.optimizer.name).whole_matrices and world_size > 1:

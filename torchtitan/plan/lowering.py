@@ -72,14 +72,8 @@ MASK = range(1024, 2**16)  # queries and keys of a mask
 
 
 def start(gpu: Gpu) -> None:
-    """Gives this process a simulated GPU. Call it before torch is imported.
-
-    Args:
-        gpu: one of `SIMULATED`.
-
-    Raises:
-        RuntimeError: there is no `triton` or no C++ compiler, or torch was imported before.
-    """
+    """Gives this process a simulated GPU. Call it before torch is imported. Raises a RuntimeError if it was, or there
+    is no `triton` or no C++ compiler."""
     import importlib.util
     import sys
 

@@ -50,11 +50,8 @@ OVERLAPPING = ("fsdp", "expert_fsdp", "dp_replicate")
 
 
 def plan(config: JobConfig, device: Device) -> None:
-    """Prints what the run would hold and send, and writes plan.json and plan.png to the dump folder.
-
-    Args:
-        device: this machine's, used unless another is named.
-    """
+    """Prints what the run would hold and send, and writes plan.json and plan.png to the dump folder. `device` is this
+    machine's, used unless another is named."""
     job = config.job
     simulated = job.simulate_world_size is not None
     on_cpu = job.simulate_device == "cpu" or (job.simulate_device == "auto" and device.type == "cpu" and not simulated)
@@ -112,12 +109,8 @@ def planned_device(name: str, simulated: bool, device: Device, dtype: torch.dtyp
 
 
 def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str = "") -> Plan:
-    """The plan of a configuration that `config_checks.check` has accepted.
-
-    Args:
-        rows: sequences in an optimizer step.
-        why: reason for the choice of the device.
-    """
+    """The plan of a configuration that `config_checks.check` has accepted, for `rows` sequences in an optimizer step
+    and a device that was chosen for the reason `why`."""
     phases = parse_phases(config) if config.precision.phase else []
     for phase in phases[1:]:
         with phase.named_in_errors():
@@ -180,11 +173,8 @@ def build_on_meta(config: JobConfig) -> Decoder:
 
 
 def make_job(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, model: Decoder) -> Job:
-    """The job of a model (on the meta device), with the layers of its stages.
-
-    Raises:
-        ConfigError: a stage has no layers.
-    """
+    """The job of a model (on the meta device), with the layers of its stages. Raises a ConfigError if a stage has
+    none."""
     args = find_model_args(config.model)
     layers = [args.n_layers]
     if dims.pp > 1:

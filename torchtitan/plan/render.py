@@ -163,11 +163,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Writes a PNG: memory of each pipeline rank relative to the device's, and the seconds of a step by cause.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Writes a PNG: memory of each pipeline rank relative to the device's, and the seconds of a step by cause. Raises a
+    UserError if matplotlib is not installed."""
     require_report_extra("plan.png", "matplotlib")
     from matplotlib.figure import Figure  # needs no display and no global pyplot state
 

@@ -31,6 +31,7 @@ from torchtitan.optim.combined import parts_of
 from torchtitan.optim.matrix_owners import buckets
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.orthogonalize import flops
+from torchtitan.optim.skip_step import Skip
 from torchtitan.parallel.dims import Meshes, ParallelDims, build_meshes
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.plan.devices import PlannedDevice
@@ -78,8 +79,6 @@ class Simulation:
     """A rank of a simulated world.
 
     Args:
-        rows: sequences in an optimizer step.
-        args: sizes of the model.
         layers: number of layers of each pipeline stage; they sum to the model's.
         all_layers: how many layers this rank has in the job, of which it may simulate fewer.
         edge_blocks: number of blocks at the start and at the end of a stage that are identified individually.
@@ -219,18 +218,17 @@ class Simulation:
     def _step(self, accumulation_steps: int) -> None:
         """A step with reporting."""
         batches = _WatchedBatches(self._batch(), accumulation_steps, self._before_pass, self._after_pass)
-        loss, _ = train_step(self.engine, batches, 0.0, self)
+        loss, _ = train_step(self.engine, batches, 0.0, self._should_skip)
         sum_over_ranks(self.engine, loss)
 
-    host_skips = False
-
-    def should_skip(
+    def _should_skip(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, saturated: torch.Tensor | None, ids: list[str]
-    ) -> None:
+    ) -> Skip:
         """Runs the collectives of `UpdateGuard`."""
         training = self.config.training
         if training.skip_nonfinite or training.skip_grad_norm_outliers is not None or saturated is not None:
             dist.all_reduce(torch.stack([loss, loss]))
+        return Skip()
 
     @contextlib.contextmanager
     def _step_around(self) -> Iterator[None]:
@@ -255,7 +253,7 @@ class Simulation:
             parameter.grad = torch.zeros_like(parameter)
         self.engine.optimizer.step()
         self.engine.model.zero_grad()
-        after_optimizer_step(self.engine, 0.0, None)
+        after_optimizer_step(self.engine, 0.0, Skip())
 
     def _before_pass(self) -> None:
         self.recorder.enter(("start", len(self._accumulation_steps)))

@@ -73,12 +73,8 @@ Peak = Callable[[JobConfig, ParallelDims], float]
 
 
 class Peaks:
-    """Bytes of candidates: simulated for one and two sequences at a time, in which they are affine.
-
-    Args:
-        peak: simulates a configuration.
-        limit: bytes from which on it does not matter how many they are.
-    """
+    """Bytes of candidates: `peak` simulates them for one and two sequences at a time, in which they are affine. From
+    `limit` bytes on it does not matter how many they are."""
 
     def __init__(self, peak: Peak, limit: float) -> None:
         self.peak, self.limit = peak, limit
@@ -109,14 +105,8 @@ class Peaks:
 
 
 def suggestions(plan: Plan, args: Any, config: JobConfig, rows: int, peak: Peak) -> str:
-    """A table of the fastest settings that fit, and the flags of each.
-
-    Args:
-        plan: of the configured setting, for the same devices and global batch.
-        args: sizes of the model.
-        rows: sequences in an optimizer step.
-        peak: bytes of a setting, by simulation.
-    """
+    """A table of the fastest settings that fit, and the flags of each. `plan` is of the configured setting, for the
+    same devices and global batch; `peak` simulates the bytes of a setting."""
     limit = MEMORY * plan.device.memory_bytes
     bytes_of = Peaks(peak, limit)
     fitting: list[tuple[Candidate, float]] = []

@@ -17,12 +17,8 @@ Count = Callable[[Work, str, list[tuple[int, ...]], list[str]], bool]
 
 
 class Watch(TorchDispatchMode):
-    """Within this context, adds up the work.
-
-    Args:
-        count: adds a GEMM or attention to the work, if an operator is one.
-        updates: beginnings of the names of operators that update or clip.
-    """
+    """Within this context, adds up the work: GEMMs and attention with `count`, and operators whose names begin with one
+    of `updates`, which update or clip."""
 
     supports_higher_order_operators = True
 

@@ -28,14 +28,8 @@ UNKNOWN = "?"
 
 
 def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
-    """The HTML for runs that have been read.
-
-    Args:
-        notes: one sentence for each thing that is not shown.
-
-    Raises:
-        UserError: the packages for it are not installed.
-    """
+    """The HTML for runs that have been read, with a note for each thing that is not shown. Raises a UserError if the
+    packages for it are not installed."""
     require_report_extra("A report (python -m torchtitan.report)", "plotly", "jinja2")
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
@@ -64,11 +58,7 @@ def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
 
 
 def write(page: str, path: Path) -> None:
-    """Writes atomically, so that nobody sees a partial page.
-
-    Raises:
-        ReportError: it cannot be written.
-    """
+    """Writes atomically, so that nobody sees a partial page. Raises a ReportError if it cannot be written."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -299,7 +289,10 @@ def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> 
         values = [
             {
                 "text": _values(configs, group, key),
-                "differs": any(_differs(configs[index], defaults, key) for index in group),
+                "differs": any(
+                    config is not None and key in config and config[key] != defaults.get(key)
+                    for config in (configs[index] for index in group)
+                ),
             }
             for group in groups
         ]
@@ -319,10 +312,6 @@ def _values(configs: Sequence[Values | None], group: Sequence[int], key: str) ->
     """The distinct values of a line's runs."""
     known = (configs[index] for index in group)
     return ", ".join(dict.fromkeys(shown(config[key]) if config and key in config else UNKNOWN for config in known))
-
-
-def _differs(config: Values | None, defaults: Values, key: str) -> bool:
-    return config is not None and key in config and config[key] != defaults.get(key)
 
 
 def _difference(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -96,11 +96,8 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs that can be shown, and a sentence for each one that cannot.
-
-    Raises:
-        ReportError: none can be shown.
-    """
+    """The runs that can be shown, and a sentence for each one that cannot. Raises a ReportError if none can be
+    shown."""
     runs, problems = [], []
     for folder in {folder.resolve(): folder for folder in folders}.values():  # without duplicates
         try:
@@ -124,11 +121,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads everything available.
-
-    Raises:
-        ReportError: `folder` is not a run's, or has no metrics.
-    """
+    """Reads everything available. Raises a ReportError if `folder` is not a run's, or has no metrics."""
     if not folder.exists():
         raise ReportError(f"{folder}: no such folder; give the dump folder of a run.")
     if not folder.is_dir():

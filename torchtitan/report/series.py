@@ -15,12 +15,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Series:
-    """One number over the steps of a run.
-
-    Attributes:
-        steps: increasing.
-        values: one per step; NaN if it was not finite.
-    """
+    """One number over increasing steps of a run; NaN where it was not finite."""
 
     steps: NDArray[np.int64]
     values: Floats
@@ -56,10 +51,8 @@ def downsample(series: Series, points: int) -> dict[str, Any]:
 
 
 def on_one_grid(members: Sequence[Series], points: int) -> dict[str, Any] | None:
-    """Several curves at their common steps: x, and a row of values for each.
-
-    With more than `points` steps, intervals are averaged. None if there is no common step.
-    """
+    """Several curves at their common steps: x, and a row of values for each. With more than `points` steps, intervals
+    are averaged. None if there is no common step."""
     steps = members[0].steps
     for member in members[1:]:
         steps = np.intersect1d(steps, member.steps)

@@ -14,10 +14,10 @@ from torchtitan.checkpoint import CheckpointManager
 from torchtitan.checkpoint.tokenizer import COPY, identity_of
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
-from torchtitan.data import build_loader, build_validation_loader, load_tokenizer
+from torchtitan.data import Loader, Tokenizer, ValidationLoader, build_loader, build_validation_loader, load_tokenizer
 from torchtitan.data.fingerprints import fingerprints
 from torchtitan.device import Device
-from torchtitan.engine.engine import build_engine
+from torchtitan.engine.engine import Engine, build_engine
 from torchtitan.engine.model_args import describe_parametrization, find_model_args
 from torchtitan.errors import ConfigError, DataError
 from torchtitan.evaluation.evaluator import Evaluator
@@ -31,7 +31,7 @@ from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.optim.skip_step import UpdateGuard
-from torchtitan.parallel.dims import ParallelDims, build_meshes
+from torchtitan.parallel.dims import Meshes, ParallelDims, build_meshes
 from torchtitan.parallel.object_collectives import broadcast_from_rank_0, raise_on_all_ranks, refuse_differences
 from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout, world_from_environment
 from torchtitan.report.compare import flat
@@ -49,13 +49,10 @@ def build_trainer(
     stop: Stop | None = None,
     lock: FolderLock | None = None,
 ) -> Trainer:
-    """Builds the trainer, top to bottom. Collective.
+    """Builds the trainer, top to bottom, from a checked configuration (`config_checks.check`). Collective.
 
     Args:
-        config: checked configuration (`config_checks.check`).
-        dims: degrees of parallelism.
         global_batch_size: sequences per optimizer step.
-        device: this process's device.
         stop: says when the run is to save and exit.
         lock: the dump folder's lock, taken here; None where no other run can use the folder.
 
@@ -73,13 +70,7 @@ def build_trainer(
     torch.manual_seed(training.seed)
 
     # Tokenizer first: a wrong path fails before anything expensive begins.
-    spec, copy = MODELS.get(config.model.name), dump_folder / COPY
-    try:
-        tokenizer = load_tokenizer(config.model.tokenizer_path, training.add_bos, training.add_eos)
-    except DataError as error:
-        raise DataError(
-            f"{error} That of the run in {dump_folder} is in {copy}." if copy.is_dir() else str(error)
-        ) from None
+    tokenizer = _load_tokenizer(config)
     args = find_model_args(config.model, tokenizer.vocab_size)
     tasks = find_tasks(config.evaluation, config.validation, training)
 
@@ -88,80 +79,24 @@ def build_trainer(
     closing.callback(dist.destroy_process_group)
     stop.connect()
     if lock is not None:
-        take = functools.partial(take_locks, lock, dump_folder, config.checkpoint, closing)
-        tokens = raise_on_all_ranks(take if dist.get_rank() == 0 else dict[str, str])
-        if not on_one_machine():
-            raise_on_all_ranks(functools.partial(check_folders, config, broadcast_from_rank_0(lambda: tokens)))
+        _lock_folders(config, lock, closing)
     config = decide_compute_dtype(config, device.type)
-    if not on_one_machine():
-        refuse_differences(_keys(config), "start all machines with the same configuration")
-        files = {**fingerprints(training, config.validation), "model.tokenizer_path": tokenizer.fingerprint}
-        of_machine = files if world_from_environment()[1] == 0 else {}
-        refuse_differences(of_machine, "copy the same files to all machines")
+    _refuse_other_machines(config, tokenizer)
     meshes = build_meshes(dims, device.type, args)
     set_timeout(config.comm.init_timeout_seconds)
 
     # Data: the loader starts prefetching.
-    validation = config.validation
-    loader = build_loader(
-        training,
-        tokenizer,
-        dp_rank=meshes.dp_rank,
-        dp_size=dims.dp,
-        global_batch_size=global_batch_size,
-        hold_out=validation.enabled and validation.dataset is None and validation.dataset_path is None,
-        pin_memory=device.type == "cuda",
-    )
+    loader, validation_loader = _build_loaders(config, tokenizer, meshes, global_batch_size, device)
     closing.callback(loader.close)
-    identity = {f"training data: {key}": value for key, value in loader.identity.items()}
-    refuse_differences(identity, "all machines need the same data, and Python for python_stdlib")
-    validation_loader = None
-    if validation.enabled:
-        validation_loader = build_validation_loader(
-            validation,
-            training,
-            tokenizer,
-            dp_rank=meshes.dp_rank,
-            dp_size=dims.dp,
-            pin_memory=device.type == "cuda",
-        )
-        raise_on_all_ranks(validation_loader.prepare)
 
     # Model on the meta device, converters, parallelism, parameters, optimizer.
     engine = build_engine(config, meshes, device, args, global_batch_size)
-    conversion = log_conversion(engine)
+    folder = RunFolder(dump_folder, config, log_conversion(engine))
     log_cost_of_low_precision(engine)
 
     scorer = scorer_of_run(engine)
-    prompts = validation.sample_prompts if validation.enabled else []
-
-    # Checkpoint.
-    boundaries = (training.add_bos, training.add_eos)
-    if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # or it would fail at the end
-        write = functools.partial(tokenizer_files, config.model.tokenizer_path, *boundaries)
-        raise_on_all_ranks(write if dist.get_rank() == 0 else lambda: None)
-    exchange = Exchange(
-        published(spec, args, str(copy), training.seq_len, *boundaries),
-        None if "tokenizer" in config.checkpoint.exclude_from_loading else tokenizer,
-    )
-    folder = RunFolder(dump_folder, config, conversion)
-    checkpoints = CheckpointManager(
-        config.checkpoint,
-        dump_folder,
-        engine.model,
-        engine.optimizer,
-        # Not only sizes: the moments of an optimizer are as large as the gradients of its parametrization.
-        identity={**dataclasses.asdict(args), "parametrization": describe_parametrization(config.model)},
-        about={
-            "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(dims)},
-            "configuration": dataclasses.asdict(config),
-        },
-        exchange=exchange,
-        tokenizer=identity_of(tokenizer),
-        on_saved=lambda step: folder.record_event(step, "checkpoint"),
-        last_step=training.steps,
-        save_timeout_seconds=config.comm.save_timeout_seconds,
-    )
+    prompts = config.validation.sample_prompts if config.validation.enabled else []
+    checkpoints = _build_checkpoints(engine, tokenizer, folder)
     closing.callback(checkpoints.wait)
     float32_instead = training.mixed_precision_param == "auto" and config.training.mixed_precision_param == "float32"
     trainer = Trainer(
@@ -184,14 +119,95 @@ def build_trainer(
     return trainer
 
 
+def _load_tokenizer(config: JobConfig) -> Tokenizer:
+    copy = Path(config.job.dump_folder) / COPY
+    try:
+        return load_tokenizer(config.model.tokenizer_path, config.training.add_bos, config.training.add_eos)
+    except DataError as error:
+        hint = f" That of the run in {copy.parent} is in {copy}." if copy.is_dir() else ""
+        raise DataError(f"{error}{hint}") from None
+
+
+def _lock_folders(config: JobConfig, lock: FolderLock, closing: contextlib.ExitStack) -> None:
+    take = functools.partial(take_locks, lock, Path(config.job.dump_folder), config.checkpoint, closing)
+    tokens = raise_on_all_ranks(take if dist.get_rank() == 0 else dict[str, str])
+    if not on_one_machine():
+        raise_on_all_ranks(functools.partial(check_folders, config, broadcast_from_rank_0(lambda: tokens)))
+
+
+def _refuse_other_machines(config: JobConfig, tokenizer: Tokenizer) -> None:
+    """Raises a ConfigError if machines have different configurations or files."""
+    if on_one_machine():
+        return
+    refuse_differences(_keys(config), "start all machines with the same configuration")
+    files = {
+        **fingerprints(config.training, config.validation),
+        "model.tokenizer_path": tokenizer.fingerprint,
+    }
+    of_machine = files if world_from_environment()[1] == 0 else {}
+    refuse_differences(of_machine, "copy the same files to all machines")
+
+
+def _build_loaders(
+    config: JobConfig, tokenizer: Tokenizer, meshes: Meshes, global_batch_size: int, device: Device
+) -> tuple[Loader, ValidationLoader | None]:
+    validation = config.validation
+    place: dict[str, Any] = {
+        "dp_rank": meshes.dp_rank,
+        "dp_size": meshes.dims.dp,
+        "pin_memory": device.type == "cuda",
+    }
+    loader = build_loader(
+        config.training,
+        tokenizer,
+        global_batch_size=global_batch_size,
+        hold_out=validation.enabled and validation.dataset is None and validation.dataset_path is None,
+        **place,
+    )
+    identity = {f"training data: {key}": value for key, value in loader.identity.items()}
+    refuse_differences(identity, "all machines need the same data, and Python for python_stdlib")
+    validation_loader = None
+    if validation.enabled:
+        validation_loader = build_validation_loader(validation, config.training, tokenizer, **place)
+        raise_on_all_ranks(validation_loader.prepare)
+    return loader, validation_loader
+
+
+def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder) -> CheckpointManager:
+    config, training, args = engine.config, engine.config.training, engine.model.args
+    boundaries = (training.add_bos, training.add_eos)
+    if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # or it would fail at the end
+        write = functools.partial(tokenizer_files, config.model.tokenizer_path, *boundaries)
+        raise_on_all_ranks(write if dist.get_rank() == 0 else lambda: None)
+    spec, copy = MODELS.get(config.model.name), str(folder.path / COPY)
+    exchange = Exchange(
+        published(spec, args, copy, training.seq_len, *boundaries),
+        None if "tokenizer" in config.checkpoint.exclude_from_loading else tokenizer,
+    )
+    return CheckpointManager(
+        config.checkpoint,
+        folder.path,
+        engine.model,
+        engine.optimizer,
+        # Not only sizes: the moments of an optimizer are as large as the gradients of its parametrization.
+        identity={**dataclasses.asdict(args), "parametrization": describe_parametrization(config.model)},
+        about={
+            "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(engine.meshes.dims)},
+            "configuration": dataclasses.asdict(config),
+        },
+        exchange=exchange,
+        tokenizer=identity_of(tokenizer),
+        on_saved=lambda step: folder.record_event(step, "checkpoint"),
+        last_step=training.steps,
+        save_timeout_seconds=config.comm.save_timeout_seconds,
+    )
+
+
 def take_locks(
     lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint, closing: contextlib.ExitStack
 ) -> dict[str, str]:
-    """Takes the dump folder's lock, and that of a checkpoint folder elsewhere, which another run may also use.
-
-    Returns:
-        The token of each, by the key that names the folder.
-    """
+    """Takes the dump folder's lock, and that of a checkpoint folder elsewhere, which another run may also use. Returns
+    the token of each, by the key that names the folder."""
     lock.take()
     tokens = {lock.key: lock.token}
     folder = dump_folder / checkpoint.folder
@@ -203,11 +219,8 @@ def take_locks(
 
 
 def check_folders(config: JobConfig, tokens: dict[str, str]) -> None:
-    """Checks that this rank sees the folders that rank 0 has locked. Without checkpoints each machine may have its own.
-
-    Raises:
-        ConfigError: it does not: its part of a checkpoint would be written elsewhere.
-    """
+    """Raises a ConfigError if this rank does not see the folders that rank 0 has locked: its part of a checkpoint would
+    be written elsewhere. Without checkpoints each machine may have its own."""
     dump_folder = Path(config.job.dump_folder)
     folders = {"job.dump_folder": dump_folder, "checkpoint.folder": dump_folder / config.checkpoint.folder}
     for key, token in tokens.items() if dist.get_rank() > 0 else ():

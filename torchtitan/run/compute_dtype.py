@@ -19,10 +19,8 @@ SLOW_BFLOAT16 = "this CPU has no bfloat16 instructions, so bfloat16 GEMMs would 
 
 
 def decide_compute_dtype(config: JobConfig, device_type: str) -> JobConfig:
-    """`config` with "auto" replaced by "bfloat16", or by "float32" on a CPU whose float32 GEMMs are faster.
-
-    A resumed run keeps its dtype. All ranks get the same answer; within a process group this is collective.
-    """
+    """`config` with "auto" replaced by "bfloat16", or by "float32" on a CPU whose float32 GEMMs are faster. A resumed
+    run keeps its dtype. All ranks get the same answer; within a process group this is collective."""
     if config.training.mixed_precision_param != "auto":
         return config
     dtype: ComputeDtype = "bfloat16"

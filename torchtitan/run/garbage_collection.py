@@ -9,12 +9,8 @@ from torchtitan.logging import logger
 
 @contextlib.contextmanager
 def garbage_collection(freq: int, debug: bool) -> Iterator[Callable[[int], None]]:
-    """Disables automatic collection. Yields a function to call in each step, with the step number.
-
-    Args:
-        freq: steps between collections.
-        debug: run a full collection in each step, and log what it found.
-    """
+    """Disables automatic collection. Yields a function to call with the number of each step: it collects every `freq`
+    steps, or with `debug` in each, fully, and logs what it found."""
 
     def collect(step: int) -> None:
         if debug:

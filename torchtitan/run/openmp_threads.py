@@ -18,11 +18,8 @@ QUIET = 0.05  # threads that wait for a core, on average
 
 @contextlib.contextmanager
 def limit_spinning(on_busy: Callable[[float], None] = lambda waiting: None) -> Iterator[None]:
-    """Wraps a CPU run.
-
-    Args:
-        on_busy: called from another thread when the machine becomes busy, with the number of threads that wait for a
-            core.
+    """Wraps a CPU run. Another thread calls `on_busy` when the machine becomes busy, with the number of threads that
+    wait for a core.
 
     A waiting libgomp thread spins 300,000 times (16 ms on an Intel CPU) before it sleeps. That is fastest on an idle
     machine. But if another process has the core of the thread that all wait for, spinning keeps that thread off the

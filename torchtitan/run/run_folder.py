@@ -20,13 +20,9 @@ RECORDS = ("metrics.jsonl", "skipped_updates.jsonl", "events.jsonl", "samples.js
 
 
 class RunFolder:
-    """The files `config.toml`, `conversion.json`, `skipped_updates.jsonl`, `events.jsonl` (starts, checkpoints),
-    `samples.jsonl` (texts of the model) and `sample_ids/rank_R.jsonl` of a run.
-
-    Args:
-        config: the resolved configuration, including all decisions made at startup.
-        conversion: content of `conversion.json`; "" for none.
-    """
+    """The files `config.toml` (with all decisions made at startup), `conversion.json`, `skipped_updates.jsonl`,
+    `events.jsonl` (starts, checkpoints), `samples.jsonl` (texts of the model) and `sample_ids/rank_R.jsonl` of a
+    run."""
 
     def __init__(self, path: Path, config: JobConfig, conversion: str = "") -> None:
         self.path = path
@@ -54,11 +50,7 @@ class RunFolder:
     def begin(self, step: int, sample_ids: bool) -> None:
         """Call when training is about to begin after `step`, and no earlier: a start that fails changes nothing here.
         At step 0 it renames what another run has left, its configuration with its metrics. From `step` on, lines
-        replace those of earlier processes of this run. Collective.
-
-        Args:
-            sample_ids: whether this rank records sample ids.
-        """
+        replace those of earlier processes of this run. `sample_ids`: this rank records them. Collective."""
         rank = dist.get_rank()
         if rank == 0:
             records = [*(self.path / name for name in RECORDS), *self.path.glob("sample_ids/rank_*[0-9].jsonl")]

@@ -90,14 +90,8 @@ def log_settings(
     tokens_seen: int,
     checkpoints: Path,
 ) -> None:
-    """Logs one line per decision.
-
-    Args:
-        dtype_reason: why the run computes in its dtype; "" if the configuration says so.
-        data: description of what the loader reads.
-        tokens_seen: before the first step, perhaps in other batches.
-        checkpoints: checkpoint folder.
-    """
+    """Logs one line per decision. `dtype_reason` says why the run computes in its dtype, "" if the configuration says
+    so."""
     config, training, dims, device = engine.config, engine.config.training, engine.meshes.dims, engine.device
     accumulation_steps = global_batch_size // (training.local_batch_size * dims.dp)
     tokens = global_batch_size * training.seq_len

@@ -16,14 +16,9 @@ from torchtitan.run.trainer import Trainer
 
 @contextlib.contextmanager
 def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
-    """A trainer in this process, whose dump folder is deleted afterwards.
-
-    It starts at step 0 and saves no checkpoints: `checkpoint.folder` may be that of a real run. Weights of
-    `checkpoint.initial_load_path` are loaded. Nothing goes to Weights & Biases.
-
-    Raises:
-        UserError: the configuration cannot be run.
-    """
+    """A trainer in this process, whose dump folder is deleted afterwards. It starts at step 0 and saves no checkpoints:
+    `checkpoint.folder` may be that of a real run. Weights of `checkpoint.initial_load_path` are loaded. Nothing goes to
+    Weights & Biases."""
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(
             config,

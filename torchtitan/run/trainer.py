@@ -87,24 +87,15 @@ class Trainer:
 
     def train(self) -> None:
         """Trains up to `training.steps`, or until a signal or the end of the data stops the run."""
-        config, steps = self.config, self.config.training.steps
-        if config.checkpoint.create_seed_checkpoint:
+        steps, left = self.config.training.steps, self._left_over()
+        if self.config.checkpoint.create_seed_checkpoint:
             return self._save_seed_checkpoint()
-        complete = not (left := self._left_over())
-        if self.step >= steps and complete:
+        if self.step >= steps and not left:
             logger.info(f"this run has already finished its {steps} steps; raise training.steps to continue")
             return self.checkpoints.export(self.step)
-        self._log_settings()
         checked_steps = steps_to_check(self.engine, self.step + 1)
-        with (
-            self._profiler(checked_steps) as profiler,
-            self._reporter() as reporter,
-            garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
-            limit_spinning(self._record_busy) if self.engine.device.type == "cpu" else contextlib.nullcontext(),
-        ):
-            if left:
-                self._begin()
-                complete = self._report(left, reporter)
+        with self._instruments(checked_steps) as (profiler, reporter, collect_garbage):
+            complete = self._report(left, reporter)
             while self.step < steps and not self._should_stop(reporter):
                 self._begin()
                 self.stop.progress.begins()
@@ -121,17 +112,7 @@ class Trainer:
                 complete = self._report(self._due(), reporter)
                 self._save_if_due(reporter)
                 self._has_compiled()
-        if self.step < steps or not complete:
-            return self._end_early()
-        self.checkpoints.wait()
-        if self.checkpoints.last_save_failed:
-            raise CheckpointError(
-                "training finished, but its last checkpoint could not be saved (see above). Fix the cause, such as a "
-                f"full disk, and run the same command again. {self.stop.on_disk}"
-            )
-        self.checkpoints.export(self.step)
-        self.folder.restore_config()
-        logger.info(f"training finished after step {self.step}; its output is in {self.folder.path}")
+        self._end(complete)
 
     def _left_over(self) -> list[str]:
         """The reports after the last step that are missing because the start that trained it was stopped."""
@@ -172,7 +153,7 @@ class Trainer:
         """Runs one training step and reports it."""
         config = self.config
         lr = config.optimizer.lr * lr_factor(self.step, config.training.steps, config.lr_scheduler)
-        loss, grad_norm = train_step(self.engine, microbatches, lr, self.guard, self.step)
+        loss, grad_norm = train_step(self.engine, microbatches, lr, self.guard.should_skip, self.step)
         self.tokens_seen += self.tokens_per_step
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
         phases = self.engine.phases
@@ -233,6 +214,7 @@ class Trainer:
     def _report(self, due: Sequence[str], reporter: MetricsReporter) -> bool:
         """Whether all are done; False if the run is to stop first. Collective."""
         for key in due:
+            self._begin()
             if self.stop.agreed():
                 return False
             with reporter.pause():
@@ -358,6 +340,20 @@ class Trainer:
     def _agreed_to_stop(self) -> bool:
         return self.stop.agreed(DATA_ENDED if self.data_error else 0)
 
+    def _end(self, complete: bool) -> None:
+        """Saves or exports what is left. `complete`: all reports of the last step are made."""
+        if self.step < self.config.training.steps or not complete:
+            return self._end_early()
+        self.checkpoints.wait()
+        if self.checkpoints.last_save_failed:
+            raise CheckpointError(
+                "training finished, but its last checkpoint could not be saved (see above). Fix the cause, such as a "
+                f"full disk, and run the same command again. {self.stop.on_disk}"
+            )
+        self.checkpoints.export(self.step)
+        self.folder.restore_config()
+        logger.info(f"training finished after step {self.step}; its output is in {self.folder.path}")
+
     def _end_early(self) -> None:
         """Saves, and tells the user how to resume."""
         self.guard.read()
@@ -385,15 +381,36 @@ class Trainer:
         else:
             logger.info(f"{stopped} before the first step finished; run the same command to start again")
 
-    def _profiler(self, checked_steps: set[int]) -> Profiler:
-        return Profiler(
-            self.config.profiling,
+    @contextlib.contextmanager
+    def _instruments(
+        self, checked_steps: set[int]
+    ) -> Iterator[tuple[Profiler, MetricsReporter, Callable[[int], None]]]:
+        """What the loop needs beside the run's parts; the last collects garbage."""
+        config, device = self.config, self.engine.device
+        log_settings(
+            self.engine,
+            dtype_reason=self.dtype_reason,
+            data=self.loader.description,
+            global_batch_size=self.global_batch_size,
+            first_step=self.step + 1,
+            tokens_seen=self.tokens_seen,
+            checkpoints=self.checkpoints.folder,
+        )
+        profiler = Profiler(
+            config.profiling,
             self.folder.path,
             rank=dist.get_rank(),
-            device_type=self.engine.device.type,
+            device_type=device.type,
             start_step=self.step,
             busy=checked_steps,
         )
+        with (
+            profiler,
+            self._reporter() as reporter,
+            garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
+            limit_spinning(self._record_busy) if device.type == "cpu" else contextlib.nullcontext(),
+        ):
+            yield profiler, reporter, collect_garbage
 
     def _reporter(self) -> MetricsReporter:
         config, device = self.config, self.engine.device
@@ -413,15 +430,4 @@ class Trainer:
             memory_capacity_bytes=device.memory_capacity_bytes(),
             synchronize=device.synchronize,
             config=dataclasses.asdict(config),
-        )
-
-    def _log_settings(self) -> None:
-        log_settings(
-            self.engine,
-            dtype_reason=self.dtype_reason,
-            data=self.loader.description,
-            global_batch_size=self.global_batch_size,
-            first_step=self.step + 1,
-            tokens_seen=self.tokens_seen,
-            checkpoints=self.checkpoints.folder,
         )

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from torchtitan.compat.distributed import default_store
 from torchtitan.launcher.progress import COLLECTIVE, Progress, main_thread_location
+from torchtitan.launcher.signals import with_timeout
 from torchtitan.logging import logger
-from torchtitan.parallel.heartbeat import PATIENCE, Heartbeat, with_timeout
+from torchtitan.parallel.heartbeat import PATIENCE, Heartbeat
 
 STARTING = 10.0  # seconds between lines until the first step has finished
 FIRST = 60.0  # seconds without a finished step until the first warning; each further one takes twice as long

@@ -45,11 +45,7 @@ class MetaParams(Entries):
 
 
 def from_config(config: dict[str, Any]) -> LlamaArgs:
-    """The model sizes in a `config.json`.
-
-    Raises:
-        ValueError: the model is not a Llama that this project supports.
-    """
+    """The sizes in a `config.json`. Raises a ValueError if the model is not a Llama that this project supports."""
     read = LlamaConfig.read(config, "llama")
     if (read.head_dim or read.hidden_size // read.num_attention_heads) * read.num_attention_heads != read.hidden_size:
         raise ValueError(f"head_dim is {read.head_dim}, but only hidden_size / num_attention_heads is supported")
@@ -64,15 +60,9 @@ def from_config(config: dict[str, Any]) -> LlamaArgs:
 
 
 def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
-    """The model sizes in Meta's `params.json`. The feed-forward width is computed from three of its numbers, as in
-    Meta's code (github.com/meta-llama/llama-models, models/llama3/model.py).
-
-    Args:
-        vocab_size: rows of the embedding; Llama 2's files say -1.
-
-    Raises:
-        ValueError: a number is missing or wrong.
-    """
+    """The model sizes in Meta's `params.json`, or a ValueError. The feed-forward width is computed from three of its
+    numbers, as in Meta's code (github.com/meta-llama/llama-models, models/llama3/model.py). `vocab_size`: rows of the
+    embedding; Llama 2's files say -1."""
     read = MetaParams.model_validate(params)
     width = int(2 * 4 * read.dim / 3)
     if read.ffn_dim_multiplier is not None:

@@ -24,11 +24,7 @@ class Qwen3Config(CommonConfig):
 
 
 def from_config(config: dict[str, Any]) -> Qwen3Args:
-    """The model sizes in a `config.json`.
-
-    Raises:
-        ValueError: the model is not a Qwen3 that this project supports.
-    """
+    """The sizes in a `config.json`. Raises a ValueError if the model is not a Qwen3 that this project supports."""
     read = Qwen3Config.read(config, "qwen3")
     read.is_scaled()  # must not be
     return Qwen3Args(**read.sizes, head_dim=read.head_dim or 128)

@@ -22,11 +22,7 @@ EXPERTS = {
 
 
 def to_config(args: Qwen3MoEArgs) -> dict[str, Any]:
-    """`config.json` of `transformers` (Qwen3MoeConfig).
-
-    Raises:
-        ValueError: `transformers` has no such model.
-    """
+    """`config.json` of `transformers` (Qwen3MoeConfig). Raises a ValueError if `transformers` has no such model."""
     moe = args.moe
     if moe.score != "softmax" or moe.n_shared_experts or moe.scale != 1:
         raise ValueError("Qwen3Moe of transformers has no sigmoid scores, shared experts or factor on the weights")
@@ -53,11 +49,8 @@ class Qwen3MoEConfig(Qwen3Config):
 
 
 def from_config(config: dict[str, Any]) -> Qwen3MoEArgs:
-    """The model sizes in a `config.json`.
-
-    Raises:
-        ValueError: the model is not a sparse Qwen3 that this project supports.
-    """
+    """The sizes in a `config.json`. Raises a ValueError if the model is not a sparse Qwen3 that this project
+    supports."""
     read = Qwen3MoEConfig.read(config, "qwen3_moe")
     read.is_scaled()  # must not be
     dense = read.mlp_only_layers
