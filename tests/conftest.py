@@ -42,6 +42,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Reports what this machine could not test, such as kernels for a unit that its CPU lacks."""
-    reasons = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))  # type: ignore[index]
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))
     for reason, count in reasons.items():
         terminalreporter.write_line(f"NOT TESTED HERE: {count} x {reason.removeprefix('Skipped: ')}", yellow=True)

@@ -304,7 +304,7 @@ def tensors_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, unsharded."""
     file = folder / "tensors.pt"
     dcp_to_torch_save(folder / "checkpoint" / f"step-{step}", file)
-    tensors = torch.load(file)
+    tensors: dict[str, torch.Tensor] = torch.load(file)
     file.unlink()
     return tensors
 

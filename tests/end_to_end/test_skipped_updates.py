@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import TINY, assert_equal_bit_for_bit, failure, into, lines_of, losses, reports, tensors_of, train, train_here
@@ -82,7 +83,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_
 )
 def test_what_any_rank_finds_all_skip(layout: tuple[str, ...], how: str, ranks: str, folder: Path) -> None:
     run = folder / "run"
-    options = {"STEPS": "[3]", "RANKS": ranks, "HOW": how, "processes": 2, "folder": folder}
+    options: dict[str, Any] = {"STEPS": "[3]", "RANKS": ranks, "HOW": how, "processes": 2, "folder": folder}
     output = train(*FLAGS, into(run), "--training.steps=5", "--training.local_batch_size=1", *layout, **options)
     assert output.count("step 3: update skipped") == 1
     assert ("the loss is not finite" if how == "loss" else "the gradient norm is not finite") in output
@@ -101,7 +102,7 @@ def test_what_any_rank_finds_all_skip(layout: tuple[str, ...], how: str, ranks: 
 @pytest.mark.full
 def test_too_many_in_a_row_stop_the_run_and_name_the_samples(folder: Path) -> None:
     run = folder / "run"
-    options = {"STEPS": "range(3, 99)", "RANKS": "1", "HOW": "nan", "processes": 2, "folder": folder}
+    options: dict[str, Any] = {"STEPS": "range(3, 99)", "RANKS": "1", "HOW": "nan", "processes": 2, "folder": folder}
     flags = (*FLAGS, "--training.max_skips_in_a_row=2", "--training.local_batch_size=1")
     status, output = failure(*flags, into(run), "--training.steps=9", **options)
     assert status == 2
