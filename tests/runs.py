@@ -210,9 +210,9 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
 def _run_as_program(command: list[str], environment: dict[str, str], out: str, err: str) -> None:
     _write_to(out, err)
     os.chdir(ROOT)
-    os.environ.update(environment)
     for name in ("RANK", "WORLD_SIZE", "NGPU"):
         os.environ.pop(name, None)
+    os.environ.update(environment)
     sys.argv = command
     if command[0] == "-m":
         sys.argv = command[1:]

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import CHECKPOINTS, SMALL, into, losses, train
+from runs import CHECKPOINTS, TINY, into, losses, train
 
-AUTO = (*SMALL, "--training.mixed_precision_param=auto", "--training.steps=3")
+AUTO = (*TINY, "--training.mixed_precision_param=auto", "--training.steps=3")
 LAPTOP: dict[str, Any] = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 SERVER = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx512"}  # without VNNI
 RECIPES = {
