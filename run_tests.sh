@@ -2,4 +2,5 @@
 # Runs the tests: ./run_tests.sh [pytest's arguments], as -n 0 for one at a time
 export EXTRA=dev
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
+unset PYTHONDONTWRITEBYTECODE  # images set it; hundreds of processes would each compile this project, and all tests
 cd "$ROOT" && exec "$PYTHON" -m pytest -n auto --dist worksteal "$@"

@@ -43,7 +43,8 @@ class Page:
         while (answer := self._read()).get("id") != self.sent:
             self.events.append(answer)
         assert "error" not in answer, answer["error"]
-        return answer["result"]
+        result: dict[str, Any] = answer["result"]
+        return result
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self.unread:
@@ -51,7 +52,8 @@ class Page:
             assert found, "the browser has ended"
             self.unread += found
         message, _, self.unread = self.unread.partition(b"\0")
-        return json.loads(message)
+        answer: dict[str, Any] = json.loads(message)
+        return answer
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression; awaits promises."""

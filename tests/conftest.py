@@ -33,6 +33,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.option.markexpr == "gpu" and folder not in ((), ("gpu",), ("conftest.py",)) else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--cov` the lines are those of the unit tests: counting takes as long as Python itself, and what other
+    tests start is not counted anyway."""
+    if config.pluginmanager.hasplugin("_cov"):
+        for item in items:
+            if "unit" not in item.path.parts:
+                item.add_marker("no_cover")
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The number of workers for `-n auto`: one more than cores, because tests of signals and faults wait. A single file
     finishes before two workers have started, and shares fixtures."""
@@ -42,6 +51,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Reports what this machine could not test, such as kernels for a unit that its CPU lacks."""
-    reasons = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))  # type: ignore[index]
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))
     for reason, count in reasons.items():
         terminalreporter.write_line(f"NOT TESTED HERE: {count} x {reason.removeprefix('Skipped: ')}", yellow=True)

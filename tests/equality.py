@@ -68,12 +68,14 @@ def degrees(replicate: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, ep: int =
 
 def qwen3(name: str, *values: Any, flavor: str = "deep", **options: Any) -> Layout:
     """A row that trains a Qwen3."""
-    return Layout(f"Qwen3, {name}", *values, model="tiny_qwen3", flavor=flavor, **options)
+    options |= {"model": "tiny_qwen3", "flavor": flavor}
+    return Layout(f"Qwen3, {name}", *values, **options)
 
 
 def experts(name: str, *values: Any, **options: Any) -> Layout:
     """A row that trains a model with a mixture of experts."""
-    return Layout(f"experts, {name}", *values, model="sparse", **options)
+    options["model"] = "sparse"
+    return Layout(f"experts, {name}", *values, **options)
 
 
 FULL = "--activation_checkpoint.mode=full"

@@ -210,9 +210,9 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
 def _run_as_program(command: list[str], environment: dict[str, str], out: str, err: str) -> None:
     _write_to(out, err)
     os.chdir(ROOT)
-    os.environ.update(environment)
     for name in ("RANK", "WORLD_SIZE", "NGPU"):
         os.environ.pop(name, None)
+    os.environ.update(environment)
     sys.argv = command
     if command[0] == "-m":
         sys.argv = command[1:]
@@ -304,7 +304,7 @@ def tensors_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, unsharded."""
     file = folder / "tensors.pt"
     dcp_to_torch_save(folder / "checkpoint" / f"step-{step}", file)
-    tensors = torch.load(file)
+    tensors: dict[str, torch.Tensor] = torch.load(file)
     file.unlink()
     return tensors
 

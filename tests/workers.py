@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -66,10 +66,10 @@ def on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) ->
     processes = [process for _, process in waiting.values()]
     failures, deadline = "", time.monotonic() + PATIENCE
     while waiting and (left := deadline - time.monotonic()) > 0:
-        for connection in wait(list(waiting), left):
+        for connection in cast(list[Connection], wait(list(waiting), left)):
             rank, process = waiting.pop(connection)
             try:
-                failure = connection.recv()  # type: ignore[union-attr]
+                failure = connection.recv()
             except EOFError:
                 failure = "the process has died"
             if failure:

@@ -72,7 +72,11 @@ ATTENTION_WITH_BIAS = {
 
 LOWERED = record()
 REDUCTION_FUNCTION = triton_code.get_triton_reduction_function
-NO_PASSES = {"_micro_pipeline_tp": False, "post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": None}
+NO_PASSES: dict[str, Any] = {
+    "_micro_pipeline_tp": False,
+    "post_grad_custom_pre_pass": None,
+    "post_grad_custom_post_pass": None,
+}
 
 
 class Watch(TorchDispatchMode):
@@ -88,7 +92,7 @@ class Watch(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         return True  # so that torch.compile works within
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             if args[0].device.type == "cuda":
@@ -201,7 +205,7 @@ def build(
                 device,
                 args,
                 rows * dims.dp,
-                allocate=lambda model, stages, *_: [stage.to_empty(device=holder) for stage in stages],
+                allocate=lambda model, stages, *_: [stage.to_empty(device=holder) for stage in stages],  # type: ignore[arg-type]
             )
             yield engine, UpdateGuard(config.training, lambda *_: None)
 
@@ -323,9 +327,9 @@ def int8_spills(capability: int) -> list[str]:
         pointers = {**matrices, **amaxes, "ends": "*i32"}
         found += _spills_of_kernel(grouped_rounding_triton.amax_kernel, pointers, tile, {}, capability)
         pointers |= dict.fromkeys(("row_amax", "column_amax", "row_inverse", "column_inverse"), "*fp32")
-        for data, dtype in formats.items():
+        for data, data_type in formats.items():
             pointers |= {"by_row": data, "by_column": data, "padded_ends": "*i32"}
-            constants = {**quantize_triton.constants_of(dtype), **tile}
+            constants = {**quantize_triton.constants_of(data_type), **tile}
             found += _spills_of_kernel(grouped_rounding_triton.round_kernel, pointers, constants, {}, capability)
     return found
 
@@ -410,11 +414,11 @@ class _NoGenerator:
 torch.Generator = _NoGenerator  # type: ignore[misc, assignment]
 
 # What needs numbers: meshes, tables of codes, and the comparison of a converted layer with its copy.
-DeviceMesh._concatenate = staticmethod(_outside_fake_mode(DeviceMesh._concatenate))
-muon.sharding_of = _outside_fake_mode(muon.sharding_of)
+DeviceMesh._concatenate = staticmethod(_outside_fake_mode(DeviceMesh._concatenate))  # type: ignore[method-assign]
+muon.sharding_of = _outside_fake_mode(muon.sharding_of)  # type: ignore[attr-defined]
 state_formats._table = _outside_fake_mode(state_formats._table)
 LinearConverter.check_swap = lambda self: None  # type: ignore[method-assign]
 # What needs several GPUs.
-async_tensor.enable_symmetric_memory = lambda name: None
-_symmetric_memory.is_symm_mem_enabled_for_group = lambda name: True
+async_tensor.enable_symmetric_memory = lambda name: None  # type: ignore[attr-defined, assignment]
+_symmetric_memory.is_symm_mem_enabled_for_group = lambda name: True  # type: ignore[assignment]
 dist.is_nccl_available = lambda: True

@@ -67,7 +67,7 @@ def is_autograds() -> bool:
 
 
 # Far shorter traces than the detector's own, which lists files' lines at each access.
-_sanitizer.traceback = SimpleNamespace(  # type: ignore[assignment, attr-defined]
+_sanitizer.traceback = SimpleNamespace(  # type: ignore[assignment]
     StackSummary=SimpleNamespace(extract=lambda *_, **__: place()), walk_stack=lambda frame: None
 )
 
@@ -309,7 +309,8 @@ class Streams(TorchDispatchMode):
                     )
             block.before = []
         names: dict[int, list[str]] = {number: [] for number in (*read, *written)}
-        errors = self.detector._handle_kernel_launch(stream, set(read), set(written), set(), str(operator), names)
+        launch: Any = self.detector._handle_kernel_launch
+        errors = launch(stream, set(read), set(written), set(), str(operator), names)
         for error in errors:
             allocated = (read | written)[error.data_ptr].place
             self.report(
@@ -322,7 +323,7 @@ class Streams(TorchDispatchMode):
         if tensor.untyped_storage()._cdata in self.blocks:
             self.launch(operator, HOST, [] if writes else [tensor], [tensor] if writes else [])
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         with self.lock:
             return self._dispatch(func, types, args, kwargs or {})
 
@@ -522,7 +523,7 @@ class Threads(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         return True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         return self.streams.__torch_dispatch__(func, types, args, kwargs)
 
 

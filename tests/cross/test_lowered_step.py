@@ -1,6 +1,7 @@
 """The work of a step, counted in the code for a GPU, against what a plan counts in the operations of the same step."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulated import needs_triton
@@ -49,7 +50,7 @@ def test_the_expected_work_is_the_plans(
 ) -> None:
     found = []
 
-    def lowered_work(*arguments: object) -> object:
+    def lowered_work(*arguments: Any) -> Any:
         found.append(original(*arguments))
         return found[0]
 

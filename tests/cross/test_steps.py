@@ -75,13 +75,13 @@ DOCUMENTS = "--training.document_mask"
 EXPERTS = "--parallelism.expert_parallel_degree=4"
 
 CASES = {
-    "float8 tensorwise": float8("tensorwise"),
     "selective recomputation": Case(
         ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
         checkpointing=True,
     ),
 }
 LONG_CASES = {
+    "float8 tensorwise": float8("tensorwise"),
     "bf16": Case(),
     "int8 rowwise": int8("rowwise"),
     "8 ranks": Case(world_size=8),

@@ -70,7 +70,7 @@ def test_all_ranks_have_the_scales_of_the_whole_tensors(fsdp: int, tp: int, alon
         assert found[1].tolist() == rows[1]  # of the weight itself
 
 
-def maximum_of_stages() -> tuple[float, float]:
+def maximum_of_stages() -> tuple[list[float], list[float]]:
     """The maximum of the ranks' numbers, once over the group of a stage and once over all ranks."""
     from torchtitan.converters.scaling import all_reduce_max, stage_group
 
@@ -159,9 +159,9 @@ def gradients_of_gathered_int8() -> list[torch.Tensor]:
     for again, factor in ((True, 1.7), (False, 1.7), (False, 1.0)):
         torch.manual_seed(0)
         with torch.device("meta"):
-            model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(2)))
+            model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(2)))
         section = Int8(recipe_name="tensorwise", enable_fsdp_int8_all_gather=True, filter_fqns=[])
-        (converter,) = apply_converters(model, ["int8"], lambda _, section=section: section, Target("cpu"))
+        (converter,) = apply_converters(model, ["int8"], lambda _, section=section: section, Target("cpu"))  # type: ignore[misc]
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
         apply_fsdp(model, list(model), mesh, torch.bfloat16, torch.float32, reshard_after_forward=again)
         model.to_empty(device="cpu")
@@ -175,5 +175,6 @@ def gradients_of_gathered_int8() -> list[torch.Tensor]:
             assert isinstance(weight._sharded_local_tensor, ShardedWeight)
             weight._sharded_local_tensor.scale_inverse.mul_(factor)
         out.float().square().sum().backward()
+        assert x.grad is not None
         found.append(x.grad)
     return found

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from equality import ALL_TO_ALL, COMPILE, SCHEDULE, degrees
-from runs import CHECKPOINTS, SMALL, TINY, assert_equal_bit_for_bit, into, lines_of, losses, tensors_of, train
+from runs import CHECKPOINTS, TINY, assert_equal_bit_for_bit, into, lines_of, losses, tensors_of, train
 from task_files import write
 
 from torchtitan.generation.open import open_model
@@ -28,11 +28,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process, compile": (1, (COMPILE,)),
 }
 MODEL = (
-    *SMALL,
+    *TINY,
     "--training.steps=1",
     "--training.local_batch_size=4",
     "--training.global_batch_size=16",
-    "--model.flavor=debugmodel",
+    "--model.flavor=deep",
 )
 
 

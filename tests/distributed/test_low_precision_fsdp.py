@@ -85,7 +85,7 @@ def train(name: str, section: Any, hugest: float = 0.0, told: float = OPTIMIZER.
     rate passed to the converter."""
     gather = CountedAllGather()
     with torch.device("meta"):
-        model = nn.Sequential(Block(), Block())
+        model: Any = nn.Sequential(Block(), Block())
     converters = apply_converters(model, [name] if name else [], lambda _: section, TARGET)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     apply_fsdp(model, list(model), mesh, torch.bfloat16, torch.float32, reshard_after_forward=True)
@@ -268,7 +268,7 @@ def roundings_of_output() -> list[int]:
         count += x.shape == (4 * DIM, DIM)
         return original(x, *arguments)
 
-    rounding.round_to = counted
+    rounding.round_to = counted  # type: ignore[assignment]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         nn.init.normal_(parameter)

@@ -20,8 +20,9 @@ from torchtitan.device import find_device
 from torchtitan.models.moe import mixtures
 from torchtitan.optim.combined import parts_of
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
-from torchtitan.plan.planner import RankPlan, make_plan, planned_device
+from torchtitan.plan.planner import make_plan, planned_device
 from torchtitan.plan.recorder import Recorder
+from torchtitan.plan.result import RankPlan
 from torchtitan.plan.simulation import name_of_group, state_bytes
 
 FLAGS = (

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import TINY, assert_equal_bit_for_bit, failure, into, lines_of, losses, tensors_of, train, train_here
@@ -18,7 +19,7 @@ BASE = (
     "--checkpoint.interval=2",
 )
 # Precision of steps 1 and 2, 3 and 4, 5 and 6.
-PRECISIONS = {
+PRECISIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "float8 rowwise": ("float8", {"recipe_name": "rowwise"}),
     "float8 tensorwise": ("float8", {}),
     "int8 rowwise": ("int8", {"filter_fqns": ["attention.wk", "output"]}),
@@ -54,7 +55,7 @@ def flags_of(name: str) -> list[str]:
 def pieces(folder: Path, names: tuple[str, ...], run: object, *flags: str) -> None:
     """The schedule as runs without one, each resuming from the previous one's checkpoint."""
     for number, name in enumerate(names, 1):
-        run(*BASE, *flags, into(folder), f"--training.steps={2 * number}", *flags_of(name))  # type: ignore[operator]
+        run(*BASE, *flags, into(folder), f"--training.steps={2 * number}", *flags_of(name))
 
 
 def assert_same_training(left: Path, right: Path, steps: int = 6) -> None:

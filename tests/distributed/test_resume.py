@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from runs import (
-    SMALL,
     TINY,
     assert_equal_bit_for_bit,
     checkpoint_steps,
@@ -22,13 +21,14 @@ from runs import (
 
 STEPS = 16
 FLAGS = (
-    *SMALL,
+    *TINY,
     f"--training.steps={STEPS}",
     "--training.local_batch_size=1",
     "--training.record_sample_ids",
     "--checkpoint.enable_checkpoint",
     "--checkpoint.interval=4",
 )
+SLOWER = (*FLAGS, "--model.name=llama3", "--model.flavor=debugmodel")  # there is time to kill it
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kill_after_next_checkpoint(folder: Path, *flags: str) -> None:
     """Runs the command until it has passed a new checkpoint, then kills all its processes at once."""
     target = max(checkpoint_steps(folder), default=0) + 4
-    with started(*FLAGS, *flags, into(folder), processes=2) as run:
+    with started(*SLOWER, *flags, into(folder), processes=2) as run:
         run.wait_until(lambda: target in checkpoint_steps(folder) and last_step(folder) > target)
         run.kill()
     assert last_step(folder) < STEPS
@@ -58,16 +58,19 @@ def sample_ids(folder: Path, ranks: int) -> dict[int, list[list[str]]]:
 
 
 @pytest.mark.full
-def test_killed_twice_and_resumed_it_ends_bit_for_bit_the_same(uninterrupted: Path, tmp_path: Path) -> None:
+def test_killed_twice_and_resumed_it_ends_bit_for_bit_the_same(tmp_path: Path) -> None:
     """Whether a checkpoint was written in the background or not."""
+    uninterrupted = tmp_path / "uninterrupted"
+    train(*SLOWER, into(uninterrupted), processes=2)
     background = "--checkpoint.async_mode=async"
-    kill_after_next_checkpoint(tmp_path, background)
-    kill_after_next_checkpoint(tmp_path)
-    train(*FLAGS, into(tmp_path), background, processes=2)
-    assert losses(tmp_path) == losses(uninterrupted)
-    assert list(losses(tmp_path)) == list(range(1, STEPS + 1))
-    assert sample_ids(tmp_path, ranks=2) == sample_ids(uninterrupted, ranks=2)
-    assert_equal_bit_for_bit(tensors_of(tmp_path, STEPS), tensors_of(uninterrupted, STEPS))
+    killed = tmp_path / "killed"
+    kill_after_next_checkpoint(killed, background)
+    kill_after_next_checkpoint(killed)
+    train(*SLOWER, into(killed), background, processes=2)
+    assert losses(killed) == losses(uninterrupted)
+    assert list(losses(killed)) == list(range(1, STEPS + 1))
+    assert sample_ids(killed, ranks=2) == sample_ids(uninterrupted, ranks=2)
+    assert_equal_bit_for_bit(tensors_of(killed, STEPS), tensors_of(uninterrupted, STEPS))
 
 
 def test_epochs_end_in_a_resumed_run_as_in_a_whole_one(tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ def test_epochs_end_in_a_resumed_run_as_in_a_whole_one(tmp_path: Path) -> None:
     for number in range(9):
         text = " ".join(str(number * step * step) for step in range(20 + 3 * number))
         (tmp_path / "data" / f"{number}.txt").write_text(text)
-    flags = (*TINY, *FLAGS[len(SMALL) :], f"--training.dataset_path={tmp_path}/data")
+    flags = (*FLAGS, f"--training.dataset_path={tmp_path}/data")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_here(*flags, into(whole))
     for steps in (7, 13, STEPS):

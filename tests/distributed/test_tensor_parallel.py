@@ -35,19 +35,20 @@ class Gathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def block_with_its_gathers(recipe: str, filtered: str, in_float8: bool) -> tuple[list[str], torch.Tensor]:
+def block_with_its_gathers(recipe: Any, filtered: str, in_float8: bool) -> tuple[list[str], torch.Tensor]:
     """A block of float8 layers on two ranks: the dtypes that its forward pass gathers, and its output."""
     torch.manual_seed(0)
     model: Any = Llama(ARGS).bfloat16()
     section = Float8(recipe_name=recipe, filter_fqns=[filtered])
     apply_converters(model, ["float8"], lambda _: section, Target("cpu", tokens=64))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    options = {"all_gather_for": all_gather_for} if in_float8 else {}
+    options: dict[str, Any] = {"all_gather_for": all_gather_for} if in_float8 else {}
     apply_tensor_parallel(model, SHARDING, mesh, **options)
     part = torch.randn(2, 32, 64, dtype=torch.bfloat16).chunk(2, 1)[mesh.get_local_rank()].clone().requires_grad_()
     with Gathers() as gathers:
         out = model.layers["0"](part, model.rope(32, part.device), None)
     out.float().square().sum().backward()
+    assert part.grad is not None
     return [str(dtype) for dtype in gathers.dtypes], torch.stack([out.detach(), part.grad])
 
 
@@ -98,7 +99,7 @@ def test_gradients_of_norms_are_summed_in_float32() -> None:
     ],
 )
 def test_activations_are_gathered_in_float8_where_all_who_take_them_can(
-    recipe: str, filtered: str, expected: list[str]
+    recipe: Any, filtered: str, expected: list[str]
 ) -> None:
     results = in_processes(block_with_its_gathers, 2, recipe, filtered, True)
     references = in_processes(block_with_its_gathers, 2, recipe, filtered, False)

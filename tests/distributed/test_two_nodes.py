@@ -221,9 +221,12 @@ def test_a_rank_that_hangs_in_a_save_is_named(tmp_path: Path) -> None:
             marks=pytest.mark.full,
         ),
         pytest.param(("--training.seed=7", r"training\.seed differs between machines"), marks=pytest.mark.full),
-        (
-            "--training.dataset_path={}/b",
-            r"training\.dataset_path: part\.txt differs between machines: [\d,]+ bytes, hash \w+ on rank 0 on ",
+        pytest.param(
+            (
+                "--training.dataset_path={}/b",
+                r"training\.dataset_path: part\.txt differs between machines: [\d,]+ bytes, hash \w+ on rank 0 on ",
+            ),
+            marks=pytest.mark.full,
         ),
         pytest.param(
             ("--model.tokenizer_path={}/another.model", r"model\.tokenizer_path differs between machines"),

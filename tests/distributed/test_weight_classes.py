@@ -102,7 +102,7 @@ def train(*flags: str) -> dict[str, Any]:
     def look(module: nn.Module, inputs: Any, fqn: str, shard: str) -> None:
         classes.setdefault(fqn, set()).add((number_type(module), type(module.weight).__name__, shard))
 
-    chosen = [decision.fqn for decision in engine.converters[0].decisions if decision.converted]  # type: ignore[attr-defined]
+    chosen = [decision.fqn for decision in engine.converters[0].decisions if decision.converted]
     layers = {fqn: module for fqn, module in engine.model.named_modules() if fqn in chosen}
     for fqn, module in layers.items():
         shard = type(module.weight._local_tensor).__name__

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torchtitan.errors import UserError
 
 FLAGS = (*SMALL, *CHECKPOINTS, "--model.flavor=auto")
 # SmolLM-135M's proportions: three key-value heads for nine heads, tied embeddings.
-SIZES = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 192,
-         "num_hidden_layers": 3, "vocab_size": 4096, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
+SIZES: dict[str, Any] = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3,
+         "intermediate_size": 192, "num_hidden_layers": 3,
+         "vocab_size": 4096, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_the_average_is_the_exact_mean_in_float32(stable: Path, tmp_path: Path) 
     found, parts = tensors_of(out.parent, 6), [weights_of(tensors_of(stable, step)) for step in (2, 4, 6)]
     assert found.keys() == parts[0].keys()
     for name, mean in found.items():
-        assert torch.equal(mean, (sum(part[name].double() for part in parts) / 3).float())  # type: ignore[union-attr]
+        assert torch.equal(mean, (sum(part[name].double() for part in parts) / 3).float())
     start = f"--checkpoint.initial_load_path={out / 'step-6'}"
     train_here(*STABLE, into(tmp_path / "started"), start, "--training.steps=1")
     assert losses(tmp_path / "started")[1] < losses(stable)[1]

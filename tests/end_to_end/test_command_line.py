@@ -42,7 +42,7 @@ def test_the_ranks_that_torchruns_option_asks_for_share_the_cores(option: str, t
     environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "NGPU")}
     launch = [sys.executable, "-m", "torchtitan.launch"]
     if option.startswith("PET"):
-        environment |= [option.split("=")]
+        environment |= dict([option.split("=")])
     else:
         launch.append(option)
     done = subprocess.run([*launch, str(script)], env=environment, capture_output=True, text=True)

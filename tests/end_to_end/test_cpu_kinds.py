@@ -2,12 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from runs import CHECKPOINTS, SMALL, into, losses, train
+from runs import CHECKPOINTS, TINY, into, losses, train
 
-AUTO = (*SMALL, "--training.mixed_precision_param=auto", "--training.steps=3")
-LAPTOP = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+AUTO = (*TINY, "--training.mixed_precision_param=auto", "--training.steps=3")
+LAPTOP: dict[str, Any] = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 SERVER = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx512"}  # without VNNI
 RECIPES = {
     "tensorwise": ["--model.converters=float8"],
@@ -46,7 +47,7 @@ def test_a_laptop_computes_in_float32_and_a_resumed_run_goes_on_in_it(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [LAPTOP, SERVER, {}], ids=["laptop", "server", "this machine"])
-def test_every_recipe_trains(kind: dict[str, str], bfloat16: dict[int, float], tmp_path: Path) -> None:
+def test_every_recipe_trains(kind: dict[str, Any], bfloat16: dict[int, float], tmp_path: Path) -> None:
     runs = [" ".join((*AUTO, *flags, into(tmp_path / recipe))) for recipe, flags in RECIPES.items()]
     output = train(*runs, command=[sys.executable, "-c", ONE_PROCESS], **kind)
     for recipe, log in zip(RECIPES, output.split(NEXT)[1:], strict=True):

@@ -350,11 +350,11 @@ def test_a_killed_rank_comes_back_by_itself(tmp_path: Path) -> None:
     flags = (*SAVING, "--checkpoint.interval=2", "--training.steps=20")
     with started(*flags, into(tmp_path), command=launcher, processes=2) as run:
         for step in (5, 11):
-            run.wait_until(lambda step=step: last_step(tmp_path) >= step and run.pid_of_rank(1))
+            run.wait_until(lambda step=step: last_step(tmp_path) >= step and run.pid_of_rank(1))  # type: ignore[misc]
             pid = run.pid_of_rank(1)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            run.wait_until(lambda pid=pid: run.pid_of_rank(1) not in (None, pid))
+            run.wait_until(lambda pid=pid: run.pid_of_rank(1) not in (None, pid))  # type: ignore[misc]
         status, output = run.finish()
     assert status == 0, output
     train(*flags, into(tmp_path / "whole"), processes=2)

@@ -175,7 +175,8 @@ def test_processes_do_not_outlive_the_launcher(tmp_path: Path) -> None:
     assert not list(temporary.glob("torchelastic_*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_is_left_where_the_launcher_ends_while_it_starts_them(number: int, tmp_path: Path) -> None:
     with started(*ENDLESS, into(tmp_path), processes=2) as run:
         while not any("RANK=0" in variables_of(pid) for pid in children_of(run.process.pid)):

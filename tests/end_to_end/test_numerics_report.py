@@ -3,13 +3,14 @@
 import json
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
 from runs import TINY, python
 
 
-def report(folder: Path, *flags: str) -> tuple[dict, str]:
+def report(folder: Path, *flags: str) -> tuple[dict[str, Any], str]:
     flags = ("--steps=2", *TINY, "--training.mixed_precision_param=bfloat16", *flags)
     done = python("scripts/numerics_report.py", "--output", folder / "numerics_0.5", *flags)
     assert done.returncode == 0, done.stderr

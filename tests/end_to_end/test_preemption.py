@@ -6,10 +6,10 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import (
-    PATIENCE,
     TINY,
     Run,
     checkpoint_steps,
@@ -23,6 +23,7 @@ from runs import (
     train,
     train_here,
 )
+from workers import PATIENCE
 
 from torchtitan.checkpoint.manifest import damage
 from torchtitan.errors import ConfigError
@@ -177,7 +178,8 @@ def test_before_the_first_step_there_is_nothing_to_save(moment: str, tmp_path: P
 @pytest.mark.full
 @pytest.mark.parametrize("to_all", [True, False], ids=["to all", "to one rank"])
 def test_during_compilation(to_all: bool, tmp_path: Path) -> None:
-    cold = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # compiling takes longer than the grace period
+    # Compiling takes longer than the grace period.
+    cold: dict[str, Any] = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     with started(*ENDLESS, "--training.compile", into(tmp_path / "run"), processes=2, **cold) as run:
         run.wait_until(lambda: "MFU counts" in run.output())
         time.sleep(1)

@@ -67,7 +67,8 @@ def test_a_step_does_not_wait_for_the_device_to_know_whether_it_is_skipped(
     implementation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host waits only if the optimizer cannot read the decision on the device."""
-    train_step = torchtitan.run.trainer.train_step
+    from torchtitan.engine.train_step import train_step
+
     readers = []
 
     def watched(*arguments: Any) -> Any:

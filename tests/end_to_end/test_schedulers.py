@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, TINY, checkpoint_steps, failure, into, last_step, started
+from runs import ROOT, TINY, checkpoint_steps, into, last_step, python, started
 
 from torchtitan.errors import ConfigError
 from torchtitan.launcher.processes import refuse_lone_tasks
@@ -110,9 +110,10 @@ def test_reports_a_failure(slurm: dict[str, Any], tmp_path: Path) -> None:
     ids=lambda tasks: next(iter(tasks)),
 )
 def test_tasks_that_would_each_be_a_run_are_refused(tasks: dict[str, str], tmp_path: Path) -> None:
-    started_alone = {"processes": None} if "NGPU" not in tasks else {}
-    status, output = failure(*FLAGS, into(tmp_path / "out"), **started_alone, **tasks)
-    assert status == 2, output
+    launcher = ("-m", "torchtitan.launch") if "NGPU" in tasks else ()
+    done = python(*launcher, "train.py", *FLAGS, into(tmp_path / "out"), **tasks)
+    output = done.stdout + done.stderr
+    assert done.returncode == 2, output
     assert output.count("Error:") == 1 and "this is one of 2 tasks" in output and "./run_train.sh" in output
     assert not (tmp_path / "out").exists()
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import TINY, assert_equal_bit_for_bit, failure, into, lines_of, losses, reports, tensors_of, train, train_here
@@ -80,10 +81,14 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_
     ],
     ids=["FSDP, both ranks", "FSDP", "FSDP, gradient", "PP", "PP, gradient"],
 )
-def test_what_any_rank_finds_all_skip(layout: tuple[str, ...], how: str, ranks: str, folder: Path) -> None:
+def test_what_any_rank_finds_all_skip(
+    layout: tuple[str, ...], how: str, ranks: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = folder / "run"
-    options = {"STEPS": "[3]", "RANKS": ranks, "HOW": how, "processes": 2, "folder": folder}
-    output = train(*FLAGS, into(run), "--training.steps=5", "--training.local_batch_size=1", *layout, **options)
+    for name, value in {"STEPS": "[3]", "RANKS": ranks, "HOW": how}.items():
+        monkeypatch.setenv(name, value)
+    flags = (*FLAGS, into(run), "--training.steps=5", "--training.local_batch_size=1", *layout)
+    output = train(*flags, processes=2, folder=folder)
     assert output.count("step 3: update skipped") == 1
     assert ("the loss is not finite" if how == "loss" else "the gradient norm is not finite") in output
     # Nothing changed, not even the optimizer's moments and its step count.
@@ -101,7 +106,7 @@ def test_what_any_rank_finds_all_skip(layout: tuple[str, ...], how: str, ranks: 
 @pytest.mark.full
 def test_too_many_in_a_row_stop_the_run_and_name_the_samples(folder: Path) -> None:
     run = folder / "run"
-    options = {"STEPS": "range(3, 99)", "RANKS": "1", "HOW": "nan", "processes": 2, "folder": folder}
+    options: dict[str, Any] = {"STEPS": "range(3, 99)", "RANKS": "1", "HOW": "nan", "processes": 2, "folder": folder}
     flags = (*FLAGS, "--training.max_skips_in_a_row=2", "--training.local_batch_size=1")
     status, output = failure(*flags, into(run), "--training.steps=9", **options)
     assert status == 2

@@ -90,13 +90,14 @@ class Place:
         return self.train(SHAPE[self.device], *self.model, *flags, visible=False)
 
     def train(
-        self, shape: Sequence[str], *flags: str, visible: bool = True, processes: int = 1, **environment: str
+        self, shape: Sequence[str], *flags: str, visible: bool = True, processes: int = 1, **environment: Any
     ) -> str:
         if self.device == "cpu" and not environment:
             return train(*shape, *flags, processes=processes)  # forked
         # In processes of their own: a CUDA error must not reach the next test.
         options: dict[str, Any] = {"command": PROGRAM} if processes == 1 else {"processes": processes}
-        return train(*shape, *flags, **options, OMP_NUM_THREADS="4", **hidden(not visible), **environment)
+        options |= hidden(not visible)
+        return train(*shape, *flags, **options, OMP_NUM_THREADS="4", **environment)
 
     def failure_on_device(self, *flags: str) -> tuple[int, str]:
         return failure(*SHAPE[self.device], *flags, command=PROGRAM)

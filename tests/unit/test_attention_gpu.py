@@ -68,9 +68,9 @@ def test_two_parts_are_attention_of_the_whole(
     grad = torch.randn(q.shape)
     out = attention_gpu.causal_attention_gpu(q, k, v)
     found = [out, *torch.autograd.grad(out, (q, k, v), grad.to(dtype))]
-    exact = [t.detach().float().requires_grad_() for t in (q, k, v)]
+    exact = q_exact, k_exact, v_exact = [t.detach().float().requires_grad_() for t in (q, k, v)]
     mask = torch.ones(queries, 96, dtype=torch.bool).tril(96 - queries)
-    expected = F.scaled_dot_product_attention(*exact, attn_mask=mask)
+    expected = F.scaled_dot_product_attention(q_exact, k_exact, v_exact, attn_mask=mask)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     for one, other in zip(found, [expected, *torch.autograd.grad(expected, exact, grad)], strict=True):
         torch.testing.assert_close(one.float(), other, atol=tolerance, rtol=tolerance)

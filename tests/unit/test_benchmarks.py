@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def fake_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu.Run:
     monkeypatch.setattr(gpu, "__file__", str(tmp_path / "gpu.py"))
     monkeypatch.setattr(gpu, "RESERVE", 1.0)
     arguments = argparse.Namespace(steps=1, smoke=False, output=tmp_path, name="x")
-    return gpu.Run(gpu.time.monotonic() + 10, arguments)
+    return gpu.Run(time.monotonic() + 10, arguments)
 
 
 def written(folder: Path) -> list[tuple[str, str, int | None, str]]:
@@ -205,8 +206,8 @@ def written(folder: Path) -> list[tuple[str, str, int | None, str]]:
 
 
 def test_rows_that_fail_do_not_take_others_with_them(tmp_path: Path, fake_run: gpu.Run) -> None:
-    recipes = (gpu.BASE, gpu_rows.EAGER, gpu_rows.FILTERED, gpu_rows.INT8)
-    fake_run.all([gpu.Row(model, recipe) for model in ("8B", "3B") for recipe in recipes])
+    recipes = (gpu_rows.BASE, gpu_rows.EAGER, gpu_rows.FILTERED, gpu_rows.INT8)
+    fake_run.all([gpu_rows.Row(model, recipe) for model in ("8B", "3B") for recipe in recipes])
     filtered = "float8 rowwise, auto_filter_small_kn"
     assert written(tmp_path) == [
         ("8B", "bf16 compiled", 8, "out of memory"),
@@ -227,8 +228,8 @@ def test_a_row_that_hangs_is_stopped_and_the_time_for_all_rows_is_kept(
     tmp_path: Path, fake_run: gpu.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "ROW_SECONDS", 2.0)
-    row = gpu.Row("1B", gpu_rows.ROWWISE)
-    fake_run.all([row, gpu.Row("1B", gpu.BASE), *[row] * 5, gpu.Row("3B", gpu.BASE)])
+    row = gpu_rows.Row("1B", gpu_rows.ROWWISE)
+    fake_run.all([row, gpu_rows.Row("1B", gpu_rows.BASE), *[row] * 5, gpu_rows.Row("3B", gpu_rows.BASE)])
     reasons = [reason for *_, reason in written(tmp_path)]
     assert reasons[:3] == ["stopped after 2 s", "", "stopped after 2 s"]
     assert reasons[-2] == "dropped: no time left" == reasons[-1]
@@ -237,8 +238,8 @@ def test_a_row_that_hangs_is_stopped_and_the_time_for_all_rows_is_kept(
 
 def test_the_peer_runs_in_a_process_of_its_own_with_as_many_layers(tmp_path: Path, fake_run: gpu.Run) -> None:
     fake_run.peer = str(tmp_path)
-    peers = [gpu.Row("3B", recipe) for recipe in gpu.PEERS]
-    fake_run.all([gpu.Row("3B", gpu.BASE, layers=5), *peers, gpu.Row("3B", gpu_rows.TENSORWISE)])
+    peers = [gpu_rows.Row("3B", recipe) for recipe in gpu_rows.PEERS]
+    fake_run.all([gpu_rows.Row("3B", gpu_rows.BASE, layers=5), *peers, gpu_rows.Row("3B", gpu_rows.TENSORWISE)])
     assert [layers for _, _, layers, _ in written(tmp_path)] == [5, 5, 5, 5]
     assert (tmp_path / "starts").read_text().split() == ["gpu", "gpu_peer", "gpu"]
     fake_run.peer, fake_run.results = "", []
@@ -259,7 +260,7 @@ def test_the_run_that_a_user_would_start_is_a_configuration() -> None:
 def test_the_gpus_table_says_what_a_user_gets(tmp_path: Path, fake_run: gpu.Run) -> None:
     fake_run.deadline += 100
     fake_run.as_a_user((*gpu_rows.SMOKE_USER, "--training.steps=2", "--metrics.log_freq=1"))
-    fake_run.all([gpu.Row("3B", gpu.BASE)])
+    fake_run.all([gpu_rows.Row("3B", gpu_rows.BASE)])
     page = (tmp_path / "x.md").read_text()
     assert re.search(r"As a user starts it: [1-9][\d,]* tokens/s, MFU .*in steps up to 2 of .*run_train.sh --tr", page)
     assert "The rows are a block's speed" in page
@@ -269,7 +270,7 @@ def test_rows_run_in_order_of_worth() -> None:
     rows = gpu_rows.rows_by_worth(list(gpu_rows.MODELS), [], smoke=False)
     names = [str(row) for row in rows]
     assert names[:3] == ["8B, bf16 compiled", "8B, float8 tensorwise", "3B, bf16 compiled"]
-    assert len(set(names)) == len(names) == len(gpu_rows.MODELS) * len(gpu_rows.RECIPES) + len(gpu.PEERS)
+    assert len(set(names)) == len(names) == len(gpu_rows.MODELS) * len(gpu_rows.RECIPES) + len(gpu_rows.PEERS)
     assert names[-1] == "8B, bf16 compiled, cached"
     assert all(names.index(f"{row.model}, bf16 compiled") <= names.index(str(row)) for row in rows)
 

@@ -160,7 +160,7 @@ def test_elements_are_those_of_the_mx_specification(
     assert (len(grid), grid[1], grid[-1]) == (count, smallest, largest)
     assert 2.0 ** ELEMENTS[element].smallest_exponent == smallest_normal
     # Rounds every number between them to the nearest, ties to the one with an even code. The scale is 1.
-    form = BlockFormat(element, 1, 10_000, "e8m0")  # type: ignore[arg-type]
+    form = BlockFormat(element, 1, 10_000, "e8m0")
     for code, (low, high) in enumerate(itertools.pairwise(grid)):
         middle = (low + high) / 2
         x = tensor([low, middle - (high - low) / 64, middle, middle + (high - low) / 64, high, largest])

@@ -20,7 +20,7 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 
 CPU = Target("cpu", tokens=64)
-RECIPES = {
+RECIPES: dict[str, dict[str, Any]] = {
     "mxfp8": {},
     "mxint8": {"recipe_name": "mxint8"},
     "mxint8 to -128": {"recipe_name": "mxint8", "symmetric_clipping": False, "scale_calculation_mode": "floor"},
@@ -44,7 +44,7 @@ def blockwise(target: Target = CPU, **keys: Any) -> LinearConverter:
     return LinearConverter(FLOAT8_SECTION, Float8(recipe_name="blockwise", **keys), target)
 
 
-def gemms_of(layer: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
+def gemms_of(layer: Any, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
     """[output, input gradient, gradients of the parameters]"""
     x = x.clone().requires_grad_()
     out = layer(x)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,8 @@ def test_own_section_and_own_key_in_ours(flag: str) -> None:
         [flag, "--distillation.temperature=2", "--training.z_loss=0", "--distillation.cache"]
     )
     assert isinstance(config, JobConfig)
-    distillation, training = config.distillation, config.training  # type: ignore[attr-defined]
+    sections: Any = config
+    distillation, training = sections.distillation, sections.training
     assert (distillation.temperature, distillation.teacher, distillation.cache) == (2.0, None, True)
     assert distillation.layers == [3, 5]
     assert (training.z_loss, training.steps) == (0.0, 10000)

@@ -28,7 +28,7 @@ from torchtitan.parallel.pipeline import Passes
 
 ROOT = Path(__file__).parents[2]
 CPU = Target("cpu", tokens=64)
-SECTIONS = {
+SECTIONS: dict[str, Any] = {
     "float8": Float8(),
     "int8": Int8(),
     "mx": MX(emulate=True),
@@ -128,7 +128,10 @@ def tiny_llama() -> Llama:
 
 def test_converters_compose_and_each_layer_is_reported_once() -> None:
     model = tiny_llama()
-    sections = {"float8": Float8(filter_fqns=["attention", "output"]), "int8": Int8(filter_fqns=["output"])}
+    sections: dict[str, Any] = {
+        "float8": Float8(filter_fqns=["attention", "output"]),
+        "int8": Int8(filter_fqns=["output"]),
+    }
     converters = apply_converters(model, ["float8", "int8"], sections.__getitem__, CPU)
     report = conversion_report(c.decisions for c in converters if isinstance(c, LinearConverter))
     by_name = {decision.fqn: decision for decision in report}
@@ -189,14 +192,14 @@ def test_products_far_off_are_found_at_conversion() -> None:
 
 @pytest.mark.parametrize("name", SECTIONS)
 @pytest.mark.parametrize("recomputation", ["none", "full", "op"])
-def test_products_of_a_step_are_counted_and_missing_ones_found(name: str, recomputation: str) -> None:
+def test_products_of_a_step_are_counted_and_missing_ones_found(name: str, recomputation: Any) -> None:
     """One layer of four must be detected, regardless of recomputation."""
     torch._dynamo.reset()
     section = dataclasses.replace(SECTIONS[name], filter_fqns=[])
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(4))).bfloat16()
     converters = apply_converters(model, [name.split()[0]], lambda _: section, CPU)
     if recomputation != "none":
-        mode = "full" if recomputation == "full" else "selective"
+        mode: Any = "full" if recomputation == "full" else "selective"
         apply_activation_checkpoint(
             dict(model.named_children()), ActivationCheckpoint(mode=mode, selective_ac_option="op")
         )

@@ -150,6 +150,7 @@ def test_experts_that_quantize_nothing_are_found_at_conversion() -> None:
 
 def counted_step(model: Qwen3MoE, converters: Sequence[Any], recomputed: bool) -> None:
     tokens = torch.randint(256, (2, 32))
+    assert model.norm is not None and model.output is not None
     passes = {fqn: Passes(1, 1) for fqn, _ in model.named_modules()}
     with checked_gemms(model, converters, passes, compiled=False, recomputed=recomputed):
         model.output(model.norm(hidden_of(model, tokens))).float().sum().backward()

@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all_equal(first, second)
 
 
-def saved(loaders: list[Loader]) -> dict:
+def saved(loaders: list[Loader]) -> dict[str, Any]:
     return json.loads(json.dumps(Loader.merge_states([loader.state_dict() for loader in loaders])))
 
 
@@ -73,8 +74,9 @@ def test_two_resumes_in_one_run(corpus: Path) -> None:
     for dp_size, steps in ((1, 9), (2, 5), (4, 16)):
         close(loaders)
         loaders = loaders_of(training_on(corpus), ROWS, dp_size)
-        for loader in loaders if state else []:
-            loader.load_state_dict(state)
+        if state:
+            for loader in loaders:
+                loader.load_state_dict(state)
         assert equal(global_batches(loaders, steps), expected[done : done + steps])
         state, done = saved(loaders), done + steps
 
@@ -180,9 +182,9 @@ def test_windows_hold_whole_documents_between_bos_and_eos(tmp_path: Path) -> Non
     # a new number at each BOS, and only there
     for batch in batches:
         assert batch.document_ids is not None
-        starts = (batch.tokens[0, 1:] == TOKENIZER.bos_id).long()
+        starts = batch.tokens[0, 1:].eq(TOKENIZER.bos_id or 0).long()
         assert torch.equal(batch.document_ids[0].diff(), starts)
-        assert len(batch.sample_ids[0]) == batch.document_ids.max() + 1  # type: ignore[index]
+        assert batch.sample_ids is not None and len(batch.sample_ids[0]) == batch.document_ids.max() + 1
 
 
 def test_ids_are_left_out_unless_needed(corpus: Path) -> None:
@@ -222,7 +224,7 @@ def test_seed_and_epoch_choose_the_order(corpus: Path) -> None:
         ({"shuffle": False}, "training.shuffle"),
     ],
 )
-def test_a_state_of_other_settings_is_refused(corpus: Path, change: dict, named: str) -> None:
+def test_a_state_of_other_settings_is_refused(corpus: Path, change: dict[str, Any], named: str) -> None:
     state = saved(loaders_of(training_on(corpus), ROWS, 1))
     other = loaders_of(training_on(corpus, **change), ROWS, 1)[0]
     with pytest.raises(CheckpointError) as caught:

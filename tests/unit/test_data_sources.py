@@ -10,6 +10,7 @@ import os
 import re
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,7 +31,7 @@ from torchtitan.logging import logger
 
 
 def texts(path: Path | str, text_column: str = "text") -> list[str]:
-    source = open_path(str(path), text_column)
+    source: Any = open_path(str(path), text_column)
     assert hasattr(source, "__len__")
     return [source[index].text for index in range(len(source))]
 
@@ -368,6 +369,7 @@ def test_bad_paths(tmp_path: Path) -> None:
     empty_file.touch()
     empty_folder.mkdir()
     latin1.write_bytes("naïve\n".encode("latin1") * 200)
+    path: Any
     for path, message in [
         (tmp_path / "missing", "there is no file or folder"),
         ("missing/file.jsonl", "there is no file or folder missing/file.jsonl"),

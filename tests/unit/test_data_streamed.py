@@ -50,8 +50,9 @@ def test_layouts_and_resumes_do_not_change_the_order(c4: Training, rows: int) ->
     for dp_size, steps in ((2, 13), (4, 8), (1, 19)):
         close(loaders)
         loaders = loaders_of(c4, rows, dp_size)
-        for loader in loaders if state else []:
-            loader.load_state_dict(state)
+        if state:
+            for loader in loaders:
+                loader.load_state_dict(state)
         got += global_batches(loaders, steps)
         state = json.loads(json.dumps(Loader.merge_states([loader.state_dict() for loader in loaders])))
     assert all_equal(got, expected)

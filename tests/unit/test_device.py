@@ -51,8 +51,8 @@ def test_a_gpu_without_a_compiler_is_refused_at_the_start(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     if missing == "compiler":
-        monkeypatch.setattr(device.shutil, "which", lambda name: None)
+        monkeypatch.setattr("shutil.which", lambda name: None)
     else:
-        monkeypatch.setattr(device.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+        monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(UserError, match=remedy):
         find_device(0)

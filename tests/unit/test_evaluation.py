@@ -85,7 +85,7 @@ def blank_tokenizer(folder: Path) -> str:
 
 def test_text_without_tokens_is_left_out(tmp_path: Path, group: None) -> None:
     tokenizer = load_tokenizer(blank_tokenizer(tmp_path))
-    sizes = {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
+    sizes: dict[str, Any] = {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
     scorer = scorer_of_model(Llama(LlamaArgs(**sizes, vocab_size=tokenizer.vocab_size)), 64, 512, "Llama")
     found = []
     for documents in ([("1", "import os")], [("1", "import os"), ("2", "\n\n")]):
@@ -386,7 +386,7 @@ def test_a_model_without_finite_numbers_writes_no_samples(group: None) -> None:
     sampler = Sampler(["import", "def f("], TOKENIZER, scorer_of_model(model, 64, 512, "Llama"))
     samples = sampler.samples()
     assert samples is not None and all(text for _, text in samples)
-    torch.nn.init.constant_(model.norm.weight, math.nan)
+    torch.nn.init.constant_(model.get_parameter("norm.weight"), math.nan)
     assert sampler.samples() == [("import", None), ("def f(", None)]
 
 

@@ -193,6 +193,9 @@ class Shards(DeviceMesh):
         return self.shards
 
 
+UNREAD: Any = (None, None, None, None)
+
+
 @pytest.mark.parametrize(("recipe", "shards"), [("rowwise", 1), ("tensorwise", 1), ("tensorwise", 2)])
 def test_int8_scales_changed_between_gather_and_use_change_nothing(recipe: Any, shards: int) -> None:
     weight = ShardedWeight(torch.randn(32, 64), recipe)
@@ -200,7 +203,7 @@ def test_int8_scales_changed_between_gather_and_use_change_nothing(recipe: Any, 
     def gather(tensor: torch.Tensor, out: Any = None) -> Any:
         weight.tensor = tensor
         weight.scale_inverse = (tensor.abs().amax() / 127).view(1, 1) if shards > 1 else None
-        sent, metadata = weight.fsdp_pre_all_gather(Shards(shards), None, None, None, None)
+        sent, metadata = weight.fsdp_pre_all_gather(Shards(shards), *UNREAD)
         if weight.scale_inverse is not None:
             weight.scale_inverse = 7 * weight.scale_inverse  # the next step's
         if out is not None:  # FSDP2 reuses its memory
@@ -274,7 +277,9 @@ def test_state_goes_through_json_exactly_and_into_another_length() -> None:
 def test_amaxes_of_gradients_follow_the_loss_scale() -> None:
     saved, loaded = Trained(), Trained()
     saved.step(3.0)
-    loaded.converter.load_state_dict([loaded.model], saved.converter.state_dict([saved.model]), 4.0)
+    state = saved.converter.state_dict([saved.model])
+    assert state is not None
+    loaded.converter.load_state_dict([loaded.model], state, 4.0)
     assert torch.equal(loaded.first.history, saved.first.history * torch.tensor([[1.0], [1.0], [4.0]]))
 
 

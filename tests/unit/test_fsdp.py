@@ -1,7 +1,7 @@
 """FSDP of a single shard: what one process runs."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ class Copies(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.ops.aten.copy_.default and args[0].dtype == args[1].dtype == torch.float32:
             self.count += args[0].numel() >= WIDTH**2 and args[0] is not args[1]  # or it would do nothing
         return func(*args, **(kwargs or {}))
@@ -60,7 +60,7 @@ def gradients(own_reduction: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[lis
     with Copies() as copies:
         for batch in torch.randn(2, 8, WIDTH, dtype=torch.bfloat16):
             model(batch).float().square().sum().backward()
-    return [parameter.grad.to_local() for parameter in model.parameters()], copies.count  # type: ignore[union-attr]
+    return [parameter.grad.to_local() for parameter in model.parameters()], copies.count
 
 
 def test_gradients_of_a_single_shard_are_not_copied(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         if isinstance(args[0], torch.Tensor) and args[0].shape == (WIDTH, WIDTH) and type(args[0]) in PLAIN:
             self.counts[str(func)] += 1
@@ -102,7 +102,7 @@ def step(gather: bool, recipe: Any) -> tuple[list[torch.Tensor], list[Counter[st
         assert isinstance(model[0].weight, nn.Parameter) and isinstance(model[0].weight.data, GatheredWeight) == (
             gather and number < 2
         )
-    return [parameter.grad.to_local() for parameter in model.parameters()], counts  # type: ignore[union-attr]
+    return [parameter.grad.to_local() for parameter in model.parameters()], counts
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
@@ -120,13 +120,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
     gather, reduce = FSDPParamGroup.unshard, _fsdp_param_group.foreach_reduce
 
-    def unshard(group: FSDPParamGroup, *arguments: object) -> None:
+    def unshard(group: FSDPParamGroup, *arguments: Any) -> None:
         gathered = group.is_unsharded or group._all_gather_result is not None
         gather(group, *arguments)
         if not gathered and group._all_gather_result is not None:
             events.append(f"gather {group._module_fqn}")
 
-    def foreach_reduce(parameters: Sequence[Any], *arguments: Any) -> Any:
+    def foreach_reduce(parameters: list[Any], *arguments: Any) -> Any:
         events.append(f"reduce {parameters[0]._param_fqn}")
         return reduce(parameters, *arguments)
 

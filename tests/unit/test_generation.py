@@ -25,7 +25,7 @@ from torchtitan.models.rope import RopeScaling
 from torchtitan.models.transformer import Transformer
 
 SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211)
-VARIANTS = {
+VARIANTS: dict[str, Any] = {
     "gqa": SMALL,
     "tied, one head": replace(SMALL, n_kv_heads=1, tied_embeddings=True),
     "qwen3": Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211, head_dim=32),
@@ -72,7 +72,7 @@ def test_rows_of_several_lengths_get_what_the_model_alone_gives_each(variant: st
     rows = prompts(3, 17, 1, 9)
     found = generate(model, rows, Sampling(40), [EOS], use_cache)
     assert found == [greedy(model, row, 40) for row in rows]
-    assert greedy(model, rows[0], 5) == found[0][:5]  # the model is restored
+    assert found[0] is not None and greedy(model, rows[0], 5) == found[0][:5]  # the model is restored
 
 
 def test_a_row_that_has_ended_says_no_more() -> None:
@@ -113,7 +113,7 @@ def test_the_smallest_temperatures_pick_the_likeliest_token() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_token_follows_from_logits_that_are_not_finite(temperature: float) -> None:
     model = llama(SMALL)
-    model.tok_embeddings.weight.data[17] = float("nan")  # type: ignore[union-attr]
+    model.tok_embeddings.weight.data[17] = float("nan")
     rows = [[1, 2, 17, 3], [1, 2, 3]]
     found = generate(model, rows, Sampling(3, temperature=temperature), [EOS])
     assert found[0] is None and len(found[1] or []) == 3

@@ -64,7 +64,7 @@ def ends_of(counts: list[int]) -> torch.Tensor:
     return torch.tensor(counts).cumsum(0).to(torch.int32)
 
 
-def gemms_of(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor, *more: torch.Tensor) -> list[torch.Tensor]:
+def gemms_of(module: Any, x: torch.Tensor, out_grad: torch.Tensor, *more: torch.Tensor) -> list[torch.Tensor]:
     """[output, input gradient, weight gradient]"""
     x = x.clone().requires_grad_()
     out = module(x, *more)

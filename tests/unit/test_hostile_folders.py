@@ -30,7 +30,7 @@ from torchtitan.models.rope import RopeScaling
 
 LLAMA = LlamaArgs(32, 2, 4, 2, 48, 4096, rope_scaling=RopeScaling(original_seq_len=32))
 SPARSE = Qwen3MoEArgs(32, 2, 4, 2, 48, 4096, head_dim=16, moe=MoEArgs(4, 2, 16))
-FEW = [None, "big", [], -1, 0, 2.5, 10**9]
+FEW: list[Any] = [None, "big", [], -1, 0, 2.5, 10**9]
 MANY = [*FEW, True, "", [1], {}, {"a": 1}, 1, 3, 2**63, 10**30, 1e308, float("nan"), float("inf"), "\x1b[31m"]
 SWEEPS = pytest.mark.parametrize("values", [FEW, pytest.param(MANY, marks=pytest.mark.full)], ids=["few", "many"])
 MISSING = object()
@@ -57,8 +57,9 @@ def publish_model(folder: Path, args: Any) -> Path:
 def meta_folder(folder: Path) -> Path:
     folder.mkdir()
     torch.save(dict(nontrivial_llama(LlamaArgs(32, 2, 4, 2, 256, 4096)).state_dict()), folder / "consolidated.00.pth")
-    params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1, "multiple_of": 256}
-    params |= {"ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0, "use_scaled_rope": False}
+    params: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1}
+    params |= {"multiple_of": 256, "use_scaled_rope": False}
+    params |= {"ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0}
     (folder / "params.json").write_text(json.dumps(params))
     return folder
 
@@ -189,7 +190,7 @@ def to_device(name: str) -> Harm:
     return replaced(name, lambda path: path.symlink_to("/dev/zero"))
 
 
-def pth(change: Callable[[dict[str, Any]], object]) -> Harm:
+def pth(change: Callable[[dict[Any, Any]], object]) -> Harm:
     def harm(folder: Path) -> None:
         weights = torch.load(folder / "consolidated.00.pth")
         torch.save(change(weights) or weights, folder / "consolidated.00.pth")

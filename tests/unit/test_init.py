@@ -1,6 +1,7 @@
 """Initial weights: a function of the seed and the parameter's name."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -96,17 +97,17 @@ def test_a_layer_of_experts_starts_with_the_output_of_a_dense_layer(name: str) -
     """In size: the weighted sum over a token's experts is as large as the sum of a dense layer."""
     dense, sparse = (MODELS.get(family).flavor("debugmodel") for family in ("qwen3", "qwen3_moe"))
     if name != "qwen3_moe":
-        moe = replace(sparse.moe, top_k=4, ffn_dim=192, score="sigmoid", scale=1.5)  # type: ignore[attr-defined]
-        sparse = replace(sparse, moe=moe)  # type: ignore[type-var]
+        moe = replace(sparse.moe, top_k=4, ffn_dim=192, score="sigmoid", scale=1.5)
+        sparse = replace(sparse, moe=moe)
     sizes = []
     x = torch.randn(2, 64, dense.dim, generator=torch.Generator().manual_seed(0))
     for family, args in (("qwen3", dense), ("qwen3_moe", sparse)):
         with torch.device("meta"):
-            model = MODELS.get(family).build(replace(args, vocab_size=500))  # type: ignore[type-var]
+            model = MODELS.get(family).build(replace(args, vocab_size=500))
         model.to_empty(device="cpu")
         init_weights(model, model.init_std, 0)
         reset_buffers(model)
-        block = model.layers["2"]
+        block: Any = model.layers["2"]
         with torch.no_grad():
             sizes.append(float((block.feed_forward if family == "qwen3" else block.moe)(x).std()))
     assert sizes[1] == pytest.approx(sizes[0], rel=0.15)

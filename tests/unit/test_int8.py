@@ -1,6 +1,7 @@
 """int8 GEMMs: whether they run and how accurate they are, alone and in a compiled graph."""
 
 import itertools
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -24,17 +25,19 @@ from torchtitan.kernels.quantize import (
 )
 
 CPU = Target("cpu", tokens=64)
-RECIPES = ("rowwise", "tensorwise")
+Recipe = Literal["rowwise", "tensorwise"]
+RECIPES = get_args(Recipe)
+Data = tuple[torch.Tensor, torch.Tensor]  # input and gradient of the output
 
 
-def gemms_of(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
+def gemms_of(module: Any, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
     """[output, input gradient, weight gradient]"""
     x = x.clone().requires_grad_()
     out = module(x)
     return [out.detach(), *torch.autograd.grad(out, [x, module.weight], out_grad)]
 
 
-def count_int_mm(module: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> int:
+def count_int_mm(module: Any, x: torch.Tensor, out_grad: torch.Tensor) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=False) as recorded:
         gemms_of(module, x, out_grad)
     return sum(event.name == "torchtitan::int8_mm" for event in recorded.events())
@@ -47,20 +50,22 @@ def linear() -> nn.Linear:
 
 
 @pytest.fixture
-def data() -> tuple[torch.Tensor, torch.Tensor]:
+def data() -> Data:
     torch.manual_seed(1)
     return torch.randn(2, 32, 96).bfloat16(), torch.randn(2, 32, 160).bfloat16()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_errors_are_those_of_8_bits_and_not_zero(recipe: str) -> None:
+def test_errors_are_those_of_8_bits_and_not_zero(recipe: Recipe) -> None:
     errors = relative_errors(LinearConverter(INT8_SECTION, Int8(recipe_name=recipe), CPU), "cpu")
     highest = {"rowwise": 0.013, "tensorwise": 0.020}[recipe]
     assert all(0.004 < error < highest for error in errors.values()), errors
 
 
 @pytest.mark.parametrize("output, grad_input, grad_weight", list(itertools.product([True, False], repeat=3))[:-1])
-def test_each_product_is_switched_by_its_key(output, grad_input, grad_weight, linear, data) -> None:
+def test_each_product_is_switched_by_its_key(
+    output: bool, grad_input: bool, grad_weight: bool, linear: nn.Linear, data: Data
+) -> None:
     config = Int8(output=output, grad_input=grad_input, grad_weight=grad_weight)
     low = LinearConverter(INT8_SECTION, config, CPU).swap(linear)
     gemms_of(low, *data)  # compiles the casts
@@ -71,10 +76,10 @@ def test_each_product_is_switched_by_its_key(output, grad_input, grad_weight, li
     assert count_int_mm(low, *data) == output + grad_input + grad_weight
 
 
-def test_inductor_has_nothing_to_compile_on_cpu(linear, data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_has_nothing_to_compile_on_cpu(linear: nn.Linear, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would silently take minutes."""
 
-    def refuse(*_, **__) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("torch.compile was called")
 
     monkeypatch.setattr(torch, "compile", refuse)
@@ -82,7 +87,7 @@ def test_inductor_has_nothing_to_compile_on_cpu(linear, data, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_emulated_products_are_the_real_ones(recipe: str, linear: nn.Linear, data) -> None:
+def test_emulated_products_are_the_real_ones(recipe: Recipe, linear: nn.Linear, data: Data) -> None:
     real, emulated = (
         LinearConverter(INT8_SECTION, Int8(recipe_name=recipe, emulate=e), CPU).swap(linear) for e in (False, True)
     )
@@ -91,7 +96,7 @@ def test_emulated_products_are_the_real_ones(recipe: str, linear: nn.Linear, dat
     assert count_int_mm(emulated, *data) == 0
 
 
-def test_transposed_input_and_bias(data) -> None:
+def test_transposed_input_and_bias(data: Data) -> None:
     linear = nn.Linear(96, 160, dtype=torch.bfloat16)
     low = LinearConverter(INT8_SECTION, Int8(), CPU).swap(linear)
     x = data[0].transpose(0, 1)
@@ -101,7 +106,9 @@ def test_transposed_input_and_bias(data) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_code_keeps_no_rounded_weight_for_the_backward_pass(linear: nn.Linear, data, recipe: str) -> None:
+def test_compiled_code_keeps_no_rounded_weight_for_the_backward_pass(
+    linear: nn.Linear, data: Data, recipe: Recipe
+) -> None:
     """It would take memory even after FSDP has freed the gathered weight."""
     low = torch.compile(LinearConverter(INT8_SECTION, Int8(recipe_name=recipe), CPU).swap(linear))
     saved = []
@@ -110,7 +117,7 @@ def test_compiled_code_keeps_no_rounded_weight_for_the_backward_pass(linear: nn.
     assert [tensor.shape for tensor in saved if tensor.dtype == torch.int8] == [(64, 96)]  # the input
 
 
-def test_compiles_into_one_graph(linear: nn.Linear, data) -> None:
+def test_compiles_into_one_graph(linear: nn.Linear, data: Data) -> None:
     low = LinearConverter(INT8_SECTION, Int8(), CPU).swap(linear)
     compiled = torch.compile(low, fullgraph=True)
     for a, b in zip(gemms_of(compiled, *data), gemms_of(low, *data), strict=True):
@@ -125,7 +132,9 @@ def test_compiles_into_one_graph(linear: nn.Linear, data) -> None:
     recipe=st.sampled_from(RECIPES),
     seed=st.integers(0, 1000),
 )
-def test_quantizing_is_within_half_a_step_and_finite(scale: float, zero_rows: set[int], recipe, seed: int) -> None:
+def test_quantizing_is_within_half_a_step_and_finite(
+    scale: float, zero_rows: set[int], recipe: Recipe, seed: int
+) -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) * scale
     x[list(zero_rows)] = 0
     data, scales = quantize(x, recipe)
@@ -138,7 +147,7 @@ def test_quantizing_is_within_half_a_step_and_finite(scale: float, zero_rows: se
         assert torch.equal(once[0], both.data) and torch.equal(once[1], both.scale_inverse)
     rows, column_scale_inverse = quantize_rows(x, recipe)
     assert torch.equal(rows.data, data) and torch.equal(rows.scale_inverse, scales)
-    assert torch.equal(column_scale_inverse, columns.scale_inverse)
+    assert column_scale_inverse is not None and torch.equal(column_scale_inverse, columns.scale_inverse)
     assert torch.equal(quantize_with(x, column_scale_inverse), columns.data)
 
 

@@ -44,7 +44,7 @@ SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab
 SPARSE = Qwen3MoEArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=4096, head_dim=32, moe=MoEArgs(6, 2, 48)
 )
-VARIANTS = {
+VARIANTS: dict[str, Any] = {
     "plain": SMALL,
     "gqa": replace(SMALL, n_kv_heads=2),
     "rope scaling": replace(SMALL, rope_theta=10000.0, rope_scaling=RopeScaling(factor=8.0, original_seq_len=32)),
@@ -88,7 +88,7 @@ def theirs_of(args: Any, naming: HuggingFaceNaming, **options: Any) -> Any:
 
 def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of transformers' model, whose experts are stacked in memory but published one by one."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, weight in model.named_parameters():
         if "mlp.experts." in name:
             experts, rows, columns = weight.shape
@@ -122,7 +122,8 @@ def judge(folder: Path, **options: Any) -> Any:
     """transformers' model, which must load without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        model, report = loaded
     assert not any(report.values()), report
     return model.eval()
 
@@ -147,7 +148,7 @@ def test_every_flavor_states_all_its_weights(family: str, flavor: str) -> None:
     model = PublishedModel(spec.hf, args, spec.build, None, 128)
     with torch.device("meta"):
         theirs = published_shapes(theirs_of(args, spec.hf))
-    ours = {}
+    ours: dict[str, tuple[int, ...]] = {}
     for name, shape in model.shapes.items():
         each = shape[1:] if spec.hf.stacks_experts(name) else shape
         ours |= dict.fromkeys(spec.hf.names_of(name, shape), each)
@@ -418,7 +419,7 @@ def tiktoken_file(folder: Path) -> Path:
 
 
 AS_WRITTEN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-SENTENCEPIECE = {
+SENTENCEPIECE: dict[str, Any] = {
     "BPE with its defaults": {"model_type": "bpe"},
     "unigram with its defaults": {"model_type": "unigram"},
     "Llama 2": {"model_type": "bpe", "byte_fallback": True, "split_digits": True, **AS_WRITTEN},
@@ -455,7 +456,7 @@ def test_transformers_gets_the_same_tokens(kind: str, tmp_path: Path) -> None:
     from torchtitan.interchange.tokenizer_files import tokenizer_files
 
     if kind in SENTENCEPIECE:
-        path = str(sentencepiece_model(tmp_path / "tokenizer.model", SENTENCEPIECE[kind]))
+        path: str | None = str(sentencepiece_model(tmp_path / "tokenizer.model", SENTENCEPIECE[kind]))
     else:
         path = None if kind == "shipped" else str(tiktoken_file(tmp_path))
     if kind == "tokenizers":

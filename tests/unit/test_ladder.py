@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def test_too_few_runs_for_the_constants(points: list[tuple[float, float]]) -> No
 def test_shapes_have_the_size_and_the_proportions_of_the_flavor(size: str) -> None:
     model, flavor = Model(name="llama3", flavor="debugmodel"), LLAMA3["debugmodel"]
     shape = find_shape(model, parse_number(size, ""), 256)
-    args = sizes_of(Model(name="llama3", flavor="debugmodel", dim=shape.dim, n_layers=shape.n_layers))
+    args: Any = sizes_of(Model(name="llama3", flavor="debugmodel", dim=shape.dim, n_layers=shape.n_layers))
     with torch.device("meta"):
         built = Llama(args.with_vocab_size(100))
     assert shape.parameters == sum(

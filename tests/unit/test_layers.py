@@ -69,7 +69,7 @@ def own_imports_of(path: Path) -> dict[Path, int]:
     return found
 
 
-def test_no_file_imports_from_a_layer_above_it():
+def test_no_file_imports_from_a_layer_above_it() -> None:
     upward = [
         f"{path.relative_to(ROOT)}:{line} (layer {layer_of(path)}) imports {target.relative_to(ROOT)} "
         f"(layer {layer_of(target)})"
@@ -80,7 +80,7 @@ def test_no_file_imports_from_a_layer_above_it():
     assert not upward, "\n".join(upward)
 
 
-def test_no_imports_go_in_a_circle():
+def test_no_imports_go_in_a_circle() -> None:
     done: set[Path] = set()
 
     def visit(path: Path, way: list[Path]) -> None:
@@ -113,7 +113,7 @@ def private_attributes(path: Path) -> list[str]:
     ]
 
 
-def test_private_names_of_torch_and_torchao_are_in_compat_alone():
+def test_private_names_of_torch_and_torchao_are_in_compat_alone() -> None:
     elsewhere = [
         f"{path.relative_to(ROOT)}:{line}: {module}"
         for path in FILES
@@ -125,7 +125,7 @@ def test_private_names_of_torch_and_torchao_are_in_compat_alone():
     assert not elsewhere, "\n".join(elsewhere)
 
 
-def test_each_module_of_compat_says_what_every_private_name_is_for():
+def test_each_module_of_compat_says_what_every_private_name_is_for() -> None:
     for path in sorted((ROOT / "torchtitan" / "compat").glob("*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
         for module, names, _ in imports_of(path):
@@ -134,7 +134,7 @@ def test_each_module_of_compat_says_what_every_private_name_is_for():
 
 
 @pytest.mark.parametrize("folder", ["config", "report"])
-def test_parts_without_torch(folder: str):
+def test_parts_without_torch(folder: str) -> None:
     """`--help` is instant, and a report can be made without torch installed."""
     seen: set[Path] = set()
 

@@ -250,7 +250,7 @@ def test_the_list_of_keys_is_complete() -> None:
 
 
 # File, keys that it must lead to, part of a notice.
-MEANINGS = {
+MEANINGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "float8 of March 2024": (
         "[training]\nfp8_linear = 'dynamic'",
         {"model.converters": ["float8"]},

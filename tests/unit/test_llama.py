@@ -40,13 +40,13 @@ def transformers_llama(args: LlamaArgs) -> LlamaForCausalLM:
             "original_max_position_embeddings": scaling.original_seq_len,
         }
     return LlamaForCausalLM(
-        LlamaConfig(
+        LlamaConfig(  # type: ignore[call-arg]
             hidden_size=args.dim,
             num_hidden_layers=args.n_layers,
             num_attention_heads=args.n_heads,
             num_key_value_heads=args.n_kv_heads,
             intermediate_size=args.ffn_dim,
-            vocab_size=args.vocab_size,
+            vocab_size=args.vocab_size or 0,
             rms_norm_eps=args.norm_eps,
             rope_theta=args.rope_theta,
             rope_scaling=rope,

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -207,7 +208,8 @@ def test_commands_find_checkpoints_where_training_puts_them(
 def test_weights_that_become_infinite_are_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    keys = {"enable_checkpoint": True, "last_save_model_weights_only": True}
+    keys: dict[str, Any] = {"enable_checkpoint": True, "last_save_model_weights_only": True}
+    dtype: Any
     for weight, dtype, saved in ((1e5, "float16", False), (1e5, "bfloat16", True), (6e4, "float16", True)):
         torch.nn.init.constant_(model.weight, weight)
         folder = tmp_path / f"{weight:g} {dtype}"

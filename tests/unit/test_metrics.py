@@ -180,7 +180,7 @@ def test_validation_has_an_entry_of_its_own(tmp_path: Path, log: list[str]) -> N
 
 def test_resume_reports_at_the_same_steps_and_counts_only_its_own_time(tmp_path: Path) -> None:
     run(make(tmp_path), last=8)
-    half_the_batch_before = {"start_step": 6, "start_tokens": 3000}
+    half_the_batch_before: dict[str, Any] = {"start_step": 6, "start_tokens": 3000}
     assert run(make(tmp_path, **half_the_batch_before), first=7) == [8, 10]
     found = entries(tmp_path)
     assert [entry["step"] for entry in found] == [1, 4, 8, 10]

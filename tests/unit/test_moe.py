@@ -92,7 +92,7 @@ def test_no_token_is_dropped_however_uneven_the_load() -> None:
     torch.testing.assert_close(found, by_definition(model, x), rtol=1e-5, atol=1e-6)
     found.sum().backward()
     assert model.statistics[:-1].tolist() == [0, 50, 50, 0, 0, 0]
-    used = model.experts.w1.weight.grad.flatten(1).any(1)  # type: ignore[union-attr]
+    used = model.experts.w1.weight.grad.flatten(1).any(1)
     assert used.tolist() == [False, True, True, False, False, False]
 
 

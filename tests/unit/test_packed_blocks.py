@@ -70,7 +70,7 @@ def uneven(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns) * torch.randn(rows, 1).exp()
 
 
-def gemms_of(layer: nn.Module, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
+def gemms_of(layer: Any, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
     out = layer(x)
     return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], out_grad)]
@@ -102,7 +102,7 @@ def test_nvfp4_is_packed_as_torchao_does_bit_for_bit() -> None:
     scale, data = nvfp4_quantize(x, per_tensor_scale=tensor_scale)
     assert torch.equal(packed.data.view(torch.uint8), data.view(torch.uint8))
     assert torch.equal(packed.scale.view(torch.uint8), to_blocked(scale.view(torch.uint8)).flatten())
-    assert torch.equal(packed.tensor_scale, tensor_scale)
+    assert packed.tensor_scale is not None and torch.equal(packed.tensor_scale, tensor_scale)
 
 
 def test_scales_return_from_their_layout() -> None:

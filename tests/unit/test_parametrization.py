@@ -33,7 +33,7 @@ def on_meta(args: Any, build: Callable[[Any], Decoder] = Llama) -> Decoder:
 @pytest.mark.parametrize("tied", [False, True])
 def test_nothing_changes_at_the_sizes_of_the_base(family: str, tied: bool) -> None:
     spec = MODELS.get(family)
-    args = replace(spec.flavor("debugmodel").with_vocab_size(100), tied_embeddings=tied)  # type: ignore[type-var]
+    args = replace(spec.flavor("debugmodel").with_vocab_size(100), tied_embeddings=tied)
     scalings = mup(on_meta(args, spec.build), on_meta(args, spec.build))
     assert set(scalings.values()) == {Scaling()}
 
@@ -99,6 +99,7 @@ def textbook(tied: bool) -> tuple[Decoder, torch.optim.Optimizer]:
         groups.append({"params": [parameter], "lr": lr, "eps": eps, "weight_decay": decay})
     init_weights(model, stds.__getitem__, seed=0)
     model.norm = Multiplied(model.norm, 1 / width)
+    block: Any
     for block in model.layers.values():
         block.attention.wq = Multiplied(block.attention.wq, (8 / 16) ** 0.5)
         block.attention = Multiplied(block.attention, depth**-0.5)

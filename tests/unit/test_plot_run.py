@@ -30,7 +30,8 @@ def plot(monkeypatch: pytest.MonkeyPatch, *argv: str) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[str]:
-    return [run_folder(tmp_path / name, losses) for name, losses in (("a", [8.0, 7.0, 6.0]), ("b", [8.0, None, 5.0]))]
+    losses: dict[str, list[float | None]] = {"a": [8.0, 7.0, 6.0], "b": [8.0, None, 5.0]}
+    return [run_folder(tmp_path / name, values) for name, values in losses.items()]
 
 
 @pytest.mark.parametrize(

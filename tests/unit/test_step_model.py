@@ -73,7 +73,7 @@ def test_collectives_in_compiled_code_are_counted_once(monkeypatch: pytest.Monke
     names = ["_c10d_functional.all_gather_into_tensor", "torchtitan.exchange_rows", "aten.sort", None]
     sizes = SimpleNamespace(optimization_hint=int)
     graph = SimpleNamespace(scheduler=SimpleNamespace(nodes=list(map(node, names))), sizevars=sizes)
-    monkeypatch.setattr(watch.compat, "operator_of", lambda node: node.name)
+    monkeypatch.setattr("torchtitan.plan.watch.compat.operator_of", lambda node: node.name)
     work = watch.work_of_graph(graph, "", count)
     assert (work.other_bytes, work.fused_bytes) == (7, 7)  # the sort; a generated kernel
 

@@ -44,8 +44,8 @@ def test_gradients_are_exact_at_inputs_that_8_bits_hold() -> None:
     gate = numbers.repeat(3, 1).requires_grad_()
     up = numbers.flip(0).repeat(3, 1).requires_grad_()
     gradients = torch.autograd.grad(swiglu(gate, up).sum(), [gate, up])
-    low = [x.detach().float().requires_grad_() for x in (gate, up)]
-    found = torch.autograd.grad(swiglu_saved_in_8_bits(*low, "int8").sum(), low)
+    low_gate, low_up = (x.detach().float().requires_grad_() for x in (gate, up))
+    found = torch.autograd.grad(swiglu_saved_in_8_bits(low_gate, low_up, "int8").sum(), [low_gate, low_up])
     for one, exact in zip(found, gradients, strict=True):
         torch.testing.assert_close(one.double(), exact, rtol=1e-5, atol=1e-6)
 

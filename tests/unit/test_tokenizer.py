@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -24,7 +25,7 @@ TEXTS = ["the cat sat on the mat, and the dog sat on the cat " * 4, "def f(x):\n
 HARD_TEXT = " \u2581a  b\t\tc \r\n\n\n\x00 <s></s><unk><0x0A> <|end_of_text|> é☃😀\u2028\ufeff e\u0301 ﬁ  "
 
 
-def sentencepiece_file(path: Path, **settings: object) -> Path:
+def sentencepiece_file(path: Path, **settings: Any) -> Path:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS), model_writer=model, model_type="bpe", minloglevel=2, **settings
@@ -35,15 +36,15 @@ def sentencepiece_file(path: Path, **settings: object) -> Path:
 
 def tokenizer_json(path: Path, special: list[str]) -> Path:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(TEXTS, trainer)
     # as in files made for chat use: BOS before each text, and at most eight tokens
     first = [(special[0], tokenizer.token_to_id(special[0]))]
     template = tokenizers.processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=first)
-    tokenizer.post_processor = template  # type: ignore[assignment]
+    tokenizer.post_processor = template
     tokenizer.enable_truncation(8)
     tokenizer.save(str(path))
     return path
@@ -93,7 +94,7 @@ def test_the_script_trains_a_lossless_tokenizer_and_the_same_one_again(tmp_path:
 
 
 def test_the_script_says_what_is_wrong_in_a_line(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, f"--dataset={tmp_path / 'missing'}", f"--output={tmp_path / 'a.model'}"]
+    command = [sys.executable, str(SCRIPT), f"--dataset={tmp_path / 'missing'}", f"--output={tmp_path / 'a.model'}"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert ended.stderr.startswith("Error: dataset: there is no file or folder")
@@ -125,10 +126,10 @@ def test_segments_of_a_text_give_the_ids_of_the_whole(kind: str, tmp_path: Path)
         path = tmp_path / "tokenizer.json"
         fast = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
         if kind == "metaspace":
-            fast.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)  # type: ignore[assignment]
+            fast.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)
         else:
             parts = [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
-            fast.normalizer = tokenizers.normalizers.Sequence(parts)  # type: ignore[assignment]
+            fast.normalizer = tokenizers.normalizers.Sequence(parts)
         special = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
         fast.train_from_iterator(TEXTS[0].split(), tokenizers.trainers.BpeTrainer(special_tokens=special))
         fast.save(str(path))
@@ -195,7 +196,10 @@ def test_what_is_in_the_file_decides_and_its_fingerprint_follows(tmp_path: Path)
 
 
 def write(content: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / "tokenizer.model").write_bytes(content) and None
+    def write_to(folder: Path) -> None:
+        (folder / "tokenizer.model").write_bytes(content)
+
+    return write_to
 
 
 @pytest.mark.parametrize(
@@ -313,7 +317,7 @@ def test_a_sentencepiece_model_begins_as_its_folder_says(tmp_path: Path) -> None
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     tokenizer = load_tokenizer(str(tmp_path))
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (None, 2, {2, 7})
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (None, 2, frozenset({2, 7}))
     sentencepiece_file(tmp_path / "tokenizer.model", vocab_size=60, bos_id=-1)
     (tmp_path / "tokenizer_config.json").unlink()
     assert load_tokenizer(str(tmp_path)).bos_id is None
