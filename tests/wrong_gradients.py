@@ -1,15 +1,18 @@
-"""A user's module: models with faults in their gradients, which losses do not show.
+"""A user's module: models with faults that only several ranks have, most of which losses do not show."""
 
-Qwen3s with one in the gradient of q_norm under tensor parallelism; experts whose gradients are averaged over the wrong
-ranks."""
-
+import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import tiny  # noqa: F401  registers the model
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from torchtitan.converters import gather
 from torchtitan.models import MODELS
 from torchtitan.models.moe import mixtures
 from torchtitan.models.norm import rms_norm
@@ -24,8 +27,7 @@ class NotSummed(NormalizedAttention):
 
     def weight(self) -> torch.Tensor:
         parameter = dict(self.q_norm.named_parameters())["weight"]
-        assert isinstance(parameter, DTensor)
-        return parameter.to_local(grad_placements=[Replicate()])
+        return parameter.to_local(grad_placements=[Replicate()]) if isinstance(parameter, DTensor) else parameter
 
     def before_rope(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rms_norm(q, self.weight(), self.q_norm.eps), self.k_norm(k)
@@ -36,7 +38,8 @@ class SummedTwice(NotSummed):
 
     def weight(self) -> torch.Tensor:
         weight = self.q_norm.weight
-        return 2 * weight - weight.detach()
+        sharded = isinstance(dict(self.q_norm.named_parameters())["weight"], DTensor)
+        return 2 * weight - weight.detach() if sharded and dist.get_world_size() > 1 else weight
 
 
 class Wrong(Qwen3):
@@ -53,6 +56,64 @@ def with_wrong_group(model: Decoder, *rest: Any) -> None:
         mixture.dispatch.gradient_scale = 1.0  # type: ignore[attr-defined]
 
 
+def with_unsummed_norms(model: Decoder, *rest: Any) -> None:
+    """A rank keeps the gradient of a block's norm from its own part of the sequence."""
+    MODELS.get("tiny_qwen3").parallelize(model, *rest)
+    for block in model.layers.values():
+        norm = block.ffn_norm
+        if isinstance(norm.weight, DTensor) and norm.weight.device_mesh.size() > 1:
+            setattr(norm, "forward", partial(unsummed_norm, norm))  # noqa: B010
+
+
+def unsummed_norm(norm: Any, x: DTensor) -> DTensor:
+    weight = norm.weight.to_local(grad_placements=[Replicate()])
+    return DTensor.from_local(rms_norm(x.to_local(), weight, norm.eps), x.device_mesh, x.placements)
+
+
+def with_halved_gradients(model: Decoder, *rest: Any) -> None:
+    """Gradients are averaged over the ranks of FSDP once too often."""
+    MODELS.get("tiny_qwen3").parallelize(model, *rest)
+    for parameter in model.parameters():
+        if dist.get_world_size() > 1:
+            parameter.register_post_accumulate_grad_hook(lambda one: one.grad.div_(2))
+
+
+def with_lost_microbatches(model: Decoder, *rest: Any) -> None:
+    """A pipeline's first stage gets no gradient of every second micro-batch."""
+    MODELS.get("tiny_qwen3").parallelize(model, *rest)
+    if model.output is None:
+        counter = itertools.count()
+        last = list(model.layers.values())[-1]
+
+        def lose(block: nn.Module, inputs: Any, out: torch.Tensor) -> None:
+            if next(counter) % 2:
+                out.register_hook(torch.zeros_like)
+
+        last.register_forward_hook(lose)
+
+
+def with_wrong_positions(model: Decoder, *rest: Any) -> None:
+    """A rank rotates its part of the sequence as if it were the first."""
+    MODELS.get("tiny_qwen3").parallelize(model, *rest)
+    if model.positions is not None:
+        model.positions = torch.arange(len(model.positions))
+
+
+def of_own_shard(amax: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A scale that is not the same on all ranks."""
+    return shared_scale(amax, mesh) * (1 + mesh.get_local_rank())
+
+
+shared_scale, gather.tensorwise_scale = gather.tensorwise_scale, of_own_shard
+
+FAULTS = {
+    "UnsummedNorms": with_unsummed_norms,
+    "HalvedGradients": with_halved_gradients,
+    "LostMicrobatches": with_lost_microbatches,
+    "WrongPositions": with_wrong_positions,
+}
+for name, parallelize in FAULTS.items():
+    MODELS.register(name, replace(MODELS.get("tiny_qwen3"), parallelize=parallelize))
 MODELS.register("WrongGroup", replace(MODELS.get("sparse"), parallelize=with_wrong_group))
 
 for fault in (NotSummed, SummedTwice):

@@ -10,13 +10,14 @@ from torchtitan.config import JobConfig
 from torchtitan.config.output import Checkpoint
 from torchtitan.device import find_device
 from torchtitan.logging import Waiting
+from torchtitan.parallel.process_group import world_from_environment
 from torchtitan.run.build_trainer import build_trainer
 from torchtitan.run.trainer import Trainer
 
 
 @contextlib.contextmanager
 def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
-    """A trainer in this process, whose dump folder is deleted afterwards. It starts at step 0 and saves no checkpoints:
+    """A trainer, whose dump folder is deleted afterwards. It starts at step 0 and saves no checkpoints:
     `checkpoint.folder` may be that of a real run. Weights of `checkpoint.initial_load_path` are loaded. Nothing goes to
     Weights & Biases."""
     with tempfile.TemporaryDirectory() as folder:
@@ -26,8 +27,9 @@ def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
             metrics=dataclasses.replace(config.metrics, enable_wandb=False),
             checkpoint=Checkpoint(initial_load_path=config.checkpoint.initial_load_path),
         )
-        device = find_device(0)
-        dims = check(config, 1, device.type)
+        _, local_rank, world_size = world_from_environment()
+        device = find_device(local_rank)
+        dims = check(config, world_size, device.type)
         with (
             build_trainer(config, dims, global_batch_size(config, dims), device) as trainer,
             Waiting("short run", config.training.steps, "steps", lambda: trainer.step),

@@ -1,0 +1,94 @@
+"""`python -m torchtitan.check_layout`: passes for layouts that are right, and names faults that are not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from equality import degrees
+
+DEBUG = "--job.config_file=train_configs/debug_model.toml"
+FLOAT32 = "--training.mixed_precision_param=float32"
+MOE = ("--job.config_file=train_configs/debug_moe.toml",)
+SHORT = "--training.seq_len=64"
+
+
+def check(*flags: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchtitan.check_layout", SHORT, *flags]
+    environment = {**os.environ, "NGPU": str(processes)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
+
+
+PLANTED = {
+    "NotSummed": (degrees(tp=2), "attention.q_norm.weight", "not summed over tp"),
+    "SummedTwice": (degrees(tp=2), "attention.q_norm.weight", "summed twice over tp"),
+    "UnsummedNorms": (degrees(tp=2), "ffn_norm.weight", "not summed over tp"),
+    "HalvedGradients": ((), "attention.wq.weight", "averaged over dp_shard once too often"),
+    "LostMicrobatches": (degrees(pp=2), "attention.wq.weight", "a micro-batch is lost"),
+    "WrongPositions": (degrees(cp=2), "attention.wq.weight", ""),
+    "WrongGroup": (degrees(ep=2), "moe.experts.w1.weight", "summed twice over dp_shard or ep"),
+    "tiny_qwen3": (
+        ("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather", "--int8.filter_fqns=[]"),
+        "attention.wq.weight",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=[] if model == "NotSummed" else [pytest.mark.full]) for model in PLANTED]
+)
+def test_a_planted_fault_is_named(model: str, tmp_path: Path) -> None:
+    flags, parameter, cause = PLANTED[model]
+    flavor = "--model.flavor=deep"
+    module = "--experimental.custom_import=wrong_gradients"
+    output = tmp_path / "layout.json"
+    ended = check(DEBUG, FLOAT32, module, f"--model.name={model}", flavor, *flags, f"--output={output}")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    rows = json.loads(output.read_text())["comparisons"]
+    wrong = [row for row in rows if row["quantity"] == "gradient" and row["cause"]]
+    assert any(row["name"].endswith(parameter) and cause in row["cause"] for row in wrong), ended.stdout
+    assert wrong[0]["name"] in ended.stdout
+    if model in ("NotSummed", "SummedTwice", "UnsummedNorms", "WrongGroup"):
+        assert all(parameter.rpartition(".")[0].rpartition(".")[0] in row["name"] for row in wrong)
+
+
+LAYOUTS: dict[str, Any] = {
+    "TP 2, float8": (2, DEBUG, *degrees(tp=2), "--model.converters=float8"),
+    "FSDP 2, accumulation, compile": (2, DEBUG, "--training.global_batch_size=64", "--training.compile"),
+    "FSDP 2 x TP 2, Muon": (4, DEBUG, *degrees(tp=2), "--optimizer.name=Muon"),
+    "FSDP 2 x PP 2, recomputation": (4, DEBUG, *degrees(pp=2), "--activation_checkpoint.mode=full"),
+    "CP 2, int8": (2, DEBUG, *degrees(cp=2), "--model.converters=int8"),
+    "HSDP 2 x 2, float8 all-gather": (
+        4,
+        DEBUG,
+        *degrees(replicate=2),
+        "--model.converters=float8",
+        "--float8.enable_fsdp_float8_all_gather",
+    ),
+    "mx": (2, DEBUG, "--model.converters=mx", "--mx.emulate"),
+    "experts, TP 2, EP 2": (4, *MOE, *degrees(tp=2, ep=2)),
+    "experts, FSDP 2, EP 2, float8": (2, *MOE, *degrees(ep=2), "--model.converters=float8"),
+    "8B's file": (4, "--job.config_file=train_configs/llama3_8b.toml", *degrees(tp=2)),
+    "AdamW8bit, two": (2, DEBUG, "--optimizer.name=AdamW8bit"),
+    "tied, float32": (2, "--job.config_file=train_configs/qwen3_0.6b.toml", *degrees(tp=2), FLOAT32),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_right_layout_passes(layout: str) -> None:
+    processes, *flags = LAYOUTS[layout]
+    ended = check(*flags, processes=processes)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "equal to one process" in ended.stdout
+
+
+def test_a_layout_that_does_not_fit_is_one_sentence() -> None:
+    ended = check(DEBUG, *degrees(tp=2), processes=1)
+    assert ended.returncode == 2
+    assert "start 2 processes" in ended.stderr or "there is 1 process" in ended.stderr
+    assert "Traceback" not in ended.stderr

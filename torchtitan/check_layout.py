@@ -1,0 +1,68 @@
+"""Compares the gradients of a layout with those of one process, on a small model with the degrees of your file.
+
+NGPU=4 python -m torchtitan.check_layout [--full] [--output FILE.json] --job.config_file=FILE.toml --section.key=value
+"""
+
+import argparse
+import json
+import os
+import sys
+
+from torchtitan.errors import ConfigError
+from torchtitan.files import local_path
+from torchtitan.launcher.rank_process import RANK, WORLD_SIZE, rank_process
+
+SHOWN = 10  # parameters in the table
+TITLES = {"loss": "loss", "norm": "gradient norm", "gradient": "gradient of {name}", "weight": "{name} after 3 steps"}
+
+
+def main(flags: list[str]) -> int:
+    """Runs on every rank; rank 0 prints. Returns the exit status: 1 if something deviates."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.check_layout",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--full", action="store_true", help="keep all sizes; one process must hold the model")
+    parser.add_argument("--output", type=local_path, help="JSON file to write: all comparisons", metavar="FILE")
+    arguments, flags = parser.parse_known_args(flags)
+    from torchtitan.config import ConfigManager
+
+    config = ConfigManager().parse_args(flags)
+    from torchtitan.engine.model_args import register_models
+    from torchtitan.logging import init_logging
+    from torchtitan.run.layout_check import compare
+
+    init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
+    register_models(config)
+    compared = compare(config, arguments.full)
+    if compared is None:
+        return 0
+    dims, what, rows = compared
+    wrong = [row for row in rows if row.cause]
+    print(f"{dims}: {what}\n")
+    print(f"{'':58}{'error':>9}{'allowed':>9}{'cosine':>8}{'ratio':>7}")
+    worst = list({row.quantity: row for row in reversed(rows)}.values())[::-1]
+    for row in [*worst, *(row for row in wrong if row not in worst)][: len(worst) + SHOWN]:
+        cause = f"  {row.cause}" if row.cause else ""
+        print(
+            f"{TITLES[row.quantity].format(name=row.name):58}{row.error:9.1e}{row.allowed:9.1e}{row.cosine:8.3f}{row.ratio:7.3f}{cause}"
+        )
+    print(f"\n{f'{len(wrong)} of {len(rows)} deviate' if wrong else 'equal to one process'}")
+    if arguments.output:
+        content = {"layout": str(dims), "trained": what, "comparisons": [row._asdict() for row in rows]}
+        try:
+            arguments.output.write_text(json.dumps(content, indent=1).replace("Infinity", "null"))
+        except OSError as error:
+            raise ConfigError(f"--output: {arguments.output} cannot be written ({error.strerror}).") from None
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ and os.environ.get("NGPU", "1") != "1":
+        from torchtitan.launch import launch
+
+        sys.exit(launch(["-m", "torchtitan.check_layout", *sys.argv[1:]]))
+    with rank_process():
+        status = main(sys.argv[1:])
+    sys.exit(status)

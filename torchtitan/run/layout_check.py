@@ -1,0 +1,386 @@
+"""Trains a few steps under a layout and in one process, and compares every parameter's gradient.
+
+A wrong gradient under parallelism shows in no loss curve: a norm whose gradient is not summed over tensor-parallel
+ranks still trains. One process computes the same step without any collective, so it is the reference. Weights start
+from the same numbers under every layout (`models.init`), and batches do not depend on the number of ranks.
+
+In float32 the two agree to 1e-5. In bfloat16 or 8 bits they differ by rounding, and how much depends on the model: a
+router may send a token elsewhere. So one process trains twice, the second time sequence by sequence, from weights that
+differ by up to half the spacing of bfloat16 numbers. The deviation between these two tells what rounding does.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.checkpoint.state_dict import model_tensors
+from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.config import JobConfig
+from torchtitan.config.low_precision import Precision
+from torchtitan.config.output import Checkpoint, Metrics, Profiling
+from torchtitan.config.system import ActivationCheckpoint, Parallelism
+from torchtitan.config.training import Evaluation, Training, Validation
+from torchtitan.device import find_device
+from torchtitan.engine.model_args import find_model_args, sizes_of
+from torchtitan.engine.train_step import sum_over_ranks, train_step
+from torchtitan.errors import ConfigError, counted
+from torchtitan.logging import logger
+from torchtitan.models import MODELS
+from torchtitan.optim.skip_step import Skip
+from torchtitan.parallel.dims import ParallelDims, find_dims
+from torchtitan.parallel.object_collectives import all_gather_object
+from torchtitan.parallel.process_group import world_from_environment
+from torchtitan.protocols import ModelArgs
+from torchtitan.run.temporary_trainer import temporary_trainer
+
+STEPS = 3  # an optimizer's state matters from the second on
+FLOAT32_TOLERANCE = 1e-5  # docs/measurements/parallelism.md: the worst of a hundred layouts is below it
+ROUNDING = 2.0**-9  # half the spacing of bfloat16 numbers, relative
+SPREADS = 4.0  # a deviation may be this many times that between the runs of one process: a layout rounds more often
+MOST_ALLOWED = 0.3  # by rounding: a gradient that is averaged over two ranks once too often is off by 0.5
+SMALL = "small"  # name of the flavor that a check trains
+LEAST_WIDTH, LEAST_LENGTH = 256, 128
+
+
+class Measured(NamedTuple):
+    """A short training.
+
+    Attributes:
+        losses, grad_norms: (STEPS,) float64.
+        gradients: of step 1, not clipped, by parameter.
+        weights: after the last step.
+        exact: whether GEMMs are in float32.
+    """
+
+    losses: Tensor
+    grad_norms: Tensor
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    exact: bool
+
+
+class Comparison(NamedTuple):
+    """A tensor under the layout, beside that of one process.
+
+    Attributes:
+        quantity: "loss", "norm" (of all gradients), "gradient" or "weight".
+        name: of the parameter; empty for numbers of the whole model.
+        error: 2-norm of the difference, divided by that of the reference.
+        allowed: largest error that rounding explains.
+        cosine: between the two.
+        ratio: of their norms.
+        cause: what an error of this kind means; empty if it is within what is allowed.
+    """
+
+    quantity: str
+    name: str
+    error: float
+    allowed: float
+    cosine: float
+    ratio: float
+    cause: str
+
+
+class Recorder:
+    """Stands in for the guard that may skip an update: it sees the gradients, and skips nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.gradients: dict[str, Tensor] = {}
+
+    def should_skip(self, step: int, *_: Any) -> Skip:
+        if not self.gradients:
+            self.gradients = {
+                _plain_name(name): _full(parameter.grad)
+                for name, parameter in self.model.named_parameters()
+                if parameter.grad is not None
+            }
+        return Skip()
+
+
+def compare(config: JobConfig, full: bool) -> tuple[ParallelDims, str, list[Comparison]] | None:
+    """Checks the layout of a configuration. Collective.
+
+    Args:
+        full: keep all sizes.
+
+    Returns:
+        On rank 0 the degrees, what was trained, and all comparisons. None on other ranks.
+
+    Raises:
+        ConfigError: the configuration cannot be run on this number of processes.
+    """
+    rank, local_rank, world_size = world_from_environment()
+    device = find_device(local_rank)
+    with tempfile.TemporaryDirectory() as folder:
+        config = _training_alone(config, folder)
+        config = config if full else _small(config, world_size, device.type)
+        dims = check(config, world_size, device.type)
+    rows, local = global_batch_size(config, dims), config.training.local_batch_size
+    references = []
+    if rank == 0:  # the others wait for it in `init_process_group`
+        with _alone():
+            at_once = max(local, 2 - rows % 2) if full else rows
+            logger.info(f"1 of 3: one process, {at_once} sequences at once")
+            references.append(_measure(_of_one_process(config, rows, at_once, compiles=False)))
+            logger.info("2 of 3: one process, sequence by sequence")
+            again = _of_one_process(config, rows, 1, compiles=config.training.compile)
+            references.append(_measure(again, rounds=True))
+    logger.info(f"3 of 3: {dims}")
+    measured = _measure(config)
+    if rank > 0:
+        return None
+    args = find_model_args(config.model)
+    precision = ", ".join(["float32" if measured.exact else "bfloat16", *config.model.converters])
+    what = (
+        f"{config.model.name}, {counted(args.n_layers, 'layer')}, width {args.dim}, {rows} x {config.training.seq_len} "
+        f"tokens, {precision}, {config.optimizer.name}"
+    )
+    return dims, what, _comparisons([*references, measured], dims)
+
+
+def _training_alone(config: JobConfig, folder: str) -> JobConfig:
+    """The training of a configuration on the built-in text, with nothing around it."""
+    replace, phases = dataclasses.replace, config.precision.phase
+    if phases:
+        logger.info("of [[precision.phase]], the converters of the first phase are checked")
+    return replace(
+        config,
+        job=replace(config.job, dump_folder=folder, plan=False),
+        model=replace(
+            config.model,
+            tokenizer_path=None,
+            converters=phases[0].converters if phases else config.model.converters,
+        ),
+        training=replace(
+            config.training,
+            steps=STEPS,
+            dataset=Training.dataset,
+            dataset_path=None,
+            dataset_mixture=[],
+            max_norm=math.inf,
+            skip_nonfinite=False,
+            skip_grad_norm_outliers=None,
+        ),
+        lr_scheduler=replace(config.lr_scheduler, warmup_steps=0),
+        optimizer=replace(config.optimizer, early_step_in_backward=False),
+        validation=Validation(),
+        evaluation=Evaluation(),
+        precision=Precision(),
+        metrics=Metrics(),
+        profiling=Profiling(),
+        checkpoint=Checkpoint(),
+        comm=replace(config.comm, init_timeout_seconds=max(config.comm.init_timeout_seconds, 3600)),
+    )
+
+
+def _small(config: JobConfig, world_size: int, device_type: str) -> JobConfig:
+    """The smallest model and batch of the configuration's kind that its degrees of parallelism divide."""
+    replace, training = dataclasses.replace, config.training
+    dims = find_dims(config.parallelism, world_size, [])
+    if dims is None:
+        check(config, world_size, device_type)
+        raise AssertionError("check raises what find_dims has found")
+    accumulates = training.global_batch_size > training.local_batch_size * dims.dp
+    microbatches = config.parallelism.pipeline_parallel_microbatch_size * dims.pp
+    batches = [2] if dims.pp == 1 else [microbatches, 2 * microbatches, training.local_batch_size]
+    sections: dict[str, Any] = {
+        name: replace(section, filter_fqns=[entry for entry in section.filter_fqns if not entry.startswith("auto_")])
+        for name, section in vars(config).items()
+        if hasattr(section, "filter_fqns")  # those rules leave small layers in bfloat16
+    }
+    spec, full = MODELS.get(config.model.name), sizes_of(config.model)
+    for args, local in itertools.product((*_sizes(full, dims), full), batches):
+        MODELS.replace(config.model.name, replace(spec, flavors={**spec.flavors, SMALL: args}))
+        sections["training"] = replace(
+            training,
+            seq_len=min(training.seq_len, LEAST_LENGTH * dims.cp * dims.tp),
+            local_batch_size=local,
+            global_batch_size=local * dims.dp * (1 + accumulates),
+        )
+        small = replace(config, model=replace(config.model, flavor=SMALL, dim=None, n_layers=None), **sections)
+        with contextlib.suppress(ConfigError), _quiet():
+            check(small, world_size, device_type)
+            return small
+    return config  # check says why
+
+
+def _sizes(args: ModelArgs, dims: ParallelDims) -> Iterator[ModelArgs]:
+    """Smaller sizes, ascending. Heads keep their width, and share key-value heads as before."""
+    fields = {field.name for field in dataclasses.fields(args)}
+    small: dict[str, Any] = {"vocab_size": None}
+    if args.moe is not None:
+        experts = max(2 * dims.ep, 2 * args.moe.top_k)
+        dense = min(args.moe.n_dense_layers, 1)
+        small["moe"] = dataclasses.replace(args.moe, n_experts=min(args.moe.n_experts, experts), n_dense_layers=dense)
+    for layers in sorted({min(layers, args.n_layers) for layers in (2, 2 * dims.pp, 4 * dims.pp, args.n_layers)}):
+        for heads in range(1, args.n_kv_heads + 1) if {"n_kv_heads", "ffn_dim"} <= fields else ():
+            part = Fraction(heads, args.n_kv_heads)
+            sizes = {name: part * getattr(args, name) for name in ("dim", "n_heads", "n_kv_heads", "ffn_dim")}
+            if sizes["dim"] >= LEAST_WIDTH and all(size.denominator == 1 for size in sizes.values()):
+                whole = {name: int(size) for name, size in sizes.items()}
+                yield dataclasses.replace(args, n_layers=layers, **whole, **small)
+        yield dataclasses.replace(args, n_layers=layers)
+
+
+def _of_one_process(config: JobConfig, rows: int, at_once: int, compiles: bool) -> JobConfig:
+    replace = dataclasses.replace
+    return replace(
+        config,
+        parallelism=Parallelism(),
+        activation_checkpoint=ActivationCheckpoint(mode="none"),
+        training=replace(
+            config.training,
+            local_batch_size=at_once,
+            global_batch_size=rows,
+            compile=compiles,
+            enable_cpu_offload=False,
+        ),
+    )
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """This process knows of no others."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    values = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(values)
+
+
+@contextlib.contextmanager
+def _quiet(level: int = logging.WARNING) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(level + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _measure(config: JobConfig, rounds: bool = False) -> Measured:
+    """Trains. Collective.
+
+    Args:
+        rounds: change each weight at random, by as much as rounding it to bfloat16 may, unless GEMMs are in float32.
+    """
+    torch.compiler.reset()
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathers are slow, and rare
+    with _quiet(logging.INFO), temporary_trainer(config) as trainer:
+        engine = trainer.engine
+        exact = trainer.config.training.mixed_precision_param == "float32" and not config.model.converters
+        if rounds and not exact:
+            with torch.no_grad():
+                for parameter in engine.model.parameters():
+                    weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    weight *= 1 + ROUNDING * (2 * torch.rand_like(weight) - 1)
+        recorder = Recorder(engine.model)
+        losses, norms = [], []
+        for step in range(1, STEPS + 1):
+            loss, norm = train_step(engine, trainer.loader.next(), config.optimizer.lr, recorder.should_skip, step)
+            losses.append(sum_over_ranks(engine, loss).double().cpu())
+            norms.append(norm.double().cpu())
+        weights = {name: _full(tensor) for name, tensor in model_tensors(engine.model).items()}
+        coordinate = engine.meshes.mesh.get_coordinate() or [0]
+        own = (recorder.gradients, weights) if not any(coordinate[1:]) else ({}, {})  # one rank of each stage
+        gradients, all_weights = ({} for _ in own)
+        for part in all_gather_object(own):
+            gradients.update(part[0])
+            all_weights.update(part[1])
+        return Measured(torch.stack(losses), torch.stack(norms), gradients, all_weights, exact)
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().to("cpu", torch.float32, copy=True)
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def _comparisons(runs: Sequence[Measured], dims: ParallelDims) -> list[Comparison]:
+    """Every number of the last run, under the layout, beside the two of one process; the worst of each quantity first."""
+    result: list[Comparison] = []
+    for quantity, of_runs in {
+        "loss": [{"": run.losses} for run in runs],
+        "norm": [{"": run.grad_norms} for run in runs],
+        "gradient": [run.gradients for run in runs],
+        "weight": [run.weights for run in runs],  # last: a gradient may have spoiled them
+    }.items():
+        expected, again, found = of_runs
+        spread = {name: _error(tensor, again[name]) for name, tensor in expected.items()}
+        usual = statistics.median(spread.values())
+        rows = []
+        for name, tensor in expected.items():
+            allowed = _allowed(max(spread[name], usual), runs[-1].exact)
+            rows.append(_comparison(quantity, name, tensor, found.get(name), allowed, dims))
+        if quantity == "weight":
+            follows = any(row.cause for row in result)
+            cause = "follows from the gradients" if follows else "the optimizer's update is another one"
+            rows = [row._replace(cause=row.cause and cause) for row in rows]
+        result += sorted(rows, key=lambda row: -row.error / row.allowed)
+    return result
+
+
+def _allowed(spread: float, exact: bool) -> float:
+    return min(max(FLOAT32_TOLERANCE if exact else 2 * ROUNDING, SPREADS * spread), MOST_ALLOWED)
+
+
+def _comparison(
+    quantity: str, name: str, expected: Tensor, found: Tensor | None, allowed: float, dims: ParallelDims
+) -> Comparison:
+    if found is None or found.shape != expected.shape:
+        return Comparison(
+            quantity, name, math.inf, allowed, 0.0, 0.0, "the layout has no such tensor, or one of another shape"
+        )
+    error = _error(expected, found)
+    ratio = float(found.norm() / expected.norm().clamp(min=1e-30))
+    cosine = float(torch.dot(found.flatten(), expected.flatten()) / (found.norm() * expected.norm()).clamp(min=1e-30))
+    return Comparison(
+        quantity, name, error, allowed, cosine, ratio, "" if error <= allowed else _cause(cosine, ratio, dims)
+    )
+
+
+def _error(expected: Tensor, found: Tensor) -> float:
+    error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+    return error if math.isfinite(error) else math.inf
+
+
+def _cause(cosine: float, ratio: float, dims: ParallelDims) -> str:
+    """What a deviation means, in words."""
+    if not math.isfinite(ratio):
+        return "not finite"
+    axes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, "cp": dims.cp, "tp": dims.tp, "ep": dims.ep}
+
+    def axes_of(degree: float) -> str:
+        return " or ".join(name for name, size in axes.items() if size > 1 and abs(size / degree - 1) < 0.1)
+
+    every = " or ".join(name for name, size in axes.items() if size > 1)
+
+    if cosine > 0.99:
+        if abs(ratio - 1) < 0.02:
+            return "more than rounding does"
+        if where := axes_of(ratio):
+            return f"summed twice over {where}, or not averaged over it"
+        if where := axes_of(1 / max(ratio, 1e-9)):
+            return f"averaged over {where} once too often, or not summed over it"
+        return f"scaled by {ratio:.3g}"
+    if ratio < 0.9:
+        return f"a part is missing: not summed over {axes_of(ratio**-2) or every or 'stages'}, or a micro-batch is lost"
+    return "wrong values, such as another rank's"
