@@ -60,7 +60,7 @@ def with_unsummed_norms(model: Decoder, *rest: Any) -> None:
     """A rank keeps the gradient of a block's norm from its own part of the sequence."""
     MODELS.get("tiny_qwen3").parallelize(model, *rest)
     for block in model.layers.values():
-        norm = block.ffn_norm
+        norm: Any = block.ffn_norm
         if isinstance(norm.weight, DTensor) and norm.weight.device_mesh.size() > 1:
             setattr(norm, "forward", partial(unsummed_norm, norm))  # noqa: B010
 

@@ -315,7 +315,7 @@ def _plain_name(name: str) -> str:
 
 
 def _comparisons(runs: Sequence[Measured], dims: ParallelDims) -> list[Comparison]:
-    """Every number of the last run, under the layout, beside the two of one process; the worst of each quantity first."""
+    """Every number of the last run, under the layout, beside those of one process; the worst of each kind first."""
     result: list[Comparison] = []
     for quantity, of_runs in {
         "loss": [{"": run.losses} for run in runs],
