@@ -43,6 +43,16 @@ def test_each_source_gets_its_share_of_the_tokens_from_the_first_step(rows: int,
     close([loader])
 
 
+def test_sources_of_equal_length_are_read_in_different_orders(tmp_path: Path) -> None:
+    loader = loaders_of(mixture(tmp_path, 1, 1), 1, 1)[0]
+    ids = [id.split(":") for id in sample_ids([loader], 200)[0]]
+    first, second = (
+        list(dict.fromkeys(line for file, line in ids if file == f"{number}.jsonl"))[:20] for number in (0, 1)
+    )
+    assert len(second) == 20 and first != second
+    close([loader])
+
+
 def test_states_of_the_version_before_still_load(tmp_path: Path) -> None:
     """They had one offset, into the current document, and no window count."""
     path = write_jsonl(tmp_path / "a.jsonl", range(90))

@@ -111,7 +111,7 @@ def test_each_document_is_read_once_an_epoch(sizes: list[int], rows: int, seed: 
     in_order = [row[time].epoch for time in range(times) for row in of_rows]
     assert 0 not in in_order[sum(sizes) + rows :]  # rows that draw equally often begin an epoch together
     assert len(opened) <= 4 * len(sizes), "the rows of a process share one reader"
-    if seed is not None and sum(sizes) > 20:
+    if seed is not None and sum(sizes) > 20 and len(sizes) > 1:  # one shard is read in order, and rotated by chance
         orders = [[one.document.id for row in of_rows for one in row if one.epoch == epoch] for epoch in (0, 1)]
         assert orders[0] != orders[1] or rows == 1
 
