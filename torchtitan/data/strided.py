@@ -134,7 +134,7 @@ class StreamedSplit:
         for drawn in self.source.documents(row, rows, seed, position):
             document = drawn.document
             if not in_part(self.held_out, document.id):
-                document = replace(document, text="")
+                document = replace(document, text="", tokens=None)
             yield drawn._replace(document=document)
 
 
