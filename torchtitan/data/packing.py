@@ -168,7 +168,7 @@ class SourceStream:
             DataError: a token is not of the vocabulary.
         """
         window, size = Window.of(parts, sample_ids), self.corpus.tokenizer.vocab_size
-        if window.tokens.max() >= size or window.tokens.min() < 0:
+        if window.tokens.view("u8").max() >= size:  # or below 0
             [place, *_] = ((window.tokens >= size) | (window.tokens < 0)).nonzero()[0]
             raise DataError(
                 f"{self.name}: document {sample_ids[window.document_ids[place]]} holds token {window.tokens[place]}, "

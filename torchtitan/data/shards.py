@@ -2,6 +2,7 @@
 
 import io
 import json
+import resource
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ LLM_C_HEADER = 1024  # bytes: 256 int32
 NUMPY_MAGIC = b"\x93NUMPY"
 
 LOOKED_AT = 1 << 16  # bytes of a file, to tell what it is
-MAPPED_AT_ONCE = 256  # files; each takes a file descriptor
+MAPPED_AT_ONCE = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64)  # files; each takes a descriptor
 SECONDS_BETWEEN_LOOKS = 1.0  # whether a file has changed
 
 
@@ -60,6 +61,10 @@ class Mapped(NamedTuple):
         import numpy as np
 
         return np.frombuffer(content_of(self)[start:stop], dtype) if stop > start else np.empty(0, dtype)
+
+    def numbers(self, format: str, start: int) -> tuple[int, ...]:
+        """A few numbers in a format of `struct`, which is faster."""
+        return struct.unpack(format, content_of(self)[start : start + struct.calcsize(format)])
 
 
 @lru_cache(MAPPED_AT_ONCE)
@@ -133,9 +138,16 @@ def open_megatron(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
     if MEGATRON_HEADER.size + 12 * sequences + 8 * entries > index.stamp.size:
         raise ValueError(f"{index.path.name} is too small for the {sequences:,} sequences that it announces")
     dtype = np.dtype(MEGATRON_DTYPES[code])
+    pointers = MEGATRON_HEADER.size + 4 * sequences
+    documents = pointers + 8 * sequences
+    if sequences:
+        [length], [pointer] = index.numbers("<i", pointers - 4), index.numbers("<q", documents - 8)
+        if pointer + length * dtype.itemsize > file.stamp.size:
+            raise ValueError(f"{index.path.name} lists tokens beyond its end, {file.stamp.size:,} bytes")
+    ends = [*index.numbers("<q", documents), *index.numbers("<q", documents + 8 * entries - 8)] if entries else [0, 0]
+    if ends != [0, sequences]:
+        raise ValueError(f"the documents in {index.path.name} are sequences {ends}, not all {sequences:,}")
     bounds = partial(megatron_bounds, index, dtype.itemsize, sequences)
-    if entries > 1 and bounds(entries - 2)[1] > file.stamp.size:
-        raise ValueError(f"{index.path.name} lists tokens beyond its end, {file.stamp.size:,} bytes")
     return Shard(file, dtype, 0, index, max(entries - 1, 0), bounds)
 
 
@@ -143,15 +155,19 @@ def megatron_bounds(index: Mapped, item: int, sequences: int, document: int) -> 
     """A document consists of sequences, which follow each other."""
     lengths = MEGATRON_HEADER.size
     pointers = lengths + 4 * sequences
-    place = pointers + 8 * sequences + 8 * document
-    first, last = map(int, index.integers("<i8", place, place + 16))
+    first, last = index.numbers("<2q", pointers + 8 * sequences + 8 * document)
     if not 0 <= first <= last <= sequences:
         raise ValueError(f"{index.path.name} lists sequences {first} to {last} of {sequences}")
     if first == last:
         return 0, 0
-    size = int(index.integers("<i4", lengths + 4 * first, lengths + 4 * last).sum(dtype="i8")) * item
-    start = int(index.integers("<i8", pointers + 8 * first, pointers + 8 * first + 8)[0])
-    return start, start + size
+    [start] = index.numbers("<q", pointers + 8 * first)
+    [size] = index.numbers("<i", lengths + 4 * first)
+    if last - first > 1:
+        sizes = index.integers("<i4", lengths + 4 * first, lengths + 4 * last)
+        [pointer], size = index.numbers("<q", pointers + 8 * last - 8), int(sizes.sum(dtype="i8"))
+        if sizes.min() < 0 or pointer + int(sizes[-1]) * item != start + size * item:
+            raise ValueError(f"its sequences in {index.path.name} do not follow each other")
+    return start, start + size * item
 
 
 def open_datatrove(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
@@ -159,7 +175,7 @@ def open_datatrove(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
 
     index, metadata = Mapped.of(beside(file.path, ".index")), beside(file.path, ".metadata")
     documents = index.stamp.size // 8
-    last = int(index.integers("<u8", 8 * documents - 8, 8 * documents)[0]) if documents else 0
+    last = index.numbers("<Q", 8 * documents - 8)[0] if documents else 0
     if metadata.exists():  # tokenizer|bytes of a token
         item = int(metadata.read_text().split("\n", 1)[0].rpartition("|")[2])
     else:
@@ -170,8 +186,8 @@ def open_datatrove(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
 
 
 def datatrove_bounds(index: Mapped, item: int, document: int) -> tuple[int, int]:
-    ends = index.integers("<u8", max(8 * document - 8, 0), 8 * document + 8)
-    return int(ends[0]) * item if document else 0, int(ends[-1]) * item
+    start, stop = index.numbers("<2Q", 8 * document - 8) if document else (0, *index.numbers("<Q", 0))
+    return start * item, stop * item
 
 
 def open_llm_c(version: int, dtype: str, file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
