@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from runs import TINY, into, losses, train
 
 from torchtitan.config.training import Evaluation, Training, Validation
 from torchtitan.data import Document, Loader, Source, build_validation_loader, index, shards
@@ -272,6 +273,7 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any], str]] = {
     "dtype": ("Megatron-LM", lambda d: changed(d / "a.idx", 17, b"\x63"), {}, "version 1 and dtype 99"),
     "float": ("Megatron-LM", lambda d: changed(d / "a.idx", 17, b"\7"), {}, "it holds float32|beyond its end"),
     "int8": ("Megatron-LM", lambda d: write_megatron(d / "a.bin", [[5]], 2), {}, "holds int8, too small"),
+    "documents": ("Megatron-LM", lambda d: changed(d / "a.idx", 34 + 20 * 60, b"\x20"), {}, r"\[0, 32\], not all 60"),
     "counts": ("Megatron-LM", lambda d: changed(d / "a.idx", 18, b"\xff" * 16), {}, "is too small for the 18,446,"),
     "no bin": ("Megatron-LM", lambda d: (d / "a.bin").unlink(), {}, "holds a.idx without a.bin"),
     "no idx": (
@@ -472,3 +474,25 @@ def test_shards_of_others_writers_give_what_went_in(folder: Path) -> None:
     assert tokens_in(opened(folder / "train.bin")) == DOCUMENTS
     datasets.Dataset.from_dict({"input_ids": DOCUMENTS}).save_to_disk(folder / "saved")
     assert tokens_in(opened(folder / "saved")) == DOCUMENTS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_runs_on_shards_have_the_losses_of_runs_on_their_text(processes: int, folder: Path) -> None:
+    keys = ("--training.global_batch_size=8", "--training.local_batch_size=1", "--checkpoint.enable_checkpoint")
+    text = write_jsonl(folder.parent / "a.jsonl", range(60))
+    (folder / "nanogpt").mkdir()
+    paths = {
+        "text": text,
+        "megatron": write_megatron(folder / "a.bin", DOCUMENTS),
+        "nanogpt": write_raw(folder / "nanogpt" / "a.bin", DOCUMENTS),
+        "arrow": write_table(folder / "a.arrow", DOCUMENTS),
+    }
+    of_each = []
+    for name, path in paths.items():
+        flags = (*TINY, *keys, f"--training.dataset_path={path}", into(folder / "out" / name))
+        train(*flags, "--training.steps=3", processes=processes)
+        train(*flags, "--training.steps=6", processes=1 if processes > 1 else 2)  # from a checkpoint
+        of_each.append(losses(folder / "out" / name))
+    assert list(of_each[0]) == [1, 2, 3, 4, 5, 6]
+    assert all(of_shards == of_each[0] for of_shards in of_each[1:])
