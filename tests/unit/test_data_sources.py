@@ -311,7 +311,7 @@ def test_a_pattern_names_files_and_folders(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "name", ["shard.tar", "table.csv", "picture.png", "weights.bin", "utf16.txt", "no_suffix", "nul.md"]
+    "name", ["shard.tar", "table.csv", "picture.png", "weights.pt", "utf16.txt", "no_suffix", "nul.md"]
 )
 def test_what_is_not_text_is_refused_by_name(name: str, tmp_path: Path) -> None:
     content = {

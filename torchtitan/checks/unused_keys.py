@@ -46,6 +46,8 @@ REPORTED = {  # a section, or some of its keys: the condition without which they
     "optimizer.muon_coefficients": "optimizer.muon_polar_express = false",
     "training.max_skips_in_a_row": "training.skip_nonfinite or training.skip_grad_norm_outliers",
     "training.dataset dataset_path": "training.dataset_mixture = []",
+    "training.token_dtype token_separator": "training.dataset_path or training.dataset_mixture or "
+    "validation.dataset_path",
     "lr_scheduler.decay_type lr_min": "lr_scheduler.decay_ratio above 0",
     "moe.bias_update_speed": "moe.balance = bias",
     "moe.loss_coefficient": "moe.balance = loss",

@@ -182,7 +182,7 @@ class Training:
     ] = "python_stdlib"
     dataset_path: Annotated[
         DataPath | None,
-        Doc("Overrides dataset: a JSONL, Parquet, Arrow or text file, a folder or pattern of them, or a Hub id."),
+        Doc("Overrides dataset: a JSONL, Parquet, Arrow, text or token file, folder or pattern of them, or a Hub id."),
     ] = None
     dataset_mixture: Annotated[
         list[str],
@@ -194,6 +194,14 @@ class Training:
     text_column: Annotated[NotEmpty, Doc("Text column of JSON and Parquet files; a.b for field b of column a.")] = (
         "text"
     )
+    token_dtype: Annotated[
+        Literal["uint8", "uint16", "int32", "uint32", "int64", "uint64"] | None,
+        Doc("dtype of tokens in raw shards (.bin, .npy), whose header does not say it; none: as their content tells."),
+    ] = None
+    token_separator: Annotated[
+        NonNegativeInt | None,
+        Doc("Id between the documents of token shards without an index; none: the tokenizer's EOS or BOS."),
+    ] = None
     shuffle: Annotated[bool, Doc("Shuffle the documents, in a different order each epoch.")] = True
     add_bos: Annotated[
         bool | None,

@@ -7,10 +7,11 @@ from itertools import takewhile
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
-from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, python_stdlib
+from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, Vocabulary, python_stdlib
 from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split
+from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
 from torchtitan.registry import Registry
 
@@ -43,23 +44,43 @@ DATASETS: Registry[OpenDataset] = Registry("data set", "training.dataset", {**BU
 Opened = tuple[str, "Source | StreamedSource", float]  # name, source, weight
 
 
+def vocabulary_of(tokenizer: Tokenizer | None, training: Training) -> Vocabulary | None:
+    """What token shards are read with; None: they cannot be."""
+    if tokenizer is None:
+        return None
+    key, size = training.token_separator, tokenizer.vocab_size
+    if key is not None and key >= size:
+        raise DataError(
+            f"training.token_separator = {key} is no token of the tokenizer, whose ids are 0 to {size - 1}."
+        )
+    ids = [id for id in (tokenizer.eos_id, tokenizer.bos_id) if id is not None]
+    return Vocabulary(size, tokenizer.ids_fingerprint, ids if key is None else [key], training.token_dtype)
+
+
 def open_named(
-    key: str, dataset: str, path: str | None, text_column: str, part: str = TRAIN
+    key: str,
+    dataset: str,
+    path: str | None,
+    text_column: str,
+    part: str = TRAIN,
+    vocabulary: Vocabulary | None = None,
 ) -> Source | StreamedSource:
     """Opens a registered dataset, from `path` if given. Errors begin with the key at fault."""
     open_dataset = DATASETS.get(dataset, key)
     try:
         if path is not None and dataset in BUILT_IN:
-            return open_path(path, text_column, part)
+            return open_path(path, text_column, part, vocabulary)
         return open_dataset(path, text_column)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
 
 
-def open_name_or_path(key: str, name: str, text_column: str, part: str = TRAIN) -> Source | StreamedSource:
+def open_name_or_path(
+    key: str, name: str, text_column: str, part: str = TRAIN, vocabulary: Vocabulary | None = None
+) -> Source | StreamedSource:
     # Every built-in dataset can open any path.
     dataset, path = (name, None) if name in DATASETS.names() else ("python_stdlib", name)
-    return open_named(key, dataset, path, text_column, part)
+    return open_named(key, dataset, path, text_column, part, vocabulary)
 
 
 def documents_of(name_or_path: str, text_column: str, key: str = "dataset", part: str = TRAIN) -> Iterator[Document]:
@@ -75,15 +96,15 @@ def documents_in(source: Source | StreamedSource) -> Iterator[Document]:
     return (document for document, epoch, _ in takewhile(lambda one: one.epoch == 0, drawn))
 
 
-def open_training(training: Training) -> list[Opened]:
+def open_training(training: Training, vocabulary: Vocabulary | None = None) -> list[Opened]:
     if not training.dataset_mixture:
         key = "training.dataset" if training.dataset_path is None else "training.dataset_path"
-        source = open_named(key, training.dataset, training.dataset_path, training.text_column)
+        source = open_named(key, training.dataset, training.dataset_path, training.text_column, vocabulary=vocabulary)
         return [(training.dataset_path or training.dataset, source, 1.0)]
     key = "training.dataset_mixture"
     entries = map(parse_entry, training.dataset_mixture)
     return [
-        (name or path, open_name_or_path(key, path, column or training.text_column), weight)
+        (name or path, open_name_or_path(key, path, column or training.text_column, vocabulary=vocabulary), weight)
         for path, column, name, weight in entries
     ]
 
@@ -122,23 +143,28 @@ def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]
     return weighted
 
 
-def training_sources(training: Training, rows: int, hold_out: bool) -> tuple[list[Weighted], list[object]]:
+def training_sources(
+    training: Training, rows: int, hold_out: bool, tokenizer: Tokenizer | None = None
+) -> tuple[list[Weighted], list[object]]:
     """The training sources, and, as JSON, the identity of the data (before any documents are held out).
 
     Args:
         rows: of a global batch.
         hold_out: leave out the documents that `validation_sources` uses if it has no dataset of its own.
+        tokenizer: of the run, for sources that hold tokens.
     """
-    opened = open_training(training)
+    opened = open_training(training, vocabulary_of(tokenizer, training))
     data: list[object] = [[source.fingerprint, weight] for _, source, weight in opened]
     if hold_out:
         opened = [(name, split(source, False, name), weight) for name, source, weight in opened]
     return as_rows(opened, rows, training.seq_len), data
 
 
-def validation_sources(validation: Validation, training: Training, rows: int) -> list[Weighted]:
+def validation_sources(
+    validation: Validation, training: Training, rows: int, tokenizer: Tokenizer | None = None
+) -> list[Weighted]:
     """The validation sources: the validation set, or one document in a hundred of the training set."""
-    opened = open_validation(validation, training)
+    opened = open_validation(validation, training, vocabulary_of(tokenizer, training))
     if validation.dataset is None and validation.dataset_path is None:
         opened = [(f"held-out part of {name}", source, weight) for name, source, weight in opened]
     return as_rows(opened, rows, training.seq_len)
@@ -149,10 +175,12 @@ def held_out_documents(validation: Validation, training: Training) -> list[tuple
     return [(name, documents_in(source)) for name, source, _ in open_validation(validation, training)]
 
 
-def open_validation(validation: Validation, training: Training) -> list[Opened]:
+def open_validation(validation: Validation, training: Training, vocabulary: Vocabulary | None = None) -> list[Opened]:
     if validation.dataset is None and validation.dataset_path is None:
-        return [(name, split(source, True, name), weight) for name, source, weight in open_training(training)]
+        return [
+            (name, split(source, True, name), weight) for name, source, weight in open_training(training, vocabulary)
+        ]
     key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
     dataset = validation.dataset or "python_stdlib"
-    source = open_named(key, dataset, validation.dataset_path, validation.text_column, VALIDATION)
+    source = open_named(key, dataset, validation.dataset_path, validation.text_column, VALIDATION, vocabulary)
     return [(validation.dataset_path or dataset, source, 1.0)]

@@ -42,20 +42,24 @@ class Piece(NamedTuple):
 
 @dataclass
 class Records:
-    """JSONL files.
+    """Files of records: JSONL, or documents of tokens with a separator.
 
     Attributes:
         root, files: a folder, and names relative to it.
         stamps: of the files.
         arrays: numbers of the files that hold one JSON array.
         array_offsets: the offsets in such a file.
+        tokens: the offsets of documents of tokens, from the number of a file and a range of its bytes.
+        rule: what else decides where records begin; JSON.
     """
 
     root: Path
     files: Sequence[str]
     stamps: Sequence[Stamp]
     arrays: Collection[int]
-    array_offsets: "Callable[[Path], Offsets]"
+    array_offsets: "Callable[[Path], Offsets] | None" = None
+    tokens: "Callable[[int, int, int], Offsets] | None" = None
+    rule: Sequence[object] = ()
 
     def parts(self) -> Iterator[list[Piece]]:
         """All bytes, in parts of about `PART` bytes."""
@@ -78,9 +82,14 @@ class Records:
         of_pieces = []
         for number, start, stop in part:
             path = self.root / self.files[number]
-            with path.open("rb") as file:
-                self.stamps[number].check(path, file)
-                offsets = self.array_offsets(path) if number in self.arrays else line_offsets(file, start, stop)
+            if self.tokens:
+                self.stamps[number].check(path)
+                offsets = self.tokens(number, start, stop)
+            else:
+                with path.open("rb") as file:
+                    self.stamps[number].check(path, file)
+                    array = self.array_offsets if number in self.arrays else None
+                    offsets = array(path) if array else line_offsets(file, start, stop)
             if stop == self.stamps[number].size and stop not in offsets[-1:]:  # the last line does not end
                 offsets = np.append(offsets, stop)
             of_pieces.append(offsets)
@@ -97,7 +106,7 @@ class Records:
     @cached_property
     def identity(self) -> int:
         """63 bits that change if a file does, or the order of files."""
-        return int(digest([list(self.files), list(self.stamps), sorted(self.arrays)]), 16) >> 1
+        return int(digest([list(self.files), list(self.stamps), sorted(self.arrays), *self.rule]), 16) >> 1
 
 
 def line_offsets(file: BinaryIO, start: int, stop: int) -> "Offsets":
@@ -125,7 +134,7 @@ def record_offsets(records: Records) -> "list[Offsets]":
 
     size = sum(stamp.size for stamp in records.stamps)
     parts = list(records.parts())
-    doing = f"looking for the records in {size / 1e9:,.1f} GB of {records.root}"
+    doing = f"looking for the {'documents' if records.tokens else 'records'} in {size / 1e9:,.1f} GB of {records.root}"
     index = None
     if size >= WORTH_KEEPING:
         try:

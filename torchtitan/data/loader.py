@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchtitan.config.training import Training, Validation
@@ -68,12 +69,12 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
     def place(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if spec.pin_memory else tensor
 
-    tokens = torch.tensor([window.tokens for window in windows], dtype=torch.int64)
-    documents = torch.tensor([window.document_ids[:-1] for window in windows]) if spec.document_ids else None
+    tokens = torch.from_numpy(np.stack([window.tokens for window in windows]))
+    documents = np.stack([window.document_ids[:-1] for window in windows]) if spec.document_ids else None
     return Batch(
         tokens=place(tokens[:, :-1].clamp(min=0).contiguous()),
         labels=place(tokens[:, 1:].contiguous()),
-        document_ids=None if documents is None else place(documents),
+        document_ids=None if documents is None else place(torch.from_numpy(documents)),
         # The last token of a window is only a label, so its document does not belong to the sample unless it has other
         # tokens.
         sample_ids=[w.sample_ids[: w.document_ids[-2] + 1] for w in windows] if spec.sample_ids else None,
@@ -238,7 +239,7 @@ def build_loader(
         DataError: the data cannot be used.
     """
     spec = build_batch_spec(training, global_batch_size, training.local_batch_size, dp_rank, dp_size, pin_memory)
-    sources, data = training_sources(training, global_batch_size, hold_out)
+    sources, data = training_sources(training, global_batch_size, hold_out, tokenizer)
     seed = training.seed if training.shuffle else None
     corpus = Corpus(sources, tokenizer, global_batch_size, training.seq_len, seed)
     identity = {
@@ -302,9 +303,11 @@ def build_validation_loader(
     rows = dp_size * validation.local_batch_size
     spec = build_batch_spec(training, rows, validation.local_batch_size, dp_rank, dp_size, pin_memory)
     if validation.steps == -1:
-        corpus = Corpus(validation_sources(validation, training, 1), tokenizer, 1, training.seq_len, seed=None)
+        corpus = Corpus(
+            validation_sources(validation, training, 1, tokenizer), tokenizer, 1, training.seq_len, seed=None
+        )
         return ValidationLoader(whole_set(corpus, rows, spec))
-    sources = validation_sources(validation, training, rows)
+    sources = validation_sources(validation, training, rows, tokenizer)
     corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
     return ValidationLoader(itertools.islice(endless_batches(corpus, spec), validation.steps))
 
@@ -320,6 +323,5 @@ def whole_set(corpus: Corpus, rows: int, spec: BatchSpec) -> Iterator[Batch]:
     streams = (SourceStream(corpus, 0, place, None, 0, 0) for place in range(len(corpus.sources)))
     windows = itertools.chain.from_iterable(stream.windows_of_one_epoch() for stream in streams)
     while of_all_ranks := list(itertools.islice(windows, rows)):
-        empty = Window([], [], []).filled_up(corpus.seq_len + 1)
-        of_all_ranks += [empty] * (rows - len(of_all_ranks))
+        of_all_ranks += [Window.empty(corpus.seq_len + 1)] * (rows - len(of_all_ranks))
         yield build_batch([of_all_ranks[row] for row in spec.local_rows], spec)

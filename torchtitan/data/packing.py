@@ -4,11 +4,15 @@ import itertools
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan.data.sources import Document, StreamedSource, digest
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["Corpus", "Row", "Weighted", "Window", "tokens_of"]
 
@@ -55,22 +59,40 @@ class Window(NamedTuple):
     """`seq_len + 1` tokens of a row, the last of which is the first of the next window.
 
     Attributes:
-        tokens: ids.
-        document_ids: for each token, the index of its document within the window.
+        tokens: ids, int64.
+        document_ids: for each token, the index of its document within the window, int64.
         sample_ids: the ids of those documents.
     """
 
-    tokens: list[int]
-    document_ids: list[int]
+    tokens: "NDArray[np.int64]"
+    document_ids: "NDArray[np.int64]"
     sample_ids: list[str]
 
+    @classmethod
+    def of(cls, parts: "Sequence[NDArray[np.integer[Any]]]", sample_ids: list[str]) -> "Window":
+        """From the tokens of each document, which are copied."""
+        import numpy as np
+
+        tokens = np.concatenate(parts, dtype=np.int64, casting="same_kind")
+        return cls(tokens, np.repeat(np.arange(len(parts)), [len(part) for part in parts]), sample_ids)
+
     def filled_up(self, length: int) -> "Window":
+        import numpy as np
+
         missing = length - len(self.tokens)
         return Window(
-            [*self.tokens, *[PADDING] * missing],
-            [*self.document_ids, *[len(self.sample_ids)] * missing],
+            np.append(self.tokens, np.full(missing, PADDING)),
+            np.append(self.document_ids, np.full(missing, len(self.sample_ids))),
             [*self.sample_ids, ""],
         )
+
+    @classmethod
+    def empty(cls, length: int) -> "Window":
+        """Only padding."""
+        import numpy as np
+
+        nothing = np.empty(0, np.int64)
+        return cls(nothing, nothing, []).filled_up(length)
 
 
 class SourceStream:
@@ -85,6 +107,8 @@ class SourceStream:
     """
 
     def __init__(self, corpus: Corpus, row: int, place: int, position: Any, tokens: int, offset: int) -> None:
+        import numpy as np
+
         self.corpus = corpus
         self.name = corpus.sources[place].name
         self.documents = corpus.sources[place].source.documents(
@@ -92,7 +116,7 @@ class SourceStream:
         )
         self.progress = position, tokens
         self.progress_before = self.progress  # before the current document was drawn
-        self.tokens = array("i")  # of the current document: 4 bytes each, instead of 36 in a list
+        self.tokens: NDArray[np.integer[Any]] = np.empty(0, np.int32)  # of the current document
         self.offset = offset  # number of them already in windows
         self.sample_id = ""
         self.epoch = 0  # in which the current document was drawn
@@ -102,40 +126,56 @@ class SourceStream:
         return [*self.progress_before, self.offset]
 
     def next_window(self) -> Window:
-        length = self.corpus.seq_len + 1
-        window = Window([], [], [])
+        missing = self.corpus.seq_len + 1
+        parts, sample_ids = [], []
         # A document is drawn as late as possible, so that a source knows all of a rank's rows when it begins to read.
         if (resumed_at := self.offset) > len(self.tokens):
             self.draw()
             self.offset = resumed_at
         while True:
-            part = self.tokens[self.offset : self.offset + length - len(window.tokens)]
-            if part:
-                window.tokens.extend(part)
-                window.document_ids.extend([len(window.sample_ids)] * len(part))
-                window.sample_ids.append(self.sample_id)
-            if len(window.tokens) == length:
+            if len(part := self.tokens[self.offset : self.offset + missing]):
+                parts.append(part)
+                sample_ids.append(self.sample_id)
+                missing -= len(part)
+            if missing == 0:
                 self.offset += len(part) - 1
-                return window
+                return self.window(parts, sample_ids)
             self.draw()
 
     def windows_of_one_epoch(self) -> Iterator[Window]:
         """From a stream at its start: all documents once. The last window is filled up with PADDING."""
         length = self.corpus.seq_len + 1
-        window = Window([], [], [])
+        parts: list[NDArray[np.integer[Any]]] = []
+        sample_ids: list[str] = []
+        missing = length
         for drawn in itertools.takewhile(lambda drawn: drawn.epoch == 0, self.documents):
             tokens, start = tokens_of(drawn.document, self.corpus.tokenizer), 0
             while start < len(tokens):
-                part = tokens[start : start + length - len(window.tokens)]
-                window.tokens.extend(part)
-                window.document_ids.extend([len(window.sample_ids)] * len(part))
-                window.sample_ids.append(drawn.document.id)
+                part = tokens[start : start + missing]
+                parts.append(part)
+                sample_ids.append(drawn.document.id)
                 start += len(part)
-                if len(window.tokens) == length:
-                    yield window
-                    window = Window(window.tokens[-1:], [0], window.sample_ids[-1:])
-        if len(window.tokens) > 1:
-            yield window.filled_up(length)
+                missing -= len(part)
+                if missing == 0:
+                    yield self.window(parts, sample_ids)
+                    parts, sample_ids, missing = [part[-1:]], sample_ids[-1:], length - 1
+        if length - missing > 1:
+            yield self.window(parts, sample_ids).filled_up(length)
+
+    def window(self, parts: "Sequence[NDArray[np.integer[Any]]]", sample_ids: list[str]) -> Window:
+        """
+        Raises:
+            DataError: a token is not of the vocabulary.
+        """
+        window, size = Window.of(parts, sample_ids), self.corpus.tokenizer.vocab_size
+        if window.tokens.view("u8").max() >= size:  # or below 0
+            [place, *_] = ((window.tokens >= size) | (window.tokens < 0)).nonzero()[0]
+            raise DataError(
+                f"{self.name}: document {sample_ids[window.document_ids[place]]} holds token {window.tokens[place]}, "
+                f"but the run's tokenizer has only 0 to {size - 1}; set model.tokenizer_path to the one that made "
+                "them, or training.token_dtype if the files do not say it."
+            )
+        return window
 
     def draw(self) -> None:
         """Draws the next document."""
@@ -203,19 +243,22 @@ def source_of_window(window: int, proportions: Sequence[float]) -> int:
     return len(proportions) - 1
 
 
-def tokens_of(document: Document, tokenizer: Tokenizer) -> "array[int]":
-    """The token ids of a document, with BOS and EOS as the tokenizer adds them."""
-    tokens = array("i")
-    if not document.text:
-        return tokens
-    if document.starts and tokenizer.bos_id is not None:
-        tokens.append(tokenizer.bos_id)
-    for number, piece in enumerate(pieces_of(document.text)):
-        begins = document.starts and number == 0
-        tokens.extend(tokenizer.encode(piece) if begins else tokenizer.encode_rest(piece))
-    if document.ends and tokenizer.add_eos:
-        tokens.append(tokenizer.eos_id)
-    return tokens
+def tokens_of(document: Document, tokenizer: Tokenizer) -> "NDArray[np.integer[Any]]":
+    """The token ids of a document: its own, or those of its text with BOS and EOS as the tokenizer adds them."""
+    import numpy as np
+
+    if document.tokens is not None:
+        return document.tokens
+    tokens = array("i")  # 4 bytes each, instead of 36 in a list
+    if document.text:
+        if document.starts and tokenizer.bos_id is not None:
+            tokens.append(tokenizer.bos_id)
+        for number, piece in enumerate(pieces_of(document.text)):
+            begins = document.starts and number == 0
+            tokens.extend(tokenizer.encode(piece) if begins else tokenizer.encode_rest(piece))
+        if document.ends and tokenizer.add_eos:
+            tokens.append(tokenizer.eos_id)
+    return np.array(tokens, np.int32)
 
 
 def pieces_of(text: str) -> Iterator[str]:

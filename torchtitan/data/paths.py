@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan.data.records import JsonLines, open_arrow, open_parquet
-from torchtitan.data.sources import Source, StreamedSource, TextFiles
+from torchtitan.data.shards import SHARDS, TokenFiles, without_sidecars
+from torchtitan.data.sources import Source, StreamedSource, TextFiles, Vocabulary
 from torchtitan.data.splits import TRAIN, by_split, for_part
 from torchtitan.data.streamed import CODECS, open_compressed_jsonl, open_hub
 from torchtitan.errors import DataError, counted
@@ -25,23 +26,31 @@ class Format(NamedTuple):
 
     Attributes:
         suffixes: of its files.
-        open: from the path that was named, the folder, names in it and the text column to documents.
+        open: from the path that was named, the folder, names in it, the text column and the vocabulary (None: only text
+            is wanted) to documents.
     """
 
     suffixes: tuple[str, ...]
-    open: Callable[[str, Path, list[str], str], Source | StreamedSource]
+    open: Callable[[str, Path, list[str], str, Vocabulary | None], Source | StreamedSource]
+
+
+def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Vocabulary | None) -> TokenFiles:
+    if vocabulary is None:
+        raise DataError(f"{path} holds tokens, and text is needed here; name the text that they were made of.")
+    return TokenFiles(path, root, files, vocabulary)
 
 
 RECORDS = {
     "JSONL": Format(
-        (".jsonl", ".json", ".ndjson", ".jsonlines"), lambda _, root, files, column: JsonLines(root, files, column)
+        (".jsonl", ".json", ".ndjson", ".jsonlines"), lambda _, root, files, column, __: JsonLines(root, files, column)
     ),
     "compressed JSONL": Format(
         tuple(CODECS),
-        lambda path, root, files, column: open_compressed_jsonl(path, str(root), files, column),
+        lambda path, root, files, column, _: open_compressed_jsonl(path, str(root), files, column),
     ),
     "Parquet": Format((".parquet",), open_parquet),
     "Arrow": Format((".arrow",), open_arrow),
+    "token shard": Format(SHARDS, open_tokens),
 }
 KINDS = {suffix: kind for kind, format in RECORDS.items() for suffix in format.suffixes}
 NOT_TEXT = {".csv", ".tsv", ".pdf", ".rtf"}  # though all or much of it is characters
@@ -57,14 +66,17 @@ LEFT_OUT = {"_SUCCESS"}  # written by Spark beside its output files
 SPLIT_TEXT = {"", ".txt", ".text", ".raw", ".tokens"}  # in a folder of code, test.py and train.py are no splits
 
 
-def open_path(path: str, text_column: str, part: str = TRAIN) -> Source | StreamedSource:
-    """Documents of a JSON, Parquet, Arrow or text file, of several, or of a dataset on the Hub.
+def open_path(
+    path: str, text_column: str, part: str = TRAIN, vocabulary: Vocabulary | None = None
+) -> Source | StreamedSource:
+    """Documents of a JSON, Parquet, Arrow, token or text file, of several, or of a dataset on the Hub.
 
     Args:
         path: file, folder, pattern such as `folder/*.jsonl`, or, if none exists, `owner/name` or
             `owner/name/configuration`.
         text_column: the text field in records; `a.b` is field b of a.
         part: what the documents are for, if a folder holds several splits.
+        vocabulary: of the run, for tokens; None: only text is wanted.
 
     Raises:
         DataError: the path does not exist, is empty, has several kinds of files, or lacks the column.
@@ -81,14 +93,16 @@ def open_path(path: str, text_column: str, part: str = TRAIN) -> Source | Stream
             return open_hub(path, text_column, part)
         else:
             raise DataError(f"there is no file or folder {path}.")
-        files = [name for name in files if regular_file(root / name).stat().st_size]
+        # An index may announce tokens of an empty shard.
+        files = [name for name in files if regular_file(root / name).stat().st_size or name.endswith(SHARDS)]
+        files = without_sidecars(path, files)
         if not files:
             raise DataError(f"{path} is empty.")
         kind, files = data_among(str(place), root, files)
         if place.is_dir():
             files = of_part(str(place), kind, files, part)
         if kind in RECORDS:
-            return RECORDS[kind].open(str(place), root, files, text_column)
+            return RECORDS[kind].open(str(place), root, files, text_column, vocabulary)
         for name in Waiting.over(files, f"{path}: looking whether its files are text", "files"):
             check_text(root / name)
         return TextFiles(root, files)

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.data.index import Records, record_offsets
-from torchtitan.data.sources import Document, Stamp, digest
+from torchtitan.data.sources import Document, Stamp, Vocabulary, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
@@ -24,6 +24,7 @@ LINES_LOOKED_AT = 20  # of each file, to check that the column exists
 LONGEST_LINE_LOOKED_AT = 1 << 26  # bytes
 SKIPS_LOGGED_SINGLY = 5
 ARRAY_LOOKED_AT = 1 << 12  # bytes
+TEXT, TOKENS = "text", ("input_ids", "tokens")  # columns: the default of text_column, and what is read without it
 # A string that does not end goes to the end of the file: looking for it from each quotation mark inside would be slow.
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\]]', re.DOTALL)
 
@@ -214,7 +215,7 @@ class TableFiles:
     Args:
         root: folder that names in ids and in `fingerprint` are relative to.
         files: names relative to `root`.
-        text_column: name of the text column.
+        text_column: name of the column with the text, or with the tokens.
         tables: `pyarrow.Table`s.
         mapped: whether each table is the file itself, which therefore may not change.
     """
@@ -249,10 +250,13 @@ class TableFiles:
         if self.mapped:
             self.check_unchanged(number)
         try:
-            [record] = batch.slice(index - int(self.ends[place]) + batch.num_rows, 1).to_pylist()
-            text = column_of(record, self.text_column)
+            value = scalar_at(batch, self.text_column, index - int(self.ends[place]) + batch.num_rows)
+            tokens = getattr(value, "values", None)  # of a list
+            if tokens is not None and tokens.null_count == 0:
+                return Document("", id, tokens=tokens.to_numpy())
+            text = value.as_py() if tokens is None else None
             text = text.decode() if isinstance(text, bytes) else text
-            reason = f"no text in column {self.text_column!r}"
+            reason = f"no text or tokens in column {self.text_column!r}"
         except UnicodeDecodeError as error:
             text, reason = None, f"not UTF-8: {error}"
         if text is None:
@@ -268,8 +272,19 @@ class TableFiles:
             raise DataError(f"{path} cannot be read ({error.strerror}).") from error
 
 
-def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str) -> TableFiles:
-    """Parquet files; `path` names them in messages."""
+def scalar_at(batch: Any, column: str, row: int) -> Any:
+    """The Arrow value of a column, or of a field within it (`a.b`)."""
+    name, *fields = [column] if column in batch.schema.names else column.split(".")
+    value = batch.column(name)[row]
+    for field in fields:
+        value = value[field]
+    return value
+
+
+def open_parquet(
+    path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
+) -> TableFiles:
+    """Parquet files; `path` names them in messages. With a vocabulary, their tokens may be read instead of text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -281,7 +296,7 @@ def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str) 
                     schemas[name] = file.schema_arrow
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
-    column, types = column_types(path, root, schemas, text_column)
+    text_column, column, types = column_types(path, root, schemas, text_column, vocabulary)
 
     import datasets
 
@@ -298,7 +313,9 @@ def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str) 
     return TableFiles(root, files, text_column, [dataset.data.table], mapped=False)
 
 
-def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str) -> TableFiles:
+def open_arrow(
+    path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
+) -> TableFiles:
     """Arrow files, as streams (`save_to_disk` and the cache of `datasets`) or with an index."""
     import pyarrow as pa
 
@@ -314,32 +331,44 @@ def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str) ->
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{root / name} is not an Arrow file, or is damaged ({error}).") from error
     schemas = {name: table.schema for name, table in tables.items() if table.num_rows}
-    column, _ = column_types(path, root, schemas, text_column)
+    text_column, column, _ = column_types(path, root, schemas, text_column, vocabulary)
     selected = [table.select([column] if table.num_rows else []) for table in tables.values()]
     return TableFiles(root, files, text_column, selected, mapped=True)
 
 
-def column_types(path: str, root: Path, schemas: Mapping[str, Any], text_column: str) -> tuple[str, list[Any]]:
-    """The column with the text, or the record with that field, and its type in each file that has rows.
+def column_types(
+    path: str, root: Path, schemas: Mapping[str, Any], text_column: str, vocabulary: Vocabulary | None
+) -> tuple[str, str, list[Any]]:
+    """The text column, or that of tokens; the column itself, or the record with that field; and its type in each file
+    that has rows.
 
     Raises:
-        DataError: there is none, or it holds no text.
+        DataError: there is none, or it holds no text, nor tokens if they are wanted.
     """
     import pyarrow as pa
 
     if not schemas:
         raise DataError(f"{path} has no rows.")
-    has_text = False
+    first = next(iter(schemas.values()))
+    if vocabulary and text_column == TEXT and not types_at(pa, first, TEXT):
+        text_column = next((name for name in TOKENS if name in first.names), text_column)
+    usable = False
     for name, schema in schemas.items():
         types = types_at(pa, schema, text_column)
-        if not types or not (is_text(pa, types[0]) or pa.types.is_null(types[0])):
+        fits = bool(types) and (is_text(pa, types[0]) or (vocabulary is not None and is_tokens(pa, types[0])))
+        if not fits and not (types and pa.types.is_null(types[0])):
             raise missing_column(str(root / name), text_column, [f"{f.name} ({f.type})" for f in schema])
-        has_text = has_text or is_text(pa, types[0])
-    if not has_text:
+        usable = usable or fits
+    if not usable:
         raise DataError(f"{path} has no text in column {text_column!r}, only nulls.")
-    first = next(iter(schemas.values()))
     column = text_column if text_column in first.names else text_column.split(".")[0]
-    return column, [schema.field(column).type for schema in schemas.values()]
+    return text_column, column, [schema.field(column).type for schema in schemas.values()]
+
+
+def is_tokens(pa: ModuleType, type: Any) -> bool:
+    """Whether an Arrow type is a list of integers."""
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(kind(type) for kind in kinds) and bool(pa.types.is_integer(type.value_type))
 
 
 def is_text(pa: ModuleType, type: Any) -> bool:
@@ -349,12 +378,12 @@ def is_text(pa: ModuleType, type: Any) -> bool:
 
 
 def as_plain(type: Any) -> Any:
-    """An Arrow type with large strings in place of other forms of text, for a cast of several forms to one."""
+    """An Arrow type with one form of text and of tokens in place of others, for a cast of several forms to one."""
     import pyarrow as pa
 
     if pa.types.is_struct(type):
         return pa.struct([pa.field(field.name, as_plain(field.type)) for field in type])
-    return pa.large_string() if is_text(pa, type) else type
+    return pa.large_string() if is_text(pa, type) else pa.list_(pa.int64()) if is_tokens(pa, type) else type
 
 
 def types_at(pa: ModuleType, schema: Any, column: str) -> list[Any]:

@@ -7,11 +7,15 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 from torchtitan.errors import DataError
 
-__all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "digest", "python_stdlib"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "Vocabulary", "digest", "python_stdlib"]
 
 SMALLEST_SEGMENT, LARGEST_SEGMENT = 1 << 10, 1 << 16  # bytes
 SEGMENTS_PER_ROW = 8
@@ -23,19 +27,37 @@ STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 @dataclass(frozen=True)
 class Document:
-    """Text to train on.
+    """Text to train on, or its tokens.
 
     Attributes:
         text: an empty text is skipped, without BOS and EOS.
         id: shows people and tests what was trained on.
         starts: it is a complete document or the beginning of one, and gets a BOS.
         ends: it is a complete document or the end of one, and gets an EOS.
+        tokens: ids to train on as they are, instead of a text; integers.
     """
 
     text: str
     id: str
     starts: bool = True
     ends: bool = True
+    tokens: "NDArray[np.integer[Any]] | None" = None
+
+
+class Vocabulary(NamedTuple):
+    """What tokens that were made before are compared with, and what their files may not say.
+
+    Attributes:
+        size: largest id + 1.
+        fingerprint: `Tokenizer.ids_fingerprint`.
+        separators: ids that may divide tokens into documents; the first one does, unless the tokens begin with another.
+        dtype: numpy's name of it; None: as the content of a file tells.
+    """
+
+    size: int
+    fingerprint: str
+    separators: Sequence[int]
+    dtype: str | None
 
 
 class Source(Protocol):
@@ -95,9 +117,9 @@ class Stamp(NamedTuple):
         status = path.stat()
         return cls(status.st_size, status.st_mtime_ns)
 
-    def check(self, path: Path, file: BinaryIO) -> None:
-        """Raises a DataError if the opened file has changed, because offsets into it would be wrong."""
-        status = os.fstat(file.fileno())
+    def check(self, path: Path, file: BinaryIO | None = None) -> None:
+        """Raises a DataError if the file, opened or not, has changed, because offsets into it would be wrong."""
+        status = path.stat() if file is None else os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != self:
             raise DataError(
                 f"{path} was changed while the run is reading it (it had {self.size:,} bytes, now {status.st_size:,}); "

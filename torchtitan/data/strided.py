@@ -34,8 +34,14 @@ def permute_index(index: int, length: int, key: int) -> int:
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for turn in range(4):
-            left, right = right, left ^ (mix64(key ^ mix64(right << 2 | turn)) & mask)
+        for turn in range(4):  # mix64(key ^ mix64(right << 2 | turn)), without calls, which take half of the time
+            value = ((right << 2 | turn) + 0x9E3779B97F4A7C15) & MASK64
+            value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+            value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+            value = ((key ^ value ^ (value >> 31)) + 0x9E3779B97F4A7C15) & MASK64
+            value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+            value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+            left, right = right, left ^ ((value ^ (value >> 31)) & mask)
         index = left << half | right
         if index < length:
             return index
@@ -134,7 +140,7 @@ class StreamedSplit:
         for drawn in self.source.documents(row, rows, seed, position):
             document = drawn.document
             if not in_part(self.held_out, document.id):
-                document = replace(document, text="")
+                document = replace(document, text="", tokens=None)
             yield drawn._replace(document=document)
 
 

@@ -1,0 +1,438 @@
+"""Token shards: files of token ids, made once, by our tokenizer or by those of others; memory-mapped, never copied."""
+
+import io
+import json
+import resource
+import struct
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchtitan.data.index import CHUNK, Records, record_offsets
+from torchtitan.data.sources import Document, Stamp, Vocabulary, digest
+from torchtitan.errors import DataError
+from torchtitan.logging import Waiting
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import DTypeLike, NDArray
+
+    Tokens = NDArray[np.integer[Any]]
+
+__all__ = ["SHARDS", "TokenFiles", "open_bytes", "without_sidecars"]
+
+SHARDS = (".bin", ".npy", ".ds")
+SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
+METADATA = "metadata.json"  # beside the shards that `python -m torchtitan.tokenize` writes
+AGAIN = "copy or make it again"
+
+MEGATRON_MAGIC = b"MMIDIDX\0\0"
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, entries of the list of documents
+MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+LLM_C_HEADER = 1024  # bytes: 256 int32
+NUMPY_MAGIC = b"\x93NUMPY"
+
+LOOKED_AT = 1 << 16  # bytes of a file, to tell what it is
+MAPPED_AT_ONCE = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64)  # files; each takes a descriptor
+SECONDS_BETWEEN_LOOKS = 1.0  # whether a file has changed
+
+
+def open_bytes(path: Path) -> Any:
+    """The content of a file: it has a length, and slices of it are buffers."""
+    import numpy as np
+
+    return np.memmap(path, np.uint8, "r").view(np.ndarray) if path.stat().st_size else b""
+
+
+class Mapped(NamedTuple):
+    """A file, mapped as long as it is in use."""
+
+    path: Path
+    stamp: Stamp
+
+    @classmethod
+    def of(cls, path: Path) -> "Mapped":
+        return cls(path, Stamp.of(path))
+
+    def integers(self, dtype: "DTypeLike", start: int, stop: int) -> "Tokens":
+        """Bytes `start` to `stop`, as an array of them."""
+        import numpy as np
+
+        return np.frombuffer(content_of(self)[start:stop], dtype) if stop > start else np.empty(0, dtype)
+
+    def numbers(self, format: str, start: int) -> tuple[int, ...]:
+        """A few numbers in a format of `struct`, which is faster."""
+        return struct.unpack(format, content_of(self)[start : start + struct.calcsize(format)])
+
+
+@lru_cache(MAPPED_AT_ONCE)
+def content_of(file: Mapped) -> Any:
+    return open_bytes(file.path)
+
+
+class Shard(NamedTuple):
+    """A file of tokens.
+
+    Attributes:
+        file: that file.
+        dtype: of a token.
+        header: bytes before the first token.
+        sidecar: the index of its documents; None: a separator is between them.
+        documents: their number, by the index.
+        bounds: where, in bytes, a document begins and ends; raises ValueError if the index is damaged.
+    """
+
+    file: Mapped
+    dtype: "np.dtype[Any]"
+    header: int = 0
+    sidecar: Mapped | None = None
+    documents: int = 0
+    bounds: Callable[[int], tuple[int, int]] | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of tokens."""
+        return (self.file.stamp.size - self.header) // self.dtype.itemsize
+
+    def tokens(self, first: int, last: int) -> "Tokens":
+        start = self.header + first * self.dtype.itemsize
+        return self.file.integers(self.dtype, start, start + (last - first) * self.dtype.itemsize)
+
+    def last(self) -> "Tokens":
+        return self.tokens(self.size - 1, self.size)
+
+
+class Format(NamedTuple):
+    """A format of shards.
+
+    Attributes:
+        name: for messages.
+        made: whether a file, with its first bytes, is of this format.
+        open: from the file, its first bytes and the vocabulary; raises ValueError, with the reason, if it is damaged.
+        separator_begins: whether a separator begins documents, unless its place in the first file says otherwise; None:
+            an index says where they are.
+    """
+
+    name: str
+    made: Callable[[Path, bytes], bool]
+    open: Callable[[Mapped, bytes, Vocabulary], Shard]
+    separator_begins: bool | None = None
+
+
+def beside(path: Path, suffix: str) -> Path:
+    return path.parent / (path.name + suffix) if path.suffix == ".ds" else path.with_suffix(suffix)
+
+
+def open_megatron(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
+    import numpy as np
+
+    index = Mapped.of(beside(file.path, ".idx"))
+    header = bytes(index.integers("u1", 0, MEGATRON_HEADER.size))
+    if not header.startswith(MEGATRON_MAGIC) or len(header) < MEGATRON_HEADER.size:
+        raise ValueError(f"{index.path.name} is not an index of Megatron-LM")
+    _, version, code, sequences, entries = MEGATRON_HEADER.unpack(header)
+    if version != 1 or code not in MEGATRON_DTYPES:
+        raise ValueError(f"{index.path.name} has version {version} and dtype {code}, not version 1 and dtype 1 to 8")
+    if MEGATRON_HEADER.size + 12 * sequences + 8 * entries > index.stamp.size:
+        raise ValueError(f"{index.path.name} is too small for the {sequences:,} sequences that it announces")
+    dtype = np.dtype(MEGATRON_DTYPES[code])
+    pointers = MEGATRON_HEADER.size + 4 * sequences
+    documents = pointers + 8 * sequences
+    if sequences:
+        [length], [pointer] = index.numbers("<i", pointers - 4), index.numbers("<q", documents - 8)
+        if pointer + length * dtype.itemsize > file.stamp.size:
+            raise ValueError(f"{index.path.name} lists tokens beyond its end, {file.stamp.size:,} bytes")
+    ends = [*index.numbers("<q", documents), *index.numbers("<q", documents + 8 * entries - 8)] if entries else [0, 0]
+    if ends != [0, sequences]:
+        raise ValueError(f"the documents in {index.path.name} are sequences {ends}, not all {sequences:,}")
+    bounds = partial(megatron_bounds, index, dtype.itemsize, sequences)
+    return Shard(file, dtype, 0, index, max(entries - 1, 0), bounds)
+
+
+def megatron_bounds(index: Mapped, item: int, sequences: int, document: int) -> tuple[int, int]:
+    """A document consists of sequences, which follow each other."""
+    lengths = MEGATRON_HEADER.size
+    pointers = lengths + 4 * sequences
+    first, last = index.numbers("<2q", pointers + 8 * sequences + 8 * document)
+    if not 0 <= first <= last <= sequences:
+        raise ValueError(f"{index.path.name} lists sequences {first} to {last} of {sequences}")
+    if first == last:
+        return 0, 0
+    [start] = index.numbers("<q", pointers + 8 * first)
+    [size] = index.numbers("<i", lengths + 4 * first)
+    if last - first > 1:
+        sizes = index.integers("<i4", lengths + 4 * first, lengths + 4 * last)
+        [pointer], size = index.numbers("<q", pointers + 8 * last - 8), int(sizes.sum(dtype="i8"))
+        if sizes.min() < 0 or pointer + int(sizes[-1]) * item != start + size * item:
+            raise ValueError(f"its sequences in {index.path.name} do not follow each other")
+    return start, start + size * item
+
+
+def open_datatrove(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
+    import numpy as np
+
+    index, metadata = Mapped.of(beside(file.path, ".index")), beside(file.path, ".metadata")
+    documents = index.stamp.size // 8
+    last = index.numbers("<Q", 8 * documents - 8)[0] if documents else 0
+    if metadata.exists():  # tokenizer|bytes of a token
+        item = int(metadata.read_text().split("\n", 1)[0].rpartition("|")[2])
+    else:
+        item = file.stamp.size // last if last else 2
+    if item not in (2, 4) or last * item != file.stamp.size or index.stamp.size % 8:
+        raise ValueError(f"{index.path.name} ends at token {last:,}, but it has {file.stamp.size:,} bytes")
+    return Shard(file, np.dtype(f"<u{item}"), 0, index, documents, partial(datatrove_bounds, index, item))
+
+
+def datatrove_bounds(index: Mapped, item: int, document: int) -> tuple[int, int]:
+    start, stop = index.numbers("<2Q", 8 * document - 8) if document else (0, *index.numbers("<Q", 0))
+    return start * item, stop * item
+
+
+def open_llm_c(version: int, dtype: str, file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
+    import numpy as np
+
+    its_version, count = struct.unpack_from("<2i", head.ljust(12, b"\0"), 4)
+    if its_version != version:
+        raise ValueError(f"its header has version {its_version}, not {version}")
+    shard = Shard(file, np.dtype(dtype), LLM_C_HEADER)
+    if LLM_C_HEADER + count * shard.dtype.itemsize != file.stamp.size:
+        raise ValueError(f"its header announces {count:,} tokens, but it has {file.stamp.size:,} bytes")
+    return shard
+
+
+def open_numpy(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
+    import numpy as np
+
+    opened = io.BytesIO(head)
+    version = np.lib.format.read_magic(opened)
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, columns_first, dtype = read_header(opened)
+    shard = Shard(file, dtype, opened.tell())
+    if columns_first and len(shape) > 1:
+        raise ValueError("its array is in Fortran's order")
+    count = 1
+    for length in shape:
+        count *= length
+    if shard.header + count * dtype.itemsize != file.stamp.size:
+        raise ValueError(f"its header announces {count:,} tokens, but it has {file.stamp.size:,} bytes")
+    return shard
+
+
+def open_raw(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
+    """The ids of a wrong dtype are not of the vocabulary: of two tokens in uint16, the second is the high half."""
+    import numpy as np
+
+    size = file.stamp.size
+    if vocabulary.dtype is not None:
+        return Shard(file, np.dtype(vocabulary.dtype).newbyteorder("<"))
+    for dtype in (np.dtype("<u4"), np.dtype("<u2")):
+        whole = head[: len(head) // dtype.itemsize * dtype.itemsize]
+        ids = np.frombuffer(whole, dtype) if whole else np.zeros(0, dtype)
+        if size % dtype.itemsize == 0 and holds(dtype, vocabulary) and ids.any() and ids.max() < vocabulary.size:
+            return Shard(file, dtype)
+    if size == 0:
+        return Shard(file, np.dtype("<u2"))
+    raise DataError(
+        f"{file.path} is no token shard of a known format, and its first bytes are no ids below {vocabulary.size:,} in "
+        "uint32 or uint16; remove it or name other files by a pattern, or set training.token_dtype, or "
+        "model.tokenizer_path to the tokenizer that made it."
+    )
+
+
+def begins_with(start: bytes, path: Path, head: bytes) -> bool:
+    return head.startswith(start)
+
+
+FORMATS = (
+    Format("Megatron-LM", lambda path, _: path.suffix == ".bin" and beside(path, ".idx").exists(), open_megatron),
+    Format("datatrove", lambda path, _: path.suffix == ".ds" and beside(path, ".index").exists(), open_datatrove),
+    *(
+        Format("llm.c", partial(begins_with, struct.pack("<i", magic)), partial(open_llm_c, version, dtype), True)
+        for magic, version, dtype in ((20240520, 1, "<u2"), (20240801, 7, "<u4"))  # for GPT-2, for Llama 3
+    ),
+    Format("numpy", partial(begins_with, NUMPY_MAGIC), open_numpy, False),
+    Format("raw", lambda _, head: True, open_raw, False),
+)
+
+
+def holds(dtype: "np.dtype[Any]", vocabulary: Vocabulary) -> bool:
+    """Whether a dtype has an id for every token, or is what the user says."""
+    import numpy as np
+
+    return bool(np.iinfo(dtype).max >= vocabulary.size - 1) or dtype.name == vocabulary.dtype
+
+
+class TokenFiles:
+    """Documents of token ids in shards of one format, with random access.
+
+    Args:
+        path: as the user named them, for messages.
+        root: folder that names in ids and in `fingerprint` are relative to.
+        files: names relative to `root`.
+        vocabulary: of the run.
+
+    Raises:
+        DataError: the files are damaged, of several formats, made by another tokenizer, or not separated.
+    """
+
+    def __init__(self, path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> None:
+        import numpy as np
+
+        check_metadata(path, root, files, vocabulary)
+        every = Waiting.over(files, f"{path}: opening its token shards", "files")
+        opened = [(name, *open_shard(root / name, vocabulary)) for name in every]
+        opened = [(name, shard, format) for name, shard, format in opened if shard.sidecar or shard.size]
+        if len(formats := {format.name: name for name, _, format in opened}) > 1:
+            raise DataError(
+                f"{path} holds token shards of several formats ({', '.join(f'{k}: {v}' for k, v in formats.items())}); "
+                "name those of one by a pattern, or put the .idx or .index that is missing beside its shard."
+            )
+        self.files = [name for name, _, _ in opened]
+        self.shards = [shard for _, shard, _ in opened]
+        self.rule: list[Any] = []  # what divides the tokens into documents, if no index does
+        self.offsets: list[NDArray[np.int64]] = []
+        counts = [shard.documents for shard in self.shards]
+        if opened and (begins := opened[0][2].separator_begins) is not None:
+            self.offsets = self.separated(path, root, begins, vocabulary.separators)
+            counts = [len(offsets) - 1 for offsets in self.offsets]
+        self.ends = np.cumsum(counts)
+        if not sum(counts):
+            raise DataError(f"{path} has no documents.")
+        self.looked = [0.0] * len(counts)
+
+    def separated(self, path: str, root: Path, begins: bool, choices: Sequence[int]) -> "list[NDArray[np.int64]]":
+        """For each shard where its documents begin, in bytes, and where the last one ends.
+
+        A document that goes on in the next file is two.
+        """
+        first, last = self.shards[0].tokens(0, 1), self.shards[0].last()
+        separator = next((id for id in choices if id in first), choices[0])
+        begins = separator in first or (begins and separator not in last)
+        self.rule = [separator, begins, [[shard.dtype.str, shard.header] for shard in self.shards]]
+        search = partial(separated_offsets, self.shards, separator, begins)
+        stamps = [shard.file.stamp for shard in self.shards]
+        offsets = record_offsets(Records(root, self.files, stamps, (), tokens=search, rule=self.rule))
+        every = [separator in first, *(len(of_file) > 2 for of_file in offsets)]
+        if not any(every) and not any(separator in shard.last() for shard in self.shards):
+            raise DataError(
+                f"{path}: no token {separator} separates documents; set training.token_separator to the id that does, "
+                "or, if the shards are Megatron-LM's or datatrove's, put their .idx or .index beside them."
+            )
+        return offsets
+
+    @property
+    def fingerprint(self) -> str:
+        sizes = [shard.file.stamp.size for shard in self.shards]
+        return digest([list(zip(self.files, sizes, strict=True)), self.rule, len(self)])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> Document:
+        number = int(self.ends.searchsorted(index, side="right"))
+        document = index - (int(self.ends[number - 1]) if number else 0)
+        shard = self.shards[number]
+        try:
+            self.check_unchanged(number)
+            start, stop = shard.bounds(document) if shard.bounds else self.offsets[number][document : document + 2]
+            if not (0 <= start <= stop <= shard.file.stamp.size and (stop - start) % shard.dtype.itemsize == 0):
+                raise ValueError(f"its index lists a document at bytes {start:,} to {stop:,}")
+            return Document(
+                "", f"{self.files[number]}:{document + 1}", tokens=shard.file.integers(shard.dtype, start, stop)
+            )
+        except OSError as error:
+            raise DataError(f"{shard.file.path} cannot be read ({error.strerror}).") from error
+        except ValueError as error:
+            raise DataError(f"{shard.file.path}, document {document + 1}: {error}; {AGAIN}.") from error
+
+    def check_unchanged(self, number: int) -> None:
+        if (now := time.monotonic()) - self.looked[number] >= SECONDS_BETWEEN_LOOKS:
+            self.looked[number] = now
+            for file in filter(None, (self.shards[number].file, self.shards[number].sidecar)):
+                file.stamp.check(file.path)
+
+
+def open_shard(path: Path, vocabulary: Vocabulary) -> tuple[Shard, Format]:
+    file = Mapped.of(path)
+    head = bytes(file.integers("u1", 0, min(LOOKED_AT, file.stamp.size)))
+    format = next(format for format in FORMATS if format.made(path, head))
+    try:
+        shard = format.open(file, head, vocabulary)
+        if shard.dtype.kind not in "iu":
+            raise ValueError(f"it holds {shard.dtype.name}, which are no token ids")
+        if (file.stamp.size - shard.header) % shard.dtype.itemsize:
+            raise ValueError(f"its {file.stamp.size:,} bytes are no whole number of {shard.dtype.name}")
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read as a token shard ({format.name}): {error}; {AGAIN}.") from error
+    if not holds(shard.dtype, vocabulary):
+        raise DataError(
+            f"{path} holds {shard.dtype.name}, too small for the {vocabulary.size:,} tokens of the run's tokenizer; "
+            "set model.tokenizer_path to the tokenizer that made it, or, if that is the same, training.token_dtype to "
+            f"{shard.dtype.name}."
+        )
+    return shard, format
+
+
+def separated_offsets(
+    shards: Sequence[Shard], separator: int, begins: bool, number: int, start: int, stop: int
+) -> "NDArray[np.int64]":
+    """Where documents begin, for the tokens whose first byte is one of `start` to `stop`; or end, for the last."""
+    import numpy as np
+
+    shard = shards[number]
+    header, item = shard.header, shard.dtype.itemsize
+    token, end = (-(-max(edge - header, 0) // item) for edge in (start, stop))
+    offsets = [np.full(1 if start == 0 else 0, header, np.int64)]
+    while token < end:
+        last = min(end, token + CHUNK // item)
+        places = np.flatnonzero(shard.tokens(token, last) == separator)
+        places = places[places + token > 0] if begins else places + 1
+        offsets.append(header + (places + token) * item)
+        token = last
+    return np.concatenate(offsets)
+
+
+def without_sidecars(path: str, files: Sequence[str]) -> list[str]:
+    """File names without those of indices and notes of token shards among them.
+
+    Raises:
+        DataError: a shard is missing.
+    """
+    kept = []
+    shards = any(name.endswith(SHARDS) for name in files)
+    for name in files:
+        ending = next((ending for ending in SIDECARS if name.endswith(ending)), "")
+        if ending and (shard := name.removesuffix(ending) + SIDECARS[ending]) not in files:
+            raise DataError(f"{path} holds {name} without {shard}, which it is about; add and name that file.")
+        if not ending and not (shards and Path(name).name == METADATA):
+            kept.append(name)
+    return kept
+
+
+def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> None:
+    """Compares shards of `python -m torchtitan.tokenize` with what it has noted beside them."""
+    named = {(root / name).with_suffix("") for name in files}
+    for folder in dict.fromkeys((root / name).parent for name in files):
+        if not (folder / METADATA).exists():
+            continue
+        try:
+            noted = json.loads((folder / METADATA).read_bytes())
+            if not isinstance(noted, dict) or "tokenizer_ids" not in noted:
+                continue  # of something else
+            of_tokenizer = str(noted["tokenizer_ids"])
+            sizes = {folder / name: int(file["size"]) for name, file in noted["files"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(f"{folder / METADATA} is damaged ({error!r}); restore or remove it.") from error
+        if of_tokenizer != vocabulary.fingerprint:
+            raise DataError(
+                f"{path}: another tokenizer than the run's made these tokens, as {METADATA} beside them says (its ids "
+                f"have the fingerprint {of_tokenizer}, the run's {vocabulary.fingerprint}); set model.tokenizer_path."
+            )
+        for file, size in sizes.items():
+            if str(root) == path or file.with_suffix("") in named:
+                now = file.stat().st_size if file.exists() else None
+                if now != size:
+                    state = "is missing" if now is None else f"has {now:,} bytes"
+                    raise DataError(f"{file} {state}, but {METADATA} beside it says {size:,} bytes; {AGAIN}.")
