@@ -124,6 +124,8 @@ def build_trainer(
             dp_rank=meshes.dp_rank,
             dp_size=dims.dp,
             pin_memory=device.type == "cuda",
+            # The other ranks are in a collective meanwhile.
+            retry_seconds=min(training.retry_seconds, config.comm.train_timeout_seconds // 2),
         )
         raise_on_all_ranks(validation_loader.prepare)
 

@@ -1,0 +1,116 @@
+"""Reads data again after an error that is likely to pass, such as a lost connection."""
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from torchtitan.logging import logger
+
+__all__ = ["Retries", "is_transient"]
+
+T = TypeVar("T")
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
+
+# What passes: status codes of HTTP, error numbers of the system, and, by package and name, the classes of libraries
+# that need not be installed. A status decides before the others.
+TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
+TRANSIENT_ERRNO = {
+    getattr(errno, name)
+    for name in [
+        "ECONNRESET",
+        "ECONNREFUSED",
+        "ECONNABORTED",
+        "EPIPE",
+        "ETIMEDOUT",
+        "EHOSTUNREACH",
+        "EHOSTDOWN",
+        "ENETUNREACH",
+        "ENETDOWN",
+        "ENETRESET",
+        "EAGAIN",
+        "EBUSY",
+        "EINTR",
+        "EIO",
+        "EREMOTEIO",
+        "ESTALE",
+        "ENOBUFS",
+    ]
+    if hasattr(errno, name)
+}
+TRANSIENT_CLASSES = {
+    *("builtins.ConnectionError", "builtins.TimeoutError", "asyncio.TimeoutError", "http.IncompleteRead"),
+    *("requests.ConnectionError", "requests.Timeout", "requests.ChunkedEncodingError"),
+    *("urllib3.ProtocolError", "urllib3.TimeoutError"),
+    *("httpx.TransportError", "httpx2.TransportError", "httpcore.NetworkError", "httpcore.TimeoutException"),
+    *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError"),
+    *("botocore.ConnectionError", "botocore.HTTPClientError", "botocore.IncompleteReadError"),
+    "google.TransportError",
+}
+NAME_NOT_RESOLVED_NOW = -3  # EAI_AGAIN, an error number of `socket.gaierror`
+
+
+class Retries:
+    """Reads again for a limited time.
+
+    Args:
+        seconds: for how long, from the first error until an item is read.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.end: float | None = None  # of the time for reading again
+
+    @property
+    def active(self) -> bool:
+        """Whether an item is read again now."""
+        end = self.end
+        return end is not None and time.monotonic() < end
+
+    def over(self, start: Callable[[T | None], Iterator[T]]) -> Iterator[T]:
+        """The items of `start(None)`; after a transient error those of `start(last)`, which go on after the last item.
+
+        Raises:
+            What reading raised, if it is not transient, or the time is over.
+        """
+        last: T | None = None
+        items: Iterator[T] | None = None
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                items = start(last) if items is None else items
+                last = next(items)
+            except StopIteration:
+                return
+            except Exception as error:
+                now = time.monotonic()
+                self.end = now + self.seconds if self.end is None else self.end
+                if now >= self.end or not is_transient(error):
+                    self.end = None
+                    raise
+                pause = min(pause, self.end - now)
+                reason = str(error).rstrip(".")
+                logger.warning(
+                    f"{reason}. Reading again in {pause:.1f} s; training.retry_seconds leaves {self.end - now:.0f} s"
+                )
+                time.sleep(pause)
+                items, pause = None, min(2 * pause, LONGEST_PAUSE)
+            else:
+                self.end, pause = None, FIRST_PAUSE
+                yield last
+
+
+def is_transient(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, is likely to pass."""
+    while error is not None:
+        status = getattr(getattr(error, "response", error), "status_code", None) or getattr(error, "status", None)
+        status = status or getattr(error, "code", None)
+        if isinstance(status, int) and status >= 100:
+            return status in TRANSIENT_STATUS
+        names = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in type(error).__mro__}
+        number = error.errno if isinstance(error, OSError) else None
+        if names & TRANSIENT_CLASSES or number in TRANSIENT_ERRNO or number == NAME_NOT_RESOLVED_NOW:
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
