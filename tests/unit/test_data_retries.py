@@ -180,7 +180,7 @@ def test_which_errors_pass(error: Exception, passes: bool) -> None:
 def test_rows_of_a_remote_source_are_read_at_the_same_time(server: Server) -> None:
     near, far = (global_batches([loader_of(dataset)], 12) for dataset in ("near", "far"))
     assert all_equal(near, far)
-    server.seconds, most = 0.05, 0
+    server.seconds = 0.05
     loader = loader_of("far")
     start, before = time.perf_counter(), server.requests
     global_batches([loader], 10)

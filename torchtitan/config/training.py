@@ -206,8 +206,8 @@ class Training:
     packing: Annotated[
         Literal["concatenate", "best_fit"],
         Doc(
-            "How documents fill sequences. concatenate: one after the other, cut where a sequence ends. best_fit: whole "
-            "where they fit, with some padding."
+            "How documents fill sequences. concatenate: one after the other, cut where a sequence ends. best_fit: "
+            "whole where they fit, with some padding."
         ),
     ] = "concatenate"
     skip_steps: Annotated[

@@ -9,8 +9,8 @@ from torchtitan.data.strided import mix64, permute_index
 
 __all__ = ["BestFitStream"]
 
-# Windows of tokens that are packed together, from one row and source. Twice as many halve the padding; a start or resume
-# tokenizes them all before its first step.
+# Windows of tokens that are packed together, from one row and source. Twice as many halve the padding; a start or a
+# resume tokenizes them all before its first step.
 POOL = 64
 POOL_MOST = POOL + 4  # to which it grows while the tokens would leave the last window more than a quarter empty
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -367,18 +368,19 @@ class Trainer:
         got a signal or cannot read its data. While one reads again after an error, which may take longer than a
         collective may, all agree to wait. Collective."""
         while True:
-            ready, end = False, perf_counter() + SECONDS_TOGETHER
+            ready, retry = False, perf_counter() + SECONDS_TOGETHER
             try:
                 with reporter.waiting_for_data():
-                    ready = self.loader.wait(
-                        lambda: self.stop.requested or (self.loader.retrying and perf_counter() > end)
-                    )
+                    ready = self.loader.wait(partial(self._waits_no_longer, retry))
             except DataError as error:
                 self.data_error = str(error)
             if self._agreed_to_stop(ready):
                 return True
             if not self.stop.unready:
                 return False
+
+    def _waits_no_longer(self, retry: float) -> bool:
+        return self.stop.requested > 0 or (self.loader.retrying and perf_counter() > retry)
 
     def _agreed_to_stop(self, ready: bool = True) -> bool:
         return self.stop.agreed(DATA_ENDED if self.data_error else 0, ready)
