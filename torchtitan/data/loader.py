@@ -106,6 +106,7 @@ def microbatches(windows: Sequence[Window], spec: BatchSpec) -> list[Batch]:
 
 
 Positions = dict[str, Any]  # by row number, as a string for JSON
+Step = tuple[list[Batch], Positions]
 
 
 class Loader:
@@ -130,7 +131,7 @@ class Loader:
     def _start(self, positions: Positions | None) -> None:
         rows = rows_at(positions, self._corpus, self._spec)  # fails here rather than in the thread
         self._positions: Positions = positions_of(rows)
-        begin = partial(steps, self._corpus, self._spec, self._positions)
+        begin: Callable[[Step | None], Iterator[Step]] = partial(steps, self._corpus, self._spec, self._positions)
         self._steps = Prefetcher(self._retries.over(begin), self._prefetch)
 
     @property
@@ -223,9 +224,6 @@ def rows_at(positions: Positions | None, corpus: Corpus, spec: BatchSpec) -> lis
 
 def positions_of(rows: Sequence[Row]) -> Positions:
     return {str(row.number): row.state() for row in rows}
-
-
-Step = tuple[list[Batch], Positions]
 
 
 def steps(corpus: Corpus, spec: BatchSpec, positions: Positions, last: Step | None = None) -> Iterator[Step]:
@@ -394,8 +392,8 @@ def build_validation_loader(
         return ValidationLoader(batch for _, batch in numbered)
     sources = validation_sources(validation, training, rows)
     corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
-    start = positions_of(rows_at(None, corpus, spec))
-    endless = (batch for batches, _ in retries.over(partial(steps, corpus, spec, start)) for batch in batches)
+    begin: Callable[[Step | None], Iterator[Step]] = partial(steps, corpus, spec, positions_of(rows_at(None, corpus, spec)))
+    endless = (batch for batches, _ in retries.over(begin) for batch in batches)
     return ValidationLoader(itertools.islice(endless, validation.steps))
 
 
