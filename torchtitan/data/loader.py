@@ -392,7 +392,8 @@ def build_validation_loader(
         return ValidationLoader(batch for _, batch in numbered)
     sources = validation_sources(validation, training, rows)
     corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
-    begin: Callable[[Step | None], Iterator[Step]] = partial(steps, corpus, spec, positions_of(rows_at(None, corpus, spec)))
+    start = positions_of(rows_at(None, corpus, spec))
+    begin: Callable[[Step | None], Iterator[Step]] = partial(steps, corpus, spec, start)
     endless = (batch for batches, _ in retries.over(begin) for batch in batches)
     return ValidationLoader(itertools.islice(endless, validation.steps))
 

@@ -17,27 +17,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
 # that need not be installed. A status decides before the others.
 TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
 TRANSIENT_ERRNO = {
-    getattr(errno, name)
-    for name in [
-        "ECONNRESET",
-        "ECONNREFUSED",
-        "ECONNABORTED",
-        "EPIPE",
-        "ETIMEDOUT",
-        "EHOSTUNREACH",
-        "EHOSTDOWN",
-        "ENETUNREACH",
-        "ENETDOWN",
-        "ENETRESET",
-        "EAGAIN",
-        "EBUSY",
-        "EINTR",
-        "EIO",
-        "EREMOTEIO",
-        "ESTALE",
-        "ENOBUFS",
-    ]
-    if hasattr(errno, name)
+    *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.EAGAIN, errno.EBUSY, errno.EINTR),
+    *(errno.EIO, errno.ESTALE, errno.ENOBUFS, getattr(errno, "EREMOTEIO", errno.EIO)),
 }
 TRANSIENT_CLASSES = {
     *("builtins.ConnectionError", "builtins.TimeoutError", "asyncio.TimeoutError", "http.IncompleteRead"),
