@@ -37,25 +37,16 @@ class BestFitStream(SourceStream):
 
     Args:
         given: number of windows of the pool that were given.
-        documents, cut, padding: what `state` has counted so far.
+        counts: what `state` has counted so far.
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        row: int,
-        place: int,
-        position: Any,
-        tokens: int,
-        given: int,
-        documents: int = 0,
-        cut: int = 0,
-        padding: int = 0,
+        self, corpus: Corpus, row: int, place: int, position: Any, tokens: int, given: int, *counts: int
     ) -> None:
         super().__init__(corpus, row, place, position, tokens, 0)
         self.row = row
         self.given = given
-        self.counts = documents, cut, padding
+        self.counts = counts or (0, 0, 0)
         self.pool_start = self.progress
         self.windows: list[list[Piece]] = []  # of the pool; empty before it is packed
         self.drawn: list[Piece] = []  # of the next pool
@@ -103,8 +94,7 @@ class BestFitStream(SourceStream):
         begun = [piece for piece in pieces if piece.start == 0]
         cut = sum(piece.stop < len(piece.tokens) for piece in begun)
         of_window = len(begun), cut, length - len(window.tokens)
-        documents, cut, padding = (sum(pair) for pair in zip(self.counts, of_window, strict=True))
-        self.counts = documents, cut, padding
+        self.counts = tuple(map(sum, zip(self.counts, of_window, strict=True)))
         self.epoch = min(piece.epoch for piece in pieces)
         return window.filled_up(length)._replace(sample_ids=window.sample_ids)
 

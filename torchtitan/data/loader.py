@@ -4,7 +4,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -131,8 +130,7 @@ class Loader:
     def _start(self, positions: Positions | None) -> None:
         rows = rows_at(positions, self._corpus, self._spec)  # fails here rather than in the thread
         self._positions: Positions = positions_of(rows)
-        begin: Callable[[Step | None], Iterator[Step]] = partial(steps, self._corpus, self._spec, self._positions)
-        self._steps = Prefetcher(self._retries.over(begin), self._prefetch)
+        self._steps = Prefetcher(steps(self._corpus, self._spec, self._positions, self._retries), self._prefetch)
 
     @property
     def retrying(self) -> bool:
@@ -226,9 +224,13 @@ def positions_of(rows: Sequence[Row]) -> Positions:
     return {str(row.number): row.state() for row in rows}
 
 
-def steps(corpus: Corpus, spec: BatchSpec, positions: Positions, last: Step | None = None) -> Iterator[Step]:
-    """The optimizer steps after `last`, or from `positions`: micro-batches, and the positions after them."""
-    rows = rows_at(last[1] if last else positions, corpus, spec)
+def steps(corpus: Corpus, spec: BatchSpec, positions: Positions, retries: Retries) -> Iterator[Step]:
+    """The optimizer steps from `positions`: micro-batches, and the positions after them."""
+    return retries.over(lambda last: steps_without_retries(corpus, spec, last[1] if last else positions))
+
+
+def steps_without_retries(corpus: Corpus, spec: BatchSpec, positions: Positions) -> Iterator[Step]:
+    rows = rows_at(positions, corpus, spec)
     at_once = min(len(rows), MOST_ROWS_AT_ONCE)
     with ThreadPool(at_once) if corpus.is_remote else contextlib.nullcontext() as threads:
         while True:
@@ -392,10 +394,12 @@ def build_validation_loader(
         return ValidationLoader(batch for _, batch in numbered)
     sources = validation_sources(validation, training, rows)
     corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
-    start = positions_of(rows_at(None, corpus, spec))
-    begin: Callable[[Step | None], Iterator[Step]] = partial(steps, corpus, spec, start)
-    endless = (batch for batches, _ in retries.over(begin) for batch in batches)
-    return ValidationLoader(itertools.islice(endless, validation.steps))
+    return ValidationLoader(itertools.islice(endless_batches(corpus, spec, retries), validation.steps))
+
+
+def endless_batches(corpus: Corpus, spec: BatchSpec, retries: Retries) -> Iterator[Batch]:
+    for batches, _ in steps(corpus, spec, positions_of(rows_at(None, corpus, spec)), retries):
+        yield from batches
 
 
 def whole_set(corpus: Corpus, rows: int, spec: BatchSpec) -> Iterator[Batch]:
