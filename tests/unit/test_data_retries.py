@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data_helpers import TOKENIZER, close, global_batches, story, training_on
@@ -154,6 +155,15 @@ def test_validation_reads_again_too(steps: int, server: Server) -> None:
     assert batches() == expected and not server.failures
 
 
+def of_store(status: int, error: OSError) -> OSError:
+    """As fsspec raises it from the error of its library, which has the status."""
+    from botocore.exceptions import ClientError
+
+    answer: Any = {"Error": {"Code": "Some"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error.__cause__ = ClientError(answer, "GetObject")
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "passes"),
     [
@@ -168,6 +178,9 @@ def test_validation_reads_again_too(steps: int, server: Server) -> None:
         (ValueError("not JSON"), False),
         (urllib.error.HTTPError("http://a", 503, "", {}, None), True),  # type: ignore[arg-type]
         (urllib.error.HTTPError("http://a", 404, "", {}, None), False),  # type: ignore[arg-type]
+        (of_store(503, OSError(errno.EBUSY, "slow down")), True),
+        (of_store(400, OSError(errno.EIO, "bad request")), False),
+        (of_store(403, PermissionError(errno.EACCES, "denied")), False),
     ],
 )
 def test_which_errors_pass(error: Exception, passes: bool) -> None:

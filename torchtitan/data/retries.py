@@ -3,7 +3,7 @@
 import errno
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchtitan.logging import logger
 
@@ -29,6 +29,7 @@ TRANSIENT_CLASSES = {
     *("botocore.ConnectionError", "botocore.HTTPClientError", "botocore.IncompleteReadError"),
     "google.TransportError",
 }
+STATUS_NAMES = ("status_code", "status", "code")
 NAME_NOT_RESOLVED_NOW = -3  # EAI_AGAIN, an error number of `socket.gaierror`
 
 
@@ -84,14 +85,24 @@ class Retries:
 
 def is_transient(error: BaseException | None) -> bool:
     """Whether an error, or one that it was raised from, is likely to pass."""
-    while error is not None:
-        status = getattr(getattr(error, "response", error), "status_code", None) or getattr(error, "status", None)
-        status = status or getattr(error, "code", None)
-        if isinstance(status, int) and status >= 100:
-            return status in TRANSIENT_STATUS
-        names = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in type(error).__mro__}
-        number = error.errno if isinstance(error, OSError) else None
-        if names & TRANSIENT_CLASSES or number in TRANSIENT_ERRNO or number == NAME_NOT_RESOLVED_NOW:
-            return True
+    links: list[BaseException] = []
+    while error is not None and error not in links:
+        links.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
+    status = next(filter(None, map(status_of, links)), None)
+    return status in TRANSIENT_STATUS if status else any(map(is_listed, links))
+
+
+def status_of(error: BaseException) -> int | None:
+    """The status with which a server has refused, as libraries keep it."""
+    answer: Any = getattr(error, "response", None)
+    if isinstance(answer, dict):  # of botocore
+        answer = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    known = (answer, *(getattr(holder, name, None) for holder in (answer, error) for name in STATUS_NAMES))
+    return next((status for status in known if isinstance(status, int) and status >= 400), None)
+
+
+def is_listed(error: BaseException) -> bool:
+    names = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in type(error).__mro__}
+    number = error.errno if isinstance(error, OSError) else None
+    return bool(names & TRANSIENT_CLASSES) or number in TRANSIENT_ERRNO or number == NAME_NOT_RESOLVED_NOW
