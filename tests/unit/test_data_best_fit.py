@@ -101,10 +101,11 @@ def test_resuming_at_any_step_on_any_number_of_ranks_changes_nothing(kind: str, 
     training = training_on(corpus, packing="best_fit", seq_len=SEQ_LEN, **source)
     whole = loaders_of(training, ROWS, 1)
     expected = global_batches(whole, 10)
-    state, got = None, []
+    state: dict[str, Any] = {}
+    got: list[torch.Tensor] = []
     for step in range(10):
         loaders = loaders_of(training, ROWS, (1, 2, 4)[step % 3])
-        for loader in loaders if state else ():
+        for loader in loaders if state else []:
             loader.load_state_dict(state)
         got += global_batches(loaders, 1)
         state = merged(loaders)
