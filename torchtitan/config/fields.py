@@ -15,6 +15,15 @@ class Expected(str):
     """What a value must be, for messages and help, where the type and its limits do not say it well."""
 
 
+def step_ranges(entries: list[str]) -> list[range]:
+    """Ranges of steps, from texts such as `1200-1250` and `1300`; raises ValueError if one makes no sense."""
+    parts = (entry.partition("-") for entry in entries)
+    ends = [(int(first), int(last if dash else first)) for first, dash, last in parts]
+    if any(not 0 < first <= last for first, last in ends):
+        raise ValueError("a step below 1, or a range that ends before it begins")
+    return [range(first, last + 1) for first, last in ends]
+
+
 PositiveInt = Annotated[int, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveOrAll = Annotated[int, Ge(-1), Predicate(bool), Expected("-1 or an integer above 0")]
@@ -28,9 +37,15 @@ PositiveFraction = Annotated[float, Gt(0), Le(1)]
 Seed = Annotated[int, Ge(0), Lt(2**63)]  # a signed 64-bit integer, as torch and TOML need
 Entries = Annotated[int, Ge(0), Le(10**7)]
 Seconds = Annotated[int, Gt(0), Le(365 * 24 * 3600)]
+SecondsOrNone = Annotated[int, Ge(0), Le(365 * 24 * 3600)]
 NotEmpty = Annotated[str, MinLen(1)]  # or an unset shell variable would mean the working directory
 ExpertLoad = Annotated[float, Ge(1)]
 TimesMore = Annotated[float, Gt(1)]
+Steps = Annotated[
+    list[str],
+    Predicate(lambda entries: step_ranges(entries) is not None),
+    Expected("a list of steps above 0 and ranges of them, such as 1200-1250"),
+]
 Coefficients = Annotated[list[FiniteFloat], MinLen(3), MaxLen(3), Expected("a list of 3 finite numbers")]
 EveryLayers = Annotated[
     str, StringConstraints(pattern="^(op|0*[1-9][0-9]*)$"), Expected("'op' or a number of layers above 0")

@@ -19,7 +19,9 @@ from torchtitan.config.fields import (
     PositiveFraction,
     PositiveInt,
     PositiveOrAll,
+    SecondsOrNone,
     Seed,
+    Steps,
     TimesMore,
 )
 
@@ -209,6 +211,24 @@ class Training:
     ] = None
     add_eos: Annotated[bool, Doc("End each document with the tokenizer's EOS token.")] = True
     document_mask: Annotated[bool, Doc("Mask attention across document boundaries within a packed sequence.")] = False
+    packing: Annotated[
+        Literal["concatenate", "best_fit"],
+        Doc(
+            "How documents fill sequences. concatenate: one after the other, cut where a sequence ends. best_fit: "
+            "whole where they fit, with some padding."
+        ),
+    ] = "concatenate"
+    skip_steps: Annotated[
+        Steps,
+        Doc(
+            "Steps whose data are passed over, such as 1200-1250 after a spike of the loss: step 1200 then trains on "
+            "what step 1251 would have read."
+        ),
+    ] = field(default_factory=list)
+    retry_seconds: Annotated[
+        SecondsOrNone,
+        Doc("Read data again for this long after an error that is likely to pass, such as a lost connection; 0: off."),
+    ] = 300
     record_sample_ids: Annotated[
         bool, Doc("For debugging: write the document ids of each batch to sample_ids/ in the dump folder.")
     ] = False

@@ -1,24 +1,33 @@
 """Batches for the ranks of a run, and the loader state for resuming."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import numpy as np
 import torch
 
+from torchtitan.config.fields import step_ranges
 from torchtitan.config.training import Training, Validation
+from torchtitan.data.best_fit import BestFitStream
 from torchtitan.data.datasets import training_sources, validation_sources
 from torchtitan.data.packing import Corpus, Row, SourceStream, Window
 from torchtitan.data.prefetch import Prefetcher
+from torchtitan.data.retries import Retries
 from torchtitan.data.sources import digest
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError, DataError
+from torchtitan.logging import Waiting, logger
 
 __all__ = ["Batch", "Loader", "ValidationLoader", "build_loader", "build_validation_loader"]
 
 PREFETCHED_STEPS = 2
+MOST_ROWS_AT_ONCE = 32  # whose documents are awaited from a remote source at the same time
+
+PACKINGS = {"concatenate": SourceStream, "best_fit": BestFitStream}  # by training.packing
 
 
 @dataclass(frozen=True)
@@ -81,14 +90,23 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
     )
 
 
-def microbatches(rows: Sequence[Row], spec: BatchSpec) -> list[Batch]:
+def next_windows(rows: Sequence[Row], threads: ThreadPool | None) -> list[Window]:
+    """The next window of each row. Those of remote sources are awaited together: each document takes a round trip."""
+    remote = [row for row in rows if threads is not None and row.is_remote]
+    awaited = threads.map_async(Row.next_window, remote, 1) if threads is not None and remote else None
+    drawn = {row.number: row.next_window() for row in rows if row not in remote}
+    drawn |= zip((row.number for row in remote), awaited.get() if awaited else (), strict=True)
+    return [drawn[row.number] for row in rows]
+
+
+def microbatches(windows: Sequence[Window], spec: BatchSpec) -> list[Batch]:
     """One rank's micro-batches of the next optimizer step."""
-    windows = [row.next_window() for row in rows]
     size = spec.local_batch_size
     return [build_batch(windows[first : first + size], spec) for first in range(0, len(windows), size)]
 
 
 Positions = dict[str, Any]  # by row number, as a string for JSON
+Step = tuple[list[Batch], Positions]
 
 
 class Loader:
@@ -99,17 +117,37 @@ class Loader:
         wait_seconds: total time that `next` has waited for a batch.
     """
 
-    def __init__(self, corpus: Corpus, spec: BatchSpec, identity: Mapping[str, Any], prefetch: int) -> None:
+    def __init__(
+        self, corpus: Corpus, spec: BatchSpec, identity: Mapping[str, Any], prefetch: int, retry_seconds: float
+    ) -> None:
         self._corpus = corpus
         self._spec = spec
         self.identity = dict(identity)
         self._prefetch = prefetch
+        self._retries = Retries(retry_seconds)
         self._waited_before = 0.0
-        self._start([Row(corpus, number) for number in spec.local_rows])
+        self._start(None)
 
-    def _start(self, rows: list[Row]) -> None:
-        self._positions: Positions = {str(row.number): row.state() for row in rows}
-        self._steps = Prefetcher(steps(rows, self._spec), self._prefetch)
+    def _start(self, positions: Positions | None) -> None:
+        rows = rows_at(positions, self._corpus, self._spec)  # fails here rather than in the thread
+        self._positions: Positions = positions_of(rows)
+        self._steps = Prefetcher(steps(self._corpus, self._spec, self._positions, self._retries), self._prefetch)
+
+    @property
+    def retrying(self) -> bool:
+        """Whether reading has failed, and is tried again."""
+        return self._retries.active
+
+    @property
+    def packed(self) -> dict[str, int]:
+        """What best-fit packing has put into this rank's batches returned so far: documents, how many of them are cut,
+        tokens of padding, and all tokens. Empty without it."""
+        positions = self._positions.values()
+        counts = [source[3:] for position in positions for source in position["sources"]]
+        if not all(counts):
+            return {}
+        tokens = self._corpus.seq_len * sum(position["windows"] for position in positions)
+        return dict(zip(PACKED, [*map(sum, zip(*counts, strict=True)), tokens], strict=True))
 
     @property
     def wait_seconds(self) -> float:
@@ -128,13 +166,13 @@ class Loader:
             f"; {tokenizer.kind} tokenizer with {tokenizer.vocab_size:,} tokens; {tokenizer.boundaries}"
         )
 
-    def wait(self, cancelled: Callable[[], object] = lambda: False) -> None:
-        """Returns once `next` would not block, or `cancelled` returns true. Consumes nothing.
+    def wait(self, cancelled: Callable[[], object] = lambda: False) -> bool:
+        """Returns once `next` would not block, or `cancelled` returns true: whether it would not. Consumes nothing.
 
         Raises:
             DataError: the data cannot be read, or are too small.
         """
-        self._steps.wait(cancelled)
+        return self._steps.wait(cancelled)
 
     def next(self) -> list[Batch]:
         """The micro-batches of the next optimizer step, `local_batch_size` sequences each.
@@ -166,24 +204,61 @@ class Loader:
         check_identity(self.identity, state)
         self.close()
         self._waited_before = self.wait_seconds
-        positions = state["positions"]
-        self._start([Row(self._corpus, number, positions[str(number)]) for number in self._spec.local_rows])
+        self._start(state["positions"])
+        row, listed = next(iter(self._positions.values())), self._corpus.passed_over
+        if row.get("passed_over", 0) < sum(any(n in part for part in listed) for n in range(1, row["windows"] + 1)):
+            logger.warning(
+                "training.skip_steps: the checkpoint has been trained on the data of some of these steps already; to "
+                f"pass over them, resume from one before step {min(part.start for part in listed)}"
+            )
 
     def close(self) -> None:
         """Stops prefetching. Otherwise it stops when the process ends."""
         self._steps.close()
 
 
-def steps(rows: list[Row], spec: BatchSpec) -> Iterator[tuple[list[Batch], Positions]]:
-    while True:
-        batches = microbatches(rows, spec)
-        yield batches, {str(row.number): row.state() for row in rows}
+def rows_at(positions: Positions | None, corpus: Corpus, spec: BatchSpec) -> list[Row]:
+    return [Row(corpus, number, None if positions is None else positions[str(number)]) for number in spec.local_rows]
+
+
+def positions_of(rows: Sequence[Row]) -> Positions:
+    return {str(row.number): row.state() for row in rows}
+
+
+def steps(corpus: Corpus, spec: BatchSpec, positions: Positions, retries: Retries) -> Iterator[Step]:
+    """The optimizer steps from `positions`: micro-batches, and the positions after them."""
+    return retries.over(lambda last: steps_without_retries(corpus, spec, last[1] if last else positions))
+
+
+def steps_without_retries(corpus: Corpus, spec: BatchSpec, positions: Positions) -> Iterator[Step]:
+    rows = rows_at(positions, corpus, spec)
+    at_once = min(len(rows), MOST_ROWS_AT_ONCE)
+    with ThreadPool(at_once) if corpus.is_remote else contextlib.nullcontext() as threads:
+        while True:
+            pass_over(rows, threads)
+            batches = microbatches(next_windows(rows, threads), spec)
+            yield batches, positions_of(rows)
+
+
+def pass_over(rows: Sequence[Row], threads: ThreadPool | None) -> None:
+    """Draws what is in `Corpus.passed_over`, if that is next."""
+    while part := next((part for part in rows[0].corpus.passed_over if rows[0].windows + 1 in part), None):
+        what = f"training.skip_steps: passing over the data of steps {rows[0].windows + 1} to {part.stop - 1}"
+        logger.info(what)
+        with Waiting(what, part.stop - rows[0].windows - 1, "steps") as waiting:
+            while rows[0].windows + 1 in part:
+                next_windows(rows, threads)
+                for row in rows:
+                    row.passed_over += 1
+                waiting.done += 1
 
 
 def epoch_of(positions: Positions) -> int:
     """The number of complete epochs of all rows, for display."""
     return min(int(position["epoch"]) for position in positions.values())
 
+
+PACKED = ("documents", "cut", "padding", "tokens")
 
 # State entry -> the config key that determines it.
 IDENTITY_KEYS = {
@@ -194,10 +269,13 @@ IDENTITY_KEYS = {
     "hold_out": "validation.enabled (which holds out documents)",
     "seq_len": "training.seq_len",
     "global_batch_size": "training.global_batch_size",
+    "packing": "training.packing",
 }
+EARLIER = {"packing": "concatenate"}  # of states of earlier versions, which lack the entry
 
 
 def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    theirs = {**EARLIER, **theirs}
     differ = [
         f"{key} (now {mine[part]}, in the checkpoint {theirs.get(part)})"
         for part, key in IDENTITY_KEYS.items()
@@ -241,7 +319,8 @@ def build_loader(
     spec = build_batch_spec(training, global_batch_size, training.local_batch_size, dp_rank, dp_size, pin_memory)
     sources, data = training_sources(training, global_batch_size, hold_out, tokenizer)
     seed = training.seed if training.shuffle else None
-    corpus = Corpus(sources, tokenizer, global_batch_size, training.seq_len, seed)
+    stream, passed_over = PACKINGS[training.packing], step_ranges(training.skip_steps)
+    corpus = Corpus(sources, tokenizer, global_batch_size, training.seq_len, seed, stream, passed_over)
     identity = {
         "data": digest(data),
         "tokenizer": tokenizer.fingerprint,
@@ -251,8 +330,9 @@ def build_loader(
         "hold_out": hold_out,
         "seq_len": training.seq_len,
         "global_batch_size": global_batch_size,
+        "packing": training.packing,
     }
-    return Loader(corpus, spec, identity, prefetch)
+    return Loader(corpus, spec, identity, prefetch, training.retry_seconds)
 
 
 class ValidationLoader:
@@ -292,9 +372,13 @@ def build_validation_loader(
     dp_rank: int,
     dp_size: int,
     pin_memory: bool = False,
+    retry_seconds: float = 0,
 ) -> ValidationLoader:
     """`validation.steps` batches of `validation.local_batch_size` held-out sequences for one data-parallel rank; or for
     -1 all documents once, in batches that hold the same sequences for any number of ranks.
+
+    Args:
+        retry_seconds: for how long to read again after an error that is likely to pass.
 
     Raises:
         ConfigError: the dataset is unknown.
@@ -302,20 +386,22 @@ def build_validation_loader(
     """
     rows = dp_size * validation.local_batch_size
     spec = build_batch_spec(training, rows, validation.local_batch_size, dp_rank, dp_size, pin_memory)
+    retries = Retries(retry_seconds)
     if validation.steps == -1:
-        corpus = Corpus(
-            validation_sources(validation, training, 1, tokenizer), tokenizer, 1, training.seq_len, seed=None
+        sources = validation_sources(validation, training, 1, tokenizer)
+        whole = Corpus(sources, tokenizer, 1, training.seq_len, seed=None)
+        numbered = retries.over(
+            lambda last: itertools.islice(enumerate(whole_set(whole, rows, spec)), last[0] + 1 if last else 0, None)
         )
-        return ValidationLoader(whole_set(corpus, rows, spec))
+        return ValidationLoader(batch for _, batch in numbered)
     sources = validation_sources(validation, training, rows, tokenizer)
     corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
-    return ValidationLoader(itertools.islice(endless_batches(corpus, spec), validation.steps))
+    return ValidationLoader(itertools.islice(endless_batches(corpus, spec, retries), validation.steps))
 
 
-def endless_batches(corpus: Corpus, spec: BatchSpec) -> Iterator[Batch]:
-    rows = [Row(corpus, number) for number in spec.local_rows]
-    while True:
-        yield from microbatches(rows, spec)
+def endless_batches(corpus: Corpus, spec: BatchSpec, retries: Retries) -> Iterator[Batch]:
+    for batches, _ in steps(corpus, spec, positions_of(rows_at(None, corpus, spec)), retries):
+        yield from batches
 
 
 def whole_set(corpus: Corpus, rows: int, spec: BatchSpec) -> Iterator[Batch]:

@@ -40,6 +40,8 @@ class Corpus:
         rows: B, sequences in a global batch.
         seq_len: tokens in a sequence.
         seed: for shuffling documents; None: keep their order.
+        stream: packs the documents of a source; None: `SourceStream`.
+        passed_over: steps whose windows are drawn and not given, from 1.
     """
 
     sources: Sequence[Weighted]
@@ -47,6 +49,13 @@ class Corpus:
     rows: int
     seq_len: int
     seed: int | None
+    stream: "type[SourceStream] | None" = None
+    passed_over: Sequence[range] = ()
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether rows may be read at the same time, because each document of a source takes a round trip."""
+        return any(getattr(weighted.source, "is_remote", False) for weighted in self.sources)
 
     @property
     def proportions(self) -> list[float]:
@@ -197,6 +206,8 @@ class SourceStream:
 class Row:
     """The endless, resumable stream of windows of one row.
 
+    `windows` is the number drawn: of these, `passed_over` were not given.
+
     In a mixture each window comes from one source, determined by its index among the windows of all rows: the
     fractional parts of multiples of the golden ratio fill [0, 1) as evenly as possible (Knuth, volume 3, 6.4), and each
     source owns an interval in proportion to its weight. So token counts follow the weights from the first step on,
@@ -215,16 +226,33 @@ class Row:
         if len(sources[0]) == 2:  # older format, which drew complete documents: offset in the current one
             offset = state["offset"] if len(sources) == 1 else 0
             sources = [[position, tokens, offset] for position, tokens in sources]
-        self.windows = (state or {}).get("windows", sum(tokens for _, tokens, _ in sources) // corpus.seq_len)
-        self.streams = [SourceStream(corpus, number, place, *source) for place, source in enumerate(sources)]
+        self.windows = (state or {}).get("windows", sum(source[1] for source in sources) // corpus.seq_len)
+        stream = corpus.stream or SourceStream
+        self.streams = [stream(corpus, number, place, *source) for place, source in enumerate(sources)]
         self.epoch = state["epoch"] if state is not None else 0
+        self.passed_over = (state or {}).get("passed_over", 0)
 
     def state(self) -> dict[str, Any]:
         """JSON."""
-        return {"sources": [stream.state() for stream in self.streams], "windows": self.windows, "epoch": self.epoch}
+        return {
+            "sources": [stream.state() for stream in self.streams],
+            "windows": self.windows,
+            "epoch": self.epoch,
+            **({"passed_over": self.passed_over} if self.passed_over else {}),
+        }
+
+    @property
+    def source(self) -> int:
+        """Of the next window."""
+        return source_of_window(self.windows * self.corpus.rows + self.number, self.corpus.proportions)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the next window comes from a remote source."""
+        return getattr(self.corpus.sources[self.source].source, "is_remote", False)
 
     def next_window(self) -> Window:
-        stream = self.streams[source_of_window(self.windows * self.corpus.rows + self.number, self.corpus.proportions)]
+        stream = self.streams[self.source]
         window = stream.next_window()
         self.windows, self.epoch = self.windows + 1, stream.epoch
         return window

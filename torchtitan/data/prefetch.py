@@ -37,8 +37,9 @@ class Prefetcher(Generic[T]):
         self.close = weakref.finalize(self, stop, self._closed, thread)
         thread.start()
 
-    def wait(self, cancelled: Callable[[], object] = lambda: False) -> None:
-        """Returns once the next item is available, or `cancelled` returns true. Re-raises the iterator's exception."""
+    def wait(self, cancelled: Callable[[], object] = lambda: False) -> bool:
+        """Returns once the next item is available, or `cancelled` returns true: whether it is. Re-raises the iterator's
+        exception."""
         if self._failure is None and self._closed.is_set():
             raise RuntimeError("The loader is closed.")
         start = time.perf_counter()
@@ -54,6 +55,7 @@ class Prefetcher(Generic[T]):
         self.wait_seconds += time.perf_counter() - start
         if self._failure is not None:
             raise self._failure
+        return bool(self._held)
 
     def next(self) -> T:
         """The next item. Re-raises the iterator's exception."""

@@ -75,6 +75,11 @@ class StridedSource:
     def fingerprint(self) -> str:
         return self.source.fingerprint
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether reading a document takes a round trip, so that rows are read at the same time, by threads."""
+        return getattr(self.source, "is_remote", False)
+
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         length = len(self.source)
         if length < rows:
@@ -109,6 +114,10 @@ class SplitSource:
     @property
     def fingerprint(self) -> str:
         return digest([self.source.fingerprint, self.held_out])
+
+    @property
+    def is_remote(self) -> bool:
+        return getattr(self.source, "is_remote", False)
 
     def __len__(self) -> int:
         held_out = len(self.source) // HELD_OUT_EVERY

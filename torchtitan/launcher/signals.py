@@ -45,6 +45,7 @@ class Stop:
     Attributes:
         requested: the signal that this process got or another rank passed on; 0 for none.
         agreed_on: the signal that all ranks stop for; 0 for none.
+        unready: whether a rank said in the last agreement that it is not ready to go on.
         progress: the trainer reports to it when steps begin and end.
         failed: set it if the process is about to exit anyway; a signal then ends it at once.
         step_on_disk: returns the step of the newest checkpoint, or None; it is None itself until that is known.
@@ -54,6 +55,7 @@ class Stop:
         self.rank = rank
         self.requested = 0
         self.agreed_on = 0
+        self.unready = False
         self.progress = Progress()
         self.failed = False
         self.step_on_disk: Callable[[], int | None] | None = None
@@ -149,17 +151,21 @@ class Stop:
 
         self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
-    def agreed(self, reason: int = 0) -> bool:
+    def agreed(self, reason: int = 0, ready: bool = True) -> bool:
         """Whether to stop now; the same on every rank. Collective: call it on all ranks at the same step boundaries. It
-        costs an all-reduce of one number between hosts. `reason`: of this rank to stop without a signal, a number above
-        all signal numbers; 0 for none."""
+        costs an all-reduce of one number between hosts.
+
+        Args:
+            reason: of this rank to stop without a signal, a number above all signal numbers; 0 for none.
+            ready: whether this rank can go on; `unready` tells all ranks if one cannot.
+        """
         import torch
         import torch.distributed as dist
 
         if not self.agreed_on:
-            request = torch.tensor(max(self.requested, reason), dtype=torch.int32)
+            request = torch.tensor(2 * max(self.requested, reason) + (not ready), dtype=torch.int32)
             dist.all_reduce(request, dist.ReduceOp.MAX, self._group)
-            self.agreed_on = int(request)
+            self.agreed_on, self.unready = int(request) // 2, int(request) % 2 > 0
         return self.agreed_on > 0
 
 

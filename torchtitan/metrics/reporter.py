@@ -260,6 +260,8 @@ class MetricsReporter:
         ]
         if "precision_phase" in record:
             parts.append(f"phase {record['precision_phase']}")
+        if "padding_share" in record:
+            parts.append(f"padding {record['padding_share']:.1%}, {record['cut_share']:.1%} of documents cut")
         if "expert_load_max" in record:
             parts.append(f"expert load {record['expert_load_min']:.2f} to {record['expert_load_max']:.2f}")
         if left := self._time_left(step):

@@ -168,7 +168,11 @@ def _build_loaders(
     refuse_differences(identity, "all machines need the same data, and Python for python_stdlib")
     validation_loader = None
     if validation.enabled:
-        validation_loader = build_validation_loader(validation, config.training, tokenizer, **place)
+        # The other ranks are in a collective meanwhile.
+        patience = min(config.training.retry_seconds, config.comm.train_timeout_seconds // 2)
+        validation_loader = build_validation_loader(
+            validation, config.training, tokenizer, **place, retry_seconds=patience
+        )
         raise_on_all_ranks(validation_loader.prepare)
     return loader, validation_loader
 

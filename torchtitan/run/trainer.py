@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,7 @@ from torchtitan.models.init import init_weights
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.process_group import set_timeout
+from torchtitan.protocols import IGNORE_INDEX
 from torchtitan.report.compare import differing, flat, shown
 from torchtitan.run.garbage_collection import garbage_collection
 from torchtitan.run.openmp_threads import limit_spinning
@@ -38,6 +40,7 @@ from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_settings
 
 DATA_ENDED = 64  # passed to `Stop` in place of a signal number; larger than any of them
+SECONDS_TOGETHER = 1.0  # between agreements to wait for a rank that reads its data again
 
 
 @dataclasses.dataclass
@@ -158,14 +161,16 @@ class Trainer:
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
         phases = self.engine.phases
         experts = self._expert_metrics() if reporter.due(self.step) else None
+        tokens, packing = self._packing_metrics(microbatches) if reporter.due(self.step) else (0, {})
         reporter.step(
             self.step,
-            loss=lambda: sum_over_ranks(self.engine, loss) / self.tokens_per_step,
+            loss=lambda: sum_over_ranks(self.engine, loss) / tokens,
             grad_norm=grad_norm,
             lr=lr,
             skipped_updates=self.guard.read,
             failed_saves=self.checkpoints.failed_saves,
             **({"precision_phase": phases.current + 1} if phases is not None else {}),
+            **packing,
             **({} if experts is None else experts.summary),
         )
         if experts is not None:
@@ -177,6 +182,19 @@ class Trainer:
     def _expert_metrics(self) -> ExpertMetrics | None:
         moe = self.engine.model.args.moe
         return moe and expert_metrics(self.engine.expert_statistics, moe.top_k, self.engine.meshes.mesh)
+
+    def _packing_metrics(self, microbatches: Sequence[Batch]) -> tuple[int, dict[str, float]]:
+        """The number of tokens with a loss in all ranks' micro-batches of this step, and the shares of padding and of
+        cut documents since the run began. Collective."""
+        packed = self.loader.packed
+        if not packed:
+            return self.tokens_per_step, {}
+        labels = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in microbatches)
+        total = torch.tensor([labels, *packed.values()], device=self.engine.device.torch_device)
+        dist.all_reduce(total)
+        labels, documents, cut, padding, tokens = total.tolist()
+        shares = {"padding_share": padding / tokens, "cut_share": cut / max(documents, 1)}
+        return labels // (dist.get_world_size() // self.engine.meshes.dims.dp), shares
 
     @property
     def tokens_per_step(self) -> int:
@@ -329,16 +347,25 @@ class Trainer:
 
     def _should_stop(self, reporter: MetricsReporter) -> bool:
         """Waits for the next batches or a signal. Then all ranks agree whether to save and stop, because any of them
-        got a signal or cannot read its data. Collective."""
-        try:
-            with reporter.waiting_for_data():
-                self.loader.wait(cancelled=lambda: self.stop.requested)
-        except DataError as error:
-            self.data_error = str(error)
-        return self._agreed_to_stop()
+        got a signal or cannot read its data. While one reads again after an error, which may take longer than a
+        collective may, all agree to wait. Collective."""
+        while True:
+            ready, retry = False, perf_counter() + SECONDS_TOGETHER
+            try:
+                with reporter.waiting_for_data():
+                    ready = self.loader.wait(partial(self._waits_no_longer, retry))
+            except DataError as error:
+                self.data_error = str(error)
+            if self._agreed_to_stop(ready):
+                return True
+            if not self.stop.unready:
+                return False
 
-    def _agreed_to_stop(self) -> bool:
-        return self.stop.agreed(DATA_ENDED if self.data_error else 0)
+    def _waits_no_longer(self, retry: float) -> bool:
+        return self.stop.requested > 0 or (self.loader.retrying and perf_counter() > retry)
+
+    def _agreed_to_stop(self, ready: bool = True) -> bool:
+        return self.stop.agreed(DATA_ENDED if self.data_error else 0, ready)
 
     def _end(self, complete: bool) -> None:
         """Saves or exports what is left. `complete`: all reports of the last step are made."""

@@ -1,0 +1,263 @@
+"""Tokens/s of the loader from every kind of source, beside other loaders, and what it costs the thread beside it.
+
+python -m benchmarks data [--seconds 2] [--kinds JSONL,Parquet] [--json FILE]
+
+The text is Python's standard library in pieces of 4,000 characters, with the tokenizer shipped here, in sequences of
+2,048 tokens, 8 a step. Three tables: the rate of each kind of source as fast as one process gives it; the share of the
+time that a consumer of a given rate waits; and a process that launches small operations from Python, as a run on a GPU
+does, beside the thread that reads and tokenizes.
+
+nanochat's loader is its algorithm, written here: batches of 128 documents of Parquet row groups, encoded by 4 threads
+of the tokenizer, in a deque of tokens. That of `datasets` is its stream of documents, encoded one by one.
+"""
+
+import argparse
+import gzip
+import json
+import statistics
+import struct
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from itertools import chain, islice
+from pathlib import Path
+from time import perf_counter, process_time, sleep
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+
+from benchmarks.tables import markdown, write_json
+from torchtitan.config.training import Training
+from torchtitan.data import Document, Loader, build_loader, load_tokenizer
+from torchtitan.data.datasets import documents_of
+from torchtitan.data.packing import tokens_of
+from torchtitan.data.tokenizer import SHIPPED
+
+SEQ_LEN, ROWS = 2048, 8
+TOKENS = SEQ_LEN * ROWS  # of a step
+CHARACTERS, PIECE = 6_000_000, 4_000
+AT_ONCE, THREADS = 128, 4  # documents and threads of nanochat's loader
+RATES = (60_000, 500_000)  # tokens/s of a process
+OPERATIONS, ROUNDS = 2_000, 5
+TOKENIZER = load_tokenizer(None)
+
+
+def texts() -> list[str]:
+    whole = (document.text for document in documents_of("python_stdlib", "text"))
+    pieces = chain.from_iterable((text[at : at + PIECE] for at in range(0, len(text), PIECE)) for text in whole)
+    return list(islice(pieces, CHARACTERS // PIECE))
+
+
+def write_text(folder: Path, documents: Sequence[str]) -> None:
+    for number in range(0, len(documents), 50):
+        (folder / f"{number}.txt").write_text("\n".join(documents[number : number + 50]), encoding="utf-8")
+
+
+def write_jsonl(folder: Path, documents: Sequence[str], name: str = "a.jsonl") -> None:
+    content = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
+    (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+
+
+def write_parquet(folder: Path, documents: Sequence[str]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": documents}), folder / "a.parquet", row_group_size=1024)
+
+
+def write_arrow(folder: Path, documents: Sequence[str]) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"text": documents}).save_to_disk(str(folder))
+
+
+def write_megatron(folder: Path, documents: Sequence[str]) -> None:
+    """Tokens as uint16 in `.bin`, and their index."""
+    tokens = [np.array(tokens_of(Document(text, ""), TOKENIZER), "<u2") for text in documents]
+    lengths = np.array([len(document) for document in tokens], "<i4")
+    (folder / "a.bin").write_bytes(np.concatenate(tokens).tobytes())
+    (folder / "a.idx").write_bytes(
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(tokens), len(tokens) + 1)
+        + lengths.tobytes()
+        + (2 * (np.cumsum(lengths, dtype="<i8") - lengths)).tobytes()
+        + np.arange(len(tokens) + 1, dtype="<i8").tobytes()
+    )
+
+
+Write = Callable[[Path, Sequence[str]], None]
+KINDS: dict[str, Write] = {
+    "text files": write_text,
+    "JSONL": write_jsonl,
+    "compressed JSONL": partial(write_jsonl, name="a.jsonl.gz"),
+    "Parquet": write_parquet,
+    "Arrow": write_arrow,
+}
+SHARDS = "token shards"
+if find_spec("torchtitan.data.shards"):
+    KINDS[SHARDS] = write_megatron
+
+
+def loader_of(folder: Path, **changes: Any) -> Loader:
+    training = Training(dataset_path=str(folder), seq_len=SEQ_LEN, local_batch_size=ROWS, **changes)
+    return build_loader(training, TOKENIZER, dp_rank=0, dp_size=1, global_batch_size=ROWS, hold_out=False)
+
+
+def ours(folder: Path, **changes: Any) -> Iterator[torch.Tensor]:
+    loader = loader_of(folder, **changes)
+    try:
+        while True:
+            yield loader.next()[0].tokens
+    finally:
+        loader.close()
+
+
+def batches_from(documents: Iterator[Sequence[int]]) -> Iterator[torch.Tensor]:
+    """Documents one after the other in (ROWS, SEQ_LEN) inputs; the labels are left out."""
+    buffer: deque[int] = deque()
+    while True:
+        while len(buffer) <= TOKENS:
+            buffer.extend(next(documents))
+        step = torch.tensor([buffer.popleft() for _ in range(TOKENS)])
+        yield step.view(ROWS, SEQ_LEN)
+
+
+def nanochat(folder: Path) -> Iterator[torch.Tensor]:
+    import pyarrow.parquet as pq
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(SHIPPED))
+
+    def documents() -> Iterator[list[int]]:
+        while True:
+            with pq.ParquetFile(folder / "a.parquet") as file:
+                for group in range(file.num_row_groups):
+                    column = file.read_row_group(group).column("text").to_pylist()
+                    for first in range(0, len(column), AT_ONCE):
+                        yield from processor.encode(
+                            column[first : first + AT_ONCE], add_bos=True, add_eos=True, num_threads=THREADS
+                        )
+
+    return batches_from(documents())
+
+
+def of_datasets(folder: Path) -> Iterator[torch.Tensor]:
+    import datasets
+
+    def documents() -> Iterator[Sequence[int]]:
+        while True:
+            files = str(folder / "a.parquet")
+            for record in datasets.load_dataset("parquet", data_files=files, split="train", streaming=True):
+                yield tokens_of(Document(record["text"], ""), TOKENIZER)
+
+    return batches_from(documents())
+
+
+def rate(batches: Iterator[torch.Tensor], seconds: float) -> tuple[float, float]:
+    """Tokens/s, and cores in use."""
+    next(batches)
+    start, cpu, steps = perf_counter(), process_time(), 0
+    while perf_counter() - start < seconds:
+        next(batches)
+        steps += 1
+    elapsed = perf_counter() - start
+    cores = (process_time() - cpu) / elapsed
+    batches.close()  # type: ignore[attr-defined]
+    return steps * TOKENS / elapsed, cores
+
+
+def wait_share(folder: Path, tokens_per_second: float, seconds: float) -> float:
+    """Of a consumer that takes as long for a step as a model of this rate."""
+    loader = loader_of(folder)
+    loader.next()
+    sleep(TOKENS / tokens_per_second)
+    waited, start = loader.wait_seconds, perf_counter()
+    while perf_counter() - start < seconds:
+        loader.next()
+        sleep(TOKENS / tokens_per_second)
+    share = (loader.wait_seconds - waited) / (perf_counter() - start)
+    loader.close()
+    return share
+
+
+def launch(value: torch.Tensor) -> None:
+    for _ in range(OPERATIONS):
+        value = value * 1.0
+
+
+def beside(folder: Path, tokens_per_second: float, seconds: float) -> float:
+    """Seconds that launching OPERATIONS small operations takes beside a loader of this rate; 0: without one."""
+    loader = loader_of(folder) if tokens_per_second else None
+    value, taken, times = torch.zeros(16), 0, []
+    start = perf_counter()
+    while (now := perf_counter()) - start < seconds:
+        launch(value)
+        times.append(perf_counter() - now)
+        while loader is not None and taken < tokens_per_second * (perf_counter() - start):
+            loader.next()
+            taken += TOKENS
+    if loader is not None:
+        loader.close()
+    return statistics.mean(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=", ".join(KINDS))
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    arguments = parser.parse_args()
+    kinds, seconds = arguments.kinds.split(","), arguments.seconds
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        parser.error(f"unknown kind {unknown[0]!r}; known: {', '.join(KINDS)}")
+    torch.set_num_threads(1)
+    documents = texts()
+    with tempfile.TemporaryDirectory() as name:
+        folders = {kind: Path(name) / kind.replace(" ", "_") for kind in {*kinds, "Parquet"}}
+        for kind, folder in folders.items():
+            folder.mkdir()
+            KINDS[kind](folder, documents)
+        loaders = {kind: partial(ours, folders[kind]) for kind in kinds}
+        loaders[f"{kinds[-1]}, best fit"] = partial(ours, folders[kinds[-1]], packing="best_fit")
+        loaders["nanochat's loader, Parquet"] = partial(nanochat, folders["Parquet"])
+        loaders["`datasets`, Parquet"] = partial(of_datasets, folders["Parquet"])
+        rates = {kind: rate(batches(), seconds) for kind, batches in loaders.items()}
+        [*_, other, theirs] = rates
+        rows = [
+            [kind, f"{speed:,.0f}", f"{cores:.1f}", f"{speed / rates[other][0]:.2f}", f"{speed / rates[theirs][0]:.2f}"]
+            for kind, (speed, cores) in rates.items()
+        ]
+        print(markdown(["source", "tokens/s", "cores", "relative to nanochat's", "to `datasets`"], rows))
+
+        of_text_and_shards = [kind for kind in ("JSONL", SHARDS) if kind in kinds]
+        waits = {kind: [wait_share(folders[kind], speed, seconds) for speed in RATES] for kind in of_text_and_shards}
+        columns = ["waiting for data", *(f"at {speed:,} tokens/s" for speed in RATES)]
+        print(
+            "", markdown(columns, [[kind, *map("{:.1%}".format, shares)] for kind, shares in waits.items()]), sep="\n"
+        )
+
+        settings = [("", 0), *((kind, speed) for kind in of_text_and_shards for speed in RATES)]
+        times: dict[tuple[str, int], list[float]] = {setting: [] for setting in settings}
+        for _ in range(ROUNDS):
+            for kind, speed in settings:
+                times[kind, speed].append(beside(folders.get(kind, Path()), speed, seconds / 2))
+        # Other load on the machine only adds to a time.
+        alone = min(times["", 0])
+        costs = {
+            kind: [f"{min(times[kind, speed]) / alone - 1:+.0%}" for speed in RATES] for kind in of_text_and_shards
+        }
+        columns = [f"time to launch {OPERATIONS:,} operations ({1e3 * alone:.1f} ms alone)", *columns[1:]]
+        print("", markdown(columns, [[kind, *cells] for kind, cells in costs.items()]), sep="\n")
+    if arguments.json:
+        figures = {"tokens_per_second": rates, "wait_share": waits, "launching": {str(k): v for k, v in times.items()}}
+        write_json(arguments.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Packing without cutting documents (Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830)."""
+
+import bisect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torchtitan.data.packing import Corpus, SourceStream, Window
+from torchtitan.data.strided import mix64, permute_index
+
+__all__ = ["BestFitStream"]
+
+# Windows of tokens that are packed together, from one row and source. Twice as many halve the padding; a start or a
+# resume tokenizes them all before its first step.
+POOL = 64
+POOL_MOST = POOL + 4  # to which it grows while the tokens would leave the last window more than a quarter empty
+
+
+class Piece(NamedTuple):
+    """Tokens `start` to `stop` of a document."""
+
+    tokens: Any  # NDArray[np.integer]
+    start: int
+    stop: int
+    sample_id: str
+    epoch: int
+
+
+class BestFitStream(SourceStream):
+    """A stream whose documents are cut only if they are longer than a window: into full windows and a rest.
+
+    It draws documents until they have the tokens of POOL windows, puts them into windows by best fit decreasing, fills
+    these up with padding, and gives them in random order. While it gives them, it draws the next documents, so that the
+    work is spread evenly.
+
+    A position is that of the first document of the pool, and the number of its windows that were given: resuming draws
+    and packs the same pool again.
+
+    Args:
+        given: number of windows of the pool that were given.
+        counts: what `state` has counted so far.
+    """
+
+    def __init__(
+        self, corpus: Corpus, row: int, place: int, position: Any, tokens: int, given: int, *counts: int
+    ) -> None:
+        super().__init__(corpus, row, place, position, tokens, 0)
+        self.row = row
+        self.given = given
+        self.counts = counts or (0, 0, 0)
+        self.pool_start = self.progress
+        self.windows: list[list[Piece]] = []  # of the pool; empty before it is packed
+        self.drawn: list[Piece] = []  # of the next pool
+        self.drawn_tokens = 0
+
+    def state(self) -> list[Any]:
+        """JSON: position before the pool, tokens before it, windows given; then what was in the windows given so far:
+        documents, how many of them are cut, and tokens of padding."""
+        return [*self.pool_start, self.given, *self.counts]
+
+    def next_window(self) -> Window:
+        length = self.corpus.seq_len + 1
+        if not self.windows:
+            self.draw_tokens(POOL * length)
+            while -self.drawn_tokens % length > length // 4 and self.drawn_tokens < POOL_MOST * length:
+                self.draw_tokens(self.drawn_tokens + 1)
+            self.windows, self.pool_end = packed(self.drawn, length), self.progress
+            self.drawn, self.drawn_tokens = [], 0
+        key = mix64(mix64(self.row) + self.pool_start[1])
+        pieces = self.windows[permute_index(self.given, len(self.windows), key)]
+        self.given += 1
+        self.draw_tokens(min(self.given, POOL) * length)
+        if self.given == len(self.windows):
+            self.pool_start, self.given, self.windows = self.pool_end, 0, []
+        return self.window_of(pieces)
+
+    def draw_tokens(self, number: int) -> None:
+        """Draws until the next pool has this many tokens."""
+        length = self.corpus.seq_len
+        while self.drawn_tokens < number:
+            self.draw()
+            # Each piece begins with the last token of the one before it, so that each token of a document is predicted.
+            for at in range(0, max(1, len(self.tokens) - 1), length) if len(self.tokens) else ():
+                stop = min(at + length + 1, len(self.tokens))
+                self.drawn.append(Piece(self.tokens, at, stop, self.sample_id, self.epoch))
+                self.drawn_tokens += stop - at
+
+    def window_of(self, pieces: Sequence[Piece]) -> Window:
+        parts = [piece.tokens[piece.start : piece.stop] for piece in pieces]
+        window = self.window(parts, [piece.sample_id for piece in pieces])
+        length = self.corpus.seq_len + 1
+        begun = [piece for piece in pieces if piece.start == 0]
+        cut = sum(piece.stop < len(piece.tokens) for piece in begun)
+        of_window = len(begun), cut, length - len(window.tokens)
+        self.counts = tuple(map(sum, zip(self.counts, of_window, strict=True)))
+        self.epoch = min(piece.epoch for piece in pieces)
+        return window.filled_up(length)._replace(sample_ids=window.sample_ids)
+
+
+def packed(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
+    """The pieces in windows of at most `length` tokens, by best fit decreasing; in a window, in their order."""
+    sizes = [piece.stop - piece.start for piece in pieces]
+    windows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # of each window: tokens that it has room for, and its index; sorted
+    for number in sorted(range(len(pieces)), key=lambda number: -sizes[number]):
+        size = sizes[number]
+        fit = bisect.bisect(room, (size, -1))
+        left, index = room.pop(fit) if fit < len(room) else (length, len(windows))
+        if index == len(windows):
+            windows.append([])
+        windows[index].append(number)
+        bisect.insort(room, (left - size, index))
+    return [[pieces[number] for number in sorted(window)] for window in windows]
