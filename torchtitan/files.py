@@ -21,6 +21,7 @@ __all__ = [
     "any_path",
     "expand",
     "expand_any",
+    "expand_data",
     "is_uri",
     "local_path",
     "regular_file",
@@ -77,6 +78,11 @@ def expand_any(path: str) -> str:
     return path if is_uri(path) else expand(path)
 
 
+def expand_data(path: str) -> str:
+    """A path, a URI, or whatever a user's own data set takes, with `~` replaced and no `file://`."""
+    return os.path.expanduser(OF_THIS_MACHINE.sub("", path, count=1))
+
+
 def any_path(path: str) -> Path:
     """A path on this machine, or a `UPath`, which has the methods of a Path, for a URI.
 
@@ -88,7 +94,7 @@ def any_path(path: str) -> Path:
         return local_path(path)
     scheme, rest = path.split(":", 1)
     try:
-        place = UPath(f"{scheme.lower()}:{rest}")
+        place = UPath(f"{scheme.lower()}:{rest}", use_listings_cache=False)  # others write there, too
         store = place.fs  # imports what can read it
     except ImportError as error:
         extra = f"run `pip install 'torchtitan[{EXTRAS[scheme.lower()]}]'`" if scheme.lower() in EXTRAS else str(error)
@@ -192,9 +198,9 @@ def store_errors(path: object) -> Iterator[None]:
         with Waiting(f"{path}: waiting for the object store"):
             yield
     except Exception as error:
-        if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in LIBRARIES:
-            if not (isinstance(error, ValueError) and "endpoint" in str(error).lower()):
-                raise
+        of_store = isinstance(error, OSError) or type(error).__module__.split(".")[0] in LIBRARIES
+        if not of_store and not (isinstance(error, ValueError) and "endpoint" in str(error).lower()):
+            raise
         raise as_os_error(error, str(path)) from error
 
 
@@ -219,11 +225,12 @@ def as_os_error(error: Exception, path: str) -> OSError:
 
 
 def regular_file(path: Path) -> Path:
-    """The path itself, for a file or folder. Opening a named pipe would wait forever, and a device may have no end.
+    """The path itself, for a file or folder, here or in an object store. Opening a named pipe would wait forever, and a
+    device may have no end.
 
     Raises:
         OSError: nothing is there, or neither of them.
     """
-    if reason := NOT_FILES.get(stat.S_IFMT(path.stat().st_mode)):
+    if not is_uri(str(path)) and (reason := NOT_FILES.get(stat.S_IFMT(path.stat().st_mode))):
         raise OSError(errno.EINVAL, reason, str(path))
     return path

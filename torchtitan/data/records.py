@@ -1,18 +1,26 @@
 """Random-access sources whose documents are records with a text column: JSONL, Parquet and Arrow files."""
 
 import glob
+import itertools
 import json
 import mmap
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from torchtitan.data.index import Records, record_offsets
-from torchtitan.data.sources import Document, Stamp, digest
+from torchtitan.cache import private_folder
+from torchtitan.data.blocks import AHEAD, KEPT, Stamp, StoreFile
+from torchtitan.data.index import SECONDS_BETWEEN_LOOKS, Records, record_offsets, write_once
+from torchtitan.data.sources import Document, digest
 from torchtitan.errors import DataError
-from torchtitan.logging import logger
+from torchtitan.files import is_uri
+from torchtitan.logging import Waiting, logger
 
 if TYPE_CHECKING:
     import numpy as np
@@ -166,8 +174,7 @@ class JsonLines:
         start, stop = (int(offset) for offset in self.offsets[file][line : line + 2])
         path = self.root / self.files[file]
         try:
-            with path.open("rb") as opened:
-                self.stamps[file].check(path, opened)
+            with self.stamps[file].open(path) as opened:
                 opened.seek(start)
                 content = opened.read(stop - start)
         except OSError as error:
@@ -178,7 +185,7 @@ class JsonLines:
 
 def is_array(path: Path) -> bool:
     """Whether a JSON file begins with the bracket of an array of objects, or of an empty array."""
-    with path.open("rb") as file:
+    with Stamp.of(path).open(path) as file:
         return re.match(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]", file.read(ARRAY_LOOKED_AT)) is not None
 
 
@@ -187,7 +194,7 @@ def array_offsets(path: Path) -> "NDArray[np.int64]":
     import numpy as np
 
     starts, depth = [], 0
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with Stamp.of(path).open(path) as file, mapped(file) as content:
         for found in STRING_OR_BRACKET.finditer(content):
             match found[0][:1]:
                 case b"{" | b"[":
@@ -199,10 +206,17 @@ def array_offsets(path: Path) -> "NDArray[np.int64]":
         return np.array([*starts, len(content)], np.int64)
 
 
+def mapped(file: BinaryIO) -> "AbstractContextManager[mmap.mmap | bytes]":
+    """The content of a file; of one in an object store, in memory."""
+    if isinstance(getattr(file, "raw", None), StoreFile):
+        return nullcontext(file.read())
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def first_lines(path: Path) -> list[bytes]:
     """The first lines that are not blank."""
     lines: list[bytes] = []
-    with path.open("rb") as file:
+    with Stamp.of(path).open(path) as file:
         while len(lines) < LINES_LOOKED_AT and (line := file.readline(LONGEST_LINE_LOOKED_AT)):
             lines += [line] if line.strip() else []
     return lines
@@ -262,8 +276,7 @@ class TableFiles:
     def check_unchanged(self, number: int) -> None:
         path = self.root / self.files[number]
         try:
-            with path.open("rb") as file:
-                self.stamps[number].check(path, file)
+            self.stamps[number].open(path).close()
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}).") from error
 
@@ -276,12 +289,19 @@ def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str) 
     schemas = {}
     for name in files:
         try:
-            with pq.ParquetFile(root / name) as file:
+            with Stamp.of(root / name).open(root / name) as opened, pq.ParquetFile(opened) as file:
                 if file.metadata.num_rows:  # `datasets` cannot read a file without rows
                     schemas[name] = file.schema_arrow
         except (OSError, pa.ArrowException) as error:
+            if getattr(error, "filename", None):
+                raise
             raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
     column, types = column_types(path, root, schemas, text_column)
+    if is_uri(str(root)):
+        tables = local_tables(
+            root, list(schemas), column, lambda file: pq.ParquetFile(file).iter_batches(columns=[column])
+        )
+        return TableFiles(root, files, text_column, tables, mapped=False)
 
     import datasets
 
@@ -302,6 +322,8 @@ def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str) ->
     """Arrow files, as streams (`save_to_disk` and the cache of `datasets`) or with an index."""
     import pyarrow as pa
 
+    if is_uri(str(root)):
+        return open_remote_arrow(path, root, files, text_column)
     tables = {}
     for name in files:
         try:
@@ -317,6 +339,80 @@ def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str) ->
     column, _ = column_types(path, root, schemas, text_column)
     selected = [table.select([column] if table.num_rows else []) for table in tables.values()]
     return TableFiles(root, files, text_column, selected, mapped=True)
+
+
+def open_remote_arrow(path: str, root: Path, files: Sequence[str], text_column: str) -> TableFiles:
+    import pyarrow as pa
+
+    schemas: dict[str, Any] = {}
+    for name in files:
+        try:
+            with Stamp.of(root / name).open(root / name) as file:
+                for batch in itertools.islice(arrow_batches(file), 1):
+                    schemas[name] = batch.schema
+        except pa.ArrowException as error:
+            raise DataError(f"{root / name} is not an Arrow file, or is damaged ({error}).") from error
+    column, _ = column_types(path, root, schemas, text_column)
+    return TableFiles(root, files, text_column, local_tables(root, list(schemas), column, arrow_batches), mapped=False)
+
+
+def arrow_batches(file: BinaryIO) -> Iterator[Any]:
+    import pyarrow as pa
+
+    try:
+        yield from pa.ipc.open_stream(file)
+    except pa.ArrowInvalid:
+        file.seek(0)
+        reader = pa.ipc.open_file(file)
+        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+
+
+def local_tables(
+    root: Path, files: Sequence[str], column: str, batches: Callable[[BinaryIO], Iterable[Any]]
+) -> list[Any]:
+    """A column of tables in an object store, memory-mapped from copies beside the blocks in the cache folder, which the
+    processes of a machine make once. Rows are read in a random order, and tables are compressed by many rows.
+
+    Raises:
+        DataError: a table is damaged, or the copies would be larger than training.cache_gb, or cannot be written.
+    """
+    import pyarrow as pa
+
+    def write(path: Path, to: BinaryIO) -> None:
+        with Stamp.of(path).open(path, AHEAD) as file:
+            every = (batch.select([column]) for batch in batches(file))
+            first = next(every)
+            with pa.ipc.new_stream(to, first.schema) as writer:
+                for batch in itertools.chain([first], every):
+                    writer.write_batch(batch)
+
+    tables: list[Any] = []
+    for name in Waiting.over(files, f"{root}: copying column {column!r} into the cache folder", "files"):
+        path = root / name
+        try:
+            place = private_folder("blocks") / digest([str(path), *Stamp.of(path), column])
+            while not place.exists():
+                if write_once(place, place.exists, partial(write, path)):
+                    KEPT.grown(place.stat().st_size)
+                else:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+            os.utime(place)  # it is used
+            tables.append(pa.ipc.open_stream(pa.memory_map(str(place))).read_all())
+        except pa.ArrowException as error:
+            raise DataError(f"{path} is damaged ({error}).") from error
+        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
+            if getattr(error, "filename", None) == str(path):
+                raise
+            raise DataError(
+                f"{path} takes a copy of a column in the cache folder, which cannot be written ({error}); set "
+                "XDG_CACHE_HOME to a folder with room, or convert it to JSONL, or copy it to this machine."
+            ) from error
+        if (size := sum(table.nbytes for table in tables)) > KEPT.most:
+            raise DataError(
+                f"{root} takes a copy of more than {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb "
+                f"allows {KEPT.most / 1e9:,.1f}; raise it, or convert the files to JSONL, or copy them to this machine."
+            )
+    return tables
 
 
 def column_types(path: str, root: Path, schemas: Mapping[str, Any], text_column: str) -> tuple[str, list[Any]]:
