@@ -37,6 +37,10 @@ EveryLayers = Annotated[
 ]
 PathOrEmpty = Annotated[str, AfterValidator(expand), Expected("a path on this machine")]
 LocalPath = Annotated[PathOrEmpty, MinLen(1)]
+
+DumpFolder = Annotated[
+    LocalPath, Expected("a path on this machine (checkpoint.folder takes a URI, to keep checkpoints elsewhere)")
+]
 InnerFolder = Annotated[
     LocalPath,
     Predicate(lambda path: ".." not in Path(path).parts),

@@ -163,7 +163,7 @@ def block(path: Path, stamp: Stamp, number: int) -> "bytes | mmap.mmap":
         return KEPT.mapped(name, stop - start)
     with store_errors(path):
         try:
-            content: bytes = store.cat_file(inside, start, stop)
+            content: bytes = store.cat_file(inside, start=start, end=stop)
         finally:
             stamp.check(path)  # of another version, it is the wrong part, or does not exist
         if len(content) != stop - start:
@@ -236,6 +236,6 @@ def head_of(path: Path, size: int) -> bytes:
     if is_uri(str(path)):
         store, inside = store_of(path)
         with store_errors(path):
-            return cast(bytes, store.cat_file(inside, 0, size))
+            return cast(bytes, store.cat_file(inside, start=0, end=size))
     with path.open("rb") as file:
         return file.read(size)

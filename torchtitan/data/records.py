@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -391,13 +391,14 @@ def local_tables(
         path = root / name
         try:
             place = private_folder("blocks") / digest([str(path), *Stamp.of(path), column])
-            while not place.exists():
-                if write_once(place, place.exists, partial(write, path)):
-                    KEPT.grown(place.stat().st_size)
-                else:
+            table, wrote = None, False
+            while table is None:
+                wrote |= not place.exists() and write_once(place, place.exists, partial(write, path))
+                with suppress(FileNotFoundError):  # another process writes it, or has removed it
+                    os.utime(place)  # it is used
+                    table = pa.ipc.open_stream(pa.memory_map(str(place))).read_all()
+                if table is None:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
-            os.utime(place)  # it is used
-            tables.append(pa.ipc.open_stream(pa.memory_map(str(place))).read_all())
         except pa.ArrowException as error:
             raise DataError(f"{path} is damaged ({error}).") from error
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
@@ -407,11 +408,13 @@ def local_tables(
                 f"{path} takes a copy of a column in the cache folder, which cannot be written ({error}); set "
                 "XDG_CACHE_HOME to a folder with room, or convert it to JSONL, or copy it to this machine."
             ) from error
+        tables.append(table)
         if (size := sum(table.nbytes for table in tables)) > KEPT.most:
             raise DataError(
                 f"{root} takes a copy of more than {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb "
                 f"allows {KEPT.most / 1e9:,.1f}; raise it, or convert the files to JSONL, or copy them to this machine."
             )
+        KEPT.grown(table.nbytes if wrote else 0)
     return tables
 
 
