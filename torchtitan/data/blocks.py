@@ -6,6 +6,7 @@ import io
 import mmap
 import os
 import shutil
+import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -124,7 +125,11 @@ class StoreFile(io.RawIOBase):
         start, stop, _ = part.indices(len(self))
         numbers = range(start // BLOCK, -(-stop // BLOCK)) if start < stop else range(0)
         read = partial(block, self.path, self.stamp)
-        blocks = [read(number) for number in numbers] if len(numbers) < 2 else list(threads().map(read, numbers))
+        if len(numbers) < 2:
+            blocks = [read(number) for number in numbers]
+        else:
+            with ThreadPoolExecutor(AT_ONCE) as threads:  # not kept: a forked process would wait for its threads
+                blocks = list(threads.map(read, numbers))
         parts = [
             memoryview(content)[max(start - number * BLOCK, 0) : stop - number * BLOCK]
             for number, content in zip(numbers, blocks, strict=True)
@@ -146,11 +151,6 @@ class StoreFile(io.RawIOBase):
         buffer[: len(content)] = content
         self.position += len(content)
         return len(content)
-
-
-@cache
-def threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(AT_ONCE, "blocks")
 
 
 @lru_cache(AT_HAND)
@@ -215,16 +215,17 @@ class BlockCache:
         self.unchecked += size
         if self.unchecked <= self.most // 20:
             return
-        self.unchecked, files = 0, []
-        for entry in os.scandir(folder := private_folder("blocks")):
+        self.unchecked, files, folder = 0, [], private_folder("blocks")
+        for file in folder.rglob("*"):
             with suppress(FileNotFoundError):  # another process has removed it
-                files.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+                status = file.stat()
+                if stat.S_ISREG(status.st_mode):
+                    files.append((max(status.st_atime_ns, status.st_mtime_ns), status.st_size, file))
         total = sum(size for _, size, _ in files)
         most = min(self.most, (total + shutil.disk_usage(folder).free) // 2)
-        for _, size, path in sorted(files) if total > most else ():
+        for _, size, file in sorted(files) if total > most else ():
             if total > most * 0.9:
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
+                file.unlink(missing_ok=True)
                 total -= size
 
 

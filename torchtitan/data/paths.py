@@ -10,7 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan.data.blocks import LISTED, Stamp, head_of, store_of
+from torchtitan.data.blocks import KEPT, LISTED, Stamp, head_of, store_of
+from torchtitan.data.copies import copied
 from torchtitan.data.records import JsonLines, open_arrow, open_parquet
 from torchtitan.data.sources import Source, StreamedSource, TextFiles
 from torchtitan.data.splits import TRAIN, by_split, for_part
@@ -28,10 +29,12 @@ class Format(NamedTuple):
     Attributes:
         suffixes: of its files.
         open: from the path that was named, the folder, names in it and the text column to documents.
+        here: whether the files must lie on this machine; those in object stores are copied.
     """
 
     suffixes: tuple[str, ...]
     open: Callable[[str, Path, list[str], str], Source | StreamedSource]
+    here: bool = False
 
 
 RECORDS = {
@@ -42,8 +45,8 @@ RECORDS = {
         tuple(CODECS),
         lambda path, root, files, column: open_compressed_jsonl(path, root, files, column),
     ),
-    "Parquet": Format((".parquet",), open_parquet),
-    "Arrow": Format((".arrow",), open_arrow),
+    "Parquet": Format((".parquet",), open_parquet, here=True),
+    "Arrow": Format((".arrow",), open_arrow, here=True),
 }
 KINDS = {suffix: kind for kind, format in RECORDS.items() for suffix in format.suffixes}
 NOT_TEXT = {".csv", ".tsv", ".pdf", ".rtf"}  # though all or much of it is characters
@@ -91,6 +94,13 @@ def open_path(path: str, text_column: str, part: str = TRAIN) -> Source | Stream
         kind, files = data_among(str(place), root, files)
         if root == place:
             files = of_part(str(place), kind, files, part)
+        if kind in RECORDS and RECORDS[kind].here and is_uri(str(root)):
+            if (size := sum(Stamp.of(root / name).size for name in files)) > KEPT.most:
+                raise DataError(
+                    f"{path} takes a copy of {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb allows "
+                    f"{KEPT.most / 1e9:,.1f}; raise it, or convert the files to JSONL, or copy them to this machine."
+                )
+            root = copied(root, files)
         if kind in RECORDS:
             return RECORDS[kind].open(str(place), root, files, text_column)
         for name in Waiting.over(files, f"{path}: looking whether its files are text", "files"):

@@ -1,26 +1,20 @@
 """Random-access sources whose documents are records with a text column: JSONL, Parquet and Arrow files."""
 
 import glob
-import itertools
 import json
 import mmap
-import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from torchtitan.cache import private_folder
-from torchtitan.data.blocks import AHEAD, KEPT, Stamp, StoreFile
-from torchtitan.data.index import SECONDS_BETWEEN_LOOKS, Records, record_offsets, write_once
+from torchtitan.data.blocks import Stamp, StoreFile
+from torchtitan.data.index import Records, record_offsets
 from torchtitan.data.sources import Document, digest
 from torchtitan.errors import DataError
-from torchtitan.files import is_uri
-from torchtitan.logging import Waiting, logger
+from torchtitan.logging import logger
 
 if TYPE_CHECKING:
     import numpy as np
@@ -289,19 +283,12 @@ def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str) 
     schemas = {}
     for name in files:
         try:
-            with Stamp.of(root / name).open(root / name) as opened, pq.ParquetFile(opened) as file:
+            with pq.ParquetFile(root / name) as file:
                 if file.metadata.num_rows:  # `datasets` cannot read a file without rows
                     schemas[name] = file.schema_arrow
         except (OSError, pa.ArrowException) as error:
-            if getattr(error, "filename", None):
-                raise
             raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
     column, types = column_types(path, root, schemas, text_column)
-    if is_uri(str(root)):
-        tables = local_tables(
-            root, list(schemas), column, lambda file: pq.ParquetFile(file).iter_batches(columns=[column])
-        )
-        return TableFiles(root, files, text_column, tables, mapped=False)
 
     import datasets
 
@@ -322,8 +309,6 @@ def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str) ->
     """Arrow files, as streams (`save_to_disk` and the cache of `datasets`) or with an index."""
     import pyarrow as pa
 
-    if is_uri(str(root)):
-        return open_remote_arrow(path, root, files, text_column)
     tables = {}
     for name in files:
         try:
@@ -339,83 +324,6 @@ def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str) ->
     column, _ = column_types(path, root, schemas, text_column)
     selected = [table.select([column] if table.num_rows else []) for table in tables.values()]
     return TableFiles(root, files, text_column, selected, mapped=True)
-
-
-def open_remote_arrow(path: str, root: Path, files: Sequence[str], text_column: str) -> TableFiles:
-    import pyarrow as pa
-
-    schemas: dict[str, Any] = {}
-    for name in files:
-        try:
-            with Stamp.of(root / name).open(root / name) as file:
-                for batch in itertools.islice(arrow_batches(file), 1):
-                    schemas[name] = batch.schema
-        except pa.ArrowException as error:
-            raise DataError(f"{root / name} is not an Arrow file, or is damaged ({error}).") from error
-    column, _ = column_types(path, root, schemas, text_column)
-    return TableFiles(root, files, text_column, local_tables(root, list(schemas), column, arrow_batches), mapped=False)
-
-
-def arrow_batches(file: BinaryIO) -> Iterator[Any]:
-    import pyarrow as pa
-
-    try:
-        yield from pa.ipc.open_stream(file)
-    except pa.ArrowInvalid:
-        file.seek(0)
-        reader = pa.ipc.open_file(file)
-        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
-
-
-def local_tables(
-    root: Path, files: Sequence[str], column: str, batches: Callable[[BinaryIO], Iterable[Any]]
-) -> list[Any]:
-    """A column of tables in an object store, memory-mapped from copies beside the blocks in the cache folder, which the
-    processes of a machine make once. Rows are read in a random order, and tables are compressed by many rows.
-
-    Raises:
-        DataError: a table is damaged, or the copies would be larger than training.cache_gb, or cannot be written.
-    """
-    import pyarrow as pa
-
-    def write(path: Path, to: BinaryIO) -> None:
-        with Stamp.of(path).open(path, AHEAD) as file:
-            every = (batch.select([column]) for batch in batches(file))
-            first = next(every)
-            with pa.ipc.new_stream(to, first.schema) as writer:
-                for batch in itertools.chain([first], every):
-                    writer.write_batch(batch)
-
-    tables: list[Any] = []
-    for name in Waiting.over(files, f"{root}: copying column {column!r} into the cache folder", "files"):
-        path = root / name
-        try:
-            place = private_folder("blocks") / digest([str(path), *Stamp.of(path), column])
-            table, wrote = None, False
-            while table is None:
-                wrote |= not place.exists() and write_once(place, place.exists, partial(write, path))
-                with suppress(FileNotFoundError):  # another process writes it, or has removed it
-                    os.utime(place)  # it is used
-                    table = pa.ipc.open_stream(pa.memory_map(str(place))).read_all()
-                if table is None:
-                    time.sleep(SECONDS_BETWEEN_LOOKS)
-        except pa.ArrowException as error:
-            raise DataError(f"{path} is damaged ({error}).") from error
-        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
-            if getattr(error, "filename", None) == str(path):
-                raise
-            raise DataError(
-                f"{path} takes a copy of a column in the cache folder, which cannot be written ({error}); set "
-                "XDG_CACHE_HOME to a folder with room, or convert it to JSONL, or copy it to this machine."
-            ) from error
-        tables.append(table)
-        if (size := sum(table.nbytes for table in tables)) > KEPT.most:
-            raise DataError(
-                f"{root} takes a copy of more than {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb "
-                f"allows {KEPT.most / 1e9:,.1f}; raise it, or convert the files to JSONL, or copy them to this machine."
-            )
-        KEPT.grown(table.nbytes if wrote else 0)
-    return tables
 
 
 def column_types(path: str, root: Path, schemas: Mapping[str, Any], text_column: str) -> tuple[str, list[Any]]:

@@ -1,6 +1,5 @@
 """Tokenizers: sentencepiece, Hugging Face `tokenizer.json` and Llama 3's tiktoken files, detected from the content."""
 
-import atexit
 import base64
 import binascii
 import codecs
@@ -8,18 +7,14 @@ import errno
 import hashlib
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchtitan.cache import private_folder
-from torchtitan.data.blocks import Stamp, store_of
-from torchtitan.data.sources import digest
+from torchtitan.data.blocks import LISTED, Stamp, store_of
+from torchtitan.data.copies import copied
 from torchtitan.errors import DataError
 from torchtitan.files import PathError, any_path, is_uri, regular_file, store_errors
 
@@ -214,22 +209,9 @@ def fetched(place: Path) -> Path:
         wanted = [itself] if named else [name for name in stamps if name in FILES_IN_FOLDER or name.endswith(".model")]
         if not wanted:
             raise FileNotFoundError(errno.ENOENT, "it holds no tokenizer.model or tokenizer.json", str(place))
-        stamps = {name: stamps[name] for name in sorted({*wanted, *BESIDE}) if name in stamps}
-        try:
-            folder = private_folder("tokenizers")
-        except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
-            folder = Path(tempfile.mkdtemp(prefix="torchtitan-tokenizer-"))
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        copy = folder / f"{main.name}-{digest([str(main), stamps])}"
-        if not copy.exists():
-            new = Path(tempfile.mkdtemp(dir=folder))
-            for name in stamps:
-                (new / name).parent.mkdir(exist_ok=True)
-                store.get_file(f"{base}/{name}", str(new / name))
-            with suppress(OSError):  # another process was faster
-                new.rename(copy)
-            shutil.rmtree(new, ignore_errors=True)
-        return copy / itself
+        names = [name for name in sorted({*wanted, *BESIDE}) if name in stamps]
+        LISTED.update({str(main / name): stamps[name] for name in names})
+    return copied(main, names) / itself
 
 
 def damaged(file: Path, kind: str, reason: object) -> DataError:
