@@ -93,6 +93,8 @@ def any_path(path: str) -> Path:
     if not is_uri(path):
         return local_path(path)
     scheme, rest = path.split(":", 1)
+    if scheme.lower() in ("http", "https"):  # fsspec would read a file of any size for the links in it
+        raise PathError(f"{path!r} cannot be read: a web server does not list files; download it first.")
     try:
         place = UPath(f"{scheme.lower()}:{rest}", use_listings_cache=False)  # others write there, too
         store = place.fs  # imports what can read it
