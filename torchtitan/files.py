@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import logging
 import os
 import re
 import stat
@@ -12,7 +13,7 @@ from typing import cast
 
 from upath import UPath
 
-from torchtitan.errors import DataError
+from torchtitan.errors import DataError, UserError
 from torchtitan.logging import Waiting
 
 __all__ = [
@@ -101,8 +102,9 @@ def any_path(path: str) -> Path:
     except ImportError as error:
         extra = f"run `pip install 'torchtitan[{EXTRAS[scheme.lower()]}]'`" if scheme.lower() in EXTRAS else str(error)
         raise PathError(f"{path!r} cannot be read: a package is missing; {extra.rstrip('.')}.") from None
-    except ValueError as error:
-        raise PathError(f"{path!r} cannot be read: {str(error).rstrip('.')}.") from None
+    except Exception as error:  # each library has its own
+        raise PathError(f"{path!r} cannot be read: {as_os_error(error, path).strerror}.") from error
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the tracebacks of what it raises
     if hasattr(store, "retries"):
         store.retries = TRIES
     return cast(Path, place)
@@ -179,8 +181,6 @@ NUMBERS = {
     TimeoutError: errno.ETIMEDOUT,
     ValueError: errno.EINVAL,
 }
-LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "httpcore", "httpx", "huggingface_hub"}
-LIBRARIES |= {"requests", "s3fs", "urllib3", "asyncio"}
 
 
 @contextmanager
@@ -200,8 +200,8 @@ def store_errors(path: object) -> Iterator[None]:
         with Waiting(f"{path}: waiting for the object store"):
             yield
     except Exception as error:
-        of_store = isinstance(error, OSError) or type(error).__module__.split(".")[0] in LIBRARIES
-        if not of_store and not (isinstance(error, ValueError) and "endpoint" in str(error).lower()):
+        ours = isinstance(error, UserError) or type(error).__module__ == "builtins"
+        if ours and not isinstance(error, OSError | NotImplementedError) and type(error) is not ValueError:
             raise
         raise as_os_error(error, str(path)) from error
 

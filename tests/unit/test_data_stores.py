@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from object_store import S3Server
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data import blocks
+from torchtitan.data import blocks, index
 from torchtitan.data.blocks import KEPT, LISTED, Stamp, StoreFile
 from torchtitan.data.datasets import parse_entry, validation_sources
 from torchtitan.data.paths import open_path
@@ -38,6 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(blocks, "BLOCK", 1000)
+    monkeypatch.setattr(index, "WORTH_KEEPING", 0)
     monkeypatch.setattr(KEPT, "most", 10**9)
     forget()
     yield tmp_path / "cache" / "torchtitan" / "blocks"

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from object_store import S3Server
 
+from torchtitan.data.paths import open_path
+from torchtitan.errors import DataError
 from torchtitan.files import TRANSIENT, PathError, any_path, expand, local_path, regular_file, store_errors
 
 ROOT = Path(__file__).parents[2]
@@ -78,8 +80,12 @@ def test_an_object_store_has_the_methods_of_a_path(s3: S3Server) -> None:
 
 
 def test_a_uri_that_nothing_here_can_read_is_refused() -> None:
-    with pytest.raises(PathError, match="cannot be read"):
-        any_path("nowhere://bucket/run")
+    for uri in ("nowhere://bucket/run", "https://localhost/a", "ftp://127.0.0.1:9/a", "zip://."):
+        with pytest.raises(PathError, match=f"'{uri}' cannot be read"):
+            any_path(uri)
+    for uri in ("s3://", "hf://name"):
+        with pytest.raises(DataError, match=f"{uri} cannot be read"):
+            open_path(uri, "text")
 
 
 def test_the_extra_that_reads_a_uri_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,5 +138,6 @@ def test_errors_on_this_machine_stay_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as raised, store_errors(tmp_path):
         (tmp_path / "missing").read_bytes()
     assert raised.value.filename == str(tmp_path / "missing")
-    with pytest.raises(ValueError, match="ours"), store_errors("s3://bucket/a"):
-        raise ValueError("ours")
+    for error in (TypeError("ours"), DataError("ours")):
+        with pytest.raises(type(error), match="ours"), store_errors("s3://bucket/a"):
+            raise error
