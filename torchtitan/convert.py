@@ -15,7 +15,7 @@ import argparse
 
 from torchtitan.config.extension import add_custom_import
 from torchtitan.errors import run_command
-from torchtitan.files import expand, local_path
+from torchtitan.files import expand_any, local_path
 
 
 def main() -> None:
@@ -30,13 +30,15 @@ def main() -> None:
     importing.add_argument(
         "--family", help="model.name of the checkpoint; default: the first family with a matching flavor"
     )
-    importing.add_argument("--tokenizer-path", type=expand, help="tokenizer of the model; default: the one in FOLDER")
+    importing.add_argument(
+        "--tokenizer-path", type=expand_any, help="tokenizer of the model; default: the one in FOLDER"
+    )
     exporting = commands.add_parser("to-hf")
     exporting.set_defaults(run=_to_hf)
     exporting.add_argument("checkpoint", type=local_path)
     exporting.add_argument("out", type=local_path, help="folder to create; must not exist")
     exporting.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    exporting.add_argument("--tokenizer-path", type=expand, help="default: the model's own")
+    exporting.add_argument("--tokenizer-path", type=expand_any, help="default: the model's own")
     for command in (importing, exporting):
         add_custom_import(command)
     arguments = parser.parse_args()

@@ -15,7 +15,7 @@ from torchtitan.config.extension import add_custom_import
 from torchtitan.config.output import Metrics
 from torchtitan.config.training import Evaluation
 from torchtitan.errors import ConfigError, run_command
-from torchtitan.files import expand, local_path
+from torchtitan.files import expand_any, local_path
 from torchtitan.strict_json import finite
 
 BATCH_TOKENS = 8192
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
     )
-    parser.add_argument("--tokenizer-path", type=expand, help="default: the model's own")
+    parser.add_argument("--tokenizer-path", type=expand_any, help="default: the model's own")
     add_custom_import(parser)
     parser.add_argument(
         "--out", type=local_path, help="JSONL file to write: the result of each example", metavar="FILE"

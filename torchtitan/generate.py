@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from torchtitan.config.extension import add_custom_import
 from torchtitan.errors import CheckpointError, ConfigError, run_command
-from torchtitan.files import expand, local_path, regular_file
+from torchtitan.files import expand_any, local_path, regular_file
 
 UNFINISHED = "\ufffd"  # a decoder's output for an incomplete character
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument(
         "--no-cache", action="store_true", help="recompute all tokens for each new one: same result, but slow"
     )
-    parser.add_argument("--tokenizer-path", type=expand, help="default: the model's own")
+    parser.add_argument("--tokenizer-path", type=expand_any, help="default: the model's own")
     add_custom_import(parser)
     parser.add_argument(
         "--out", type=local_path, help="JSONL file to write: prompt, text and token ids", metavar="FILE"

@@ -187,20 +187,23 @@ PATHS = [key for key in fields_by_key(JobConfig) if key.endswith(("folder", "_pa
 
 
 @pytest.mark.parametrize("key", PATHS)
-def test_a_path_is_expanded_and_a_uri_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_expanded_and_a_uri_kept_or_not(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine").touch()
     for argument in (f"--{key}=~/mine", toml_file(tmp_path, {key: "~/mine"})):
         if key != "job.config_file":
             assert get(ConfigManager().parse_args([argument]), key) == str(tmp_path / "mine")
     assert ConfigManager().parse_args(["--job.config_file=~/mine"]).job.config_file == str(tmp_path / "mine")
-    # A user's own data set may make sense of a URI; torchtitan.data refuses it.
-    if not key.endswith("dataset_path"):
+    if key.endswith(("dataset_path", "tokenizer_path")):
+        for argument, kept in (("s3://bucket/a", "s3://bucket/a"), (f"file://{tmp_path}/a", f"{tmp_path}/a")):
+            assert get(ConfigManager().parse_args([f"--{key}={argument}"]), key) == kept
+    else:
         with pytest.raises(ConfigError, match=rf"{key}\b.* path on this machine.*") as caught:
             ConfigManager().parse_args([f"--{key}=s3://bucket/run"])
         assert len(caught.value.problems) == 1
 
 
+DUMP_FOLDER = "a path on this machine (checkpoint.folder takes a URI, to keep checkpoints elsewhere)"
 WRONG = [  # key, value in TOML, the expectation that the message must state
     ("training.steps", 0, "an integer above 0"),
     ("training.steps", "10", "an integer above 0"),
@@ -265,10 +268,11 @@ def test_wrong_value_in_file(key: str, value: Any, expected: str, tmp_path: Path
         ("--training.compile=", "true or false"),
         ("--optimizer.lr=none", "a number above 0 and at most 100"),
         ("--optimizer.lr=", "a number above 0 and at most 100"),
-        ("--job.dump_folder=", "a path on this machine"),
+        ("--job.dump_folder=", DUMP_FOLDER),
+        ("--job.dump_folder=s3://bucket/run", DUMP_FOLDER),
         ("--training.dataset_path=", "a string that is not empty, or none"),
         ("--checkpoint.folder=", "a path on this machine, in job.dump_folder or absolute"),
-        ("--job.dump_folder=~nobody-of-this-name/run", "a path on this machine"),
+        ("--job.dump_folder=~nobody-of-this-name/run", DUMP_FOLDER),
         ("--lr_scheduler.decay_type=", "one of linear, sqrt, cosine"),
     ],
 )

@@ -341,11 +341,9 @@ def test_what_is_not_a_file_is_refused_by_name(tmp_path: Path) -> None:
             open_path(str(path), "text")
     with pytest.raises(DataError, match=r"/dev/zero cannot be read \(it is a device, not a file\)"):
         open_path("/dev/zero", "text")
-    for path in ("s3://bucket/a.jsonl", "hf://datasets/a/b"):
+    for path in ("nowhere://bucket/a.jsonl", "https://localhost/a.jsonl"):
         for training in (training_on(path), training_on(None, dataset_mixture=[f"{path}:1"])):
-            with pytest.raises(
-                DataError, match=rf"^training\.dataset_(path|mixture): '{path}' is no path on this machine"
-            ):
+            with pytest.raises(DataError, match=rf"^training\.dataset_(path|mixture): '{path}' cannot be read: "):
                 loaders_of(training, 1, 1)
 
 

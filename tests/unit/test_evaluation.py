@@ -253,7 +253,7 @@ def test_tasks_that_are_not_there() -> None:
         ("text:/nowhere.txt", "evaluation.tasks: there is no file or folder /nowhere.txt"),
         ("held_out", "only available in a training run"),
         ("s3://bucket/a.jsonl", "'s3://bucket/a.jsonl' is no path on this machine"),
-        ("text:s3://bucket/a.txt", "'s3://bucket/a.txt' is no path on this machine"),
+        ("text:nowhere://bucket/a.txt", "'nowhere://bucket/a.txt' cannot be read"),
         ("/dev/zero", "/dev/zero cannot be read (it is a device, not a file)"),
     ):
         with pytest.raises(UserError, match=r"evaluation\.tasks") as caught:

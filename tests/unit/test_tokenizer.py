@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,9 +17,12 @@ import tokenizers
 from data_helpers import close, global_batches, loaders_of, training_on
 from hypothesis import example, given
 from hypothesis import strategies as st
+from object_store import S3Server
 
 from torchtitan.data import Tokenizer, load_tokenizer
+from torchtitan.data.tokenizer import SHIPPED
 from torchtitan.errors import DataError
+from torchtitan.files import any_path
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_tokenizer.py"
 TEXTS = ["the cat sat on the mat, and the dog sat on the cat " * 4, "def f(x):\n    return x + 1\n" * 8] * 10
@@ -251,13 +255,59 @@ def test_ids_far_beyond_the_number_of_tokens(tmp_path: Path) -> None:
         load_tokenizer(str(file))
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "tokenizers", "tiktoken"])
+@pytest.mark.parametrize("cache", ["cache", "/dev/null/cache"])
+def test_a_tokenizer_in_an_object_store(
+    kind: str, cache: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+    local = tmp_path / "model"
+    (local / "original").mkdir(parents=True)
+    match kind:
+        case "sentencepiece":
+            file = shutil.copy(SHIPPED, local / "tokenizer.model")
+        case "tokenizers":
+            file = tokenizer_json(local / "tokenizer.json", ["<s>", "</s>", "<|begin|>", "<|stop|>"])
+            declared = {"bos_token": "<|begin|>", "eos_token": "<|stop|>"}
+            (local / "tokenizer_config.json").write_text(json.dumps(declared))
+        case "tiktoken":
+            file = tiktoken_file(local / "original" / "tokenizer.model")
+            (local / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 265]}))
+    (local / "weights.bin").write_bytes(b"not read")
+    for path in local.rglob("*.*"):
+        any_path(f"s3://bucket/m/{path.relative_to(local).as_posix()}").write_bytes(path.read_bytes())
+    name = Path(file).relative_to(local).as_posix()
+    for end in ("", "/", f"/{name}"):
+        s3.requests.clear()
+        here, there = load_tokenizer(f"{local}{end}"), load_tokenizer(f"s3://bucket/m{end}")
+        for attribute in ("kind", "vocab_size", "bos_id", "eos_id", "stop_ids", "fingerprint"):
+            assert getattr(here, attribute) == getattr(there, attribute)
+        assert not any("weights" in path for _, path in s3.requests)
+    if kind != "sentencepiece":
+        any_path(f"s3://bucket/m/{name}").write_bytes(Path(file).read_bytes() + b"\n")
+        assert load_tokenizer(f"s3://bucket/m/{name}").fingerprint != there.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("s3://bucket/missing", "there is no such file or folder in the object store"),
+        ("s3://nowhere/tokenizer.json", "there is no such bucket"),
+        ("s3://bucket/other", r"it holds no tokenizer\.model or tokenizer\.json"),
+        ("nowhere://bucket/other", "cannot be read"),
+    ],
+)
+def test_no_tokenizer_in_an_object_store(uri: str, said: str, s3: S3Server) -> None:
+    any_path("s3://bucket/other/a.txt").write_bytes(b"text")
+    with pytest.raises(DataError, match=rf"^model\.tokenizer_path: .*{uri}.*{said}"):
+        load_tokenizer(uri)
+
+
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.model")
     for path in (tmp_path, tmp_path / "tokenizer.model"):
         with pytest.raises(DataError, match=r"cannot read .*/tokenizer\.model \(it is a named pipe, not a file\)"):
             load_tokenizer(str(path))
-    with pytest.raises(DataError, match=r"^model\.tokenizer_path: 's3://bucket/a' is no path on this machine"):
-        load_tokenizer("s3://bucket/a")
     with pytest.raises(DataError, match=r"^model\.tokenizer_path: there is no file or folder .*missing"):
         load_tokenizer(str(tmp_path / "missing"))
 

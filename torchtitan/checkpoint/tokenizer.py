@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan.data.tokenizer import BESIDE, SHIPPED, Tokenizer, find_file, load_tokenizer, main_folder
 from torchtitan.errors import CheckpointError, DataError
+from torchtitan.files import is_uri
 from torchtitan.logging import logger
 
 Identity = Mapping[str, Any]
@@ -67,7 +68,7 @@ def find_tokenizer(checkpoint: Path, identity: Identity, configuration: Any) -> 
         places.append(configuration["model"]["tokenizer_path"])
     for place in places:
         with contextlib.suppress(DataError):
-            if (place is None or Path(place).expanduser().exists()) and same_ids(
+            if (place is None or is_uri(place) or Path(place).expanduser().exists()) and same_ids(
                 identity_of(load_tokenizer(place)), identity
             ):
                 return place

@@ -1,6 +1,5 @@
 """Types for the section dataclasses: `Annotated[type, Doc(one line of help)]`, and named ranges."""
 
-import os
 from pathlib import Path
 from typing import Annotated as Annotated
 
@@ -8,7 +7,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, Predicate
 from pydantic import AfterValidator, FiniteFloat, StringConstraints
 from typing_extensions import Doc as Doc
 
-from torchtitan.files import expand
+from torchtitan.files import expand, expand_any, expand_data
 
 
 class Expected(str):
@@ -35,6 +34,7 @@ LearningRate = Annotated[float, Gt(0), Le(100)]  # roughly how far AdamW moves a
 Decay = Annotated[float, Ge(0), Le(100)]
 PositiveFraction = Annotated[float, Gt(0), Le(1)]
 Seed = Annotated[int, Ge(0), Lt(2**63)]  # a signed 64-bit integer, as torch and TOML need
+Gigabytes = Annotated[float, Ge(0), Le(10**6)]
 Entries = Annotated[int, Ge(0), Le(10**7)]
 Seconds = Annotated[int, Gt(0), Le(365 * 24 * 3600)]
 SecondsOrNone = Annotated[int, Ge(0), Le(365 * 24 * 3600)]
@@ -52,10 +52,15 @@ EveryLayers = Annotated[
 ]
 PathOrEmpty = Annotated[str, AfterValidator(expand), Expected("a path on this machine")]
 LocalPath = Annotated[PathOrEmpty, MinLen(1)]
+
+DumpFolder = Annotated[
+    LocalPath, Expected("a path on this machine (checkpoint.folder takes a URI, to keep checkpoints elsewhere)")
+]
 InnerFolder = Annotated[
     LocalPath,
     Predicate(lambda path: ".." not in Path(path).parts),
     Expected("a path on this machine, in job.dump_folder or absolute"),
 ]
-DataPath = Annotated[NotEmpty, AfterValidator(os.path.expanduser)]  # or what a user's own data set makes of it
+AnyPath = Annotated[str, AfterValidator(expand_any), MinLen(1), Expected("a path, or a URI such as s3://bucket/name")]
+DataPath = Annotated[NotEmpty, AfterValidator(expand_data)]  # or what a user's own data set makes of it
 WorldSize = Annotated[int, Gt(0), Le(1 << 16)]  # planning for more would take many minutes

@@ -6,6 +6,7 @@ from typing import Literal
 from torchtitan.config.fields import (
     Annotated,
     Doc,
+    DumpFolder,
     ExpertLoad,
     InnerFolder,
     LocalPath,
@@ -21,7 +22,7 @@ class Job:
     """The run as a whole."""
 
     config_file: Annotated[LocalPath | None, Doc("TOML file to read; command-line flags override it.")] = None
-    dump_folder: Annotated[LocalPath, Doc("Folder for all output of the run.")] = "./outputs"
+    dump_folder: Annotated[DumpFolder, Doc("Folder for all output of the run.")] = "./outputs"
     description: Annotated[str, Doc("Description of the run; logged at startup.")] = "default job"
     print_args: Annotated[bool, Doc("Log the resolved configuration at startup.")] = False
     plan: Annotated[

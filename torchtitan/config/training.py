@@ -5,14 +5,15 @@ from typing import Literal
 
 from torchtitan.config.fields import (
     Annotated,
+    AnyPath,
     BelowOne,
     Coefficients,
     DataPath,
     Decay,
     Doc,
     Fraction,
+    Gigabytes,
     LearningRate,
-    LocalPath,
     NonNegativeInt,
     NotEmpty,
     PositiveFloat,
@@ -59,7 +60,7 @@ class Model:
         str, Doc("The flavor for which mup changes nothing; the same for all sizes that share a learning rate.")
     ] = "debugmodel"
     tokenizer_path: Annotated[
-        LocalPath | None,
+        AnyPath | None,
         Doc(
             "Tokenizer file or its folder: sentencepiece, tokenizer.json or tiktoken; none: the tokenizer shipped here."
         ),
@@ -184,7 +185,10 @@ class Training:
     ] = "python_stdlib"
     dataset_path: Annotated[
         DataPath | None,
-        Doc("Overrides dataset: a JSONL, Parquet, Arrow, text or token file, folder or pattern of them, or a Hub id."),
+        Doc(
+            "Overrides dataset: a JSONL, Parquet, Arrow, text or token file, a folder or pattern of them, a URI of "
+            "these (s3://bucket/folder), or a Hub id."
+        ),
     ] = None
     dataset_mixture: Annotated[
         list[str],
@@ -204,6 +208,10 @@ class Training:
         NonNegativeInt | None,
         Doc("Id between the documents of token shards without an index; none: the tokenizer's EOS or BOS."),
     ] = None
+    cache_gb: Annotated[
+        Gigabytes,
+        Doc("GB of data from object stores that all runs of a machine keep in the cache folder; 0: in memory only."),
+    ] = 20.0
     shuffle: Annotated[bool, Doc("Shuffle the documents, in a different order each epoch.")] = True
     add_bos: Annotated[
         bool | None,
@@ -278,7 +286,7 @@ class Validation:
 
     enabled: Annotated[bool, Doc("Compute the loss on held-out text every freq steps and after the last step.")] = False
     dataset: Annotated[NotEmpty | None, Doc("Data set by name; none: hold out 1% of the training documents.")] = None
-    dataset_path: Annotated[DataPath | None, Doc("File, folder or Hub id to validate on.")] = None
+    dataset_path: Annotated[DataPath | None, Doc("File, folder, URI or Hub id to validate on.")] = None
     text_column: Annotated[NotEmpty, Doc("Text column of JSON and Parquet files; a.b for field b of column a.")] = (
         "text"
     )

@@ -1,10 +1,12 @@
 """Datasets by name, path or hub id. Cheap to import: imports neither torch nor `datasets`."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 from torchtitan.config.training import Training, Validation
+from torchtitan.data.blocks import KEPT
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, Vocabulary, python_stdlib
@@ -13,6 +15,7 @@ from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
+from torchtitan.files import is_uri
 from torchtitan.registry import Registry
 
 __all__ = [
@@ -40,6 +43,8 @@ BUILT_IN: dict[str, OpenDataset] = {
     "c4_test": open_c4_test,
 }
 DATASETS: Registry[OpenDataset] = Registry("data set", "training.dataset", {**BUILT_IN})
+
+HUB_REVISION = re.compile(r"hf://(datasets/|spaces/|models/)?[^/@]+/[^/@]+@[^/@]+")
 
 Opened = tuple[str, "Source | StreamedSource", float]  # name, source, weight
 
@@ -97,6 +102,7 @@ def documents_in(source: Source | StreamedSource) -> Iterator[Document]:
 
 
 def open_training(training: Training, vocabulary: Vocabulary | None = None) -> list[Opened]:
+    KEPT.most = int(training.cache_gb * 1e9)
     if not training.dataset_mixture:
         key = "training.dataset" if training.dataset_path is None else "training.dataset_path"
         source = open_named(key, training.dataset, training.dataset_path, training.text_column, vocabulary=vocabulary)
@@ -121,15 +127,17 @@ def parse_entry(entry: str) -> tuple[str, str, str, float]:
             f"training.dataset_mixture: {entry!r} is not `name or path:weight` with a weight above 0, "
             "such as `python_stdlib:0.7`, or `path#column:weight`; `path@name:weight` names a source in metrics."
         )
-    path, name = _cut(path, "@")
+    path, name = (path, "") if HUB_REVISION.fullmatch(path) else _cut(path, "@")
     path, column = _cut(path, "#")
     return path, column, name, weight
 
 
 def _cut(path: str, mark: str) -> tuple[str, str]:
-    """`path` without what follows the last mark, and that; the mark may also belong to a path that exists."""
+    """`path` without what follows the last mark, and that; the mark may also belong to a path that exists, or be in a
+    URI before its last part."""
     before, _, after = path.rpartition(mark)
-    return (before, after) if before and after and not os.path.exists(os.path.expanduser(path)) else (path, "")
+    belongs = "/" in after if is_uri(path) else os.path.exists(os.path.expanduser(path))
+    return (before, after) if before and after and not belongs else (path, "")
 
 
 def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]:
@@ -180,6 +188,7 @@ def open_validation(validation: Validation, training: Training, vocabulary: Voca
         return [
             (name, split(source, True, name), weight) for name, source, weight in open_training(training, vocabulary)
         ]
+    KEPT.most = int(training.cache_gb * 1e9)
     key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
     dataset = validation.dataset or "python_stdlib"
     source = open_named(key, dataset, validation.dataset_path, validation.text_column, VALIDATION, vocabulary)

@@ -8,6 +8,7 @@ from pathlib import Path
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.datasets import parse_entry
 from torchtitan.data.paths import files_in
+from torchtitan.files import expand_data
 
 PIECE = 1 << 16  # bytes of the beginning, the middle and the end of a file
 MOST_READ = 1000  # files; of more, evenly spread ones are read, and of all others the sizes are compared
@@ -30,7 +31,7 @@ def _files(training: Training, validation: Validation) -> Iterator[tuple[str, Pa
         ("validation.dataset_path", validation.dataset_path),
     ]
     for key, text in places:
-        place = Path(text or "").expanduser()
+        place = Path(expand_data(text or ""))  # what is in an object store is the same for all machines
         if text and place.is_file():
             yield f"{key}: {place.name}", place
         elif text and place.is_dir():

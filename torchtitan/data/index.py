@@ -10,13 +10,14 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from torchtitan.cache import cache_folder
-from torchtitan.data.sources import Stamp, digest
-from torchtitan.logging import Waiting, logger
+from torchtitan.data.blocks import Stamp, say_once
+from torchtitan.data.sources import digest
+from torchtitan.logging import Waiting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,8 +87,7 @@ class Records:
                 self.stamps[number].check(path)
                 offsets = self.tokens(number, start, stop)
             else:
-                with path.open("rb") as file:
-                    self.stamps[number].check(path, file)
+                with self.stamps[number].open(path) as file:
                     array = self.array_offsets if number in self.arrays else None
                     offsets = array(path) if array else line_offsets(file, start, stop)
             if stop == self.stamps[number].size and stop not in offsets[-1:]:  # the last line does not end
@@ -149,11 +149,6 @@ def record_offsets(records: Records) -> "list[Offsets]":
         index = np.concatenate([records.heading(parts, counts), *offsets])
     begin, every = index[1 : len(records.files) + 2], index[len(records.files) + 2 :]
     return [every[first:last] for first, last in itertools.pairwise(begin)]
-
-
-@cache
-def say_once(message: str) -> None:
-    logger.info(message)
 
 
 def kept_index(records: Records, parts: Sequence[Sequence[Piece]], waiting: Waiting) -> "Offsets":

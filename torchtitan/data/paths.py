@@ -1,6 +1,7 @@
 """Opens a path or hub id as documents, according to what it names."""
 
 import codecs
+import errno
 import glob
 import os
 import re
@@ -9,13 +10,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan.data.blocks import KEPT, LISTED, Stamp, head_of, store_of
+from torchtitan.data.copies import copied
 from torchtitan.data.records import JsonLines, open_arrow, open_parquet
 from torchtitan.data.shards import SHARDS, TokenFiles, without_sidecars
 from torchtitan.data.sources import Source, StreamedSource, TextFiles, Vocabulary
 from torchtitan.data.splits import TRAIN, by_split, for_part
 from torchtitan.data.streamed import CODECS, open_compressed_jsonl, open_hub
 from torchtitan.errors import DataError, counted
-from torchtitan.files import local_path, regular_file
+from torchtitan.files import any_path, is_uri, regular_file, store_errors
 from torchtitan.logging import Waiting, logger
 
 __all__ = ["open_path"]
@@ -28,10 +31,12 @@ class Format(NamedTuple):
         suffixes: of its files.
         open: from the path that was named, the folder, names in it, the text column and the vocabulary (None: only text
             is wanted) to documents.
+        here: whether the files must lie on this machine; those in object stores are copied.
     """
 
     suffixes: tuple[str, ...]
     open: Callable[[str, Path, list[str], str, Vocabulary | None], Source | StreamedSource]
+    here: bool = False
 
 
 def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Vocabulary | None) -> TokenFiles:
@@ -46,10 +51,10 @@ RECORDS = {
     ),
     "compressed JSONL": Format(
         tuple(CODECS),
-        lambda path, root, files, column, _: open_compressed_jsonl(path, str(root), files, column),
+        lambda path, root, files, column, _: open_compressed_jsonl(path, root, files, column),
     ),
-    "Parquet": Format((".parquet",), open_parquet),
-    "Arrow": Format((".arrow",), open_arrow),
+    "Parquet": Format((".parquet",), open_parquet, here=True),
+    "Arrow": Format((".arrow",), open_arrow, here=True),
     "token shard": Format(SHARDS, open_tokens),
 }
 KINDS = {suffix: kind for kind, format in RECORDS.items() for suffix in format.suffixes}
@@ -72,8 +77,8 @@ def open_path(
     """Documents of a JSON, Parquet, Arrow, token or text file, of several, or of a dataset on the Hub.
 
     Args:
-        path: file, folder, pattern such as `folder/*.jsonl`, or, if none exists, `owner/name` or
-            `owner/name/configuration`.
+        path: file, folder, pattern such as `folder/*.jsonl`, or URI of one in an object store, or, if none exists,
+            `owner/name` or `owner/name/configuration`.
         text_column: the text field in records; `a.b` is field b of a.
         part: what the documents are for, if a folder holds several splits.
         vocabulary: of the run, for tokens; None: only text is wanted.
@@ -81,9 +86,11 @@ def open_path(
     Raises:
         DataError: the path does not exist, is empty, has several kinds of files, or lacks the column.
     """
-    place = local_path(path)
+    place = any_path(path)
     try:
-        if place.is_dir():
+        if is_uri(str(place)):
+            root, files = files_in_store(place)
+        elif place.is_dir():
             root, files = place, files_in(place)
         elif place.exists():
             root, files = place.parent, [place.name]
@@ -94,13 +101,20 @@ def open_path(
         else:
             raise DataError(f"there is no file or folder {path}.")
         # An index may announce tokens of an empty shard.
-        files = [name for name in files if regular_file(root / name).stat().st_size or name.endswith(SHARDS)]
+        files = [name for name in files if Stamp.of(regular_file(root / name)).size or name.endswith(SHARDS)]
         files = without_sidecars(path, files)
         if not files:
             raise DataError(f"{path} is empty.")
         kind, files = data_among(str(place), root, files)
-        if place.is_dir():
+        if root == place:
             files = of_part(str(place), kind, files, part)
+        if kind in RECORDS and RECORDS[kind].here and is_uri(str(root)):
+            if (size := sum(Stamp.of(root / name).size for name in files)) > KEPT.most:
+                raise DataError(
+                    f"{path} takes a copy of {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb allows "
+                    f"{KEPT.most / 1e9:,.1f}; raise it, or convert the files to JSONL, or copy them to this machine."
+                )
+            root = copied(root, files)
         if kind in RECORDS:
             return RECORDS[kind].open(str(place), root, files, text_column, vocabulary)
         for name in Waiting.over(files, f"{path}: looking whether its files are text", "files"):
@@ -149,6 +163,35 @@ def files_in(folder: Path) -> list[str]:
     return sorted(names)
 
 
+def files_in_store(place: Path) -> tuple[Path, list[str]]:
+    """For a file, folder or pattern in an object store: the folder that names are relative to, and the names of all
+    non-hidden files. `Stamp.of` knows them from then on.
+
+    Raises:
+        OSError: there is none, or the store cannot be read.
+    """
+    store, path = store_of(place)
+    root, parts = place, path.split("/")
+    with store_errors(place):
+        store.invalidate_cache()
+        infos = store.find(path, detail=True)
+        if not infos and glob.has_magic(path):
+            root = place.parents[len(parts) - 1 - [*map(glob.has_magic, parts)].index(True)]
+            for match, info in store.glob(path, detail=True).items():
+                infos |= {match: info} if info["type"] == "file" else store.find(match, detail=True)
+        named = list(infos) == [path]
+        root = place.parent if named else root
+        base = store_of(root)[1]
+        if not infos:
+            store.ls(base)  # tells if there is no bucket, or no access to it
+            raise FileNotFoundError(errno.ENOENT, "there is no such file or folder in the object store", str(place))
+        infos = {file.removeprefix(base).lstrip("/"): info or store.info(file) for file, info in infos.items()}
+    stamps = {name: Stamp.of_info(info) for name, info in infos.items() if info["type"] == "file" and name[-1] != "/"}
+    LISTED.update({str(root / name): stamp for name, stamp in stamps.items()})
+    hidden = {name for name in stamps if any(part[0] == "." or part in LEFT_OUT for part in name.split("/"))}
+    return root, sorted(stamps if named else set(stamps) - hidden)
+
+
 def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]:
     """Chooses the data files, and their kind, by bytes. Logs the files that are skipped.
 
@@ -159,7 +202,7 @@ def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]
     of_kind: dict[str, list[str]] = {}
     for name in [name for name in files if name not in about] or files:
         of_kind.setdefault(kind_of(name), []).append(name)
-    size = {kind: sum((root / name).stat().st_size for name in names) for kind, names in of_kind.items()}
+    size = {kind: sum(Stamp.of(root / name).size for name in names) for kind, names in of_kind.items()}
     # Text files next to record files usually describe them, unless there is far more text.
     weight = {kind: bytes * (PART_OF_DATA if kind in RECORDS else 1) for kind, bytes in size.items()}
     kind, *others = sorted(of_kind, key=lambda kind: (-weight[kind], kind))
@@ -198,8 +241,7 @@ def check_text(file: Path) -> None:
     Raises:
         DataError: the file is not text, by its suffix or its first bytes.
     """
-    with file.open("rb") as opened:
-        head = opened.read(HEAD)
+    head = head_of(file, HEAD)
     reason = f"it is a {file.suffix} file" if file.suffix.lower() in NOT_TEXT else ""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD)

@@ -5,12 +5,14 @@ import json
 import mmap
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from torchtitan.data.blocks import Stamp, StoreFile
 from torchtitan.data.index import Records, record_offsets
-from torchtitan.data.sources import Document, Stamp, Vocabulary, digest
+from torchtitan.data.sources import Document, Vocabulary, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
@@ -167,8 +169,7 @@ class JsonLines:
         start, stop = (int(offset) for offset in self.offsets[file][line : line + 2])
         path = self.root / self.files[file]
         try:
-            with path.open("rb") as opened:
-                self.stamps[file].check(path, opened)
+            with self.stamps[file].open(path) as opened:
                 opened.seek(start)
                 content = opened.read(stop - start)
         except OSError as error:
@@ -179,7 +180,7 @@ class JsonLines:
 
 def is_array(path: Path) -> bool:
     """Whether a JSON file begins with the bracket of an array of objects, or of an empty array."""
-    with path.open("rb") as file:
+    with Stamp.of(path).open(path) as file:
         return re.match(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]", file.read(ARRAY_LOOKED_AT)) is not None
 
 
@@ -188,7 +189,7 @@ def array_offsets(path: Path) -> "NDArray[np.int64]":
     import numpy as np
 
     starts, depth = [], 0
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with Stamp.of(path).open(path) as file, mapped(file) as content:
         for found in STRING_OR_BRACKET.finditer(content):
             match found[0][:1]:
                 case b"{" | b"[":
@@ -200,10 +201,17 @@ def array_offsets(path: Path) -> "NDArray[np.int64]":
         return np.array([*starts, len(content)], np.int64)
 
 
+def mapped(file: BinaryIO) -> "AbstractContextManager[mmap.mmap | bytes]":
+    """The content of a file; of one in an object store, in memory."""
+    if isinstance(getattr(file, "raw", None), StoreFile):
+        return nullcontext(file.read())
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def first_lines(path: Path) -> list[bytes]:
     """The first lines that are not blank."""
     lines: list[bytes] = []
-    with path.open("rb") as file:
+    with Stamp.of(path).open(path) as file:
         while len(lines) < LINES_LOOKED_AT and (line := file.readline(LONGEST_LINE_LOOKED_AT)):
             lines += [line] if line.strip() else []
     return lines
@@ -266,8 +274,7 @@ class TableFiles:
     def check_unchanged(self, number: int) -> None:
         path = self.root / self.files[number]
         try:
-            with path.open("rb") as file:
-                self.stamps[number].check(path, file)
+            self.stamps[number].open(path).close()
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}).") from error
 

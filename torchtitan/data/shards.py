@@ -10,9 +10,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchtitan.data.blocks import Stamp, StoreFile
 from torchtitan.data.index import CHUNK, Records, record_offsets
-from torchtitan.data.sources import Document, Stamp, Vocabulary, digest
+from torchtitan.data.sources import Document, Vocabulary, digest
 from torchtitan.errors import DataError
+from torchtitan.files import is_uri
 from torchtitan.logging import Waiting
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ SECONDS_BETWEEN_LOOKS = 1.0  # whether a file has changed
 
 def open_bytes(path: Path) -> Any:
     """The content of a file: it has a length, and slices of it are buffers."""
+    if is_uri(str(path)):
+        return StoreFile(path, Stamp.of(path))
     import numpy as np
 
     return np.memmap(path, np.uint8, "r").view(np.ndarray) if path.stat().st_size else b""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
+from torchtitan.data.blocks import Stamp as Stamp
 from torchtitan.errors import DataError
 
 if TYPE_CHECKING:
@@ -105,28 +106,6 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-class Stamp(NamedTuple):
-    """Identifies a version of a file, to detect changes and replacement. Excludes the inode, because some network file
-    systems change it."""
-
-    size: int
-    changed: int  # ns
-
-    @classmethod
-    def of(cls, path: Path) -> "Stamp":
-        status = path.stat()
-        return cls(status.st_size, status.st_mtime_ns)
-
-    def check(self, path: Path, file: BinaryIO | None = None) -> None:
-        """Raises a DataError if the file, opened or not, has changed, because offsets into it would be wrong."""
-        status = path.stat() if file is None else os.fstat(file.fileno())
-        if (status.st_size, status.st_mtime_ns) != self:
-            raise DataError(
-                f"{path} was changed while the run is reading it (it had {self.size:,} bytes, now {status.st_size:,}); "
-                "restore it, and run the same command again."
-            )
-
-
 class Span(NamedTuple):
     """Bytes `start` to `stop` of a file, before both ends are moved to the next line start."""
 
@@ -193,8 +172,7 @@ class TextFiles:
         name, size = self.files[span.file], self.sizes[span.file]
         path = self.root / name
         try:
-            with path.open("rb") as file:
-                self.stamps[span.file].check(path, file)
+            with self.stamps[span.file].open(path) as file:
                 start, stop = (line_start(file, offset, size) for offset in (span.start, span.stop))
                 file.seek(start)
                 # A byte order mark is no part of the text.

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from torchtitan.data.blocks import AHEAD, Stamp
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
-from torchtitan.data.sources import Document, Drawn, Stamp, digest
+from torchtitan.data.sources import Document, Drawn, digest
 from torchtitan.data.splits import TRAIN, by_split, for_part
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
@@ -318,22 +319,21 @@ CODECS: dict[str, Callable[[BinaryIO], BinaryIO]] = {
 }
 
 
-def open_compressed_jsonl(name: str, root: str, files: Sequence[str], text_column: str) -> ShardedStream:
+def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_column: str) -> ShardedStream:
     """Compressed files with one JSON object per line; each file is a shard.
 
     Args:
         name: of the file or folder, for messages.
         root: folder that `files` are relative to.
     """
-    paths = [Path(root) / file for file in files]
+    paths = [root / file for file in files]
     stamps = [Stamp.of(path) for path in paths]
 
     def read(shard: int, number: int, state: Any) -> Iterator[tuple[bytes, Any]]:
         path = paths[shard]
         count = 0
         try:
-            with path.open("rb") as file, CODECS[path.suffix.lower()](file) as lines:
-                stamps[shard].check(path, file)
+            with stamps[shard].open(path, AHEAD) as file, CODECS[path.suffix.lower()](file) as lines:
                 doing = f"{path}: reading to where the run stopped, which plain JSONL would find at once"
                 with Waiting(doing, number, "documents") as waiting:
                     for _ in itertools.islice(lines, number):

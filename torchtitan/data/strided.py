@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtitan.data.sources import Document, Drawn, Source, StreamedSource, TextFiles, digest
 from torchtitan.errors import DataError, counted
+from torchtitan.files import is_uri
 
 __all__ = ["SplitSource", "StreamedSplit", "StridedSource", "permute_index", "split"]
 
@@ -56,6 +57,11 @@ def rotated(place: int, length: int, rows: int, turn: int) -> int:
     return block * rows + (row + mix64(mix64(turn) + block)) % rows
 
 
+def is_remote(source: Source) -> bool:
+    """Whether a source says so, or its files are in an object store."""
+    return getattr(source, "is_remote", is_uri(str(getattr(source, "root", ""))))
+
+
 class StridedSource:
     """Adapts a random-access source to a streamed one: row j of B reads documents j, j + B, ... of a permutation.
 
@@ -78,7 +84,7 @@ class StridedSource:
     @property
     def is_remote(self) -> bool:
         """Whether reading a document takes a round trip, so that rows are read at the same time, by threads."""
-        return getattr(self.source, "is_remote", False)
+        return is_remote(self.source)
 
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         length = len(self.source)
@@ -117,7 +123,7 @@ class SplitSource:
 
     @property
     def is_remote(self) -> bool:
-        return getattr(self.source, "is_remote", False)
+        return is_remote(self.source)
 
     def __len__(self) -> int:
         held_out = len(self.source) // HELD_OUT_EVERY

@@ -3,6 +3,7 @@
 import base64
 import binascii
 import codecs
+import errno
 import hashlib
 import json
 import re
@@ -12,8 +13,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchtitan.data.blocks import LISTED, Stamp, store_of
+from torchtitan.data.copies import copied
 from torchtitan.errors import DataError
-from torchtitan.files import PathError, local_path, regular_file
+from torchtitan.files import PathError, any_path, is_uri, regular_file, store_errors
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -164,9 +167,12 @@ def require_characters(text: str, where: str) -> None:
 
 def find_file(name: str | Path) -> Path:
     try:
-        path = local_path(str(name))
+        path = any_path(str(name))
+        path = fetched(path) if is_uri(str(path)) else path
     except PathError as error:
         raise DataError(f"model.tokenizer_path: {error}") from None
+    except OSError as error:
+        raise DataError(f"model.tokenizer_path: cannot read {error.filename} ({error.strerror}); {REMEDY}.") from error
     if not path.exists():
         raise DataError(f"model.tokenizer_path: there is no file or folder {path}; {REMEDY}.")
     if not path.is_dir():
@@ -181,6 +187,31 @@ def find_file(name: str | Path) -> Path:
         names = ", ".join(other.name for other in others)
         raise DataError(f"model.tokenizer_path: the folder {path} holds several models ({names}); name one of them.")
     raise DataError(f"model.tokenizer_path: the folder {path} holds no tokenizer.model or tokenizer.json; {REMEDY}.")
+
+
+def fetched(place: Path) -> Path:
+    """A copy of a tokenizer file or folder in an object store, with what lies beside it; in the cache folder.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    store, path = store_of(place)
+    with store_errors(place):
+        named = store.info(path)["type"] == "file"
+        main = main_folder(place) if named else place
+        base = store_of(main)[1]
+        inside = store.ls(base, detail=True)
+        inside += [
+            info for each in inside if each["name"] == f"{base}/original" for info in store.ls(each["name"], True)
+        ]
+        stamps = {info["name"][len(base) + 1 :]: Stamp.of_info(info) for info in inside if info["type"] == "file"}
+        itself = path[len(base) + 1 :] if named else ""
+        wanted = [itself] if named else [name for name in stamps if name in FILES_IN_FOLDER or name.endswith(".model")]
+        if not wanted:
+            raise FileNotFoundError(errno.ENOENT, "it holds no tokenizer.model or tokenizer.json", str(place))
+        names = [name for name in sorted({*wanted, *BESIDE}) if name in stamps]
+        LISTED.update({str(main / name): stamps[name] for name in names})
+    return copied(main, names) / itself
 
 
 def damaged(file: Path, kind: str, reason: object) -> DataError:

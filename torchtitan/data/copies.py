@@ -1,0 +1,57 @@
+"""Copies, in the cache folder, of files in object stores that must lie on this machine: tables and tokenizers."""
+
+import atexit
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from torchtitan.cache import private_folder
+from torchtitan.data.blocks import KEPT, Stamp, store_of
+from torchtitan.data.index import SECONDS_BETWEEN_LOOKS, write_once
+from torchtitan.data.sources import digest
+from torchtitan.files import store_errors
+from torchtitan.logging import Waiting
+
+__all__ = ["copied"]
+
+
+def copied(root: Path, names: Sequence[str]) -> Path:
+    """A folder with files of a folder in an object store, in this version; of the same name, because ids contain it.
+    The processes of a machine make it once, or, without a cache folder, each for itself.
+
+    Raises:
+        DataError: a file changes while it is copied.
+        OSError: a file cannot be read, or the copy cannot be written.
+    """
+    stamps = [Stamp.of(root / name) for name in names]
+    try:
+        folder = private_folder("blocks")
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
+        folder = Path(tempfile.mkdtemp(prefix="torchtitan-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = folder / digest([str(root), [*zip(names, stamps, strict=True)]]) / root.name
+
+    def fetch(place: Path, stamp: Stamp, file: BinaryIO) -> None:
+        store, inside = store_of(place)
+        with store_errors(place):
+            store.get_file(inside, file.name)
+            stamp.check(place)
+
+    doing = f"{root}: copying {sum(stamp.size for stamp in stamps) / 1e9:,.1f} GB into the cache folder"
+    with Waiting(doing, len(names), "files") as waiting:
+        for name, stamp in zip(names, stamps, strict=True):
+            place = folder / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            while not place.exists():
+                if write_once(place, place.exists, partial(fetch, root / name, stamp)):
+                    KEPT.grown(stamp.size)
+                else:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+            os.utime(place, ns=(time.time_ns(), place.stat().st_mtime_ns))  # it is used
+            waiting.done += 1
+    return folder
