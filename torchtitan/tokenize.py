@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -130,12 +130,18 @@ def dtype_of(tokenizer: Tokenizer) -> "np.dtype[Any]":
 def _start(job: Job) -> None:
     """In each worker's process."""
     global _worker
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # it was killed
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if job.custom_import:
         import_user_module(job.custom_import, "--custom-import")
     _worker = Worker(job, load_tokenizer(*job.tokenizer), {})
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end its workers."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work(task: Task) -> Result:
@@ -203,7 +209,7 @@ class Shards:
         return number, position
 
     def total(self, count: str) -> int:
-        return sum(record[count] for record in self.done) + self.counts[count]
+        return self.counts[count] + sum(int(record[count]) for record in self.done)
 
     def add(self, task: Task, result: Result) -> None:
         """A shard ends before the first text for which it is full, whatever tasks it came in."""
@@ -246,8 +252,8 @@ class Shards:
         lengths = np.concatenate(self.lengths)
         pointers = (np.cumsum(lengths) - lengths) * self.dtype.itemsize
         documents = np.arange(len(lengths) + 1)
-        head = struct.pack("<QBQQ", 1, INDEX_TYPES[self.dtype], len(lengths), len(documents))
-        index = b"".join([INDEX_MAGIC, head, lengths.astype(np.int32), pointers.astype(np.int64), documents])
+        head = INDEX_MAGIC + struct.pack("<QBQQ", 1, INDEX_TYPES[self.dtype], len(lengths), len(documents))
+        index = head + lengths.astype("<i4").tobytes() + pointers.tobytes() + documents.tobytes()
         with (self.folder / f"{self.name}.idx").open("wb") as file:
             file.write(index)
             close(file)
@@ -305,7 +311,7 @@ def described(job: Job, tokenizer: Tokenizer, opened: Mapping[int, Opened], know
         source = opened[number]
         root, names = getattr(source, "root", None), getattr(source, "files", ())
         paths = {} if root is None else {name: root / name for name in names}
-        before = next((s["files"] for s in known.get("sources", ()) if s["name"] == name), {})
+        before: dict[str, Any] = next((s["files"] for s in known.get("sources", ()) if s["name"] == name), {})
         files = {}
         for file, path in paths.items():
             size, modified = Stamp.of(path)
@@ -484,8 +490,8 @@ def run(job: Job, out: Path, workers: int) -> None:
 
 def write(shards: Shards, job: Job, worker: Worker, workers: int) -> None:
     """Tokenizes and writes what is missing."""
-    random_access = all(hasattr(source, "__getitem__") for source in worker.opened.values())
-    total = sum(len(source) for source in worker.opened.values()) if random_access else None  # type: ignore[arg-type]
+    lengths = [len(source) if isinstance(source, Sized) else 0 for source in worker.opened.values()]
+    total = sum(lengths) if all(lengths) else None
     before = shards.total("documents")
     if before:
         print(f"{shards.folder}: going on after {counted(before, 'document')}", flush=True)
