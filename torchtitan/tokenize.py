@@ -361,9 +361,9 @@ def damaged(folder: Path, files: Mapping[str, Any]) -> list[str]:
 def read_metadata(folder: Path) -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads((folder / METADATA).read_bytes())
-        _ = [about["sources"], *(file["sha256"] for file in about["files"].values())]
+        _ = counts(about), about["sources"], [(file["size"], file["sha256"]) for file in about["files"].values()]
         return about
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
         raise DataError(f"{folder / METADATA} is damaged; remove {folder}, and run the command again.") from None
 
 
