@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO, TypeVar, cast
 
+from typing_extensions import Self
+
 from torchtitan.errors import printable
 
 logger = logging.getLogger("torchtitan")
@@ -98,7 +100,7 @@ class Waiting:
                 yield item
                 waiting.done += 1
 
-    def __enter__(self) -> "Waiting":
+    def __enter__(self) -> Self:
         threading.Thread(target=self._report, daemon=True, name="progress").start()
         return self
 

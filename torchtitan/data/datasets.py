@@ -127,12 +127,12 @@ def parse_entry(entry: str) -> tuple[str, str, str, float]:
             f"training.dataset_mixture: {entry!r} is not `name or path:weight` with a weight above 0, "
             "such as `python_stdlib:0.7`, or `path#column:weight`; `path@name:weight` names a source in metrics."
         )
-    path, name = (path, "") if HUB_REVISION.fullmatch(path) else _cut(path, "@")
-    path, column = _cut(path, "#")
+    path, name = (path, "") if HUB_REVISION.fullmatch(path) else cut_mark(path, "@")
+    path, column = cut_mark(path, "#")
     return path, column, name, weight
 
 
-def _cut(path: str, mark: str) -> tuple[str, str]:
+def cut_mark(path: str, mark: str) -> tuple[str, str]:
     """`path` without what follows the last mark, and that; the mark may also belong to a path that exists, or be in a
     URI before its last part."""
     before, _, after = path.rpartition(mark)
@@ -140,12 +140,16 @@ def _cut(path: str, mark: str) -> tuple[str, str]:
     return (before, after) if before and after and not belongs else (path, "")
 
 
+def for_rows(source: Source | StreamedSource, rows: int, seq_len: int) -> Source | StreamedSource:
+    """The source, in documents that can be dealt to the rows of a batch."""
+    return source.for_rows(rows, seq_len) if isinstance(source, TextFiles) else source
+
+
 def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]:
     """Sources that can be dealt to the rows of a batch."""
     weighted = []
     for name, source, weight in opened:
-        if isinstance(source, TextFiles):
-            source = source.for_rows(rows, seq_len)
+        source = for_rows(source, rows, seq_len)
         streamed = StridedSource(source, name) if hasattr(source, "__getitem__") else source  # type: ignore[arg-type]
         weighted.append(Weighted(streamed, name, weight))
     return weighted

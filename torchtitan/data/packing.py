@@ -283,7 +283,8 @@ def tokens_of(document: Document, tokenizer: Tokenizer) -> "NDArray[np.integer[A
             tokens.append(tokenizer.bos_id)
         for number, piece in enumerate(pieces_of(document.text)):
             begins = document.starts and number == 0
-            tokens.extend(tokenizer.encode(piece) if begins else tokenizer.encode_rest(piece))
+            # A list makes an array faster than it extends one.
+            tokens.extend(array("i", tokenizer.encode(piece) if begins else tokenizer.encode_rest(piece)))
         if document.ends and tokenizer.add_eos:
             tokens.append(tokenizer.eos_id)
     return np.array(tokens, np.int32)

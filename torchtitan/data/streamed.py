@@ -72,7 +72,13 @@ class ShardedStream:
         text_of: the text of a document as read; raises ValueError if there is none, and the document is skipped.
         name: for messages.
         identity: JSON that identifies the data.
+
+    Attributes:
+        root, files: where they are, if they are files.
     """
+
+    root: Path | None = None
+    files: Sequence[str] = ()
 
     def __init__(
         self,
@@ -352,7 +358,9 @@ def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_colu
     lines = (line for shard in range(len(files)) for line, _ in read(shard, 0, None))
     check_columns(name, text_column, itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
     sizes = [[file, stamp.size] for file, stamp in zip(files, stamps, strict=True)]
-    return ShardedStream(files, [stamp.size for stamp in stamps], read, text_of, name, sizes)
+    stream = ShardedStream(files, [stamp.size for stamp in stamps], read, text_of, name, sizes)
+    stream.root, stream.files = Path(root), files
+    return stream
 
 
 def open_hub(path: str, text_column: str, part: str = TRAIN) -> ShardedStream:

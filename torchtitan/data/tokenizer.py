@@ -6,6 +6,7 @@ import codecs
 import errno
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -361,6 +362,8 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Bou
 def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Boundaries) -> Tokenizer:
     import tokenizers
 
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads only cost time for one text
+
     def attempt(act: Callable[[], T]) -> T:
         try:
             return act()
@@ -391,7 +394,7 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Bounda
         vocab_size=max(ids) + 1,
         **limits.of(tokenizer.token_to_id, max(ids) + 1, own, common=True),
         fingerprint=fingerprint,
-        encode=lambda text: attempt(lambda: tokenizer.encode(text, add_special_tokens=False).ids),
+        encode=lambda text: attempt(lambda: tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         piece=lambda id: tokenizer.id_to_token(id) or "",
     )

@@ -1,0 +1,571 @@
+"""Tokenizes text once, into shards that training reads, as do Megatron-LM, NeMo and GPT-NeoX.
+
+python -m torchtitan.tokenize SOURCE [SOURCE ...] -o FOLDER [--tokenizer FILE] [--workers N]
+
+SOURCE is what training.dataset_path takes, or the name of a data set; PATH#COLUMN sets its text column. FOLDER gets
+pairs of .bin and .idx files and metadata.json. Until it is complete it is FOLDER.partial; the same command goes on
+where it was stopped. On a complete FOLDER, the command verifies the hashes of all files; without SOURCE, only those.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import takewhile, zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.config.extension import add_custom_import, import_user_module
+from torchtitan.config.training import Training
+from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
+from torchtitan.data.packing import tokens_of
+from torchtitan.data.paths import abbreviated
+from torchtitan.data.sources import Document, Source, Stamp, StreamedSource
+from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan.errors import ConfigError, DataError, counted, run_command
+from torchtitan.files import expand_any, is_uri, local_path
+from torchtitan.launcher.processes import available_cores
+from torchtitan.logging import Waiting
+
+METADATA, PROGRESS = "metadata.json", ".progress"
+SHARD_BYTES, SHARD_DOCUMENTS = 1 << 29, 1 << 22  # a shard ends where it has as many; one that is stopped is made again
+BATCH_TOKENS, BATCH_DOCUMENTS = 1 << 17, 1 << 10  # for a worker at a time, at most
+FIRST_BATCH = 16  # documents, before their length is known
+BATCHES_AHEAD = 4  # for each worker
+PIECE = 1 << 22  # bytes hashed at a time
+INDEX_MAGIC, INDEX_TYPES = b"MMIDIDX\0\0", {np.dtype(np.uint16): 8, np.dtype(np.int32): 4}  # Megatron-LM's
+FLAGS = {
+    "training.text_column (or validation.text_column)": "--text-column",
+    "model.tokenizer_path": "--tokenizer",
+    "training.add_eos = false": "--no-add-eos",
+    "training.add_bos = true": "--add-bos",
+    "training.add_bos": "--add-bos",
+}
+Opened = Source | StreamedSource
+
+
+class Task(NamedTuple):
+    """Documents of one source: indexes, or those that were read in sequence; and for each the position after it."""
+
+    source: int
+    documents: Sequence[int] | Sequence[Document]
+    positions: Sequence[Any]
+
+
+class Result(NamedTuple):
+    """Tokens of all documents of a task; for each document the number of its tokens, and of bytes of its text."""
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+
+@dataclass
+class Job:
+    """What each process needs to know: sources as (name, column), and, for its tokenizer and segments, the flags."""
+
+    sources: list[tuple[str, str]]
+    tokenizer: tuple[str | None, bool | None, bool]
+    rows: int
+    seq_len: int
+    custom_import: str | None
+    versions: list[object]
+
+    def open(self, number: int) -> Opened:
+        name, column = self.sources[number]
+        return for_rows(open_name_or_path("SOURCE", name, column), self.rows, self.seq_len)
+
+
+class Worker:
+    """Tokenizes documents. In a process of its own, it opens the sources that have random access."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, opened: dict[int, Opened]) -> None:
+        self.job, self.tokenizer, self.opened = job, tokenizer, opened
+
+    def work(self, task: Task) -> Result:
+        tokens, sizes = [], []
+        for item in task.documents:
+            document = item if isinstance(item, Document) else self.source(task.source)[item]  # type: ignore[index]
+            tokens.append(np.asarray(tokens_of(document, self.tokenizer)))
+            sizes.append(len(document.text.encode("utf-8", "replace")))
+        joined = np.concatenate(tokens)
+        if (top := joined.max(initial=0)) >= self.tokenizer.vocab_size:
+            raise DataError(f"SOURCE: token id {top} is not below {self.tokenizer.vocab_size}, the tokenizer's size.")
+        return Result(joined.astype(dtype_of(self.tokenizer)), np.array([*map(len, tokens)]), np.array(sizes))
+
+    def source(self, number: int) -> Opened:
+        if number not in self.opened:
+            self.opened[number] = self.job.open(number)
+            if version(self.opened[number]) != self.job.versions[number]:
+                raise DataError(f"{self.job.sources[number][0]} has changed; run the same command again.")
+        return self.opened[number]
+
+
+_worker: Worker  # of this process, if it is a worker's
+
+
+def version(source: Opened) -> object:
+    return source.fingerprint, getattr(source, "stamps", None)
+
+
+def dtype_of(tokenizer: Tokenizer) -> "np.dtype[Any]":
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
+
+
+def _start(job: Job) -> None:
+    """In each worker's process."""
+    global _worker
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if job.custom_import:
+        import_user_module(job.custom_import, "--custom-import")
+    _worker = Worker(job, load_tokenizer(*job.tokenizer), {})
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end its workers."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(task: Task) -> Result:
+    return _worker.work(task)
+
+
+def results(tasks: Iterator[Task], job: Job, worker: Worker, workers: int) -> Iterator[tuple[Task, Result]]:
+    """The tasks in order, with their results."""
+    if workers == 1:
+        yield from ((task, worker.work(task)) for task in tasks)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (job,)) as pool:
+        waiting: deque[Any] = deque()
+        try:
+            for task in tasks:
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a worker inherits that
+                try:
+                    waiting.append((task, pool.submit(_work, task)))
+                finally:
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+                if len(waiting) > BATCHES_AHEAD * workers:
+                    task, future = waiting.popleft()
+                    yield task, future.result()
+            for task, future in waiting:
+                yield task, future.result()
+        except BrokenProcessPool:
+            raise DataError(
+                "A worker has died, perhaps for lack of memory; run the command again, with fewer --workers: finished "
+                "shards are kept."
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Progress(Waiting):
+    """Also tells tokens per second."""
+
+    tokens = 0
+
+    def text(self) -> str:
+        rate = self.tokens / max(time.monotonic() - self._start, 1e-3)
+        return f"{super().text()}, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
+
+
+class Shards:
+    """Writes shards to a folder, and a line to its file of progress after each.
+
+    Attributes:
+        done: a record of each finished shard: counts, size and hash of its files, and where the sources go on.
+    """
+
+    def __init__(self, folder: Path, progress: BinaryIO, done: list[dict[str, Any]], dtype: "np.dtype[Any]") -> None:
+        self.folder, self.progress, self.done, self.dtype = folder, progress, done, dtype
+        self.file: BinaryIO | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.hash, self.lengths = hashlib.sha256(), [np.zeros(0, np.int64)]
+        self.counts = {"documents": 0, "empty": 0, "tokens": 0, "text_bytes": 0}
+
+    @property
+    def next(self) -> tuple[int, Any]:
+        """The source, and the position in it, after the finished shards."""
+        number, position = self.done[-1]["next"] if self.done else (0, None)
+        return number, position
+
+    def total(self, count: str) -> int:
+        return self.counts[count] + sum(int(record[count]) for record in self.done)
+
+    def add(self, task: Task, result: Result) -> None:
+        """A shard ends before the first text for which it is full, whatever tasks it came in."""
+        ends = np.cumsum(result.lengths)
+        first = 0
+        while first < len(ends):
+            lengths = result.lengths[first:]
+            before = self.counts["tokens"] + np.cumsum(lengths) - lengths
+            full = before * self.dtype.itemsize >= SHARD_BYTES
+            full |= self.counts["documents"] + np.arange(len(lengths)) >= SHARD_DOCUMENTS
+            cut = np.flatnonzero(full & (before > 0) & (lengths > 0))
+            last = first + int(cut[0]) if len(cut) else len(ends)
+            if last > first:
+                begin = ends[first] - result.lengths[first]
+                self.write(result.tokens[begin : ends[last - 1]], result.lengths[first:last])
+                self.counts["text_bytes"] += int(result.sizes[first:last].sum())
+                self.position = [task.source, task.positions[last - 1]]
+            if len(cut):
+                self.finish()
+            first = last
+
+    def write(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
+        if self.file is None:
+            self.file = (self.folder / f"{self.name}.bin").open("wb")
+        self.file.write(tokens.data)
+        self.hash.update(tokens.data)
+        self.lengths.append(lengths)
+        self.counts["documents"] += len(lengths)
+        self.counts["empty"] += int((lengths == 0).sum())
+        self.counts["tokens"] += len(tokens)
+
+    @property
+    def name(self) -> str:
+        return f"shard-{len(self.done):06}"
+
+    def finish(self) -> None:
+        """Both files of the shard are on the disk, then it counts as finished."""
+        assert self.file is not None
+        close(self.file)
+        lengths = np.concatenate(self.lengths)
+        pointers = (np.cumsum(lengths) - lengths) * self.dtype.itemsize
+        documents = np.arange(len(lengths) + 1)
+        head = INDEX_MAGIC + struct.pack("<QBQQ", 1, INDEX_TYPES[self.dtype], len(lengths), len(documents))
+        index = head + lengths.astype("<i4").tobytes() + pointers.tobytes() + documents.tobytes()
+        with (self.folder / f"{self.name}.idx").open("wb") as file:
+            file.write(index)
+            close(file)
+        size = self.counts["tokens"] * self.dtype.itemsize
+        files = {
+            f"{self.name}.bin": {"size": size, "sha256": self.hash.hexdigest()},
+            f"{self.name}.idx": {"size": len(index), "sha256": hashlib.sha256(index).hexdigest()},
+        }
+        record = {**self.counts, "next": self.position, "files": files}
+        self.file = None
+        append(self.progress, record)
+        self.done.append(record)
+        self.begin()
+
+
+def close(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def append(progress: BinaryIO, record: Mapping[str, Any]) -> None:
+    progress.write(json.dumps(record).encode() + b"\n")
+    progress.flush()
+    os.fsync(progress.fileno())
+
+
+def hashes(paths: Sequence[Path], what: str) -> list[str]:
+    """SHA-256 of files. Ctrl-C ends it at once."""
+    read, stop = [0] * len(paths), threading.Event()
+
+    def of(number: int) -> str:
+        digest = hashlib.sha256()
+        with paths[number].open("rb") as file:
+            while not stop.is_set() and (piece := file.read(PIECE)):
+                digest.update(piece)
+                read[number] += len(piece)
+        return digest.hexdigest()
+
+    megabytes = sum(path.stat().st_size for path in paths) // 10**6
+    with (
+        ThreadPoolExecutor(available_cores()) as threads,
+        Waiting(what, megabytes, "MB", count=lambda: sum(read) // 10**6),
+    ):
+        try:
+            return list(threads.map(of, range(len(paths))))
+        finally:
+            stop.set()
+
+
+def described(job: Job, tokenizer: Tokenizer, opened: Mapping[int, Opened], known: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the content of the shards. Files that `known` describes, unchanged since, are not hashed again."""
+    described = []
+    for number, (name, column) in enumerate(job.sources):
+        source = opened[number]
+        root, names = getattr(source, "root", None), getattr(source, "files", ())
+        paths = {} if root is None else {name: root / name for name in names}
+        before: dict[str, Any] = next((s["files"] for s in known.get("sources", ()) if s["name"] == name), {})
+        files = {}
+        for file, path in paths.items():
+            size, modified = Stamp.of(path)
+            same = before.get(file, {})
+            same = same if (same.get("size"), same.get("modified")) == (size, modified) else {}
+            files[file] = {"size": size, "modified": modified, "sha256": same.get("sha256")}
+        new = [file for file in files if files[file]["sha256"] is None and not is_uri(str(paths[file]))]
+        for file, digest in zip(new, hashes([paths[file] for file in new], f"{name}: hashing its files"), strict=True):
+            files[file]["sha256"] = digest
+        described.append({"name": name, "column": column, "fingerprint": source.fingerprint, "files": files})
+    return {
+        "tokenizer": tokenizer.fingerprint,
+        "tokenizer_ids": tokenizer.ids_fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "eos_id": tokenizer.eos_id if tokenizer.add_eos else None,
+        "sources": described,
+    }
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """How what shards were made from differs from what they would be made from now; "" if it does not."""
+    if any(before[key] != now[key] for key in ("tokenizer", "vocab_size", "bos_id", "eos_id")):
+        return "with another tokenizer, or with other tokens at the ends of documents"
+
+    def content(source: Mapping[str, Any] | None) -> object:
+        return source and [
+            source["column"],
+            source["fingerprint"],
+            {name: (file["size"], file["sha256"]) for name, file in source["files"].items()},
+        ]
+
+    for old, new in zip_longest(before["sources"], now["sources"]):
+        if content(old) != content(new):
+            return f"from other sources: {(new or old)['name']} was {'changed' if old and new else 'added or removed'}"
+    return ""
+
+
+def damaged(folder: Path, files: Mapping[str, Any]) -> list[str]:
+    """The names of files that are missing, or have another size or hash."""
+    sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in files}
+    whole = [name for name in files if sizes[name] == files[name]["size"]]
+    found = dict(zip(whole, hashes([folder / name for name in whole], f"{folder}: verifying"), strict=True))
+    return [name for name in files if found.get(name) != files[name]["sha256"]]
+
+
+def read_metadata(folder: Path) -> dict[str, Any]:
+    try:
+        about: dict[str, Any] = json.loads((folder / METADATA).read_bytes())
+        _ = counts(about), about["sources"], [(file["size"], file["sha256"]) for file in about["files"].values()]
+        return about
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        raise DataError(f"{folder / METADATA} is damaged; remove {folder}, and run the command again.") from None
+
+
+def verify(folder: Path, about: Mapping[str, Any]) -> None:
+    """Reads a complete folder, and says that it is intact.
+
+    Raises:
+        DataError: it is not.
+    """
+    if names := damaged(folder, about["files"]):
+        raise DataError(
+            f"{folder} is damaged: {abbreviated(names)} {'differs' if len(names) == 1 else 'differ'} from what was "
+            "written; copy the folder again, or remove it and run the command again."
+        )
+    print(f"{folder} is there already and intact: {counts(about)}")
+
+
+def counts(about: Mapping[str, Any]) -> str:
+    shards = counted(len(about["files"]) // 2, "shard")
+    documents = f"{counted(about['documents'], 'document')} ({about['empty']:,} of them empty or unusable)"
+    per_token = f", {about['text_bytes'] / about['tokens']:.2f} bytes per token" if about["text_bytes"] else ""
+    return f"{documents}, {counted(about['tokens'], 'token')} in {shards}{per_token}"
+
+
+@contextlib.contextmanager
+def locked(folder: Path, out: Path) -> Iterator[BinaryIO]:
+    """The file of progress of an unfinished folder, which this process alone may write."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / PROGRESS
+    with path.open("a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino
+        except BlockingIOError:
+            alone = False
+        if not alone:  # or it has just been finished
+            raise DataError(f"another command is writing {out}; wait until it has ended, or name another folder.")
+        yield file
+
+
+def finished_shards(folder: Path, progress: BinaryIO) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a folder was begun from, {} if nothing was finished; and the shards that are intact. Forgets all others."""
+    progress.seek(0)
+    lines = [line for line in progress if line.endswith(b"\n")]
+    try:
+        begun, *done = map(json.loads, lines or [b"{}"])
+        bad = damaged(folder, {name: file for record in done for name, file in record["files"].items()})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise DataError(f"{folder / PROGRESS} is damaged; remove {folder}, and run the command again.") from None
+    if bad:
+        print(f"{folder}: making {abbreviated(bad)} and all later shards again, for it has changed", flush=True)
+        done = done[: next(number for number, record in enumerate(done) if set(bad) & set(record["files"]))]
+    progress.truncate(sum(map(len, lines[: 1 + len(done)])))
+    return begun, done
+
+
+def tasks(job: Job, opened: Mapping[int, Opened], start: tuple[int, Any], batch: Callable[[], int]) -> Iterator[Task]:
+    """All documents from `start`, in storage order, `batch()` at a time."""
+    for number in range(start[0], len(job.sources)):
+        source, position = opened[number], start[1] if number == start[0] else None
+        if hasattr(source, "__getitem__"):
+            begin, size = position or 0, len(source)  # type: ignore[arg-type]
+            while begin < size:
+                end = min(begin + batch(), size)
+                yield Task(number, range(begin, end), range(begin + 1, end + 1))
+                begin = end
+            continue
+        documents, positions, length = [], [], 0
+        for drawn in takewhile(lambda drawn: drawn.epoch == 0, source.documents(0, 1, None, position)):
+            documents.append(drawn.document)
+            positions.append(drawn.position)
+            length += len(drawn.document.text)
+            if length >= 4 * BATCH_TOKENS or len(documents) >= BATCH_DOCUMENTS:
+                yield Task(number, documents, positions)
+                documents, positions, length = [], [], 0
+        if documents:
+            yield Task(number, documents, positions)
+
+
+def run(job: Job, out: Path, workers: int) -> None:
+    partial = out.with_name(f"{out.name}.partial")
+    for folder, mark in ((out, METADATA), (partial, PROGRESS)):
+        if folder.exists() and not (folder / mark).exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise DataError(f"{folder} holds something else than token shards; name another folder.")
+    tokenizer = load_tokenizer(*job.tokenizer)
+    opened = {number: job.open(number) for number in range(len(job.sources))}
+    for (name, _), source in zip(job.sources, opened.values(), strict=True):
+        job.versions.append(version(source))
+        place = Path(name).expanduser()
+        if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
+            raise DataError(f"{out} lies in the source {name}; name a folder outside of it.")
+    if (out / METADATA).exists():
+        about = read_metadata(out)
+        if reason := difference(about, described(job, tokenizer, opened, about)):
+            raise DataError(f"{out} was made {reason}; name another folder, or remove it.")
+        verify(out, about)
+        (out / PROGRESS).unlink(missing_ok=True)  # killed after the rename
+        return
+    try:
+        with locked(partial, out) as progress:
+            begun, done = finished_shards(partial, progress)
+            now = described(job, tokenizer, opened, begun)
+            if begun and (reason := difference(begun, now)):
+                raise DataError(f"{partial} was begun {reason}; restore that, or remove it to begin again.")
+            if not begun:
+                append(progress, now)
+            shards = Shards(partial, progress, done, dtype_of(tokenizer))
+            write(shards, job, Worker(job, tokenizer, opened), workers)
+            totals = {count: shards.total(count) for count in shards.counts}
+            files = {name: file for record in shards.done for name, file in record["files"].items()}
+            about = {"format": 1, **now, **totals, "files": files}
+            with (partial / METADATA).open("wb") as file:
+                file.write(json.dumps(about, indent=1).encode())
+                close(file)
+            partial.rename(out)
+            (out / PROGRESS).unlink()
+            print(f"saved {out}: {counts(about)}")
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or partial}: {error.strerror}; when that is repaired, run the same command again: "
+            "finished shards are kept."
+        ) from error
+
+
+def write(shards: Shards, job: Job, worker: Worker, workers: int) -> None:
+    """Tokenizes and writes what is missing."""
+    lengths = [len(source) if isinstance(source, Sized) else 0 for source in worker.opened.values()]
+    total = sum(lengths) if all(lengths) else None
+    before = shards.total("documents")
+    if before:
+        print(f"{shards.folder}: going on after {counted(before, 'document')}", flush=True)
+
+    def batch() -> int:
+        documents, tokens = shards.total("documents"), max(1, shards.total("tokens"))
+        return max(1, min(BATCH_DOCUMENTS, BATCH_TOKENS * documents // tokens)) if documents else FIRST_BATCH
+
+    with Progress("tokenizing", total and total - before, "documents") as waiting:
+        try:
+            for task, result in results(tasks(job, worker.opened, shards.next, batch), job, worker, workers):
+                shards.add(task, result)
+                waiting.done += len(result.lengths)
+                waiting.tokens += len(result.tokens)
+            if not shards.total("tokens"):
+                raise DataError(f"{abbreviated([name for name, _ in job.sources])}: there is no text.")
+            if shards.counts["documents"]:
+                shards.finish()
+        finally:
+            if shards.file is not None:
+                with contextlib.suppress(OSError):
+                    shards.file.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.tokenize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    usual = Training()
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="path, pattern, Hub id or data set")
+    parser.add_argument("-o", "--output", type=local_path, required=True, metavar="FOLDER", help="folder to create")
+    parser.add_argument("--tokenizer", type=expand_any, help="default: the shipped one", metavar="FILE")
+    parser.add_argument("--workers", type=int, default=available_cores(), help="processes; default: cores", metavar="N")
+    parser.add_argument("--text-column", default=usual.text_column, help="of records", metavar="NAME")
+    parser.add_argument("--add-bos", action=argparse.BooleanOptionalAction, help="as training.add_bos")
+    parser.add_argument("--add-eos", action=argparse.BooleanOptionalAction, default=True, help="as training.add_eos")
+    parser.add_argument(
+        "--global-batch-size",
+        type=int,
+        default=usual.local_batch_size,
+        help="of the run; with --seq-len it decides how text files are cut",
+        metavar="B",
+    )
+    parser.add_argument("--seq-len", type=int, default=usual.seq_len, help="of the run", metavar="N")
+    add_custom_import(parser)
+    arguments = parser.parse_args()
+    for flag in ("workers", "global_batch_size", "seq_len"):
+        if getattr(arguments, flag) < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0, not {getattr(arguments, flag)}.")
+    out = arguments.output.absolute()
+    if not arguments.sources:
+        if not (out / METADATA).exists():
+            raise ConfigError(f"there is no SOURCE, and {out} is no folder of token shards to verify; name a source.")
+        verify(out, read_metadata(out))
+        return
+    if arguments.custom_import:
+        import_user_module(arguments.custom_import, "--custom-import")
+    entries = (cut_mark(entry, "#") for entry in arguments.sources)
+    job = Job(
+        [(name, column or arguments.text_column) for name, column in entries],
+        (arguments.tokenizer, arguments.add_bos, arguments.add_eos),
+        arguments.global_batch_size,
+        arguments.seq_len,
+        arguments.custom_import,
+        [],
+    )
+    try:
+        run(job, out, arguments.workers)
+    except DataError as error:
+        text = str(error)
+        for key, flag in FLAGS.items():
+            text = text.replace(key, flag)
+        raise DataError(text) from error
+
+
+if __name__ == "__main__":
+    run_command(main)
