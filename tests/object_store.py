@@ -18,6 +18,7 @@ class S3Server:
         requests: method and path of all requests so far.
         fault: gets method and path of each request; an HTTP status instead of 0 is the answer to it. The server's
             thread calls it, so it may also block, or kill the client.
+        code: if not empty, the error that each request is refused with, such as "RequestTimeTooSkewed".
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class S3Server:
 
         self.requests: list[tuple[str, str]] = []
         self.fault: Callable[[str, str], int] = lambda method, path: 0
+        self.code = ""
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._thread = Thread(target=self._server.serve_forever, daemon=True)
@@ -45,6 +47,9 @@ class S3Server:
             environ["wsgi.input"].read(length)  # a client that still sends would see a lost connection
             start_response(f"{status} Fault", [("Content-Length", "0")])
             return [b""]
+        if self.code:
+            start_response("403 Forbidden", [("Content-Type", "application/xml")])
+            return [f"<Error><Code>{self.code}</Code><Message>It is refused.</Message></Error>".encode()]
         answer: Iterable[bytes] = self._app(environ, start_response)
         return answer
 

@@ -5,16 +5,32 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 from upath import UPath
 
 from torchtitan.errors import DataError
+from torchtitan.logging import Waiting
 
-__all__ = ["PathError", "any_path", "expand", "expand_any", "is_uri", "local_path", "regular_file"]
+__all__ = [
+    "TRANSIENT",
+    "PathError",
+    "any_path",
+    "expand",
+    "expand_any",
+    "is_uri",
+    "local_path",
+    "regular_file",
+    "store_errors",
+]
 
 URI = re.compile(r"[A-Za-z][\w+.-]*:/")  # one slash too: pathlib joins two
+OF_THIS_MACHINE = re.compile(r"(?:file|local):(?://)?(?=/)|file://(?=.)", re.IGNORECASE)
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of pyproject.toml
+TRIES = 2  # by s3fs, of 5 requests each, which wait up to 15 s; its own 5 would take over 6 minutes
 NOT_FILES = {
     stat.S_IFIFO: "it is a named pipe, not a file",
     stat.S_IFSOCK: "it is a socket, not a file",
@@ -57,7 +73,7 @@ def local_path(path: str) -> Path:
 
 def expand_any(path: str) -> str:
     """`expand`, for keys that also take a URI."""
-    path = path.removeprefix("file://")
+    path = OF_THIS_MACHINE.sub("", path, count=1)
     return path if is_uri(path) else expand(path)
 
 
@@ -67,15 +83,139 @@ def any_path(path: str) -> Path:
     Raises:
         PathError: nothing here can read such URIs, or `expand` refuses the path.
     """
-    path = path.removeprefix("file://")
+    path = OF_THIS_MACHINE.sub("", path, count=1)
     if not is_uri(path):
         return local_path(path)
+    scheme, rest = path.split(":", 1)
     try:
-        place = UPath(path)
-        _ = place.fs  # imports what can read it
-    except (ImportError, ValueError) as error:
+        place = UPath(f"{scheme.lower()}:{rest}")
+        store = place.fs  # imports what can read it
+    except ImportError as error:
+        extra = f"run `pip install 'torchtitan[{EXTRAS[scheme.lower()]}]'`" if scheme.lower() in EXTRAS else str(error)
+        raise PathError(f"{path!r} cannot be read: a package is missing; {extra.rstrip('.')}.") from None
+    except ValueError as error:
         raise PathError(f"{path!r} cannot be read: {str(error).rstrip('.')}.") from None
+    if hasattr(store, "retries"):
+        store.retries = TRIES
     return cast(Path, place)
+
+
+# Of the object stores' libraries: names of exceptions, and codes in answers -> the errno, and what to tell a user.
+REFUSED = (
+    errno.EACCES,
+    "access is refused: check the credentials and what they may do there, and that the clock of this machine is right",
+)
+NO_CREDENTIALS = (
+    errno.EACCES,
+    "there are no credentials for it: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE for s3, "
+    "GOOGLE_APPLICATION_CREDENTIALS for gs, HF_TOKEN for hf",
+)
+SILENT = (
+    errno.ECONNREFUSED,
+    "the object store does not answer: check the network, and the endpoint (AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST "
+    "or HF_ENDPOINT, if set)",
+)
+REASONS: dict[str, tuple[int, str]] = {
+    "NoSuchBucket": (errno.ENOENT, "there is no such bucket: correct its name, or create it"),
+    "BucketNotFoundError": (errno.ENOENT, "there is no such bucket: correct its name, or create it"),
+    "RepositoryNotFoundError": (errno.ENOENT, "there is no such repository, or HF_TOKEN does not give access to it"),
+    "GatedRepoError": (errno.EACCES, "the repository is gated: ask for access to it on the Hub, and set HF_TOKEN"),
+    "RequestTimeTooSkewed": (errno.EACCES, "the clock of this machine is off: set it, for example by NTP"),
+    "ExpiredToken": (errno.EACCES, "the credentials have expired: get new ones"),
+    "InvalidAccessKeyId": (errno.EACCES, "the store does not know the access key: correct AWS_ACCESS_KEY_ID"),
+    "SignatureDoesNotMatch": (
+        errno.EACCES,
+        "the store refuses the signature: correct AWS_SECRET_ACCESS_KEY, or AWS_DEFAULT_REGION",
+    ),
+    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "Forbidden", "403", "401"), REFUSED),
+    **dict.fromkeys(
+        (
+            "NoCredentialsError",
+            "PartialCredentialsError",
+            "CredentialRetrievalError",
+            "ProfileNotFound",
+            "UnauthorizedSSOTokenError",
+            "DefaultCredentialsError",
+            "RefreshError",
+        ),
+        NO_CREDENTIALS,
+    ),
+    **dict.fromkeys(
+        (
+            "EndpointConnectionError",
+            "ConnectTimeoutError",
+            "ReadTimeoutError",
+            "ConnectionClosedError",
+            "ClientConnectorError",
+            "ClientConnectorDNSError",
+            "ConnectError",
+            "ConnectTimeout",
+            "ReadTimeout",
+            "FSTimeoutError",
+            "OfflineModeIsEnabled",
+        ),
+        SILENT,
+    ),
+}
+# errno of failures that may be over when they are tried again.
+TRANSIENT = {
+    *(errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT),
+    *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH),
+}
+NUMBERS = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    NotADirectoryError: errno.ENOTDIR,
+    IsADirectoryError: errno.EISDIR,
+    FileExistsError: errno.EEXIST,
+    TimeoutError: errno.ETIMEDOUT,
+    ValueError: errno.EINVAL,
+}
+LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "httpcore", "httpx", "huggingface_hub"}
+LIBRARIES |= {"requests", "s3fs", "urllib3", "asyncio"}
+
+
+@contextmanager
+def store_errors(path: object) -> Iterator[None]:
+    """What goes wrong in an object store within it is an OSError with `strerror`, a sentence with the remedy, and
+    `filename`; its cause is the library's own error. Says every 10 seconds that it waits. Does nothing for a path on
+    this machine.
+
+    Raises:
+        OSError: as said; FileNotFoundError or PermissionError where it is one. `errno` in `TRANSIENT`: another try may
+            help, after those of the library.
+    """
+    if not is_uri(str(path)):
+        yield
+        return
+    try:
+        with Waiting(f"{path}: waiting for the object store"):
+            yield
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in LIBRARIES:
+            if not (isinstance(error, ValueError) and "endpoint" in str(error).lower()):
+                raise
+        raise as_os_error(error, str(path)) from error
+
+
+def as_os_error(error: Exception, path: str) -> OSError:
+    """The error of an object store's library as `store_errors` raises it."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return error
+    links: list[BaseException] = [error]
+    while (cause := links[-1].__cause__ or links[-1].__context__) and len(links) < 10:
+        links.append(cause)
+    for link in links:
+        answer = getattr(link, "response", None)
+        codes = [answer.get("Error", {}).get("Code")] if isinstance(answer, dict) else [getattr(link, "code", None)]
+        for name in (*codes, *(base.__name__ for base in type(link).__mro__)):
+            if reason := REASONS.get(str(name)):
+                return OSError(*reason, path)
+    number = error.errno if isinstance(error, OSError) and error.errno else 0
+    number = number or next((number for kind, number in NUMBERS.items() if isinstance(error, kind)), errno.EIO)
+    missing = "there is no such file or folder in the object store" if number == errno.ENOENT else ""
+    said = (error.strerror if isinstance(error, OSError) else "") or str(error).split("\n", 1)[0]
+    return OSError(number, missing or said.rstrip(".") or type(error).__name__, path)
 
 
 def regular_file(path: Path) -> Path:

@@ -6,11 +6,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from object_store import S3Server
 
-from torchtitan.files import PathError, any_path, expand, local_path, regular_file
+from torchtitan.files import TRANSIENT, PathError, any_path, expand, local_path, regular_file, store_errors
 
 ROOT = Path(__file__).parents[2]
 PATH_ARGUMENTS = re.compile(
@@ -81,5 +82,55 @@ def test_a_uri_that_nothing_here_can_read_is_refused() -> None:
         any_path("nowhere://bucket/run")
 
 
+def test_the_extra_that_reads_a_uri_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(PathError, match=r"run `pip install 'torchtitan\[gcs\]'`"):
+        any_path("GS://bucket/run")
+
+
 def test_file_uris_are_paths(tmp_path: Path) -> None:
-    assert any_path(f"file://{tmp_path}") == tmp_path
+    for start in ("file://", "file:", "FILE://", "local://"):
+        assert any_path(f"{start}{tmp_path}") == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        ({}, FileNotFoundError, "no such file or folder in the object store"),
+        ({"bucket": "nowhere"}, FileNotFoundError, "no such bucket"),
+        ({"status": 403}, PermissionError, "check the credentials .* and that the clock"),
+        ({"code": "InvalidAccessKeyId"}, PermissionError, "correct AWS_ACCESS_KEY_ID"),
+        ({"code": "SignatureDoesNotMatch"}, PermissionError, "correct AWS_SECRET_ACCESS_KEY"),
+        ({"code": "RequestTimeTooSkewed"}, PermissionError, "the clock of this machine is off"),
+        ({"status": 503}, OSError, "Service Unavailable"),
+        ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, PermissionError, "there are no credentials"),
+        ({"AWS_PROFILE": "nobody"}, PermissionError, "there are no credentials"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, ConnectionRefusedError, "does not answer: check the network"),
+        ({"AWS_ENDPOINT_URL": "nonsense"}, OSError, "Invalid endpoint"),
+    ],
+)
+def test_what_goes_wrong_in_an_object_store_is_said_with_the_remedy(
+    fault: dict[str, Any], error: type[OSError], said: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name, value in fault.items():
+        if name.isupper():
+            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    s3.fault = lambda method, path: fault.get("status", 0)
+    s3.code = fault.get("code", "")
+    place = any_path(f"s3://{fault.get('bucket', 'bucket')}/a.txt")
+    with pytest.raises(error, match=said) as raised, store_errors(place):
+        place.fs.find(place.path)
+        place.read_bytes()
+    assert raised.value.strerror and raised.value.filename == str(place) and raised.value.__cause__
+    passing = raised.value.errno in TRANSIENT
+    assert passing == (fault.get("status") == 503 or "http://127.0.0.1:9" in fault.values())
+
+
+def test_errors_on_this_machine_stay_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as raised, store_errors(tmp_path):
+        (tmp_path / "missing").read_bytes()
+    assert raised.value.filename == str(tmp_path / "missing")
+    with pytest.raises(ValueError, match="ours"), store_errors("s3://bucket/a"):
+        raise ValueError("ours")
