@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, BinaryIO, cast
 
 from upath import UPath
 
@@ -21,8 +21,11 @@ __all__ = [
     "any_path",
     "expand",
     "expand_any",
+    "is_remote",
     "is_uri",
+    "joined",
     "local_path",
+    "open_bytes",
     "regular_file",
     "store_errors",
 ]
@@ -30,6 +33,7 @@ __all__ = [
 URI = re.compile(r"[A-Za-z][\w+.-]*:/")  # one slash too: pathlib joins two
 OF_THIS_MACHINE = re.compile(r"(?:file|local):(?://)?(?=/)|file://(?=.)", re.IGNORECASE)
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of pyproject.toml
+BLOCK = 16 << 20  # bytes of a request, if a file in an object store is read as a whole
 TRIES = 2  # by s3fs, of 5 requests each, which wait up to 15 s; its own 5 would take over 6 minutes
 NOT_FILES = {
     stat.S_IFIFO: "it is a named pipe, not a file",
@@ -88,7 +92,7 @@ def any_path(path: str) -> Path:
         return local_path(path)
     scheme, rest = path.split(":", 1)
     try:
-        place = UPath(f"{scheme.lower()}:{rest}")
+        place = UPath(f"{scheme.lower()}:{rest}", use_listings_cache=False)  # others write there, too
         store = place.fs  # imports what can read it
     except ImportError as error:
         extra = f"run `pip install 'torchtitan[{EXTRAS[scheme.lower()]}]'`" if scheme.lower() in EXTRAS else str(error)
@@ -227,3 +231,21 @@ def regular_file(path: Path) -> Path:
     if reason := NOT_FILES.get(stat.S_IFMT(path.stat().st_mode)):
         raise OSError(errno.EINVAL, reason, str(path))
     return path
+
+
+def is_remote(path: Path) -> bool:
+    """Whether `any_path` has made it of a URI."""
+    return isinstance(path, UPath)
+
+
+def joined(folder: Path, path: str) -> Path:
+    """`path` in a folder; or itself, if it is absolute or a URI."""
+    return any_path(path) if is_uri(path) else folder / path
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """A file to be read in large pieces. What goes wrong is an OSError (`store_errors`)."""
+    options: dict[str, Any] = {"block_size": BLOCK} if is_remote(path) else {"buffering": 0}
+    with store_errors(path), path.open("rb", **options) as file:
+        yield file

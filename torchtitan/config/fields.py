@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, Predicate
 from pydantic import AfterValidator, FiniteFloat, StringConstraints
 from typing_extensions import Doc as Doc
 
-from torchtitan.files import expand
+from torchtitan.files import expand, expand_any
 
 
 class Expected(str):
@@ -37,10 +37,9 @@ EveryLayers = Annotated[
 ]
 PathOrEmpty = Annotated[str, AfterValidator(expand), Expected("a path on this machine")]
 LocalPath = Annotated[PathOrEmpty, MinLen(1)]
-InnerFolder = Annotated[
-    LocalPath,
-    Predicate(lambda path: ".." not in Path(path).parts),
-    Expected("a path on this machine, in job.dump_folder or absolute"),
-]
+NOT_ABOVE = Predicate(lambda path: ".." not in Path(path).parts)
+InnerFolder = Annotated[LocalPath, NOT_ABOVE, Expected("a path on this machine, in job.dump_folder or absolute")]
+AnyPath = Annotated[NotEmpty, AfterValidator(expand_any), Expected("a path, or a URI such as s3://bucket/run")]
+AnyFolder = Annotated[AnyPath, NOT_ABOVE, Expected("a path in job.dump_folder, an absolute one, or a URI")]
 DataPath = Annotated[NotEmpty, AfterValidator(os.path.expanduser)]  # or what a user's own data set makes of it
 WorldSize = Annotated[int, Gt(0), Le(1 << 16)]  # planning for more would take many minutes
