@@ -7,8 +7,9 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from upath import UPath
 
@@ -244,8 +245,8 @@ def joined(folder: Path, path: str) -> Path:
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[BinaryIO]:
+def open_bytes(path: Path) -> Iterator[FileIO]:
     """A file to be read in large pieces. What goes wrong is an OSError (`store_errors`)."""
     options: dict[str, Any] = {"block_size": BLOCK} if is_remote(path) else {"buffering": 0}
     with store_errors(path), path.open("rb", **options) as file:
-        yield file
+        yield cast(FileIO, file)

@@ -118,9 +118,7 @@ class Writer(dcp.FileSystemWriter):
         begin: called on rank 0 before any file is written.
     """
 
-    def __init__(
-        self, path: Path, finished: Callable[[Files], None], begin: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, path: Path, finished: Callable[[Files], None], begin: Callable[[], None] = lambda: None) -> None:
         # The threads of `write_data` have no current GPU, so they copy each tensor before they read it: torch's copies
         # ahead would be waited for on the streams of GPU 0.
         super().__init__("", sync_files=not is_remote(path), per_thread_copy_ahead=0)

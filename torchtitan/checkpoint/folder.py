@@ -18,10 +18,11 @@ from torchtitan.checkpoint.manifest import (
     write_manifest,
 )
 from torchtitan.checkpoint.store import store_of
+from torchtitan.checkpoint.tokenizer import COPY
 from torchtitan.config.manager import read_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.errors import CheckpointError, UserError
-from torchtitan.files import is_remote, joined
+from torchtitan.files import joined
 from torchtitan.logging import logger
 
 EXPORTED = "-hf"  # ends the names of exports
@@ -166,7 +167,8 @@ def refuse_foreign(folder: Path, dump_folder: Path) -> None:
         CheckpointError: the folder holds other things, or another folder in the dump folder holds checkpoints.
     """
     there = [] if folder.resolve() == dump_folder.resolve() else sorted(store_of(folder).names(folder))
-    foreign = [name for name in there if not (name.startswith((".", "lost+found")) or name.endswith(".tmp"))]
+    own = (".", "lost+found", COPY)
+    foreign = [name for name in there if not (name.startswith(own) or name.endswith(".tmp"))]
     remedy = "To start a new run, choose another --job.dump_folder."
     if foreign:
         raise CheckpointError(

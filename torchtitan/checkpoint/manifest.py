@@ -249,7 +249,9 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
         files = read_manifest(checkpoint).files
         there = sizes(checkpoint)
         # Such as a module that a later command could import.
-        foreign = [f"{printable(name)} is not listed in {MANIFEST}" for name in sorted(there.keys() - files - {MANIFEST})]
+        foreign = [
+            f"{printable(name)} is not listed in {MANIFEST}" for name in sorted(there.keys() - files - {MANIFEST})
+        ]
     except Unreachable:
         raise
     except CheckpointError as error:

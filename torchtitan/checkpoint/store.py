@@ -236,6 +236,21 @@ def _abort_uploads(folder: Path) -> None:
                     fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
 
+def copy_tree(folder: Path, new: Path) -> None:
+    """Copies a folder to this machine.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    if not is_remote(folder):
+        shutil.copytree(folder, new)
+        return
+    for name in Waiting.over(sorted(_files(folder)), f"copying {folder} to {new}", "files"):
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
+        with store_errors(folder / name):
+            _fs(folder).get_file(_key(folder / name), str(new / name))
+
+
 def fetched(folder: Path, key: str = "") -> Path:
     """A folder that is read from here: itself, if it is on this machine or a checkpoint of this program, whose parts
     are read where they lie; or else its copy in this machine's cache, which all processes share.
@@ -257,19 +272,19 @@ def fetched(folder: Path, key: str = "") -> Path:
             raise CheckpointError(f"{prefix}{folder} does not exist.")
         if MARKS[0] in files or not any("/" not in name for name in files):
             return folder
-        about = [(name, files[name]["size"], str(files[name].get("ETag") or files[name].get("mtime"))) for name in files]
+        about = [
+            (name, files[name]["size"], str(files[name].get("ETag") or files[name].get("mtime"))) for name in files
+        ]
         names = hashlib.sha256(json.dumps([str(folder), sorted(about)]).encode()).hexdigest()
         copy = private_folder("fetched") / names[:16]
         with open(f"{copy}.lock", "wb") as lock:
             with Waiting(f"waiting for the copy of {folder}"):
                 fcntl.lockf(lock, fcntl.LOCK_EX)
-            temporary = copy.with_name(f"{copy.name}.tmp")
-            for name in Waiting.over([] if copy.exists() else sorted(files), f"copying {folder} to {copy}", "files"):
-                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                with store_errors(folder / name):
-                    _fs(folder).get_file(_key(folder / name), str(temporary / name))
             if not copy.exists():
+                copy_tree(folder, temporary := copy.with_name(f"{copy.name}.tmp"))
                 temporary.rename(copy)
         return copy
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
-        raise CheckpointError(f"{prefix}{folder} cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+        raise CheckpointError(
+            f"{prefix}{folder} cannot be read ({getattr(error, 'strerror', None) or error})."
+        ) from None

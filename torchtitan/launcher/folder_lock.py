@@ -1,7 +1,8 @@
 """One run at a time per dump or checkpoint folder: a second one would rename and truncate the files of the first.
 
-Rank 0 locks the file `.lock` there. In an object store it is an object, created only if there is none. Within a machine the kernel decides: it releases the lock when the process ends,
-for whatever reason. Across machines, some file systems have no such locks, and others hold those of a dead machine.
+Rank 0 locks the file `.lock` there; in an object store it is an object, created only if there is none. Within a machine
+the kernel decides: it releases the lock when the process ends, for whatever reason. Across machines, some file systems
+have no such locks, and others hold those of a dead machine.
 So the holder also touches the file every few seconds, and other machines look only at that.
 """
 
@@ -95,8 +96,9 @@ class FolderLock:
         while True:
             with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
                 with store_errors(self.path):
-                    if json.loads(self.path.read_bytes()).get("id") == token:
-                        return True
+                    holder = json.loads(self.path.read_bytes())
+                if holder.get("id") == token:
+                    return True
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.2)
@@ -242,7 +244,9 @@ class ObjectLock(FolderLock):
         started, first, said = time.monotonic(), self._holder(), False
         while True:
             holder, waited = self._holder(), time.monotonic() - started
-            mine = any(self._me[name] is not None and self._me[name] == holder.get(name) for name in ("run", "launcher"))
+            mine = any(
+                self._me[name] is not None and self._me[name] == holder.get(name) for name in ("run", "launcher")
+            )
             if holder and not mine:
                 if holder != first:
                     raise ConfigError(self._sentence(holder))
@@ -271,9 +275,10 @@ class ObjectLock(FolderLock):
                 self._write()
 
     def _holder(self) -> dict[str, Any]:
+        place: Any = self.path
         try:
-            with store_errors(self.path):
-                content = json.loads(self.path.read_bytes())
+            with store_errors(self.path):  # by one request: a holder may write between two
+                content = json.loads(place.fs.cat_file(place.path))
         except FileNotFoundError as error:
             if "bucket" in str(error.strerror):
                 raise

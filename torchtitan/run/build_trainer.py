@@ -20,11 +20,11 @@ from torchtitan.device import Device
 from torchtitan.engine.engine import build_engine
 from torchtitan.engine.model_args import describe_parametrization, find_model_args
 from torchtitan.errors import ConfigError, DataError
-from torchtitan.files import is_remote, joined
 from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import scorer_of_run
+from torchtitan.files import is_remote, joined
 from torchtitan.interchange import Exchange, published
 from torchtitan.interchange.tokenizer_files import tokenizer_files
 from torchtitan.launcher.folder_lock import FolderLock, ObjectLock
