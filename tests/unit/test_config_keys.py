@@ -183,6 +183,7 @@ def test_boolean_flags(key: str, tmp_path: Path) -> None:
             assert get(ConfigManager().parse_args([opposite, flag]), key) is value
 
 
+TAKE_URIS = ("checkpoint.folder", "checkpoint.initial_load_path")
 PATHS = [key for key in fields_by_key(JobConfig) if key.endswith(("folder", "_path", "_csv", "_file"))]
 
 
@@ -195,7 +196,9 @@ def test_a_path_is_expanded_and_a_uri_refused(key: str, tmp_path: Path, monkeypa
             assert get(ConfigManager().parse_args([argument]), key) == str(tmp_path / "mine")
     assert ConfigManager().parse_args(["--job.config_file=~/mine"]).job.config_file == str(tmp_path / "mine")
     # A user's own data set may make sense of a URI; torchtitan.data refuses it.
-    if not key.endswith("dataset_path"):
+    if key in TAKE_URIS:
+        assert get(ConfigManager().parse_args([f"--{key}=S3://bucket/run"]), key) == "S3://bucket/run"
+    elif not key.endswith("dataset_path"):
         with pytest.raises(ConfigError, match=rf"{key}\b.* path on this machine.*") as caught:
             ConfigManager().parse_args([f"--{key}=s3://bucket/run"])
         assert len(caught.value.problems) == 1

@@ -40,6 +40,11 @@ LocalPath = Annotated[PathOrEmpty, MinLen(1)]
 NOT_ABOVE = Predicate(lambda path: ".." not in Path(path).parts)
 InnerFolder = Annotated[LocalPath, NOT_ABOVE, Expected("a path on this machine, in job.dump_folder or absolute")]
 AnyPath = Annotated[NotEmpty, AfterValidator(expand_any), Expected("a path, or a URI such as s3://bucket/run")]
-AnyFolder = Annotated[AnyPath, NOT_ABOVE, Expected("a path in job.dump_folder, an absolute one, or a URI")]
+AnyFolder = Annotated[
+    AnyPath,
+    NOT_ABOVE,
+    Predicate(lambda path: not path.lower().startswith(("hf:", "http:", "https:"))),  # where no run can write
+    Expected("a path in job.dump_folder, an absolute one, or a URI such as s3://bucket/run"),
+]
 DataPath = Annotated[NotEmpty, AfterValidator(os.path.expanduser)]  # or what a user's own data set makes of it
 WorldSize = Annotated[int, Gt(0), Le(1 << 16)]  # planning for more would take many minutes

@@ -228,8 +228,9 @@ class ObjectLock(FolderLock):
         """As `FolderLock.take`."""
         try:
             self._wait()
-        except OSError as error:
-            raise ConfigError(f"{self.key}: {self.path.parent} cannot be written ({error.strerror}).") from None
+        except (OSError, NotImplementedError) as error:
+            reason = getattr(error, "strerror", None) or "nothing can be written there"
+            raise ConfigError(f"{self.key}: {self.path.parent} cannot be written ({reason}).") from None
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:

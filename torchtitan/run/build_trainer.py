@@ -24,7 +24,7 @@ from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import scorer_of_run
-from torchtitan.files import is_remote, joined
+from torchtitan.files import PathError, is_remote, joined
 from torchtitan.interchange import Exchange, published
 from torchtitan.interchange.tokenizer_files import tokenizer_files
 from torchtitan.launcher.folder_lock import FolderLock, ObjectLock
@@ -195,8 +195,11 @@ def take_locks(
     """
     lock.take()
     tokens = {lock.key: lock.token}
-    folder = joined(dump_folder, checkpoint.folder)
     key = "checkpoint.folder"
+    try:
+        folder = joined(dump_folder, checkpoint.folder)
+    except PathError as error:
+        raise ConfigError(f"{key}: {error}") from None
     if checkpoint.enable_checkpoint and (
         is_remote(folder) or not folder.resolve().is_relative_to(dump_folder.resolve())
     ):
