@@ -188,7 +188,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: the requested step is missing, or the checkpoint does not fit, or none is intact.
         """
-        steps = from_rank_0(lambda: run_steps(self.folder))
+        used = self.config.enable_checkpoint or not is_remote(self.folder)
+        steps = from_rank_0(lambda: run_steps(self.folder)) if used else []
         if not self.config.enable_checkpoint:
             if steps and dist.get_rank() == 0:
                 logger.warning(

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torchtitan.cache import private_folder
 from torchtitan.errors import CheckpointError
@@ -23,25 +23,32 @@ MARKS = ("manifest.json", "SHA256SUMS")  # of checkpoints and of exports
 OWN = re.compile(r"step-\d+(-hf)?(\.abandoned-\d+)?")  # folders that a run writes
 
 
-class Store(Protocol):
-    """How folders get their final names, all or nothing."""
+class Disk:
+    """How folders get their final names, all or nothing: they are written as `NAME.tmp` and renamed; they are renamed,
+    too, before they are removed."""
 
     def make(self, folder: Path) -> None:
         """Creates the folder of such folders."""
+        folder.mkdir(parents=True, exist_ok=True)
 
     def names(self, folder: Path) -> Iterable[str]:
         """Of all that is in it."""
+        return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
     def published(self, folder: Path) -> Iterable[str]:
         """Names of the folders in it, finished ones alone."""
+        return [name for name in self.names(folder) if (folder / name).is_dir()]
 
     def left_overs(self, folder: Path) -> Iterable[Path]:
         """What interrupted saves and removals have left there."""
+        return folder.glob("step-*.tmp")
 
-    def exists(self, final: Path) -> bool: ...
+    def exists(self, final: Path) -> bool:
+        return final.exists()
 
     def staging(self, final: Path) -> Path:
         """Where the files are written that will be in `final`."""
+        return final.with_name(f"{final.name}.tmp")
 
     def begin(self, final: Path, set_aside: Callable[[Path], None]) -> None:
         """Call before the first of them is written.
@@ -49,6 +56,10 @@ class Store(Protocol):
         Args:
             set_aside: renames what must give way.
         """
+        staging = self.staging(final)
+        if any(self.names(staging)):  # an interrupted export's; not an empty one, which other ranks may just have made
+            shutil.rmtree(staging)
+        staging.mkdir(parents=True, exist_ok=True)
 
     def publish(self, final: Path, finish: Callable[[Path], None], set_aside: Callable[[], None]) -> None:
         """Call once they are written.
@@ -57,43 +68,6 @@ class Store(Protocol):
             finish: writes the last one, into the folder given.
             set_aside: renames what must give way.
         """
-
-    def give_up(self, final: Path) -> None:
-        """Removes what was written since `begin`, if that can be done."""
-
-    def rename(self, path: Path, new: Path) -> None: ...
-
-    def remove(self, path: Path) -> None: ...
-
-
-class Disk:
-    """Folders are written as `NAME.tmp` and renamed; they are renamed, too, before they are removed."""
-
-    def make(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def names(self, folder: Path) -> Iterable[str]:
-        return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-
-    def published(self, folder: Path) -> Iterable[str]:
-        return [name for name in self.names(folder) if (folder / name).is_dir()]
-
-    def left_overs(self, folder: Path) -> Iterable[Path]:
-        return folder.glob("step-*.tmp")
-
-    def exists(self, final: Path) -> bool:
-        return final.exists()
-
-    def staging(self, final: Path) -> Path:
-        return final.with_name(f"{final.name}.tmp")
-
-    def begin(self, final: Path, set_aside: Callable[[Path], None]) -> None:
-        staging = self.staging(final)
-        if any(self.names(staging)):  # an interrupted export's; not an empty one, which other ranks may just have made
-            shutil.rmtree(staging)
-        staging.mkdir(parents=True, exist_ok=True)
-
-    def publish(self, final: Path, finish: Callable[[Path], None], set_aside: Callable[[], None]) -> None:
         staging = self.staging(final)
         finish(staging)
         sync(staging)
@@ -102,6 +76,7 @@ class Disk:
         sync(final.parent)
 
     def give_up(self, final: Path) -> None:
+        """Removes what was written since `begin`, if that can be done."""
         shutil.rmtree(self.staging(final), ignore_errors=True)
 
     def rename(self, path: Path, new: Path) -> None:
@@ -114,9 +89,9 @@ class Disk:
         shutil.rmtree(path)
 
 
-class ObjectStore:
+class ObjectStore(Disk):
     """Folders are written where they stay, and exist while they have a file of `MARKS`: it is written last, and removed
-    first."""
+    first. Without it they are left over."""
 
     def make(self, folder: Path) -> None:
         pass
@@ -165,11 +140,8 @@ class ObjectStore:
                 _fs(path).rm([_key(path / name) for name in names])
 
 
-STORES: dict[bool, Store] = {False: Disk(), True: ObjectStore()}
-
-
-def store_of(path: Path) -> Store:
-    return STORES[is_remote(path)]
+def store_of(path: Path) -> Disk:
+    return ObjectStore() if is_remote(path) else Disk()
 
 
 def sync(path: Path) -> None:
@@ -227,7 +199,7 @@ def _folders(folder: Path) -> dict[str, set[str]]:
 
 
 def _abort_uploads(folder: Path) -> None:
-    """Of files in parts, that were never completed: no listing shows them, but they cost as much. gs:// forgets them."""
+    """Of files in parts that were never completed: no listing shows them, but they are paid for. gs:// forgets them."""
     fs, (bucket, _, prefix) = _fs(folder), _key(folder).partition("/")
     if hasattr(fs, "list_multipart_uploads"):
         with contextlib.suppress(PermissionError), store_errors(folder):
