@@ -268,4 +268,4 @@ def test_twenty_kills(s3: S3Server, tmp_path: Path, undisturbed: dict[int, float
             assert status == 128 + 9, output
             kills += 1
         assert losses(tmp_path) == undisturbed
-        assert saved_steps(any_path(URI)) == [4, 6]
+        assert saved_steps(any_path(URI))[-2:] == [4, 6]  # step 2 is there, too, after a kill before its removal
