@@ -115,7 +115,8 @@ def test_only_a_manifest_makes_a_checkpoint(s3: S3Server, uri: str) -> None:
 
 def test_large_files_go_up_in_parts_and_are_read_by_ranges(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = any_path("s3://bucket/large")
-    content = os.urandom(1 << 20) * 60
+    monkeypatch.setattr(folder.fs, "default_block_size", 5 << 20)  # of a part, the least that S3 takes
+    content = os.urandom(1 << 20) * 12
     with manifest.HashingFile(folder / "file") as file:
         file.write(content[:100])
         file.write(content[100:])
@@ -149,6 +150,10 @@ def test_failed_saves_do_not_end_the_run(
     assert "the checkpoint of step 4 could not be saved" in printed
     assert "1 saves failed so far" in printed
     assert names() == ["step-2", "step-5", "tokenizer_copy"]
+    # What cannot be read is not damaged: the run does not go back to step 2.
+    s3.fault = lambda method, path: 403 if method == "GET" and path.endswith("step-5/__0_0.distcp") else 0
+    with pytest.raises(CheckpointError, match=r"step-5/__0_0.distcp cannot be read \(access is refused"):
+        train_here(*THERE, into(tmp_path), "--training.steps=6")
     s3.fault = lambda method, path: 0
     train_here(*THERE, into(tmp_path), "--training.steps=6")
     assert losses(tmp_path) == undisturbed

@@ -59,10 +59,13 @@ class ObjectFileSystem(HashingFileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with open_bytes(path) if mode == "rb" else HashingFile(path) as file:
+        if mode == "rb":
+            with open_bytes(path) as read:
+                yield read
+            return
+        with HashingFile(path) as file:
             yield file
-        if mode != "rb":
-            self.written[path.name] = file.record()
+        self.written[path.name] = file.record()
 
     def mkdir(self, path: object) -> None:
         pass
@@ -125,6 +128,7 @@ class Writer(dcp.FileSystemWriter):
         self.finished, self.begin = finished, begin
         self.fs = self.hashing = ObjectFileSystem() if is_remote(path) else HashingFileSystem()
         self.path = path
+        self.threads = MOST_THREADS if is_remote(path) else threads_of_rank()  # a store answers slowly
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.begin()
@@ -136,7 +140,7 @@ class Writer(dcp.FileSystemWriter):
     def write_data(  # type: ignore[override]  # `finish` takes the results apart
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[WriteResults]:
-        parts = _parts(plan, MOST_THREADS if is_remote(self.path) else threads_of_rank())  # a store answers slowly
+        parts = _parts(plan, self.threads)
         try:
             with ThreadPoolExecutor(len(parts)) as threads:
                 written = list(threads.map(lambda part: self._write_file(part, planner), parts))
