@@ -1,5 +1,6 @@
 """Checkpoints in an object store: what a run saves and loads there, after kills and failures too."""
 
+import itertools
 import os
 import random
 import re
@@ -7,9 +8,10 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from object_store import S3Server
+from object_store import LOST, S3Server
 from runs import CHECKPOINTS, TINY, checkpoint_steps, failure, into, losses, python, started, train, train_here
 
 from torchtitan.checkpoint import manifest
@@ -93,7 +95,7 @@ def saved(folder: Path, step: int) -> None:
 
 @pytest.mark.parametrize("uri", [URI, "memory://bucket/run"])
 def test_only_a_manifest_makes_a_checkpoint(s3: S3Server, uri: str) -> None:
-    folder = any_path(uri)
+    folder: Any = any_path(uri)
     for step in (1, 2, 3):
         saved(folder, step)
     for name in ("step-4/__0_0.distcp", "step-3.abandoned-1/tensors", "step-9-hf/model.safetensors", "notes/step-5"):
@@ -106,15 +108,15 @@ def test_only_a_manifest_makes_a_checkpoint(s3: S3Server, uri: str) -> None:
     assert sorted(entry.name for entry in folder.iterdir()) == ["notes", "step-1", "step-2", "step-3"]
     if uri == URI:
         assert [upload["Key"] for upload in folder.fs.list_multipart_uploads("bucket")] == ["team/others"]
-    posts = []
-    s3.fault = lambda method, path: (posts.append(path), 403 if len(posts) == 2 else 0)[1] if method == "POST" else 0
+    posts = itertools.count(1)
+    s3.fault = lambda method, path: 403 if method == "POST" and next(posts) == 2 else 0
     keep_latest(folder, 2, newest=3)  # the second request is refused: the manifest went with the first
     assert saved_steps(folder) == [2, 3]
     assert (folder / "step-1").exists() == (uri == URI)
 
 
 def test_large_files_go_up_in_parts_and_are_read_by_ranges(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = any_path("s3://bucket/large")
+    folder: Any = any_path("s3://bucket/large")
     monkeypatch.setattr(folder.fs, "default_block_size", 5 << 20)  # of a part, the least that S3 takes
     content = os.urandom(1 << 20) * 12
     with manifest.HashingFile(folder / "file") as file:
@@ -133,15 +135,15 @@ def test_large_files_go_up_in_parts_and_are_read_by_ranges(s3: S3Server, monkeyp
 def test_failed_saves_do_not_end_the_run(
     s3: S3Server, tmp_path: Path, undisturbed: dict[int, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A store that is busy for a while is asked again; one that stays so costs a checkpoint, which the next start
-    cleans up."""
+    """A store that is busy, or lost, for a while is asked again; one that stays so costs a checkpoint, and
+    the next start cleans up."""
     busy = 0
 
     def fault(method: str, path: str) -> int:
         nonlocal busy
         if "step-2/__" in path:
             busy += 1
-            return 503 if busy < 3 else 0
+            return {1: 503, 2: LOST}.get(busy, 0)
         return 403 if "step-4/.metadata" in path else 0
 
     s3.fault = fault
@@ -228,7 +230,7 @@ def test_two_runs_in_one_folder(s3: S3Server, tmp_path: Path, monkeypatch: pytes
         assert other.sees(other.token)
 
 
-def kill_at(server: S3Server, number: int, pid: Callable[[], int]) -> None:
+def kill_at(server: S3Server, number: int, pid: int) -> None:
     """Kills a process when it sends its n-th request that writes."""
     count = 0
 
@@ -237,7 +239,7 @@ def kill_at(server: S3Server, number: int, pid: Callable[[], int]) -> None:
         if method == "POST" or (method == "PUT" and "/step-" in path):  # POST removes, and opens files in parts
             count += 1
             if count == number:
-                os.kill(pid(), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
                 return 500
         return 0
 
@@ -251,15 +253,16 @@ def test_twenty_kills(s3: S3Server, tmp_path: Path, undisturbed: dict[int, float
     chance, kills, rounds = random.Random(0), 0, 0
     while kills < 20:
         shutil.rmtree(tmp_path, ignore_errors=True)
-        if any_path(URI).exists():
-            any_path(URI).fs.rm(any_path(URI).path, recursive=True)
+        place: Any = any_path(URI)
+        if place.exists():
+            place.fs.rm(place.path, recursive=True)
         rounds += 1
         while True:
             complete = saved_steps(any_path(URI))
             flags = (*THERE, into(tmp_path), "--training.steps=6", "--checkpoint.async_mode=async")
             flags += ("--checkpoint.keep_latest_k=2",)
             with started(*flags, processes=None) as run:
-                kill_at(s3, chance.randint(1, 9), lambda run=run: run.process.pid)
+                kill_at(s3, chance.randint(1, 9), run.process.pid)
                 status, output = run.finish()
             s3.fault = lambda method, path: 0
             loaded = [int(step) for step in re.findall(rf"loaded {URI}/step-(\d+)", output)]

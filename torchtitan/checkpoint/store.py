@@ -61,7 +61,7 @@ class Disk:
             shutil.rmtree(staging)
         staging.mkdir(parents=True, exist_ok=True)
 
-    def publish(self, final: Path, finish: Callable[[Path], None], set_aside: Callable[[], None]) -> None:
+    def publish(self, final: Path, finish: Callable[[Path], object], set_aside: Callable[[], None]) -> None:
         """Call once they are written.
 
         Args:
@@ -118,7 +118,7 @@ class ObjectStore(Disk):
             set_aside(final)
         self.remove(final)  # what an interrupted save has left
 
-    def publish(self, final: Path, finish: Callable[[Path], None], set_aside: Callable[[], None]) -> None:
+    def publish(self, final: Path, finish: Callable[[Path], object], set_aside: Callable[[], None]) -> None:
         set_aside()
         finish(final)
 
