@@ -156,7 +156,8 @@ def write_manifest(checkpoint: Path, about: Mapping[str, Any], files: Mapping[st
     """
     there = sizes(checkpoint)
     for name, record in files.items():
-        if (size := there.get(name)) != record.size:
+        size = there[name] if name in there else (checkpoint / name).stat().st_size
+        if size != record.size:
             raise OSError(f"{name} has {size} bytes on disk, but {record.size} were written")
     content = {"format": FORMAT, **about, "files": {name: asdict(files[name]) for name in sorted(files)}}
     content = json.loads(json.dumps(content, default=str))  # as it will be read back, for its hash
