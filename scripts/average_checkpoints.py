@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config.extension import add_custom_import
 from torchtitan.errors import run_command
-from torchtitan.files import local_path
+from torchtitan.files import any_path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoints", type=local_path, nargs="+")
-    parser.add_argument("--out", type=local_path, required=True)
+    parser.add_argument("checkpoints", type=any_path, nargs="+")
+    parser.add_argument("--out", type=any_path, required=True)
     parser.add_argument("--ema", action="store_true")
     add_custom_import(parser)
     arguments = parser.parse_args()

@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config.extension import add_custom_import
 from torchtitan.errors import run_command
-from torchtitan.files import local_path
+from torchtitan.files import any_path, local_path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=local_path)
+    parser.add_argument("checkpoint", type=any_path)
     parser.add_argument("--decay-steps", type=int, required=True)
     parser.add_argument("--folder", type=local_path, help="dump folder of the branch; default: beside the run's")
     parser.add_argument("--prepare-only", action="store_true", help="do not train yet")

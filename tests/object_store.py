@@ -1,6 +1,7 @@
 """An S3 server on loopback (moto's), whose requests a test can make fail."""
 
 import logging
+import socket
 from collections.abc import Callable, Iterable
 from threading import Thread
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 BUCKET = "bucket"
+LOST = 499  # as an answer: the connection is closed instead
 
 
 class S3Server:
@@ -16,8 +18,8 @@ class S3Server:
     Attributes:
         environment: variables with which a process finds the server and may use it.
         requests: method and path of all requests so far.
-        fault: gets method and path of each request; an HTTP status instead of 0 is the answer to it. The server's
-            thread calls it, so it may also block, or kill the client.
+        fault: gets method and path of each request; an HTTP status instead of 0 is the answer to it, or `LOST`. The
+            server's thread calls it, so it may also block, or kill the client.
         code: if not empty, the error that each request is refused with, such as "RequestTimeTooSkewed".
     """
 
@@ -45,6 +47,8 @@ class S3Server:
         if status := self.fault(method, path):
             length = int(environ.get("CONTENT_LENGTH") or 0)
             environ["wsgi.input"].read(length)  # a client that still sends would see a lost connection
+            if status == LOST:
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             start_response(f"{status} Fault", [("Content-Length", "0")])
             return [b""]
         if self.code:

@@ -15,7 +15,7 @@ import argparse
 
 from torchtitan.config.extension import add_custom_import
 from torchtitan.errors import run_command
-from torchtitan.files import expand_any, local_path
+from torchtitan.files import any_path, expand_any
 
 
 def main() -> None:
@@ -25,8 +25,8 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, metavar="from-hf|to-hf")
     importing = commands.add_parser("from-hf")
     importing.set_defaults(run=_from_hf)
-    importing.add_argument("folder", type=local_path)
-    importing.add_argument("out", type=local_path, help="folder for the checkpoint")
+    importing.add_argument("folder", type=any_path)
+    importing.add_argument("out", type=any_path, help="folder for the checkpoint")
     importing.add_argument(
         "--family", help="model.name of the checkpoint; default: the first family with a matching flavor"
     )
@@ -35,8 +35,8 @@ def main() -> None:
     )
     exporting = commands.add_parser("to-hf")
     exporting.set_defaults(run=_to_hf)
-    exporting.add_argument("checkpoint", type=local_path)
-    exporting.add_argument("out", type=local_path, help="folder to create; must not exist")
+    exporting.add_argument("checkpoint", type=any_path)
+    exporting.add_argument("out", type=any_path, help="folder to create; must not exist")
     exporting.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     exporting.add_argument("--tokenizer-path", type=expand_any, help="default: the model's own")
     for command in (importing, exporting):

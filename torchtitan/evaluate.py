@@ -15,7 +15,7 @@ from torchtitan.config.extension import add_custom_import
 from torchtitan.config.output import Metrics
 from torchtitan.config.training import Evaluation
 from torchtitan.errors import ConfigError, run_command
-from torchtitan.files import expand_any, local_path
+from torchtitan.files import any_path, expand_any, local_path
 from torchtitan.strict_json import finite
 
 BATCH_TOKENS = 8192
@@ -28,7 +28,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", type=local_path, metavar="CHECKPOINT")
+    parser.add_argument("checkpoint", type=any_path, metavar="CHECKPOINT")
     parser.add_argument(
         "--tasks", nargs="+", required=True, metavar="TASK", help="task names, JSONL files or text:PATH"
     )

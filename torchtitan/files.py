@@ -8,12 +8,13 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from upath import UPath
 
-from torchtitan.errors import DataError, UserError
+from torchtitan.errors import DataError
 from torchtitan.logging import Waiting
 
 __all__ = [
@@ -22,8 +23,11 @@ __all__ = [
     "expand",
     "expand_any",
     "expand_data",
+    "is_remote",
     "is_uri",
+    "joined",
     "local_path",
+    "open_bytes",
     "regular_file",
     "store_errors",
 ]
@@ -31,6 +35,7 @@ __all__ = [
 URI = re.compile(r"[A-Za-z][\w+.-]*:/")  # one slash too: pathlib joins two
 OF_THIS_MACHINE = re.compile(r"(?:file|local):(?://)?(?=/)|file://(?=.)", re.IGNORECASE)
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of pyproject.toml
+BLOCK = 16 << 20  # bytes of a request, if a file in an object store is read as a whole
 TRIES = 2  # by s3fs, of 5 requests each, which wait up to 15 s; its own 5 would take over 6 minutes
 NOT_FILES = {
     stat.S_IFIFO: "it is a named pipe, not a file",
@@ -175,6 +180,8 @@ NUMBERS = {
     TimeoutError: errno.ETIMEDOUT,
     ValueError: errno.EINVAL,
 }
+LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "httpcore", "httpx", "huggingface_hub"}
+LIBRARIES |= {"asyncio", "httpcore2", "httpx2", "requests", "s3fs", "urllib3"}
 
 
 @contextmanager
@@ -193,8 +200,8 @@ def store_errors(path: object) -> Iterator[None]:
         with Waiting(f"{path}: waiting for the object store"):
             yield
     except Exception as error:
-        ours = isinstance(error, UserError) or type(error).__module__ == "builtins"
-        if ours and not isinstance(error, OSError | NotImplementedError) and type(error) is not ValueError:
+        library = type(error).__module__.split(".")[0] in LIBRARIES
+        if not (library or isinstance(error, OSError | NotImplementedError) or type(error) is ValueError):
             raise
         raise as_os_error(error, str(path)) from error
 
@@ -229,3 +236,21 @@ def regular_file(path: Path) -> Path:
     if not is_uri(str(path)) and (reason := NOT_FILES.get(stat.S_IFMT(path.stat().st_mode))):
         raise OSError(errno.EINVAL, reason, str(path))
     return path
+
+
+def is_remote(path: Path) -> bool:
+    """Whether `any_path` has made it of a URI."""
+    return isinstance(path, UPath)
+
+
+def joined(folder: Path, path: str) -> Path:
+    """`path` in a folder; or itself, if it is absolute or a URI."""
+    return any_path(path) if is_uri(path) else folder / path
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[FileIO]:
+    """A file to be read in large pieces. What goes wrong is an OSError (`store_errors`)."""
+    options: dict[str, Any] = {"block_size": BLOCK} if is_remote(path) else {"buffering": 0}
+    with store_errors(path), path.open("rb", **options) as file:
+        yield cast(FileIO, file)

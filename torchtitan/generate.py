@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from torchtitan.config.extension import add_custom_import
 from torchtitan.errors import CheckpointError, ConfigError, run_command
-from torchtitan.files import expand_any, local_path, regular_file
+from torchtitan.files import any_path, expand_any, local_path, regular_file
 
 UNFINISHED = "\ufffd"  # a decoder's output for an incomplete character
 
@@ -29,7 +29,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--checkpoint", type=local_path, required=True, metavar="FOLDER")
+    parser.add_argument("--checkpoint", type=any_path, required=True, metavar="FOLDER")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; repeatable")
     parser.add_argument(
         "--prompts-file",

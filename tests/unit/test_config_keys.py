@@ -183,6 +183,7 @@ def test_boolean_flags(key: str, tmp_path: Path) -> None:
             assert get(ConfigManager().parse_args([opposite, flag]), key) is value
 
 
+TAKE_URIS = ("checkpoint.folder", "checkpoint.initial_load_path")
 PATHS = [key for key in fields_by_key(JobConfig) if key.endswith(("folder", "_path", "_csv", "_file"))]
 
 
@@ -194,7 +195,7 @@ def test_a_path_is_expanded_and_a_uri_kept_or_not(key: str, tmp_path: Path, monk
         if key != "job.config_file":
             assert get(ConfigManager().parse_args([argument]), key) == str(tmp_path / "mine")
     assert ConfigManager().parse_args(["--job.config_file=~/mine"]).job.config_file == str(tmp_path / "mine")
-    if key.endswith(("dataset_path", "tokenizer_path")):
+    if key in TAKE_URIS or key.endswith(("dataset_path", "tokenizer_path")):
         for argument, kept in (("s3://bucket/a", "s3://bucket/a"), (f"file://{tmp_path}/a", f"{tmp_path}/a")):
             assert get(ConfigManager().parse_args([f"--{key}={argument}"]), key) == kept
     else:

@@ -52,13 +52,13 @@ def test_no_command_takes_a_path_as_it_is_written() -> None:
     for file in (*ROOT.glob("scripts/*.py"), *ROOT.glob("torchtitan/**/*.py")):
         for argument in re.findall(r"add_argument\(\s*(.*?)\s*\)\n", file.read_text(), re.DOTALL):
             if PATH_ARGUMENTS.match(argument) or "type=Path" in argument:
-                assert "type=local_path" in argument or "type=expand" in argument, f"{file}: {argument}"
+                assert re.search("type=(local_path|any_path|expand)", argument), f"{file}: {argument}"
 
 
 @pytest.mark.parametrize(
     ("command", "path"),
     [
-        (["-m", "torchtitan.evaluate", "s3://bucket/run", "--tasks", "stdlib_brackets"], "s3://bucket/run"),
+        (["-m", "torchtitan.evaluate", "run", "--dump-folder", "s3://bucket/run"], "s3://bucket/run"),
         (["-m", "torchtitan.report", "run", "--output", "gs://bucket/report.html"], "gs://bucket/report.html"),
         (["scripts/convert_to_hf.py", "run", "~nobody-of-this-name/out"], "~nobody-of-this-name/out"),
     ],

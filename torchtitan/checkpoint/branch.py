@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.checkpoint.folder import checkpoint_folders
 from torchtitan.checkpoint.manifest import TRAIN_STATE, read_manifest
+from torchtitan.checkpoint.store import copy_tree
 from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer, find_tokenizer
 from torchtitan.config.fields import PositiveInt
 from torchtitan.config.legacy_keys import LEGACY_KEYS
@@ -21,6 +22,7 @@ from torchtitan.config.output import Checkpoint
 from torchtitan.config.system import Experimental
 from torchtitan.config.training import LRScheduler
 from torchtitan.errors import CheckpointError
+from torchtitan.files import is_uri
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.strict_json import first_fault
 
@@ -56,7 +58,7 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
         tables = TypeAdapter(dict[str, dict[str, Any]]).validate_python(manifest.configuration)
         steps = TypeAdapter(PositiveInt).validate_python(tables["training"]["steps"])
         schedule = TypeAdapter(LRScheduler).validate_python(tables["lr_scheduler"])
-        run, saved_in = map(Path, TypeAdapter(list[str]).validate_python([tables[s][k] for s, k in PATHS]))
+        run, saved_in = TypeAdapter(tuple[Path, str]).validate_python(tuple(tables[s][k] for s, k in PATHS))
         modules = TypeAdapter(Experimental).validate_python(tables.get("experimental", {}))
     except (KeyError, OSError, TypeError, ValueError) as error:
         reason = first_fault(error) if isinstance(error, ValidationError) else f"{error!r:.200}"
@@ -88,16 +90,15 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
     # These were for the start of the run; the branch takes its checkpoint as it is.
     branch["checkpoint"] |= {"load_step": -1, "exclude_from_loading": []}
     branch["experimental"] = asdict(Experimental())
-    if not (folder / saved_in).resolve().is_relative_to(folder):  # it would be the run's own
-        saved_in = Path(Checkpoint.folder)
-        branch["checkpoint"]["folder"] = Checkpoint.folder
+    if is_uri(saved_in) or not (folder / saved_in).resolve().is_relative_to(folder):  # it would be the run's own
+        branch["checkpoint"]["folder"] = saved_in = Checkpoint.folder
     temporary = folder.with_name(f"{folder.name}.tmp")  # so that a kill leaves nothing under the final name
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         if "tokenizer" in state and branch["model"]["tokenizer_path"] is not None:  # which may be relative, or gone
             copy_tokenizer(find_tokenizer(checkpoint, state["tokenizer"], tables), temporary / COPY)
             branch["model"]["tokenizer_path"] = str(folder / COPY)
-        shutil.copytree(checkpoint, temporary / saved_in / checkpoint.name)
+        copy_tree(checkpoint, temporary / saved_in / checkpoint.name)
         (temporary / BRANCH).write_text(tables_to_toml(branch), encoding="utf-8")
         temporary.rename(folder)
     except (TypeError, ValueError) as error:  # what TOML cannot say

@@ -1,6 +1,5 @@
 """Which checkpoint a run resumes from, and whether it fits. Collective; every rank gets the same answer."""
 
-import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +11,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan.checkpoint.files import differences
 from torchtitan.checkpoint.folder import checkpoint_folders, refuse_foreign, saved_steps, step_folder
-from torchtitan.checkpoint.manifest import MANIFEST, METADATA, TRAIN_STATE, damage, read_manifest
+from torchtitan.checkpoint.manifest import MANIFEST, METADATA, TRAIN_STATE, Unreachable, damage, read_manifest
 from torchtitan.checkpoint.state_dict import OPTIMIZER
+from torchtitan.checkpoint.store import store_of
 from torchtitan.errors import CheckpointError, counted
+from torchtitan.files import is_remote
 from torchtitan.logging import logger
-from torchtitan.parallel.object_collectives import all_gather_object, broadcast_from_rank_0, raise_on_all_ranks
+from torchtitan.parallel.object_collectives import (
+    all_gather_object,
+    broadcast_from_rank_0,
+    from_rank_0,
+    raise_on_all_ranks,
+)
 
 NAMED = 3  # damaged files or differences listed in a message
 
@@ -80,22 +86,28 @@ def find_checkpoint(path: Path) -> Path | None:
     Raises:
         CheckpointError: the path does not exist, or the checkpoint is damaged, or none is intact.
     """
-    if not path.is_dir():
+    if not (is_remote(path) or path.is_dir()):
         raise CheckpointError(f"{path} {'is a file, not a folder' if path.exists() else 'does not exist'}.")
-    if any((path / name).exists() for name in (MANIFEST, METADATA, TRAIN_STATE)):
-        if found := damage_over_ranks(path):
-            raise CheckpointError(f"{path} is damaged: {abbreviated(found)}.")
-        return path
-    for folder in (path, *checkpoint_folders(path)):
-        if steps := saved_steps(folder):
-            step, damaged = newest_intact(folder, steps)
-            if step is None:
-                raise CheckpointError(
-                    f"{folder} holds {len(steps)} checkpoint(s), but none is intact: {'; '.join(damaged[:NAMED])}."
-                )
-            if damaged:
-                logger.warning(f"using {step_folder(folder, step)}, the newest intact checkpoint")
-            return step_folder(folder, step)
+    try:
+        names = set(store_of(path).names(path))
+        if is_remote(path) and not names:
+            raise CheckpointError(f"{path} does not exist.")
+        if not names.isdisjoint((MANIFEST, METADATA, TRAIN_STATE)):
+            if found := damage_over_ranks(path):
+                raise CheckpointError(f"{path} is damaged: {abbreviated(found)}.")
+            return path
+        for folder in (path, *checkpoint_folders(path)):
+            if steps := saved_steps(folder):
+                step, damaged = newest_intact(folder, steps)
+                if step is None:
+                    raise CheckpointError(
+                        f"{folder} holds {len(steps)} checkpoint(s), but none is intact: {'; '.join(damaged[:NAMED])}."
+                    )
+                if damaged:
+                    logger.warning(f"using {step_folder(folder, step)}, the newest intact checkpoint")
+                return step_folder(folder, step)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None
     return None
 
 
@@ -105,7 +117,7 @@ def newest_of_same_command(folder: Path, steps: list[int], configuration: Mappin
     `load_step` and `exclude_from_loading` apply only to a command's first start: on a restart they would discard its
     progress.
     """
-    step, _ = newest_intact(folder, broadcast_from_rank_0(lambda: _steps_of_same_command(folder, steps, configuration)))
+    step, _ = newest_intact(folder, from_rank_0(lambda: _steps_of_same_command(folder, steps, configuration)))
     if step is not None:
         logger.info(
             f"resuming from step {step}, which this same command saved; checkpoint.load_step and exclude_from_loading "
@@ -124,9 +136,13 @@ def _steps_of_same_command(folder: Path, steps: list[int], configuration: Mappin
 
     this_run, own = command(json.loads(json.dumps(configuration, default=str))), []
     for step in steps:
-        with contextlib.suppress(CheckpointError, AttributeError, KeyError, TypeError):  # damaged or foreign
+        try:
             if command(read_manifest(step_folder(folder, step)).configuration) == this_run:
                 own.append(step)
+        except Unreachable:
+            raise
+        except (CheckpointError, AttributeError, KeyError, TypeError):  # damaged or foreign
+            continue
     return own
 
 
@@ -152,7 +168,7 @@ def damage_over_ranks(path: Path) -> list[str]:
     """What is wrong with a checkpoint. The ranks, if there is a process group, divide the reading."""
     if not dist.is_initialized():
         return damage(path)
-    found = all_gather_object(damage(path, dist.get_rank(), dist.get_world_size()))
+    found = all_gather_object(raise_on_all_ranks(lambda: damage(path, dist.get_rank(), dist.get_world_size())))
     return sorted({fault for part in found for fault in part})
 
 

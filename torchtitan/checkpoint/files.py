@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchtitan.checkpoint.manifest import METADATA, FileRecord, HashingFile, read_file, threads_of_rank
+from torchtitan.checkpoint.manifest import METADATA, MOST_THREADS, FileRecord, HashingFile, read_file, threads_of_rank
 from torchtitan.errors import CheckpointError
+from torchtitan.files import is_remote, open_bytes
 
 Files = dict[str, FileRecord]
 
@@ -45,6 +46,35 @@ class HashingFileSystem(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class ObjectFileSystem(HashingFileSystem):
+    """The same for object stores, in which a file appears when it is complete, so none needs another name first."""
+
+    def init_path(self, path: Any) -> Any:
+        return path
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix.removesuffix(".tmp")
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if mode == "rb":
+            with open_bytes(path) as read:
+                yield read
+            return
+        with HashingFile(path) as file:
+            yield file
+        self.written[path.name] = file.record()
+
+    def mkdir(self, path: object) -> None:
+        pass
+
+    def exists(self, path: object) -> bool:
+        return False  # `begin` has made room
+
+    def rename(self, path: object, new_path: object) -> None:
+        pass
 
 
 def _parts(plan: Any, count: int) -> list[Any]:
@@ -88,14 +118,21 @@ class Writer(dcp.FileSystemWriter):
         path: folder to write.
         finished: called on rank 0 with all ranks' files once all are on disk. If it raises, the save fails on every
             rank.
+        begin: called on rank 0 before any file is written.
     """
 
-    def __init__(self, path: Path, finished: Callable[[Files], None]) -> None:
+    def __init__(self, path: Path, finished: Callable[[Files], None], begin: Callable[[], None] = lambda: None) -> None:
         # The threads of `write_data` have no current GPU, so they copy each tensor before they read it: torch's copies
         # ahead would be waited for on the streams of GPU 0.
-        super().__init__(path, per_thread_copy_ahead=0)
-        self.finished = finished
-        self.fs = self.hashing = HashingFileSystem()
+        super().__init__("", sync_files=not is_remote(path), per_thread_copy_ahead=0)
+        self.finished, self.begin = finished, begin
+        self.fs = self.hashing = ObjectFileSystem() if is_remote(path) else HashingFileSystem()
+        self.path = path
+        self.threads = MOST_THREADS if is_remote(path) else threads_of_rank()  # a store answers slowly
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.begin()
+        return super().prepare_global_plan(plans)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # torch's contains the path on this machine
@@ -103,7 +140,7 @@ class Writer(dcp.FileSystemWriter):
     def write_data(  # type: ignore[override]  # `finish` takes the results apart
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[WriteResults]:
-        parts = _parts(plan, threads_of_rank())
+        parts = _parts(plan, self.threads)
         try:
             with ThreadPoolExecutor(len(parts)) as threads:
                 written = list(threads.map(lambda part: self._write_file(part, planner), parts))
@@ -135,7 +172,9 @@ class Reader(dcp.FileSystemReader):
     """torch's reader, for metadata that are already read (`read_metadata`). It loads tensors weights-only."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
+        super().__init__("" if is_remote(path) else path)
+        if is_remote(path):
+            self.fs, self.path = ObjectFileSystem(), path
         self.metadata = metadata
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:

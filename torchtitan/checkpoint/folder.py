@@ -1,13 +1,9 @@
-"""The checkpoint folder: `step-N` folders, each of them complete or absent.
-
-A checkpoint is written as `step-N.tmp` and renamed once everything is on disk; an old one is renamed before it is
-removed. Folders with names other than `step-N` are never read.
+"""The checkpoint folder: `step-N` folders, each of them complete or absent (`store.py`). Folders with names other than
+`step-N` are never read.
 """
 
 import contextlib
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +17,12 @@ from torchtitan.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
+from torchtitan.checkpoint.store import store_of
+from torchtitan.checkpoint.tokenizer import COPY
 from torchtitan.config.manager import read_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.errors import CheckpointError, UserError
+from torchtitan.files import joined
 from torchtitan.logging import logger
 
 EXPORTED = "-hf"  # ends the names of exports
@@ -43,6 +42,18 @@ def saved_steps(folder: Path) -> list[int]:
     return _steps(folder, "")
 
 
+def run_steps(folder: Path) -> list[int]:
+    """As `saved_steps`, of a run's `checkpoint.folder`.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return saved_steps(folder)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint.folder: {folder} cannot be read ({error.strerror}).") from None
+
+
 def checkpoint_folders(dump_folder: Path) -> list[Path]:
     """Where a run may have saved checkpoints: as its configuration says, and the default."""
     folders = [Checkpoint.folder]
@@ -50,27 +61,35 @@ def checkpoint_folders(dump_folder: Path) -> list[Path]:
         with contextlib.suppress(OSError, UserError, KeyError, TypeError, RecursionError):  # of no run, or damaged
             require_file(dump_folder / name)
             folders.insert(0, read_toml(str(dump_folder / name))["checkpoint"]["folder"])
-    return [dump_folder / folder for folder in folders if isinstance(folder, str)]
+    return [joined(dump_folder, folder) for folder in folders if isinstance(folder, str)]
 
 
 def _steps(folder: Path, suffix: str) -> list[int]:
     """Steps N of the folders step-N + suffix, ascending."""
-    if not folder.is_dir():
-        return []
     pattern = rf"step-(0|[1-9]\d*){suffix}"
-    found = (re.fullmatch(pattern, entry.name) for entry in folder.iterdir() if entry.is_dir())
+    found = (re.fullmatch(pattern, name) for name in store_of(folder).published(folder))
     return sorted(int(match[1]) for match in found if match)
 
 
 def temporary_folder(folder: Path, step: int) -> Path:
     """Where the checkpoint of `step` is written before it is published."""
-    return folder / f"step-{step}.tmp"
+    return store_of(folder).staging(step_folder(folder, step))
+
+
+def begin(folder: Path, step: int) -> None:
+    """Call on rank 0 before the files of the checkpoint of `step` are written."""
+    store_of(folder).begin(step_folder(folder, step), _set_aside)
+
+
+def give_up(folder: Path, step: int) -> None:
+    """Removes what was written of a checkpoint, if that can be done."""
+    store_of(folder).give_up(step_folder(folder, step))
 
 
 def publish(
     folder: Path, step: int, train_state: dict[str, Any], about: Mapping[str, Any], files: dict[str, FileRecord]
 ) -> None:
-    """Adds the JSON parts to a checkpoint whose tensors are on disk, and renames it to its final name. Only on rank 0.
+    """Adds the JSON parts to a checkpoint whose tensors are written, and makes it one (`store.py`). Only on rank 0.
 
     Existing checkpoints and exports of this step and later ones belong to an abandoned branch: they were damaged, or
     `load_step` went back. They are renamed, so that the next start does not take them for the newest.
@@ -82,42 +101,48 @@ def publish(
     Raises:
         OSError: it could not be written, or a file on disk differs in size from what was written.
     """
-    temporary, final = temporary_folder(folder, step), step_folder(folder, step)
-    files = {**files, TRAIN_STATE: write_json(temporary / TRAIN_STATE, train_state)}
-    write_manifest(temporary, {"step": step, **about}, files)
-    sync(temporary)
-    for later in saved_steps(folder):
-        if later >= step:
-            _set_aside(step_folder(folder, later))
-    for later in _steps(folder, EXPORTED):
-        if later >= step:
-            _set_aside(exported_folder(folder, later))
-    temporary.rename(final)
-    sync(folder)
+    train_state_file = write_json(temporary_folder(folder, step) / TRAIN_STATE, train_state)
+
+    def finish(staging: Path) -> None:
+        write_manifest(staging, {"step": step, **about}, {**files, TRAIN_STATE: train_state_file})
+
+    def set_later_aside() -> None:
+        for later in saved_steps(folder):
+            if later >= step:
+                _set_aside(step_folder(folder, later))
+        for later in _steps(folder, EXPORTED):
+            if later >= step:
+                _set_aside(exported_folder(folder, later))
+
+    store_of(folder).publish(step_folder(folder, step), finish, set_later_aside)
 
 
 def _set_aside(checkpoint: Path) -> None:
     number = 1
-    while (aside := checkpoint.with_name(f"{checkpoint.name}.abandoned-{number}")).exists():
+    store = store_of(checkpoint)
+    while store.exists(aside := checkpoint.with_name(f"{checkpoint.name}.abandoned-{number}")):
         number += 1
-    checkpoint.rename(aside)
+    store.rename(checkpoint, aside)
     logger.info(f"{checkpoint} is from an abandoned branch of this run; renamed to {aside.name}, which may be deleted")
 
 
-def sync(path: Path) -> None:
-    """Waits until a file, or a folder's directory entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def make_folder(folder: Path) -> None:
+    """Makes it ready for checkpoints.
+
+    Raises:
+        OSError: it cannot be created or read.
+    """
+    store_of(folder).make(folder)
+    remove_left_overs(folder)
 
 
 def remove_left_overs(folder: Path) -> None:
     """Removes what interrupted saves and removals have left behind."""
-    for path in folder.glob("step-*.tmp"):
+    store = store_of(folder)
+    for path in store.left_overs(folder):
         logger.info(f"removing {path.name}, left by an interrupted save or removal")
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            store.remove(path)
 
 
 def keep_latest(folder: Path, keep: int, newest: int) -> None:
@@ -130,9 +155,7 @@ def keep_latest(folder: Path, keep: int, newest: int) -> None:
     try:
         complete = [step for step in saved_steps(folder) if step <= newest and is_complete(step_folder(folder, step))]
         for step in complete[:-keep]:
-            doomed = folder / f"step-{step}.removed.tmp"  # so that not even a kill leaves a partial step-N
-            step_folder(folder, step).rename(doomed)
-            shutil.rmtree(doomed)
+            store_of(folder).remove(step_folder(folder, step))
     except OSError as error:
         logger.warning(f"old checkpoints in {folder} could not be removed ({error.strerror})")
 
@@ -143,10 +166,9 @@ def refuse_foreign(folder: Path, dump_folder: Path) -> None:
     Raises:
         CheckpointError: the folder holds other things, or another folder in the dump folder holds checkpoints.
     """
-    entries = sorted(folder.iterdir()) if folder.is_dir() and folder.resolve() != dump_folder.resolve() else []
-    foreign = [
-        entry.name for entry in entries if not (entry.name.startswith((".", "lost+found")) or entry.suffix == ".tmp")
-    ]
+    there = [] if folder.resolve() == dump_folder.resolve() else sorted(store_of(folder).names(folder))
+    own = (".", "lost+found", COPY)
+    foreign = [name for name in there if not (name.startswith(own) or name.endswith(".tmp"))]
     remedy = "To start a new run, choose another --job.dump_folder."
     if foreign:
         raise CheckpointError(

@@ -3,7 +3,6 @@
 import gc
 import json
 import platform
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
@@ -28,11 +27,13 @@ from torchtitan.checkpoint.choose import (
 )
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
 from torchtitan.checkpoint.folder import (
+    begin,
     exported_folder,
+    give_up,
     keep_latest,
+    make_folder,
     publish,
-    remove_left_overs,
-    saved_steps,
+    run_steps,
     step_folder,
     temporary_folder,
 )
@@ -44,14 +45,20 @@ from torchtitan.checkpoint.state_dict import (
     optimizer_tensors,
     overflowing,
 )
+from torchtitan.checkpoint.store import fetched, store_of
 from torchtitan.checkpoint.tokenizer import check_tokenizer
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.output import Checkpoint
 from torchtitan.config.system import Comm
 from torchtitan.errors import CheckpointError
+from torchtitan.files import any_path, is_remote, joined
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
-from torchtitan.parallel.object_collectives import all_gather_object, broadcast_from_rank_0, raise_on_all_ranks
+from torchtitan.parallel.object_collectives import (
+    all_gather_object,
+    from_rank_0,
+    raise_on_all_ranks,
+)
 from torchtitan.parallel.process_group import failed_collective
 
 TrainState = dict[str, Any]
@@ -134,7 +141,7 @@ class CheckpointManager:
         self.config = config
         self.exchange = exchange
         self.dump_folder = dump_folder
-        self.folder = dump_folder / config.folder
+        self.folder = joined(dump_folder, config.folder)
         self.model = model
         self.optimizer = optimizer
         self.identity = json.loads(json.dumps(identity))  # as it will be read: a tuple becomes a list
@@ -154,15 +161,13 @@ class CheckpointManager:
         if config.enable_checkpoint:
             # Ranks write at different speeds, for longer than a training step may take.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=save_timeout_seconds))
-            if dist.get_rank() == 0:
-                try:
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"checkpoint.folder: {self.folder} cannot be created ({error.strerror})."
-                    ) from None
-                remove_left_overs(self.folder)
-            dist.barrier()
+            raise_on_all_ranks(self._make_folder if dist.get_rank() == 0 else lambda: None)
+
+    def _make_folder(self) -> None:
+        try:
+            make_folder(self.folder)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint.folder: {self.folder} cannot be created ({error.strerror}).") from None
 
     # Loading
 
@@ -183,7 +188,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: the requested step is missing, or the checkpoint does not fit, or none is intact.
         """
-        steps = broadcast_from_rank_0(lambda: saved_steps(self.folder))
+        used = self.config.enable_checkpoint or not is_remote(self.folder)
+        steps = from_rank_0(lambda: run_steps(self.folder)) if used else []
         if not self.config.enable_checkpoint:
             if steps and dist.get_rank() == 0:
                 logger.warning(
@@ -198,7 +204,8 @@ class CheckpointManager:
         elif (step := choose_step(self.folder, steps, self.config.load_step, self.dump_folder)) is not None:
             return self._resume(step, prepare)
         if self.config.initial_load_path:
-            path, weights_only = Path(self.config.initial_load_path), self.config.initial_load_model_weights_only
+            path, weights_only = any_path(self.config.initial_load_path), self.config.initial_load_model_weights_only
+            path = raise_on_all_ranks(lambda: fetched(path, "checkpoint.initial_load_path"))
             source = None if self.exchange is None else self.exchange.find(path)
             if self.exchange is not None and source is not None:
                 if not weights_only:
@@ -237,7 +244,7 @@ class CheckpointManager:
                 state = read_train_state(path, manifest.step)
                 return state, read_metadata(path, manifest.files), manifest.configuration
             except CheckpointError as error:
-                raise CheckpointError(f"{path} cannot be loaded: {error}.") from None
+                raise CheckpointError(f"{path} cannot be loaded: {str(error).rstrip('.')}.") from None
 
         state, metadata, configuration = raise_on_all_ranks(read)
         if not weights_only:
@@ -308,7 +315,7 @@ class CheckpointManager:
         weights_only = last and self.config.last_save_model_weights_only
         tokenizer = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
         train_state = {"weights_only": weights_only, "identity": self.identity, **tokenizer, **state()}
-        if dist.get_rank() == 0 and is_removed(self.folder):
+        if dist.get_rank() == 0 and not is_remote(self.folder) and is_removed(self.folder):
             logger.warning(f"{self.folder} was removed, with all checkpoints in it; creating it again")
         if weights_only and (lost := self._overflowing()):
             self._finish(step, RuntimeError(lost))
@@ -317,7 +324,9 @@ class CheckpointManager:
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)
         about = {"versions": _versions(), **self.about}
         writer = Writer(
-            temporary_folder(self.folder, step), lambda files: publish(self.folder, step, train_state, about, files)
+            temporary_folder(self.folder, step),
+            lambda files: publish(self.folder, step, train_state, about, files),
+            lambda: begin(self.folder, step),
         )
         error: BaseException | None = None
         try:
@@ -341,7 +350,7 @@ class CheckpointManager:
         if not (self.config.enable_checkpoint and self.config.last_save_in_hf and self.exchange):
             return
         folder = exported_folder(self.folder, step)
-        if not broadcast_from_rank_0(folder.exists):
+        if not from_rank_0(lambda: _is_exported(folder)):
             dtype = getattr(torch, self.config.export_dtype)
             self.exchange.export(folder, model_tensors(self.model), dtype, self._group)
 
@@ -409,11 +418,18 @@ class CheckpointManager:
         self.failed_saves += 1
         self.last_save_failed = True
         if dist.get_rank() == 0:
-            shutil.rmtree(temporary_folder(self.folder, step), ignore_errors=True)
+            give_up(self.folder, step)
             logger.error(
                 f"the checkpoint of step {step} could not be saved ({first_line(error)}); {self.failed_saves} saves "
                 "failed so far. Training continues; earlier checkpoints are not affected."
             )
+
+
+def _is_exported(folder: Path) -> bool:
+    try:
+        return store_of(folder).exists(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written ({error.strerror}).") from None
 
 
 def _versions() -> dict[str, str]:

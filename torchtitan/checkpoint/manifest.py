@@ -4,6 +4,7 @@ It holds the size and SHA-256 of every other file, a SHA-256 of itself, and what
 the checkpoint: step, layout, versions, configuration.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -13,7 +14,7 @@ import stat
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from io import BufferedWriter, FileIO
+from io import BufferedWriter, BytesIO, FileIO, RawIOBase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,9 @@ from annotated_types import Ge
 from pydantic import Strict, TypeAdapter, ValidationError
 from typing_extensions import Buffer
 
+from torchtitan.checkpoint.store import sizes
 from torchtitan.errors import CheckpointError, printable
+from torchtitan.files import is_remote, open_bytes, store_errors
 from torchtitan.launcher.processes import available_cores
 from torchtitan.strict_json import first_fault
 
@@ -52,14 +55,50 @@ class Manifest:
     configuration: Any = None
 
 
+class Upload(RawIOBase):
+    """A file in an object store, written from the start to the end. It exists once it is closed, not before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._size = path, 0
+        with store_errors(path):
+            self._stream: Any = path.open("wb")
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer) -> int:
+        with memoryview(data) as view, store_errors(self._path):  # the stream holds what it is given in memory
+            self._stream.write(view[:PIECE])
+            self._size += (written := min(PIECE, view.nbytes))
+            return written
+
+    def tell(self) -> int:
+        return self._size
+
+    def discard(self) -> None:
+        """Forgets what was written."""
+        stream, self._stream = self._stream, BytesIO()
+        with contextlib.suppress(OSError, AttributeError), store_errors(self._path):
+            stream.closed = True  # or closing it later would complete the file
+            stream.discard()
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            with store_errors(self._path):
+                self._stream.close()
+
+
 class HashingFile(BufferedWriter):
-    """A file that is hashed while it is written, so that it need not be read back."""
+    """A file that is hashed while it is written, so that it need not be read back. Leaving its context with an error
+    gives up a file in an object store."""
 
     def __init__(self, path: Path) -> None:
         self._size = 0
         self._hash = hashlib.sha256()
         self._thread = ThreadPoolExecutor(1)
-        super().__init__(FileIO(path, "w"), buffer_size=PIECE)
+        self._upload = Upload(path) if is_remote(path) else None
+        super().__init__(self._upload or FileIO(path, "w"), buffer_size=PIECE)
 
     def write(self, data: Buffer) -> int:
         with memoryview(data) as view:
@@ -78,6 +117,16 @@ class HashingFile(BufferedWriter):
         self.flush()
         return super().fileno()
 
+    def sync(self) -> None:
+        """Waits until it is on disk. A store says so when the file is closed."""
+        if self._upload is None:
+            os.fsync(self.fileno())
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None and self._upload is not None:
+            self._upload.discard()
+        super().__exit__(kind, error, trace)
+
     def close(self) -> None:
         self._thread.shutdown()
         super().close()
@@ -91,7 +140,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
     """Writes a JSON file and waits until it is on disk."""
     with HashingFile(path) as file:
         file.write(json.dumps(content, indent=1).encode())
-        os.fsync(file.fileno())
+        file.sync()
     return file.record()
 
 
@@ -105,8 +154,10 @@ def write_manifest(checkpoint: Path, about: Mapping[str, Any], files: Mapping[st
     Raises:
         OSError: a file's size on disk differs from what was written.
     """
+    there = sizes(checkpoint)
     for name, record in files.items():
-        if (size := (checkpoint / name).stat().st_size) != record.size:
+        size = there[name] if name in there else (checkpoint / name).stat().st_size
+        if size != record.size:
             raise OSError(f"{name} has {size} bytes on disk, but {record.size} were written")
     content = {"format": FORMAT, **about, "files": {name: asdict(files[name]) for name in sorted(files)}}
     content = json.loads(json.dumps(content, default=str))  # as it will be read back, for its hash
@@ -135,6 +186,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _require_answer(checkpoint, error)
         raise CheckpointError(f"{MANIFEST} is damaged ({_reason(error)})") from None
     for name in manifest.files:
         if not inside(name):
@@ -153,10 +205,11 @@ def read_file(path: Path, follow_links: bool = False) -> bytes:
     Raises:
         OSError: it cannot be read or is not a regular file: a link may lead elsewhere, a pipe may never end.
     """
-    require_file(path, follow_links)
-    if path.stat().st_size > LARGEST_JSON:
-        raise OSError(errno.EFBIG, f"it has more than {LARGEST_JSON >> 30} GiB")
-    return path.read_bytes()
+    with store_errors(path):
+        require_file(path, follow_links)
+        if path.stat().st_size > LARGEST_JSON:
+            raise OSError(errno.EFBIG, f"it has more than {LARGEST_JSON >> 30} GiB")
+        return path.read_bytes()
 
 
 def require_file(path: Path, follow_links: bool = False) -> None:
@@ -164,7 +217,9 @@ def require_file(path: Path, follow_links: bool = False) -> None:
     Raises:
         OSError: it does not exist, or opening it may never end.
     """
-    if not stat.S_ISREG((path.stat() if follow_links else path.lstat()).st_mode):
+    with store_errors(path):
+        status = path.stat() if follow_links or is_remote(path) else path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         other = "folder, a pipe or a device" if follow_links else "link, a folder or a pipe"
         raise OSError(errno.EINVAL, f"it is a {other}, not a file")
 
@@ -177,25 +232,11 @@ def inside(name: str) -> bool:
 def is_complete(checkpoint: Path) -> bool:
     """Whether every file exists with the right size, and no other. Reads only the manifest."""
     try:
-        files = read_manifest(checkpoint).files
-        return not unlisted(checkpoint, files) and all(
-            _has_size(checkpoint / name, record.size) for name, record in files.items()
-        )
+        files, there = read_manifest(checkpoint).files, sizes(checkpoint)
+        del there[MANIFEST]
+        return there == {name: record.size for name, record in files.items()}
     except (CheckpointError, OSError):
         return False
-
-
-def unlisted(checkpoint: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """What lies in a checkpoint besides its files, such as a module that a later command could import."""
-    return sorted(entry.name for entry in checkpoint.iterdir() if entry.name not in files and entry.name != MANIFEST)
-
-
-def _has_size(path: Path, size: int) -> bool:
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_size == size
 
 
 def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
@@ -207,10 +248,17 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
     """
     try:
         files = read_manifest(checkpoint).files
-        foreign = [f"{printable(name)} is not listed in {MANIFEST}" for name in unlisted(checkpoint, files)]
+        there = sizes(checkpoint)
+        # Such as a module that a later command could import.
+        foreign = [
+            f"{printable(name)} is not listed in {MANIFEST}" for name in sorted(there.keys() - files - {MANIFEST})
+        ]
+    except Unreachable:
+        raise
     except CheckpointError as error:
         return [str(error)]
     except OSError as error:  # removed in the meantime
+        _require_answer(checkpoint, error)
         return [f"it cannot be read ({error.strerror})"]
     load = [0] * parts
     own = []
@@ -220,7 +268,7 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
         if lightest == part:
             own.append(name)
     with ThreadPoolExecutor(threads_of_rank()) as threads:
-        faults = threads.map(lambda name: _fault(checkpoint / name, files[name]), own)
+        faults = threads.map(lambda name: _fault(checkpoint / name, files[name], there.get(name)), own)
         return foreign + [f"{printable(name)} {fault}" for name, fault in zip(own, faults, strict=True) if fault]
 
 
@@ -229,26 +277,37 @@ def threads_of_rank() -> int:
     return max(1, min(MOST_THREADS, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def _fault(path: Path, expected: FileRecord) -> str:
+def _fault(path: Path, expected: FileRecord, size: int | None) -> str:
+    if size is None:
+        return "is missing"
+    if size < 0:
+        return "is a link, a folder or a pipe, not a file"
+    if size != expected.size:
+        return f"has {size} bytes instead of {expected.size}"
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            return "is a link, a folder or a pipe, not a file"
-        if status.st_size != expected.size:
-            return f"has {status.st_size} bytes instead of {expected.size}"
         if sha256_of(path) != expected.sha256:
             return "has changed since it was written (its SHA-256 differs)"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
+        _require_answer(path, error)
         return f"cannot be read ({error.strerror})"
     return ""
+
+
+class Unreachable(CheckpointError):
+    """An object store does not answer, or refuses: that says nothing about the checkpoint in it."""
+
+
+def _require_answer(path: Path, error: Exception) -> None:
+    if is_remote(path) and isinstance(error, OSError) and error.errno != errno.ENOENT:
+        raise Unreachable(f"{path} cannot be read ({error.strerror}).") from None
 
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file's content, hexadecimal."""
     digest, buffer = hashlib.sha256(), bytearray(PIECE)
-    with open(path, "rb", buffering=0) as file, memoryview(buffer) as view:
+    with open_bytes(path) as file, memoryview(buffer) as view:
         while size := file.readinto(buffer):
             digest.update(view[:size])
     return digest.hexdigest()

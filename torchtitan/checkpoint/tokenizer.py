@@ -2,14 +2,14 @@
 in the dump folder."""
 
 import contextlib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan.checkpoint.store import store_of
 from torchtitan.data.tokenizer import BESIDE, SHIPPED, Tokenizer, find_file, load_tokenizer, main_folder
 from torchtitan.errors import CheckpointError, DataError
-from torchtitan.files import is_uri
+from torchtitan.files import is_uri, store_errors
 from torchtitan.logging import logger
 
 Identity = Mapping[str, Any]
@@ -36,18 +36,23 @@ def copy_tokenizer(path: str | None, folder: Path) -> None:
 
     Args:
         path: as `model.tokenizer_path`.
+
+    Raises:
+        OSError: it could not be written.
     """
     file = SHIPPED if path is None else find_file(path)
     if file.resolve().parent == folder.resolve():
         return
     is_json = file.read_bytes().lstrip()[:1] == b"{"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.model", "tokenizer.json", *BESIDE):
-        (folder / name).unlink(missing_ok=True)
-    shutil.copyfile(file, folder / ("tokenizer.json" if is_json else "tokenizer.model"))
-    for name in BESIDE if file != SHIPPED else ():
-        if (main_folder(file) / name).is_file():
-            shutil.copyfile(main_folder(file) / name, folder / name)
+    files = {"tokenizer.json" if is_json else "tokenizer.model": file}
+    files |= {name: main_folder(file) / name for name in (BESIDE if file != SHIPPED else ())}
+    with store_errors(folder):
+        store_of(folder).make(folder)
+        for name in ("tokenizer.model", "tokenizer.json", *BESIDE):
+            (folder / name).unlink(missing_ok=True)
+        for name, source in files.items():
+            if source.is_file():
+                (folder / name).write_bytes(source.read_bytes())
 
 
 def find_tokenizer(checkpoint: Path, identity: Identity, configuration: Any) -> str | None:

@@ -52,15 +52,17 @@ EveryLayers = Annotated[
 ]
 PathOrEmpty = Annotated[str, AfterValidator(expand), Expected("a path on this machine")]
 LocalPath = Annotated[PathOrEmpty, MinLen(1)]
-
+NOT_ABOVE = Predicate(lambda path: ".." not in Path(path).parts)
 DumpFolder = Annotated[
     LocalPath, Expected("a path on this machine (checkpoint.folder takes a URI, to keep checkpoints elsewhere)")
 ]
-InnerFolder = Annotated[
-    LocalPath,
-    Predicate(lambda path: ".." not in Path(path).parts),
-    Expected("a path on this machine, in job.dump_folder or absolute"),
-]
+InnerFolder = Annotated[LocalPath, NOT_ABOVE, Expected("a path on this machine, in job.dump_folder or absolute")]
 AnyPath = Annotated[str, AfterValidator(expand_any), MinLen(1), Expected("a path, or a URI such as s3://bucket/name")]
+AnyFolder = Annotated[
+    AnyPath,
+    NOT_ABOVE,
+    Predicate(lambda path: not path.lower().startswith(("hf:", "http:", "https:"))),  # where no run can write
+    Expected("a path in job.dump_folder, an absolute one, or a URI such as s3://bucket/run"),
+]
 DataPath = Annotated[NotEmpty, AfterValidator(expand_data)]  # or what a user's own data set makes of it
 WorldSize = Annotated[int, Gt(0), Le(1 << 16)]  # planning for more would take many minutes

@@ -5,6 +5,8 @@ from typing import Literal
 
 from torchtitan.config.fields import (
     Annotated,
+    AnyFolder,
+    AnyPath,
     Doc,
     DumpFolder,
     ExpertLoad,
@@ -90,10 +92,15 @@ class Checkpoint:
     """Saving and loading checkpoints. Running the same command again resumes from the newest."""
 
     enable_checkpoint: Annotated[bool, Doc("Save checkpoints, and resume from the newest.")] = False
-    folder: Annotated[InnerFolder, Doc("Folder for checkpoints, inside dump_folder unless absolute.")] = "checkpoint"
+    folder: Annotated[
+        AnyFolder, Doc("Folder for checkpoints, inside dump_folder unless absolute or a URI, such as s3://bucket/run.")
+    ] = "checkpoint"
     initial_load_path: Annotated[
-        LocalPath | None,
-        Doc("Checkpoint to start from if `folder` has none: a step-N folder, or one in Hugging Face or Meta format."),
+        AnyPath | None,
+        Doc(
+            "Checkpoint to start from if `folder` has none: a step-N folder, or one in Hugging Face or Meta format; or "
+            "its URI."
+        ),
     ] = None
     initial_load_model_weights_only: Annotated[
         bool, Doc("Load only the weights from initial_load_path, not the optimizer, step and data position.")

@@ -5,12 +5,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan.checkpoint.folder import saved_steps, step_folder
+from torchtitan.checkpoint.folder import run_steps, step_folder
 from torchtitan.config import JobConfig
 from torchtitan.config.extension import import_user_module
 from torchtitan.config.training import Model
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.files import any_path, joined
 from torchtitan.interchange.convert import sizes_in
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.registry import AUTO
@@ -33,8 +34,8 @@ def register_models(config: JobConfig) -> None:
 
 def _sizes_from_files(config: JobConfig, spec: ModelSpec) -> ModelArgs:
     """Of the run's own newest checkpoint, from which it resumes, or else of `initial_load_path`, which may be gone."""
-    folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    for step in reversed(saved_steps(folder) if config.checkpoint.enable_checkpoint else []):
+    folder = joined(Path(config.job.dump_folder), config.checkpoint.folder)
+    for step in reversed(run_steps(folder) if config.checkpoint.enable_checkpoint else []):
         with contextlib.suppress(CheckpointError):  # a damaged one is reported when the run resumes
             return sizes_in(step_folder(folder, step), spec)
     path = config.checkpoint.initial_load_path
@@ -42,7 +43,7 @@ def _sizes_from_files(config: JobConfig, spec: ModelSpec) -> ModelArgs:
         raise ConfigError(
             f"model.flavor = {AUTO} takes the sizes of the model in checkpoint.initial_load_path, which is not set."
         )
-    return sizes_in(Path(path), spec)
+    return sizes_in(any_path(path), spec)
 
 
 def sizes_of(model: Model) -> ModelArgs:

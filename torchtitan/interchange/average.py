@@ -1,21 +1,17 @@
 """Averages of checkpoints' weights, one tensor at a time."""
 
 import dataclasses
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from torchtitan.checkpoint.files import Writer, first_line
-from torchtitan.checkpoint.folder import publish, remove_left_overs, saved_steps, step_folder, temporary_folder
+from torchtitan.checkpoint.folder import saved_steps
 from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer, same_ids
 from torchtitan.errors import CheckpointError
-from torchtitan.interchange.convert import SavedModel, saved_model
-from torchtitan.logging import Waiting
+from torchtitan.interchange.convert import SavedModel, save_weights, saved_model
 
 STATE = "optimizer.state."
 """Begins the names of optimizer state: STATE + weight + ".ema" is a moving average (`optimizer.ema_decay`)."""
@@ -56,18 +52,9 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
         "configuration": first.manifest.configuration,
         "average": {"of": [str(model.checkpoint) for model in models], "ema": ema},
     }
-    out.mkdir(parents=True, exist_ok=True)
-    remove_left_overs(out)
     if first.tokenizer is not None:
         copy_tokenizer(first.tokenizer_path(), out / COPY)
-    writer = Writer(temporary_folder(out, step), lambda files: publish(out, step, state, about, files))
-    try:
-        with Waiting("averaging"):
-            dcp.save(weights, storage_writer=writer, planner=_Mean(models, tensors))
-    except (CheckpointException, OSError, RuntimeError) as error:
-        shutil.rmtree(temporary_folder(out, step), ignore_errors=True)
-        raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error
-    return step_folder(out, step)
+    return save_weights(out, step, state, about, weights, _Mean(models, tensors), "averaging")
 
 
 def _tensors(model: SavedModel, ema: bool) -> dict[str, tuple[str, torch.Size]]:

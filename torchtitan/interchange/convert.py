@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,9 +17,18 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from torchtitan.checkpoint.choose import abbreviated, find_checkpoint
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, differences, first_line, read_metadata
-from torchtitan.checkpoint.folder import publish, remove_left_overs, saved_steps, step_folder, temporary_folder
+from torchtitan.checkpoint.folder import (
+    begin,
+    give_up,
+    make_folder,
+    publish,
+    saved_steps,
+    step_folder,
+    temporary_folder,
+)
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.state_dict import OPTIMIZER
+from torchtitan.checkpoint.store import fetched
 from torchtitan.checkpoint.tokenizer import (
     COPY,
     Identity,
@@ -213,6 +221,7 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
     Raises:
         CheckpointError: the folder does not exist or says no sizes, or they are of another family.
     """
+    folder = fetched(folder)
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist.")
     if (folder / MANIFEST).exists():
@@ -304,18 +313,44 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
             "training": {"seq_len": longest_sequence(folder) or 0},
         },
     }
-    out.mkdir(parents=True, exist_ok=True)
-    remove_left_overs(out)
     if tokenizer is not None:
         copy_tokenizer(path, out / COPY)
-    writer = Writer(temporary_folder(out, 0), lambda files: publish(out, 0, state, about, files))
+    planner = ReadWhenWritten(source, model.unpublished)
+    return save_weights(out, 0, state, about, tensors, planner, f"converting {folder}")
+
+
+def save_weights(
+    out: Path,
+    step: int,
+    state: dict[str, Any],
+    about: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    planner: dcp.DefaultSavePlanner,
+    what: str,
+) -> Path:
+    """Writes the checkpoint `out`/step-N, from one process. Returns its path.
+
+    Args:
+        state, about: as for `publish`.
+        tensors: their sizes and dtypes; the planner gives them.
+        what: is done, for whoever waits.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
     try:
-        with Waiting(f"converting {folder}"):
-            dcp.save(tensors, storage_writer=writer, planner=ReadWhenWritten(source, model.unpublished))
+        make_folder(out)
+        writer = Writer(
+            temporary_folder(out, step),
+            lambda files: publish(out, step, state, about, files),
+            lambda: begin(out, step),
+        )
+        with Waiting(what):
+            dcp.save(dict(tensors), storage_writer=writer, planner=planner)
     except (CheckpointException, OSError, RuntimeError) as error:
-        shutil.rmtree(temporary_folder(out, 0), ignore_errors=True)
+        give_up(out, step)
         raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error
-    return step_folder(out, 0)
+    return step_folder(out, step)
 
 
 def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
@@ -325,6 +360,7 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
     Raises:
         CheckpointError: there is none, or the folder does not exist or is damaged.
     """
+    folder = fetched(folder)
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist.")
     if found := wrong_sums(folder):

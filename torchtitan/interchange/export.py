@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,13 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch.distributed.tensor import DTensor
 
-from torchtitan.checkpoint.folder import sync
-from torchtitan.checkpoint.manifest import sha256_of
+from torchtitan.checkpoint.manifest import HashingFile, sha256_of
 from torchtitan.checkpoint.state_dict import not_finite
+from torchtitan.checkpoint.store import store_of, sync
 from torchtitan.errors import CheckpointError, UserError
+from torchtitan.files import is_remote
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import INDEX, SUMS
 from torchtitan.logging import Waiting, logger
@@ -70,10 +70,11 @@ def export(
     Raises:
         UserError: on every rank, if writing failed or the tokenizer is gone.
     """
-    temporary = folder.with_name(f"{folder.name}.tmp")
+    store = store_of(folder)
+    temporary = store.staging(folder)
     on_rank_0 = dist.get_rank() == 0
     attempt = functools.partial(_attempt, folder, group)
-    attempt(lambda: _make(folder, temporary) if on_rank_0 else None)
+    attempt(lambda: _make(folder) if on_rank_0 else None)
     groups = _groups({name: prod(shape) * dtype.itemsize for name, shape in shapes.items()})
     rounds = [part for sizes, ranks in groups for part in _divide(sizes, ranks, largest_file)]
     count = sum(map(len, rounds))
@@ -102,17 +103,14 @@ def export(
                         content[theirs] = there.cpu().contiguous()
         if content:
             try:
-                (temporary / mine).touch()
-                mode = (temporary / mine).stat().st_mode  # by the umask; safetensors' file is its owner's alone
-                save_file(content, temporary / mine, metadata={"format": "pt"})
-                (temporary / mine).chmod(mode)
-                sums[mine] = sha256_of(temporary / mine)
+                sums[mine] = _write(content, temporary / mine)
             except (OSError, SafetensorError) as error:
                 failures.append(error)
         try:
             attempt(lambda: _raise_first(failures))
         except UserError:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if on_rank_0:
+                store.give_up(folder)
             raise
     sums = {name: digest for part in all_gather_object(sums, group) for name, digest in part.items()}
 
@@ -122,13 +120,9 @@ def export(
             total = sum(sum(sizes.values()) for sizes, _ in groups)
             written[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2).encode()
         for name, text in written.items():
-            (temporary / name).write_bytes(text)
-            sums[name] = sha256_of(temporary / name)
-        (temporary / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
-        for path in [*temporary.iterdir(), temporary]:
-            sync(path)
-        temporary.rename(folder)
-        sync(folder.parent)
+            sums[name] = _write_bytes(text, temporary / name)
+        text = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode()
+        store.publish(folder, lambda staging: _write_bytes(text, staging / SUMS), lambda: None)
 
     attempt(lambda: finish() if on_rank_0 else None)
     logger.info(f"exported the weights for Hugging Face transformers to {folder}")
@@ -161,11 +155,30 @@ def _divide(sizes: dict[str, int], ranks: list[int], largest_file: int) -> list[
     return [files[at : at + len(ranks)] for at in range(0, len(files), len(ranks))]
 
 
-def _make(folder: Path, temporary: Path) -> None:
-    if folder.exists():
+def _write(content: dict[str, torch.Tensor], path: Path) -> str:
+    """Writes a safetensors file. Returns its SHA-256."""
+    if is_remote(path):
+        return _write_bytes(save(content, metadata={"format": "pt"}), path)
+    path.touch()
+    mode = path.stat().st_mode  # by the umask; safetensors' file is its owner's alone
+    save_file(content, path, metadata={"format": "pt"})
+    path.chmod(mode)
+    sync(path)
+    return sha256_of(path)
+
+
+def _write_bytes(content: bytes, path: Path) -> str:
+    with HashingFile(path) as file:
+        file.write(content)
+        file.sync()
+    return file.record().sha256
+
+
+def _make(folder: Path) -> None:
+    store = store_of(folder)
+    if store.exists(folder):
         raise CheckpointError(f"{folder} already exists; move it away.")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
-    temporary.mkdir(parents=True)
+    store.begin(folder, lambda path: None)
 
 
 def _attempt(folder: Path, group: dist.ProcessGroup | None, act: Callable[[], None]) -> None:

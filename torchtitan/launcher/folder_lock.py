@@ -1,7 +1,8 @@
 """One run at a time per dump or checkpoint folder: a second one would rename and truncate the files of the first.
 
-Rank 0 locks the file `.lock` there. Within a machine the kernel decides: it releases the lock when the process ends,
-for whatever reason. Across machines, some file systems have no such locks, and others hold those of a dead machine.
+Rank 0 locks the file `.lock` there; in an object store it is an object, created only if there is none. Within a machine
+the kernel decides: it releases the lock when the process ends, for whatever reason. Across machines, some file systems
+have no such locks, and others hold those of a dead machine.
 So the holder also touches the file every few seconds, and other machines look only at that.
 """
 
@@ -17,8 +18,10 @@ import time
 import uuid
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torchtitan.errors import EXIT_STATUS, ConfigError
+from torchtitan.files import store_errors
 from torchtitan.launcher.signals import exit_now
 from torchtitan.logging import logger
 
@@ -85,7 +88,9 @@ class FolderLock:
         deadline = time.monotonic() + VISIBLE
         while True:
             with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-                if json.loads(self.path.read_bytes()).get("id") == token:
+                with store_errors(self.path):
+                    holder = json.loads(self.path.read_bytes())
+                if holder.get("id") == token:
                     return True
             if time.monotonic() > deadline:
                 return False
@@ -195,3 +200,93 @@ class FolderLock:
         os.pwrite(self._file, content, 0)
         os.ftruncate(self._file, len(content))
         os.fsync(self._file)
+
+
+class ObjectLock(FolderLock):
+    """The lock of a folder in an object store. Its holder writes it every few seconds; one that stays the same for
+    `SILENCE` is of a dead run, and so is that of this dump folder, which is locked itself.
+
+    Args:
+        folder: in an object store.
+        dump_folder: of this run, on this machine, locked.
+    """
+
+    def __init__(self, folder: Path, key: str, dump_folder: Path) -> None:
+        super().__init__(folder, key)
+        place = dump_folder.resolve()
+        status = place.stat()  # which tells containers with folders of the same name apart
+        self._me["run"] = f"{platform.node()}:{place}:{status.st_dev}:{status.st_ino}"
+
+    def take(self) -> None:
+        """As `FolderLock.take`."""
+        try:
+            self._wait()
+        except (OSError, NotImplementedError) as error:
+            reason = getattr(error, "strerror", None) or "nothing can be written there"
+            raise ConfigError(f"{self.key}: {self.path.parent} cannot be written ({reason}).") from None
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+            with contextlib.suppress(OSError):
+                if self._holder().get("id") == self._me["id"]:
+                    self._remove()
+
+    def _wait(self) -> None:
+        started, first, said = time.monotonic(), self._holder(), False
+        while True:
+            holder, waited = self._holder(), time.monotonic() - started
+            mine = any(
+                self._me[name] is not None and self._me[name] == holder.get(name) for name in ("run", "launcher")
+            )
+            if holder and not mine:
+                if holder != first:
+                    raise ConfigError(self._sentence(holder))
+                if waited <= SILENCE:
+                    if not said:
+                        said = True
+                        logger.info(
+                            f"{holder.get('name')} has not released its lock on {self.path.parent}: waiting "
+                            f"{SILENCE:g} s to see whether it is still running"
+                        )
+                    time.sleep(1)
+                    continue
+            if holder:
+                self._remove()
+            with contextlib.suppress(FileExistsError):  # another one was faster
+                self._write(mode="create")
+                return
+
+    def _keep(self) -> None:
+        while not self._stop.wait(INTERVAL):
+            with contextlib.suppress(OSError):  # the store does not answer for a while
+                holder = self._holder()
+                if holder and holder.get("id") != self._me["id"]:
+                    print(f"Error: {self._sentence(holder)}", file=sys.stderr)
+                    exit_now(EXIT_STATUS)
+                self._write()
+
+    def _holder(self) -> dict[str, Any]:
+        place: Any = self.path
+        try:
+            with store_errors(self.path):  # by one request: a holder may write between two
+                content = json.loads(place.fs.cat_file(place.path))
+        except FileNotFoundError as error:
+            if "bucket" in str(error.strerror):
+                raise
+            return {}
+        except (ValueError, RecursionError):
+            return {"name": "another program"}
+        return content if isinstance(content, dict) else {}
+
+    def _write(self, mode: str = "overwrite") -> None:
+        content = json.dumps({**self._me, "time": time.time()}).encode()
+        place: Any = self.path
+        with store_errors(self.path):
+            place.fs.pipe_file(place.path, content, mode=mode)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError), store_errors(self.path):
+            self.path.unlink()

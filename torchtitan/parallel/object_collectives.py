@@ -41,6 +41,16 @@ def raise_on_all_ranks(read: Callable[[], T], group: dist.ProcessGroup | None = 
     return result  # type: ignore[return-value]
 
 
+def from_rank_0(read: Callable[[], T]) -> T:
+    """As `broadcast_from_rank_0`.
+
+    Raises:
+        UserError: on every rank, if `read` raises it.
+    """
+    mine = raise_on_all_ranks(lambda: read() if dist.get_rank() == 0 else None)
+    return broadcast_from_rank_0(lambda: mine)  # type: ignore[return-value]  # that of rank 0
+
+
 def refuse_differences(values: Mapping[str, object], remedy: str) -> None:
     """Raises a ConfigError on every rank if they have different values, with the first such name, who has which, and
     the remedy. A rank that leaves its machine's values to another one passes none."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from torchtitan.config.manager import tomllib
 from torchtitan.errors import UserError
-from torchtitan.files import regular_file
+from torchtitan.files import is_uri, regular_file
 from torchtitan.report.compare import Values, flat, shown
 from torchtitan.report.series import Floats, Series
 
@@ -182,8 +182,9 @@ def _read_events(run: Run) -> None:
             )
         return
     run.notes.append("events.jsonl is missing: restarts are unknown, and only the checkpoints still on disk are shown.")
-    folder = run.folder / str((run.config or {}).get("checkpoint.folder", "checkpoint"))
-    names = [path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()]
+    folder = str((run.config or {}).get("checkpoint.folder", "checkpoint"))
+    there = [] if is_uri(folder) else (run.folder / folder).glob("step-*")  # a report needs no network
+    names = [path.name.removeprefix("step-") for path in there if path.is_dir()]
     run.checkpoints = [{"step": step} for step in sorted(int(name) for name in names if name.isdecimal())]
 
 

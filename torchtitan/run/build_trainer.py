@@ -24,9 +24,10 @@ from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import scorer_of_run
+from torchtitan.files import PathError, is_remote, joined
 from torchtitan.interchange import Exchange, published
 from torchtitan.interchange.tokenizer_files import tokenizer_files
-from torchtitan.launcher.folder_lock import FolderLock
+from torchtitan.launcher.folder_lock import FolderLock, ObjectLock
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
@@ -214,9 +215,17 @@ def take_locks(
     the token of each, by the key that names the folder."""
     lock.take()
     tokens = {lock.key: lock.token}
-    folder = dump_folder / checkpoint.folder
-    if checkpoint.enable_checkpoint and not folder.resolve().is_relative_to(dump_folder.resolve()):
-        other = closing.enter_context(FolderLock(folder, "checkpoint.folder"))
+    key = "checkpoint.folder"
+    try:
+        folder = joined(dump_folder, checkpoint.folder)
+    except PathError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    if checkpoint.enable_checkpoint and (
+        is_remote(folder) or not folder.resolve().is_relative_to(dump_folder.resolve())
+    ):
+        other = closing.enter_context(
+            ObjectLock(folder, key, dump_folder) if is_remote(folder) else FolderLock(folder, key)
+        )
         other.take()
         tokens[other.key] = other.token
     return tokens
@@ -226,14 +235,17 @@ def check_folders(config: JobConfig, tokens: dict[str, str]) -> None:
     """Raises a ConfigError if this rank does not see the folders that rank 0 has locked: its part of a checkpoint would
     be written elsewhere. Without checkpoints each machine may have its own."""
     dump_folder = Path(config.job.dump_folder)
-    folders = {"job.dump_folder": dump_folder, "checkpoint.folder": dump_folder / config.checkpoint.folder}
+    folders = {"job.dump_folder": dump_folder, "checkpoint.folder": joined(dump_folder, config.checkpoint.folder)}
     for key, token in tokens.items() if dist.get_rank() > 0 else ():
         if not FolderLock(folders[key], key).sees(token):
             problem = (
                 f"{key}: {folders[key]} on {platform.node()} (rank {dist.get_rank()}) is not the folder that rank 0 "
                 "writes to; choose one on storage that all machines share."
             )
-            if config.checkpoint.enable_checkpoint:
+            # With checkpoints in an object store, machines need not share a disk.
+            if config.checkpoint.enable_checkpoint and not (
+                key == "job.dump_folder" and is_remote(folders["checkpoint.folder"])
+            ):
                 raise ConfigError(problem)
             logger.warning(problem)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer
 from torchtitan.config import JobConfig, to_toml
+from torchtitan.files import is_remote, joined
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
 from torchtitan.metrics.writers import JSONLWriter, set_aside, step_of
@@ -59,6 +60,12 @@ class RunFolder:
                 set_aside([*records, *(self.path / name for name in others)])
             self.write_config()
             copy_tokenizer(self.config.model.tokenizer_path, self.path / COPY)
+            checkpoints = joined(self.path, self.config.checkpoint.folder)
+            if self.config.checkpoint.enable_checkpoint and is_remote(checkpoints):  # to be used without this machine
+                try:
+                    copy_tokenizer(self.config.model.tokenizer_path, checkpoints / COPY)
+                except OSError as error:
+                    logger.warning(f"the tokenizer could not be copied to {checkpoints / COPY} ({error.strerror})")
             file = self.path / "conversion.json"
             if self.conversion:
                 file.write_text(self.conversion, encoding="utf-8")

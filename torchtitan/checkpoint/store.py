@@ -1,0 +1,262 @@
+"""Where checkpoints and exports lie: on a disk, or in an object store, where nothing can be renamed at once.
+
+Both are folders with one file, of `MARKS`, that is written last and lists the others.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torchtitan.cache import private_folder
+from torchtitan.errors import CheckpointError
+from torchtitan.files import is_remote, store_errors
+from torchtitan.logging import Waiting
+
+MARKS = ("manifest.json", "SHA256SUMS")  # of checkpoints and of exports
+OWN = re.compile(r"step-\d+(-hf)?(\.abandoned-\d+)?")  # folders that a run writes
+
+
+class Disk:
+    """How folders get their final names, all or nothing: they are written as `NAME.tmp` and renamed; they are renamed,
+    too, before they are removed."""
+
+    def make(self, folder: Path) -> None:
+        """Creates the folder of such folders."""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def names(self, folder: Path) -> Iterable[str]:
+        """Of all that is in it."""
+        return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+
+    def published(self, folder: Path) -> Iterable[str]:
+        """Names of the folders in it, finished ones alone."""
+        return [name for name in self.names(folder) if (folder / name).is_dir()]
+
+    def left_overs(self, folder: Path) -> Iterable[Path]:
+        """What interrupted saves and removals have left there."""
+        return folder.glob("step-*.tmp")
+
+    def exists(self, final: Path) -> bool:
+        return final.exists()
+
+    def staging(self, final: Path) -> Path:
+        """Where the files are written that will be in `final`."""
+        return final.with_name(f"{final.name}.tmp")
+
+    def begin(self, final: Path, set_aside: Callable[[Path], None]) -> None:
+        """Call before the first of them is written.
+
+        Args:
+            set_aside: renames what must give way.
+        """
+        staging = self.staging(final)
+        if any(self.names(staging)):  # an interrupted export's; not an empty one, which other ranks may just have made
+            shutil.rmtree(staging)
+        staging.mkdir(parents=True, exist_ok=True)
+
+    def publish(self, final: Path, finish: Callable[[Path], object], set_aside: Callable[[], None]) -> None:
+        """Call once they are written.
+
+        Args:
+            finish: writes the last one, into the folder given.
+            set_aside: renames what must give way.
+        """
+        staging = self.staging(final)
+        finish(staging)
+        sync(staging)
+        set_aside()
+        staging.rename(final)
+        sync(final.parent)
+
+    def give_up(self, final: Path) -> None:
+        """Removes what was written since `begin`, if that can be done."""
+        shutil.rmtree(self.staging(final), ignore_errors=True)
+
+    def rename(self, path: Path, new: Path) -> None:
+        path.rename(new)
+
+    def remove(self, path: Path) -> None:
+        if not path.name.endswith(".tmp"):
+            doomed = path.with_name(f"{path.name}.removed.tmp")  # so that not even a kill leaves a partial step-N
+            path = path.rename(doomed)
+        shutil.rmtree(path)
+
+
+class ObjectStore(Disk):
+    """Folders are written where they stay, and exist while they have a file of `MARKS`: it is written last, and removed
+    first. Without it they are left over."""
+
+    def make(self, folder: Path) -> None:
+        pass
+
+    def names(self, folder: Path) -> Iterable[str]:
+        return _folders(folder)
+
+    def published(self, folder: Path) -> Iterable[str]:
+        return [name for name, files in _folders(folder).items() if files & set(MARKS)]
+
+    def left_overs(self, folder: Path) -> Iterable[Path]:
+        _abort_uploads(folder)
+        there = _folders(folder).items()
+        return [folder / name for name, files in there if OWN.fullmatch(name) and not files & set(MARKS)]
+
+    def exists(self, final: Path) -> bool:
+        return not _files(final).isdisjoint(MARKS)
+
+    def staging(self, final: Path) -> Path:
+        return final
+
+    def begin(self, final: Path, set_aside: Callable[[Path], None]) -> None:
+        if self.exists(final):
+            set_aside(final)
+        self.remove(final)  # what an interrupted save has left
+
+    def publish(self, final: Path, finish: Callable[[Path], object], set_aside: Callable[[], None]) -> None:
+        set_aside()
+        finish(final)
+
+    def give_up(self, final: Path) -> None:
+        with contextlib.suppress(OSError):
+            self.remove(final)
+
+    def rename(self, path: Path, new: Path) -> None:
+        there = _files(path)
+        with store_errors(path):
+            for names in filter(None, (there - set(MARKS), there & set(MARKS))):
+                _fs(path).copy([_key(path / name) for name in names], [_key(new / name) for name in names])
+        self.remove(path)
+
+    def remove(self, path: Path) -> None:
+        there = _files(path)
+        with store_errors(path):
+            for names in filter(None, (there & set(MARKS), there - set(MARKS))):
+                _fs(path).rm([_key(path / name) for name in names])
+
+
+def store_of(path: Path) -> Disk:
+    return ObjectStore() if is_remote(path) else Disk()
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or a folder's directory entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file in a folder; -1 for a link, a folder or a pipe.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    if not is_remote(folder):
+        with os.scandir(folder) as entries:
+            return {
+                entry.name: entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else -1
+                for entry in entries
+            }
+    with store_errors(folder):
+        entries_there = _fs(folder).ls(_key(folder), detail=True)
+        return {
+            entry["name"].rpartition("/")[2]: entry["size"] if entry["type"] == "file" else -1
+            for entry in entries_there
+            if not entry["name"].endswith("/")  # a folder's own entry, as consoles make it
+        }
+
+
+def _fs(path: Path) -> Any:
+    return path.fs  # type: ignore[attr-defined]  # of a UPath
+
+
+def _key(path: Path) -> str:
+    key: str = path.path  # type: ignore[attr-defined]  # of a UPath
+    return key.rstrip("/")
+
+
+def _files(folder: Path) -> set[str]:
+    """Files in a folder and the folders in it, as paths from there."""
+    with store_errors(folder):
+        return {key[len(_key(folder)) + 1 :] for key in _fs(folder).find(_key(folder))}
+
+
+def _folders(folder: Path) -> dict[str, set[str]]:
+    """The folders in a folder, and the files in each."""
+    inner: dict[str, set[str]] = {}
+    for file in _files(folder):
+        name, _, rest = file.partition("/")
+        inner.setdefault(name, set()).add(rest)
+    return inner
+
+
+def _abort_uploads(folder: Path) -> None:
+    """Of files in parts that were never completed: no listing shows them, but they are paid for. gs:// forgets them."""
+    fs, (bucket, _, prefix) = _fs(folder), _key(folder).partition("/")
+    if hasattr(fs, "list_multipart_uploads"):
+        with contextlib.suppress(PermissionError), store_errors(folder):
+            for upload in fs.list_multipart_uploads(bucket):
+                if upload["Key"].startswith(f"{prefix}/step-".lstrip("/")):
+                    fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+
+
+def copy_tree(folder: Path, new: Path) -> None:
+    """Copies a folder to this machine.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    if not is_remote(folder):
+        shutil.copytree(folder, new)
+        return
+    for name in Waiting.over(sorted(_files(folder)), f"copying {folder} to {new}", "files"):
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
+        with store_errors(folder / name):
+            _fs(folder).get_file(_key(folder / name), str(new / name))
+
+
+def fetched(folder: Path, key: str = "") -> Path:
+    """A folder that is read from here: itself, if it is on this machine or a checkpoint of this program, whose parts
+    are read where they lie; or else its copy in this machine's cache, which all processes share.
+
+    Args:
+        key: that names it, in messages.
+
+    Raises:
+        CheckpointError: there is nothing, or it cannot be read or copied.
+    """
+    if not is_remote(folder):
+        return folder
+    prefix = f"{key}: " if key else ""
+    try:
+        with store_errors(folder):
+            there = _fs(folder).find(_key(folder), detail=True)
+        files = {key[len(_key(folder)) + 1 :]: about for key, about in there.items() if not key.endswith("/")}
+        if not files:
+            raise CheckpointError(f"{prefix}{folder} does not exist.")
+        if MARKS[0] in files or not any("/" not in name for name in files):
+            return folder
+        about = [
+            (name, files[name]["size"], str(files[name].get("ETag") or files[name].get("mtime"))) for name in files
+        ]
+        names = hashlib.sha256(json.dumps([str(folder), sorted(about)]).encode()).hexdigest()
+        copy = private_folder("fetched") / names[:16]
+        with open(f"{copy}.lock", "wb") as lock:
+            with Waiting(f"waiting for the copy of {folder}"):
+                fcntl.lockf(lock, fcntl.LOCK_EX)
+            if not copy.exists():
+                copy_tree(folder, temporary := copy.with_name(f"{copy.name}.tmp"))
+                temporary.rename(copy)
+        return copy
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
+        raise CheckpointError(
+            f"{prefix}{folder} cannot be read ({getattr(error, 'strerror', None) or error})."
+        ) from None
