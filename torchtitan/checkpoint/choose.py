@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.checkpoint.files import differences
 from torchtitan.checkpoint.folder import checkpoint_folders, refuse_foreign, saved_steps, step_folder
 from torchtitan.checkpoint.manifest import MANIFEST, METADATA, TRAIN_STATE, damage, read_manifest
+from torchtitan.checkpoint.others import TORCHTITAN, program_of, refuse_others
 from torchtitan.checkpoint.state_dict import OPTIMIZER
 from torchtitan.errors import CheckpointError, counted
 from torchtitan.logging import logger
@@ -41,6 +42,12 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
     if not steps:
         raise_on_all_ranks(lambda: refuse_foreign(folder, dump_folder))
         return None
+    newest = step_folder(folder, steps[-1] if wanted == -1 else wanted)
+    if broadcast_from_rank_0(lambda: program_of(newest) is TORCHTITAN):
+        raise CheckpointError(
+            f"checkpoint.folder: {newest} is a checkpoint of torchtitan. To go on from it, add "
+            f"--checkpoint.initial_load_path={newest} --checkpoint.continue_from_path and another --job.dump_folder."
+        )
     step, damaged = newest_intact(folder, steps if wanted == -1 else [wanted])
     if step is not None:
         if damaged and dist.get_rank() == 0:
@@ -82,12 +89,14 @@ def find_checkpoint(path: Path) -> Path | None:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} {'is a file, not a folder' if path.exists() else 'does not exist'}.")
+    refuse_others(path)
     if any((path / name).exists() for name in (MANIFEST, METADATA, TRAIN_STATE)):
         if found := damage_over_ranks(path):
             raise CheckpointError(f"{path} is damaged: {abbreviated(found)}.")
         return path
-    for folder in (path, *checkpoint_folders(path)):
+    for folder in _checkpoint_folders(path):
         if steps := saved_steps(folder):
+            refuse_others(step_folder(folder, steps[-1]))
             step, damaged = newest_intact(folder, steps)
             if step is None:
                 raise CheckpointError(
@@ -97,6 +106,11 @@ def find_checkpoint(path: Path) -> Path | None:
                 logger.warning(f"using {step_folder(folder, step)}, the newest intact checkpoint")
             return step_folder(folder, step)
     return None
+
+
+def _checkpoint_folders(path: Path) -> list[Path]:
+    """Where checkpoints may be if `path` is a folder of them, or a dump folder."""
+    return [path, *checkpoint_folders(path)]
 
 
 def newest_of_same_command(folder: Path, steps: list[int], configuration: Mapping[str, Any] | None) -> int | None:
@@ -131,17 +145,18 @@ def _steps_of_same_command(folder: Path, steps: list[int], configuration: Mappin
 
 
 def check_start(path: Path) -> None:
-    """Checks that another run's checkpoint, from which this run starts, is intact.
+    """Checks that another run's checkpoint, from which this run starts, is intact. Nothing says that of torchtitan's.
 
     Raises:
         CheckpointError: it does not exist, or is damaged.
     """
     if not broadcast_from_rank_0(path.exists):
         raise CheckpointError(f"checkpoint.initial_load_path: {path} does not exist.")
-    found = damage_over_ranks(path)
+    found = [] if broadcast_from_rank_0(lambda: program_of(path) is TORCHTITAN) else damage_over_ranks(path)
     if found:
-        there = saved_steps(path)
-        hint = f" It contains checkpoints: use {step_folder(path, there[-1])}." if there else ""
+        places = ((folder, saved_steps(folder)) for folder in _checkpoint_folders(path))
+        newest = next((step_folder(folder, steps[-1]) for folder, steps in places if steps), None)
+        hint = f" It contains checkpoints: use {newest}." if newest else ""
         raise CheckpointError(
             f"checkpoint.initial_load_path: {path} is not a checkpoint of this program, or is damaged: "
             f"{abbreviated(found)}.{hint}"

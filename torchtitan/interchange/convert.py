@@ -20,6 +20,7 @@ from torchtitan.checkpoint.choose import abbreviated, find_checkpoint
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, differences, first_line, read_metadata
 from torchtitan.checkpoint.folder import publish, remove_left_overs, saved_steps, step_folder, temporary_folder
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from torchtitan.checkpoint.others import refuse_others
 from torchtitan.checkpoint.state_dict import OPTIMIZER
 from torchtitan.checkpoint.tokenizer import (
     COPY,
@@ -225,6 +226,7 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
         return config_args(folder, spec.hf)
     source = find_source(folder, spec.hf)
     if source is None:
+        refuse_others(folder)
         raise CheckpointError(f"{folder} holds neither a checkpoint nor config.json nor params.json.")
     return source.args
 
@@ -337,6 +339,7 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
             continue
         source = find_source(folder, spec.hf)
         if source is None:
+            refuse_others(folder)
             raise CheckpointError(f"{folder} holds neither config.json with safetensors nor consolidated.*.pth.")
         try:
             size = source.args.vocab_size
