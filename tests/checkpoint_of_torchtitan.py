@@ -29,7 +29,7 @@ from torchtitan.models.llama3.infra.parallelize import apply_fsdp
 
 FLAGS = """--training.steps 6 --training.seq_len 16 --training.local_batch_size 2 --lr_scheduler.warmup_steps 2
     --optimizer.lr 0.01 --optimizer.implementation for-loop --checkpoint.enable_checkpoint --checkpoint.interval 3"""
-SIZES = {"dim": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "multiple_of": 8, "rope_theta": 500000}
+SIZES = {"dim": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 8, "rope_theta": 500000}
 
 
 class Trainer:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs import SMALL, into, losses, tensors_of, train_here
+from runs import SMALL, into, losses, tensors_of, train, train_here
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan.checkpoint.choose import find_checkpoint
@@ -87,6 +87,21 @@ def test_a_run_of_torchtitan_goes_on(
 def test_weights_alone_start_a_new_run(checkpoint: Path, same_batches: list[dict[str, Any]], tmp_path: Path) -> None:
     train_here(*flags(checkpoint), "--training.steps=1", into(tmp_path))
     assert losses(tmp_path) == {1: pytest.approx(same_batches[3]["loss"], abs=1e-3)}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--training.local_batch_size=1",  # FSDP
+        pytest.param("--parallelism.tensor_parallel_degree=2", marks=pytest.mark.full),
+        pytest.param("--parallelism.pipeline_parallel_degree=2", marks=pytest.mark.full),
+    ],
+)
+def test_it_goes_on_under_other_layouts(layout: str, checkpoint: Path, tmp_path: Path) -> None:
+    exact = (*flags(checkpoint), GOES_ON, "--training.mixed_precision_param=float32")
+    train_here(*exact, into(tmp_path / "one"))
+    train(*exact, layout, into(tmp_path / "two"), processes=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
 
 
 def entries_of(checkpoint: Path) -> dict[str, torch.Tensor]:
