@@ -20,9 +20,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.checkpoint.others import PROGRAMS, read_torchtitan
+from torchtitan.config import ConfigManager
 from torchtitan.data.loader import Batch, Loader
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.convert import find_model
+from torchtitan.run.build_trainer import _keys
 
 ARCHIVE = Path(__file__).parents[1] / "checkpoint_of_torchtitan.tar.xz"  # made by the script of this name
 WEIGHT = "layers.1.feed_forward.w2.weight"
@@ -102,6 +104,13 @@ def test_it_goes_on_under_other_layouts(layout: str, checkpoint: Path, tmp_path:
     train_here(*exact, into(tmp_path / "one"))
     train(*exact, layout, into(tmp_path / "two"), processes=2)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+
+
+def test_all_machines_must_go_on_alike() -> None:
+    start = ["--checkpoint.initial_load_path=here", GOES_ON]
+    assert {key for key in _keys(ConfigManager().parse_args(start)) if "path" in key} == {
+        "checkpoint.continue_from_path"
+    }
 
 
 def entries_of(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -229,7 +229,7 @@ class CheckpointManager:
         Args:
             resumes: it is one of this run.
         """
-        of_torchtitan = program_of(path) is TORCHTITAN
+        of_torchtitan = not resumes and program_of(path) is TORCHTITAN
 
         def read() -> tuple[TrainState, Metadata, Any]:
             try:

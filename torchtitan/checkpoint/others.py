@@ -1,5 +1,6 @@
 """Checkpoints of other programs: torchtitan's are loaded; the rest are recognized, to say how to convert them."""
 
+import contextlib
 import re
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -72,9 +73,10 @@ OWN = (MANIFEST, TRAIN_STATE)
 
 def program_of(folder: Path) -> Program | None:
     """The other program that wrote a checkpoint; None: this one, or none that is known."""
-    if any((folder / name).exists() for name in OWN):
-        return None
-    return next((program for program in PROGRAMS if any(any(folder.glob(file)) for file in program.files)), None)
+    with contextlib.suppress(OSError):  # who reads the folder reports it
+        if not any((folder / name).exists() for name in OWN):
+            return next((of for of in PROGRAMS if any(any(folder.glob(file)) for file in of.files)), None)
+    return None
 
 
 def refuse_others(folder: Path, but: Program | None = None) -> None:
@@ -164,7 +166,7 @@ def _read_value(folder: Path, name: str, place: Any) -> Any:
     try:
         if place.length > MOST_BYTES:
             raise ValueError(f"it has {place.length:,} bytes")
-        with open(folder / place.relative_path, "rb") as file:
+        with (folder / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             read = torch.load(BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
         return read.item() if isinstance(read, torch.Tensor) else read
