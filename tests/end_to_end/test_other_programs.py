@@ -19,6 +19,7 @@ from runs import SMALL, into, losses, tensors_of, train, train_here
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan.checkpoint.choose import find_checkpoint
+from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner
 from torchtitan.checkpoint.others import PROGRAMS, read_torchtitan
 from torchtitan.config import ConfigManager
 from torchtitan.data.loader import Batch, Loader
@@ -107,10 +108,8 @@ def test_it_goes_on_under_other_layouts(layout: str, checkpoint: Path, tmp_path:
 
 
 def test_all_machines_must_go_on_alike() -> None:
-    start = ["--checkpoint.initial_load_path=here", GOES_ON]
-    assert {key for key in _keys(ConfigManager().parse_args(start)) if "path" in key} == {
-        "checkpoint.continue_from_path"
-    }
+    keys = _keys(ConfigManager().parse_args(["--checkpoint.initial_load_path=here", GOES_ON]))
+    assert [key for key in keys if key.endswith("path")] == ["checkpoint.continue_from_path"]
 
 
 def entries_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -134,21 +133,28 @@ def test_weights_without_a_prefix_as_later_versions_and_last_checkpoints_have_th
         train_here(*flags(checkpoint), GOES_ON, into(tmp_path / "other"))
 
 
-def test_experts_and_float8_weights_are_read(tmp_path: Path) -> None:
-    from torchtitan.compat.torchao import LinearMMConfig, WeightWithDynamicFloat8CastTensor
+def test_experts_tied_and_float8_weights_are_read(tmp_path: Path) -> None:
+    from torchtitan.compat.torchao import LinearMMConfig, WeightWithDynamicFloat8CastTensor, allow_float8_weights
 
     experts = {f"layers.0.moe.experts.w{number}": torch.ones(2, 3, 4) for number in (1, 2, 3)}
     gathered = WeightWithDynamicFloat8CastTensor(torch.ones(4, 4), LinearMMConfig(), torch.float8_e4m3fn)
     moments = {"state.layers.0.moe.experts.w1.exp_avg_sq": torch.ones(2, 3, 4)}
-    state = {"model": {**experts, "output.weight": gathered}, "optimizer": moments, "train_state": {"step": 5}}
+    moments["state.tok_embeddings.weight.exp_avg"] = torch.ones(4, 4)  # tied: the only moments of the two
+    tied = {"tok_embeddings.weight": gathered, "output.weight": torch.ones(4, 4)}
+    state = {"model": {**experts, **tied}, "optimizer": moments, "train_state": {"step": 5}}
     dcp.save(state, checkpoint_id=tmp_path / "step-5")
     found, metadata, _ = read_torchtitan(tmp_path / "step-5")
     assert (found["step"], found["weights_only"]) == (5, False)
     assert {*metadata.state_dict_metadata} == {
         *(f"layers.0.moe.experts.w{number}.weight" for number in (1, 2, 3)),
         "optimizer.state.layers.0.moe.experts.w1.weight.exp_avg_sq",
-        "output.weight",
+        "optimizer.state.tok_embeddings.weight.exp_avg",
+        "tok_embeddings.weight",
     }
+    allow_float8_weights()
+    loaded = {"tok_embeddings.weight": torch.zeros(4, 4)}
+    dcp.load(loaded, storage_reader=Reader(tmp_path / "step-5", metadata), planner=TensorsOnlyPlanner())
+    assert loaded["tok_embeddings.weight"].equal(torch.ones(4, 4))
 
 
 def test_a_file_of_torchtitan_that_differs_is_reported(

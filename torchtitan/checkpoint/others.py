@@ -132,6 +132,9 @@ def read_torchtitan(folder: Path) -> tuple[dict[str, Any], Metadata, dict[str, A
             if ours in tensors:
                 raise CheckpointError(f"{METADATA} is refused: it has two tensors {ours}")
             tensors[ours], renamed[name] = entry, ours
+    embedding, output = (f"{OPTIMIZER}state.{name}.weight.exp_avg" for name in ("tok_embeddings", "output"))
+    if embedding in tensors and output not in tensors:  # tied: one parameter, whose weight is there under both names
+        tensors.pop("output.weight", None)
     tokens = value("train_state.ntokens_seen")
     state: dict[str, Any] = {
         "step": step or 0,
