@@ -43,7 +43,7 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
         raise_on_all_ranks(lambda: refuse_foreign(folder, dump_folder))
         return None
     newest = step_folder(folder, steps[-1] if wanted == -1 else wanted)
-    if broadcast_from_rank_0(lambda: program_of(newest) is TORCHTITAN):
+    if broadcast_from_rank_0(lambda: _holds_none_of_ours(folder, steps) and program_of(newest) is TORCHTITAN):
         raise CheckpointError(
             f"checkpoint.folder: {newest} is a checkpoint of torchtitan. To go on from it, add "
             f"--checkpoint.initial_load_path={newest} --checkpoint.continue_from_path and another --job.dump_folder."
@@ -96,7 +96,8 @@ def find_checkpoint(path: Path) -> Path | None:
         return path
     for folder in _checkpoint_folders(path):
         if steps := saved_steps(folder):
-            refuse_others(step_folder(folder, steps[-1]))
+            if _holds_none_of_ours(folder, steps):
+                refuse_others(step_folder(folder, steps[-1]))
             step, damaged = newest_intact(folder, steps)
             if step is None:
                 raise CheckpointError(
@@ -106,6 +107,11 @@ def find_checkpoint(path: Path) -> Path | None:
                 logger.warning(f"using {step_folder(folder, step)}, the newest intact checkpoint")
             return step_folder(folder, step)
     return None
+
+
+def _holds_none_of_ours(folder: Path, steps: list[int]) -> bool:
+    """Whether no step has a manifest. Where some have, another without it is damaged or unfinished."""
+    return not any((step_folder(folder, step) / MANIFEST).exists() for step in steps)
 
 
 def _checkpoint_folders(path: Path) -> list[Path]:
