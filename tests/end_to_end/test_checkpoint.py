@@ -217,9 +217,9 @@ def test_starts_from_published_weights_beside_the_tokenizer(six_steps: Path, tmp
 
 def test_starts_where_another_run_was(six_steps: Path, tmp_path: Path) -> None:
     path = f"--checkpoint.initial_load_path={six_steps}/checkpoint/step-4"
-    everything = "--checkpoint.no_initial_load_model_weights_only"
-    train_here(*FLAGS, into(tmp_path), "--training.steps=6", path, everything)
-    assert losses(tmp_path) == {step: loss for step, loss in losses(six_steps).items() if step > 4}
+    for everything in ("--checkpoint.no_initial_load_model_weights_only", "--checkpoint.continue_from_path"):
+        train_here(*FLAGS, into(tmp_path / everything), "--training.steps=6", path, everything)
+        assert losses(tmp_path / everything) == {step: loss for step, loss in losses(six_steps).items() if step > 4}
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

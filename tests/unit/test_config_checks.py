@@ -72,6 +72,10 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
         (["--checkpoint.load_step=5"], r"checkpoint\.load_step .*checkpoint\.enable_checkpoint"),
         (["--checkpoint.exclude_from_loading=optimiser"], r"exclude_from_loading: .*'optimiser' \(did you mean opt"),
         (["--checkpoint.async_mode=async_with_pinned_mem"], r"checkpoint\.async_mode = .* needs a GPU"),
+        (
+            ["--checkpoint.continue_from_path"],
+            r"continue_from_path has no effect without checkpoint\.initial_load_path",
+        ),
         (["--checkpoint.create_seed_checkpoint"], r"create_seed_checkpoint has no effect without checkpoint\.en"),
         (["--training.enable_cpu_offload"], r"training\.enable_cpu_offload needs a GPU"),
         (["--profiling.enable_memory_snapshot"], r"profiling\.enable_memory_snapshot needs a GPU"),

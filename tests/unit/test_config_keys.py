@@ -81,6 +81,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "checkpoint.folder": ("checkpoint", "saved"),
     "checkpoint.initial_load_path": (None, "other/checkpoint/step-10"),
     "checkpoint.initial_load_model_weights_only": (True, False),
+    "checkpoint.continue_from_path": (False, True),
     "checkpoint.interval": (500, 1),
     "checkpoint.last_save_model_weights_only": (False, True),
     "checkpoint.export_dtype": ("float32", "float16", "bfloat16"),
@@ -184,7 +185,10 @@ def test_boolean_flags(key: str, tmp_path: Path) -> None:
 
 
 TAKE_URIS = ("checkpoint.folder", "checkpoint.initial_load_path")
-PATHS = [key for key in fields_by_key(JobConfig) if key.endswith(("folder", "_path", "_csv", "_file"))]
+NO_PATH = "checkpoint.continue_from_path"
+PATHS = [
+    key for key in fields_by_key(JobConfig) if key.endswith(("folder", "_path", "_csv", "_file")) and key != NO_PATH
+]
 
 
 @pytest.mark.parametrize("key", PATHS)

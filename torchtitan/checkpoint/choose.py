@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.checkpoint.files import differences
 from torchtitan.checkpoint.folder import checkpoint_folders, refuse_foreign, saved_steps, step_folder
 from torchtitan.checkpoint.manifest import MANIFEST, METADATA, TRAIN_STATE, Unreachable, damage, read_manifest
+from torchtitan.checkpoint.others import TORCHTITAN, program_of, refuse_others
 from torchtitan.checkpoint.state_dict import OPTIMIZER
 from torchtitan.checkpoint.store import store_of
 from torchtitan.errors import CheckpointError, counted
@@ -47,6 +48,12 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
     if not steps:
         raise_on_all_ranks(lambda: refuse_foreign(folder, dump_folder))
         return None
+    newest = step_folder(folder, steps[-1] if wanted == -1 else wanted)
+    if broadcast_from_rank_0(lambda: _holds_none_of_ours(folder, steps) and program_of(newest) is TORCHTITAN):
+        raise CheckpointError(
+            f"checkpoint.folder: {newest} is a checkpoint of torchtitan. To go on from it, add "
+            f"--checkpoint.initial_load_path={newest} --checkpoint.continue_from_path and another --job.dump_folder."
+        )
     step, damaged = newest_intact(folder, steps if wanted == -1 else [wanted])
     if step is not None:
         if damaged and dist.get_rank() == 0:
@@ -92,12 +99,15 @@ def find_checkpoint(path: Path) -> Path | None:
         names = set(store_of(path).names(path))
         if is_remote(path) and not names:
             raise CheckpointError(f"{path} does not exist.")
+        refuse_others(path)
         if not names.isdisjoint((MANIFEST, METADATA, TRAIN_STATE)):
             if found := damage_over_ranks(path):
                 raise CheckpointError(f"{path} is damaged: {abbreviated(found)}.")
             return path
         for folder in (path, *checkpoint_folders(path)):
             if steps := saved_steps(folder):
+                if _holds_none_of_ours(folder, steps):
+                    refuse_others(step_folder(folder, steps[-1]))
                 step, damaged = newest_intact(folder, steps)
                 if step is None:
                     raise CheckpointError(
@@ -109,6 +119,16 @@ def find_checkpoint(path: Path) -> Path | None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None
     return None
+
+
+def _holds_none_of_ours(folder: Path, steps: list[int]) -> bool:
+    """Whether no step has a manifest. Where some have, another without it is damaged or unfinished."""
+    return not any((step_folder(folder, step) / MANIFEST).exists() for step in steps)
+
+
+def _checkpoint_folders(path: Path) -> list[Path]:
+    """Where checkpoints may be if `path` is a folder of them, or a dump folder."""
+    return [path, *checkpoint_folders(path)]
 
 
 def newest_of_same_command(folder: Path, steps: list[int], configuration: Mapping[str, Any] | None) -> int | None:
@@ -147,17 +167,18 @@ def _steps_of_same_command(folder: Path, steps: list[int], configuration: Mappin
 
 
 def check_start(path: Path) -> None:
-    """Checks that another run's checkpoint, from which this run starts, is intact.
+    """Checks that another run's checkpoint, from which this run starts, is intact. Nothing says that of torchtitan's.
 
     Raises:
         CheckpointError: it does not exist, or is damaged.
     """
     if not broadcast_from_rank_0(path.exists):
         raise CheckpointError(f"checkpoint.initial_load_path: {path} does not exist.")
-    found = damage_over_ranks(path)
+    found = [] if broadcast_from_rank_0(lambda: program_of(path) is TORCHTITAN) else damage_over_ranks(path)
     if found:
-        there = saved_steps(path)
-        hint = f" It contains checkpoints: use {step_folder(path, there[-1])}." if there else ""
+        places = ((folder, saved_steps(folder)) for folder in _checkpoint_folders(path))
+        newest = next((step_folder(folder, steps[-1]) for folder, steps in places if steps), None)
+        hint = f" It contains checkpoints: use {newest}." if newest else ""
         raise CheckpointError(
             f"checkpoint.initial_load_path: {path} is not a checkpoint of this program, or is damaged: "
             f"{abbreviated(found)}.{hint}"

@@ -9,14 +9,20 @@ from dataclasses import dataclass, replace
 from enum import Enum, EnumMeta
 from io import BytesIO
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -193,6 +199,7 @@ class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
 ALLOWED = {
     **dict.fromkeys(
         (
+            "BytesStorageMetadata",  # the place of an entry that is not a tensor
             "ChunkStorageMetadata",
             "Metadata",
             "MetadataIndex",
@@ -215,6 +222,8 @@ class MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if ALLOWED.get(name) == module or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
+        if name == "PosixPath" and module in ("pathlib", "pathlib._local"):  # where the folder was written
+            return PurePosixPath
         if (module, name) == ("builtins", "getattr"):
             return _member
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which tensor metadata do not need")
@@ -228,30 +237,38 @@ def _member(of: object, name: str) -> Enum:
     return member
 
 
-def read_metadata(checkpoint: Path, files: Mapping[str, FileRecord]) -> Metadata:
+def read_metadata(checkpoint: Path, files: Mapping[str, FileRecord], of_others: bool = False) -> Metadata:
     """The names, shapes and locations of a checkpoint's tensors. Executes nothing that is in it.
 
     Args:
         files: the checkpoint's files; the tensors must be in these, and no larger.
+        of_others: another program wrote it: it may have entries that are not tensors, and be a link.
 
     Raises:
         CheckpointError: invalid metadata, or they point elsewhere. The message is only the reason.
     """
     try:
-        metadata: Metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA))).load()
+        metadata: Metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA, of_others))).load()
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
         stored = 0
         for name, tensor in tensors.items():
+            if of_others and type(tensor) is BytesStorageMetadata:
+                continue
             if type(tensor) is not TensorStorageMetadata:
                 raise TypeError(f"{name} is not a tensor")
-            if not isinstance(tensor.properties.dtype, torch.dtype):
+            if type(name) is not str or not isinstance(tensor.properties.dtype, torch.dtype):
                 raise TypeError(f"{name} has no dtype")
-            if not _is_complete(tensor):
+            parts = [MetadataIndex(name, chunk.offsets) for chunk in tensor.chunks if prod(chunk.sizes) > 0]
+            if not _is_complete(tensor) or not places.keys() >= {*parts}:
                 raise ValueError(f"{name} is incomplete")
             stored += prod(tensor.size) * tensor.properties.dtype.itemsize
-        for place in places.values():
+        for index, place in places.items():
+            if not (type(index.fqn) is str and isinstance(index.offset, torch.Size | None)):
+                raise TypeError("its list of places is damaged")
             if place.relative_path not in files:
                 raise ValueError(f"it points to {place.relative_path!r}, which is not a file of the checkpoint")
+            if not 0 <= place.offset <= place.offset + place.length <= files[place.relative_path].size:
+                raise ValueError(f"{place.relative_path} is shorter than the tensors in it: it was cut off")
         if stored > (there := sum(record.size for record in files.values())):
             raise ValueError(f"its tensors have {stored:,} bytes, but its files {there:,}")
         return metadata

@@ -38,6 +38,7 @@ from torchtitan.checkpoint.folder import (
     temporary_folder,
 )
 from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.others import TORCHTITAN, program_of, read_torchtitan
 from torchtitan.checkpoint.state_dict import (
     load_optimizer_tensors,
     model_tensors,
@@ -48,6 +49,7 @@ from torchtitan.checkpoint.state_dict import (
 from torchtitan.checkpoint.store import fetched, store_of
 from torchtitan.checkpoint.tokenizer import check_tokenizer
 from torchtitan.checkpoint.train_state import read_train_state
+from torchtitan.compat.torchao import allow_float8_weights
 from torchtitan.config.output import Checkpoint
 from torchtitan.config.system import Comm
 from torchtitan.errors import CheckpointError
@@ -204,14 +206,14 @@ class CheckpointManager:
         elif (step := choose_step(self.folder, steps, self.config.load_step, self.dump_folder)) is not None:
             return self._resume(step, prepare)
         if self.config.initial_load_path:
-            path, weights_only = any_path(self.config.initial_load_path), self.config.initial_load_model_weights_only
+            path, everything = any_path(self.config.initial_load_path), self.config.continue_from_path
             path = raise_on_all_ranks(lambda: fetched(path, "checkpoint.initial_load_path"))
+            weights_only = self.config.initial_load_model_weights_only and not everything
             source = None if self.exchange is None else self.exchange.find(path)
             if self.exchange is not None and source is not None:
                 if not weights_only:
-                    raise CheckpointError(
-                        f"checkpoint.initial_load_model_weights_only is off, but {path} holds only weights; turn it on."
-                    )
+                    key = "continue_from_path is on" if everything else "initial_load_model_weights_only is off"
+                    raise CheckpointError(f"checkpoint.{key}, but {path} holds only weights; change that.")
                 if "model" not in self.excluded:
                     self.exchange.load(source, model_tensors(self.model))
                     self.loaded_weights = True
@@ -234,20 +236,22 @@ class CheckpointManager:
         Args:
             resumes: it is one of this run.
         """
+        of_torchtitan = not resumes and program_of(path) is TORCHTITAN
 
         def read() -> tuple[TrainState, Metadata, Any]:
             try:
+                if of_torchtitan:
+                    return read_torchtitan(path)
                 manifest = read_manifest(path)
-                if resumes:
-                    former = manifest.configuration
-                    self.former_configuration = former if isinstance(former, dict) else {}
                 state = read_train_state(path, manifest.step)
                 return state, read_metadata(path, manifest.files), manifest.configuration
             except CheckpointError as error:
                 raise CheckpointError(f"{path} cannot be loaded: {str(error).rstrip('.')}.") from None
 
         state, metadata, configuration = raise_on_all_ranks(read)
-        if not weights_only:
+        if resumes or (of_torchtitan and not weights_only):
+            self.former_configuration = configuration if isinstance(configuration, dict) else {}
+        if "identity" in state and not weights_only:
             check_identity(path, state["identity"], self.identity)
         mine = self.tokenizer
         if mine is not None and self.excluded.isdisjoint({"model", "tokenizer"}):
@@ -261,7 +265,7 @@ class CheckpointManager:
                     "the run cannot resume from it; choose an earlier one with --checkpoint.load_step, or start a new "
                     f"run with --checkpoint.initial_load_path={path} and another --job.dump_folder."
                     if resumes
-                    else "turn checkpoint.initial_load_model_weights_only on."
+                    else "turn checkpoint.initial_load_model_weights_only on, or continue_from_path off."
                 )
             )
         if not weights_only:
@@ -274,6 +278,8 @@ class CheckpointManager:
         check_tensors(path, metadata, model, optimizer)
         try:
             if any(all_gather_object(bool(tensors))):
+                if of_torchtitan:
+                    allow_float8_weights()
                 dcp.load(tensors, storage_reader=Reader(path, metadata), planner=TensorsOnlyPlanner())
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
@@ -285,6 +291,11 @@ class CheckpointManager:
             load_optimizer_tensors(self.model, self.optimizer, {key: tensors[key] for key in optimizer})
         left_out = f", without {', '.join(sorted(excluded))}" if excluded else ""
         logger.info(f"loaded {'the weights of ' if weights_only else ''}{path}{left_out}")
+        if of_torchtitan and not weights_only:
+            logger.info(
+                "the data begin from the start: torchtitan's position in them is a pickle, which is not read; to pass "
+                f'over what it has read, set training.skip_steps = ["1-{state["step"]}"]'
+            )
         return {
             key: value
             for key, value in state.items()

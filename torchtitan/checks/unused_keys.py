@@ -18,6 +18,7 @@ REFUSED = {  # a section and its keys: the condition without which they are an e
     "job.plan_suggest simulate_world_size simulate_device "
     "simulate_expert_load": "job.plan or memory_estimation.enabled",
     "checkpoint.load_step create_seed_checkpoint": "checkpoint.enable_checkpoint",
+    "checkpoint.continue_from_path": "checkpoint.initial_load_path",
     "moe.all_to_all_dtype": "parallelism.expert_parallel_degree above 1",
     "optimizer.state_dtype": "optimizer.name = {small_states}",
     "optimizer.second_moment": "optimizer.name = AdamWFp8",

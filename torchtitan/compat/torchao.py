@@ -28,3 +28,9 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return pkgutil.resolve_name(f"torchao.{_PLACES[name]}")
+
+
+def allow_float8_weights() -> None:
+    """Lets torch's weights-only loading read weights that FSDP gathers in float8, as torchao's own runs save them: it
+    lists its classes when it is imported."""
+    __getattr__("WeightWithDynamicFloat8CastTensor")

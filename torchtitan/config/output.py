@@ -98,13 +98,20 @@ class Checkpoint:
     initial_load_path: Annotated[
         AnyPath | None,
         Doc(
-            "Checkpoint to start from if `folder` has none: a step-N folder, or one in Hugging Face or Meta format; or "
-            "its URI."
+            "Checkpoint to start from if `folder` has none: a step-N folder, also of torchtitan, or one in Hugging "
+            "Face or Meta format; or its URI."
         ),
     ] = None
     initial_load_model_weights_only: Annotated[
         bool, Doc("Load only the weights from initial_load_path, not the optimizer, step and data position.")
     ] = True
+    continue_from_path: Annotated[
+        bool,
+        Doc(
+            "Go on from initial_load_path with its optimizer and step, and its data position, unless it is torchtitan: "
+            "the same as initial_load_model_weights_only = false."
+        ),
+    ] = False
     interval: Annotated[PositiveInt, Doc("Steps between checkpoints.")] = 500
     last_save_model_weights_only: Annotated[
         bool, Doc("Save only the weights, in export_dtype, after the last step; the run cannot be resumed from them.")

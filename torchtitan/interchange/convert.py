@@ -27,6 +27,7 @@ from torchtitan.checkpoint.folder import (
     temporary_folder,
 )
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from torchtitan.checkpoint.others import refuse_others
 from torchtitan.checkpoint.state_dict import OPTIMIZER
 from torchtitan.checkpoint.store import fetched
 from torchtitan.checkpoint.tokenizer import (
@@ -234,6 +235,7 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
         return config_args(folder, spec.hf)
     source = find_source(folder, spec.hf)
     if source is None:
+        refuse_others(folder)
         raise CheckpointError(f"{folder} holds neither a checkpoint nor config.json nor params.json.")
     return source.args
 
@@ -373,6 +375,7 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
             continue
         source = find_source(folder, spec.hf)
         if source is None:
+            refuse_others(folder)
             raise CheckpointError(f"{folder} holds neither config.json with safetensors nor consolidated.*.pth.")
         try:
             size = source.args.vocab_size

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from torchtitan.checkpoint.files import first_line
 from torchtitan.checkpoint.manifest import inside, read_file, require_file, sha256_of
+from torchtitan.checkpoint.others import TORCHTITAN, refuse_others
 from torchtitan.errors import CheckpointError
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.rope import Size
@@ -100,10 +101,13 @@ def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None
     """The folder as a source of weights; None if it has neither Hugging Face's nor Meta's format.
 
     Raises:
-        CheckpointError: it has, but cannot be read, or the family has no published format.
+        CheckpointError: it has, but cannot be read, or the family has no published format; or it is a checkpoint of
+            another program that is not read here.
     """
     kind: type[HuggingFaceFolder] | type[MetaFolder]
     try:
+        if not any((folder / name).exists() for name in (INDEX, "model.safetensors")):
+            refuse_others(folder, but=TORCHTITAN)
         if any((folder / name).exists() for name in (CONFIG, INDEX, "model.safetensors")):
             kind = HuggingFaceFolder
         elif (folder / PARAMS).exists() or any(folder.glob("consolidated.*.pth")):

@@ -253,4 +253,5 @@ def check_folders(config: JobConfig, tokens: dict[str, str]) -> None:
 def _keys(config: JobConfig) -> dict[str, Any]:
     """The keys that all machines must agree on: not where files lie."""
     values = flat({name: section for name, section in dataclasses.asdict(config).items() if name != "job"})
-    return {key: value for key, value in values.items() if not key.endswith(("path", "folder"))}
+    places = {key for key, value in values.items() if key.endswith(("path", "folder")) and not isinstance(value, bool)}
+    return {key: value for key, value in values.items() if key not in places}

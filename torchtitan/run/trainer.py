@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -322,6 +323,8 @@ class Trainer:
                 old, new = self.changed[key] = [shown(former[key]), shown(current[key])]
                 logger.info(f"{key} = {new}; it was {old} when the checkpoint was saved")
         with refuse_wrong_values():
+            if (theirs := state.get("learning_rate")) is not None:
+                self._compare_learning_rate(theirs)
             if "guard" in state:
                 self.guard.load_state_dict(state["guard"])
             if "dataloader" in state:
@@ -329,6 +332,18 @@ class Trainer:
                 self.loader.load_state_dict(state["dataloader"])
             scale = state.get("loss_scale", self.engine.loss_scale)  # checkpoints of earlier versions lack it
             load_converter_state(self.engine, state.get("converters", {}), scale)
+
+    def _compare_learning_rate(self, theirs: float) -> None:
+        """With that of the next step in the run of another program's checkpoint."""
+        config, step = self.config, self.step + 1
+        if step > config.training.steps:
+            return
+        ours = config.optimizer.lr * lr_factor(step, config.training.steps, config.lr_scheduler)
+        if not math.isclose(theirs, ours, rel_tol=1e-5) and dist.get_rank() == 0:
+            logger.warning(
+                f"the learning rate of step {step} is {ours:.6g}; it would have been {theirs:.6g} in the run of the "
+                "checkpoint. To keep its schedule, compare optimizer.lr, training.steps and [lr_scheduler]"
+            )
 
     def _before_loading(self, state: Mapping[str, Any]) -> None:
         """Enters the checkpoint's precision phase; warns if its schedule was different."""
