@@ -150,7 +150,7 @@ def nanochat(folder: Path) -> Iterator[torch.Tensor]:
 def of_datasets(folder: Path) -> Iterator[torch.Tensor]:
     import datasets
 
-    def documents() -> Iterator[Sequence[int]]:
+    def documents() -> Iterator[Any]:
         while True:
             files = str(folder / "a.parquet")
             for record in datasets.load_dataset("parquet", data_files=files, split="train", streaming=True):

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -91,7 +92,7 @@ def main() -> None:
         (folder / "datatrove.py_").write_text(DATATROVE)
         ours = [sys.executable, "-m", "torchtitan.tokenize", text, "-o", out, "--tokenizer", tokenizer, "--workers"]
         peer = [sys.executable, folder / "datatrove.py_", text, out, tokenizer, END]
-        commands = {
+        commands: dict[str, list[Any]] = {
             "torchtitan.tokenize, 1 worker": [*ours, "1"],
             "torchtitan.tokenize, 2 workers": [*ours, "2"],
             "datatrove, 1 worker of several threads": [*peer, "1"],

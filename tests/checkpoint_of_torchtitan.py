@@ -79,7 +79,7 @@ def main(out: Path) -> None:
 if __name__ == "__main__":
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29877"}
     dist.init_process_group("gloo")
-    torch.cpu.current_device = lambda: 0
+    setattr(torch.cpu, "current_device", lambda: 0)  # noqa: B010
     with tempfile.TemporaryDirectory() as folder:
         main(Path(folder))
     dist.destroy_process_group()

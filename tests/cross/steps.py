@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import triton
@@ -221,7 +222,7 @@ def attention_names() -> list[str]:
 def make_batch(shape: tuple[int, int], document_mask: bool, pin_memory: bool = True) -> Batch:
     """As the loader makes it."""
     rows, seq_len = shape
-    window = Window([0] * (seq_len + 1), [0] * (seq_len + 1), [])
+    window = Window(np.zeros(seq_len + 1, np.int64), np.zeros(seq_len + 1, np.int64), [])
     return build_batch([window] * rows, BatchSpec(range(rows), rows, document_mask, False, pin_memory))
 
 

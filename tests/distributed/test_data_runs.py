@@ -38,8 +38,8 @@ def test_padding_counts_in_no_loss_on_any_number_of_processes(tmp_path: Path) ->
     words = ("a", "of it", "and then some", "one two three four five six seven")
     lines = [json.dumps({"text": f"{n} {words[n % 4] * 8}"}) + "\n" for n in range(400)]
     (tmp_path / "short.jsonl").write_text("".join(lines))
-    flags = (*TINY, f"--training.dataset_path={tmp_path}/short.jsonl", "--training.packing=best_fit")
-    flags += ("--training.document_mask", "--training.steps=4")
+    best_fit = (f"--training.dataset_path={tmp_path}/short.jsonl", "--training.packing=best_fit")
+    flags = (*TINY, *best_fit, "--training.document_mask", "--training.steps=4")
     for processes in (1, 2):
         train(*flags, into(tmp_path / str(processes)), processes=processes)
     one, two = (reports(tmp_path / number) for number in ("1", "2"))

@@ -259,8 +259,8 @@ def test_twenty_kills(s3: S3Server, tmp_path: Path, undisturbed: dict[int, float
         rounds += 1
         while True:
             complete = saved_steps(any_path(URI))
-            flags = (*THERE, into(tmp_path), "--training.steps=6", "--checkpoint.async_mode=async")
-            flags += ("--checkpoint.keep_latest_k=2",)
+            saves = ("--checkpoint.async_mode=async", "--checkpoint.keep_latest_k=2")
+            flags = (*THERE, into(tmp_path), "--training.steps=6", *saves)
             with started(*flags, processes=None) as run:
                 kill_at(s3, chance.randint(1, 9), run.process.pid)
                 status, output = run.finish()

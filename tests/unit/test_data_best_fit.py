@@ -67,7 +67,7 @@ def test_best_fit_decreasing(sizes: list[int]) -> None:
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         room = [10 - sum(sizes[other] for other in window) for window in expected]
         fitting = [(left, place) for place, left in enumerate(room) if left >= sizes[number]]
-        (expected[min(fitting)[1]] if fitting else expected.append([]) or expected[-1]).append(number)  # type: ignore[func-returns-value]
+        (expected[min(fitting)[1]] if fitting else expected.append([]) or expected[-1]).append(number)
     assert [[int(piece.sample_id) for piece in window] for window in windows] == [sorted(window) for window in expected]
 
 

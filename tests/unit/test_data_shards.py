@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def opened(path: Path, **keys: Any) -> Source:
+def opened(path: Path, **keys: Any) -> Any:
     source = open_path(str(path), "text", vocabulary=vocabulary_of(TOKENIZER, Training(**keys)))
     assert hasattr(source, "__getitem__")
     return source
@@ -148,7 +149,8 @@ def test_shards_give_the_batches_of_their_text_for_every_layout_and_across_resum
     name, write = WRITERS[format]
     write(folder / name, DOCUMENTS)
     assert tokens_in(opened(folder)) == DOCUMENTS
-    loaders, done, state = loaders_of(training_on(folder), ROWS, 1), 0, None
+    loaders, done = loaders_of(training_on(folder), ROWS, 1), 0
+    state: dict[str, Any] = {}
     for ranks, steps in ((1, 4), (2, 3), (4, 9)):
         close(loaders)
         loaders = loaders_of(training_on(folder), ROWS, ranks)
@@ -168,7 +170,7 @@ def test_masks_held_out_documents_and_sample_ids_are_as_for_text(folder: Path) -
     for path in (text, folder):
         training = training_on(path, document_mask=True)
         loaders = loaders_of(training, 4, 1, hold_out=True)
-        masks = [loaders[0].next()[0].document_ids for _ in range(3)]
+        masks: list[Any] = [loaders[0].next()[0].document_ids for _ in range(3)]
         ids = sample_ids(loaders, 40)
         close(loaders)
         for steps in (3, -1):
@@ -200,7 +202,7 @@ def test_empty_documents_keep_their_number(folder: Path) -> None:
     ],
 )
 def test_separators_stay_with_their_documents(
-    name: str, write: Any, tokens: list[int], keys: dict, expected: Documents, folder: Path, monkeypatch: Any
+    name: str, write: Any, tokens: list[int], keys: dict[str, Any], expected: Documents, folder: Path, monkeypatch: Any
 ) -> None:
     write(folder / name, [tokens])
     assert tokens_in(opened(folder, **keys)) == expected
@@ -336,7 +338,7 @@ def test_a_hostile_index_is_an_error_of_its_document(offset: int, content: bytes
     source = opened(folder)
     with pytest.raises(DataError, match=rf"{path}, document 3: .*copy or make it again\.$"):
         source[2]
-    assert source[5].tokens.tolist() == DOCUMENTS[5]  # type: ignore[union-attr]
+    assert source[5].tokens.tolist() == DOCUMENTS[5]
 
 
 def test_a_small_dtype_is_refused_unless_the_key_says_so(folder: Path) -> None:
@@ -391,7 +393,7 @@ def test_shards_that_change_end_the_run(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_more_shards_than_open_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "content_of", shards.lru_cache(8)(shards.content_of.__wrapped__))
+    monkeypatch.setattr(shards, "content_of", lru_cache(8)(shards.content_of.__wrapped__))
     for number in range(60):
         write_megatron(folder / f"{number:02}.bin", DOCUMENTS[number : number + 1])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -447,7 +449,7 @@ def test_tables_of_tokens(name: str, folder: Path) -> None:
     loaders_of(training_on(folder, text_column="ids"), ROWS, 1)[0].next()
     write_table(folder / name, [DOCUMENTS[0], None, [5, None]])  # type: ignore[list-item]
     source = opened(folder)
-    assert tokens_in(source) == DOCUMENTS[:1] and len(source) == 3 and source.skipped.count == 2  # type: ignore[attr-defined]
+    assert tokens_in(source) == DOCUMENTS[:1] and len(source) == 3 and source.skipped.count == 2
 
 
 @pytest.mark.full

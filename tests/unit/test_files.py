@@ -126,7 +126,7 @@ def test_what_goes_wrong_in_an_object_store_is_said_with_the_remedy(
             monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
     s3.fault = lambda method, path: fault.get("status", 0)
     s3.code = fault.get("code", "")
-    place = any_path(f"s3://{fault.get('bucket', 'bucket')}/a.txt")
+    place: Any = any_path(f"s3://{fault.get('bucket', 'bucket')}/a.txt")
     with pytest.raises(error, match=said) as raised, store_errors(place):
         place.fs.find(place.path)
         place.read_bytes()

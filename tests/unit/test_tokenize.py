@@ -93,7 +93,9 @@ def parquet(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [corpus, compressed, parquet])
-def test_shards_hold_the_tokens_of_all_documents_in_order(make, tmp_path: Path, run, capsys) -> None:
+def test_shards_hold_the_tokens_of_all_documents_in_order(
+    make: Callable[[Path], Path], tmp_path: Path, run: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out = make(tmp_path), tmp_path / "shards"
     run(source, "-o", out)
     expected = [tokens_of(document, TOKENIZER).tolist() for document in documents_of(str(source), "text")]
@@ -108,7 +110,9 @@ def test_shards_hold_the_tokens_of_all_documents_in_order(make, tmp_path: Path, 
     assert f"{len(expected)} documents ({empty} of them empty or unusable)" in capsys.readouterr().out
 
 
-def test_several_sources_follow_each_other_and_have_columns_of_their_own(tmp_path: Path, run) -> None:
+def test_several_sources_follow_each_other_and_have_columns_of_their_own(
+    tmp_path: Path, run: Callable[..., None]
+) -> None:
     (tmp_path / "more.jsonl").write_text('{"page": {"words": "The end."}}\n')
     (tmp_path / "text.txt").write_text("line\n" * 2000)
     sources = [write_jsonl(tmp_path / "a.jsonl", range(3)), f"{tmp_path}/more.jsonl#page.words", tmp_path / "text.txt"]
@@ -120,14 +124,18 @@ def test_several_sources_follow_each_other_and_have_columns_of_their_own(tmp_pat
 
 
 @pytest.mark.parametrize("make", [corpus, compressed])
-def test_files_do_not_depend_on_the_number_of_workers(make, tmp_path: Path, run) -> None:
+def test_files_do_not_depend_on_the_number_of_workers(
+    make: Callable[[Path], Path], tmp_path: Path, run: Callable[..., None]
+) -> None:
     source = make(tmp_path)
     for workers in (1, 2):
         run(source, "-o", tmp_path / str(workers), workers=workers)
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
-def test_a_full_disk_keeps_the_finished_shards(tmp_path: Path, run, capsys) -> None:
+def test_a_full_disk_keeps_the_finished_shards(
+    tmp_path: Path, run: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out = corpus(tmp_path), tmp_path / "out"
     run(source, "-o", tmp_path / "whole")
     with files_of_at_most(8000), pytest.raises(DataError, match="File too large; when that is repaired"):
@@ -144,7 +152,7 @@ def test_a_full_disk_keeps_the_finished_shards(tmp_path: Path, run, capsys) -> N
     assert (out / "shard-000000.bin").stat().st_mtime_ns == kept
 
 
-def test_an_unfinished_folder_takes_no_other_tokens(tmp_path: Path, run) -> None:
+def test_an_unfinished_folder_takes_no_other_tokens(tmp_path: Path, run: Callable[..., None]) -> None:
     source, out = corpus(tmp_path), tmp_path / "out"
     with files_of_at_most(8000), pytest.raises(DataError):
         run(source, "-o", out)
@@ -159,7 +167,9 @@ def test_an_unfinished_folder_takes_no_other_tokens(tmp_path: Path, run) -> None
         run(source, "-o", out)
 
 
-def test_a_finished_folder_is_verified_and_not_made_again(tmp_path: Path, run, capsys) -> None:
+def test_a_finished_folder_is_verified_and_not_made_again(
+    tmp_path: Path, run: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out = corpus(tmp_path), tmp_path / "out"
     run(source, "-o", out)
     before = contents(out)
@@ -191,7 +201,7 @@ def test_a_finished_folder_is_verified_and_not_made_again(tmp_path: Path, run, c
     ],
 )
 def test_what_cannot_be_tokenized(
-    arguments: list[str], message: str, tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, tmp_path: Path, run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path)
@@ -256,7 +266,7 @@ def test_a_stopped_command_goes_on_after_its_finished_shards(
 
 
 @pytest.mark.full
-def test_megatron_reads_the_shards(tmp_path: Path, run) -> None:
+def test_megatron_reads_the_shards(tmp_path: Path, run: Callable[..., None]) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     run(corpus(tmp_path), "-o", tmp_path / "out")
@@ -269,7 +279,9 @@ def test_megatron_reads_the_shards(tmp_path: Path, run) -> None:
 
 @pytest.mark.parametrize("hold_out", [False, True])
 @pytest.mark.parametrize("text", [False, True], ids=["records", "text"])
-def test_training_on_shards_is_training_on_the_text(text: bool, hold_out: bool, tmp_path: Path, run) -> None:
+def test_training_on_shards_is_training_on_the_text(
+    text: bool, hold_out: bool, tmp_path: Path, run: Callable[..., None]
+) -> None:
     pytest.importorskip("torchtitan.data.shards")
     rows, changes = 4, {"seq_len": 64, "document_mask": True}
     if text and hold_out:
