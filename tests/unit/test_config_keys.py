@@ -276,7 +276,7 @@ def test_wrong_value_in_file(key: str, value: Any, expected: str, tmp_path: Path
         ("--job.dump_folder=", DUMP_FOLDER),
         ("--job.dump_folder=s3://bucket/run", DUMP_FOLDER),
         ("--training.dataset_path=", "a string that is not empty, or none"),
-        ("--checkpoint.folder=", "a path on this machine, in job.dump_folder or absolute"),
+        ("--checkpoint.folder=", "a path in job.dump_folder, an absolute one, or a URI such as s3://bucket/run"),
         ("--job.dump_folder=~nobody-of-this-name/run", DUMP_FOLDER),
         ("--lr_scheduler.decay_type=", "one of linear, sqrt, cosine"),
     ],

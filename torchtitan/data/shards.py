@@ -38,6 +38,7 @@ NUMPY_MAGIC = b"\x93NUMPY"
 
 LOOKED_AT = 1 << 16  # bytes of a file, to tell what it is
 MAPPED_AT_ONCE = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64)  # files; each takes a descriptor
+WORTH_MAPPING = 1 << 20  # bytes; a document that is kept, as for best fit, should not keep its file open
 SECONDS_BETWEEN_LOOKS = 1.0  # whether a file has changed
 
 
@@ -64,7 +65,10 @@ class Mapped(NamedTuple):
         """Bytes `start` to `stop`, as an array of them."""
         import numpy as np
 
-        return np.frombuffer(content_of(self)[start:stop], dtype) if stop > start else np.empty(0, dtype)
+        if start >= stop:
+            return np.empty(0, dtype)
+        tokens = np.frombuffer(content_of(self)[start:stop], dtype)
+        return tokens.copy() if stop - start < WORTH_MAPPING else tokens
 
     def numbers(self, format: str, start: int) -> tuple[int, ...]:
         """A few numbers in a format of `struct`, which is faster."""

@@ -359,7 +359,7 @@ def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_colu
     check_columns(name, text_column, itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
     sizes = [[file, stamp.size] for file, stamp in zip(files, stamps, strict=True)]
     stream = ShardedStream(files, [stamp.size for stamp in stamps], read, text_of, name, sizes)
-    stream.root, stream.files = Path(root), files
+    stream.root, stream.files = root, files
     return stream
 
 
