@@ -1,3 +1,3 @@
 """Pretraining of Llama-class models, from a laptop to hundreds of GPUs."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

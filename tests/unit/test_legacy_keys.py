@@ -405,6 +405,6 @@ def test_a_legacy_key_depends_on_flags_too(tmp_path: Path) -> None:
     assert load(tmp_path, text, "--training.warmup_pct=0.001")[0].lr_scheduler.warmup_steps == 10
     with pytest.raises(
         ConfigError,
-        match=r"--checkpoint\.folder must be a path in job.dump_folder, an absolute one, or a URI such as s3://bucket/run, not ''",
+        match=r"--checkpoint\.folder must be a path in job.dump_folder, .*, not ''",
     ):
         load(tmp_path, "", "--checkpoint.folder=")  # as from an unset shell variable
