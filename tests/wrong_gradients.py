@@ -65,9 +65,9 @@ def with_unsummed_norms(model: Decoder, *rest: Any) -> None:
             setattr(norm, "forward", partial(unsummed_norm, norm))  # noqa: B010
 
 
-def unsummed_norm(norm: Any, x: DTensor) -> DTensor:
-    weight = norm.weight.to_local(grad_placements=[Replicate()])
-    return DTensor.from_local(rms_norm(x.to_local(), weight, norm.eps), x.device_mesh, x.placements)
+def unsummed_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    parameter = dict(norm.named_parameters())["weight"]
+    return rms_norm(x, parameter.to_local(grad_placements=[Replicate()]), norm.eps)
 
 
 def with_halved_gradients(model: Decoder, *rest: Any) -> None:

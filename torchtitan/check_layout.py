@@ -11,6 +11,7 @@ import sys
 from torchtitan.errors import ConfigError
 from torchtitan.files import local_path
 from torchtitan.launcher.rank_process import RANK, WORLD_SIZE, rank_process
+from torchtitan.launcher.signals import exit_now
 
 SHOWN = 10  # parameters in the table
 TITLES = {"loss": "loss", "norm": "gradient norm", "gradient": "gradient of {name}", "weight": "{name} after 3 steps"}
@@ -65,4 +66,4 @@ if __name__ == "__main__":
         sys.exit(launch(["-m", "torchtitan.check_layout", *sys.argv[1:]]))
     with rank_process():
         status = main(sys.argv[1:])
-    sys.exit(status)
+    exit_now(status)  # torch's threads would abort a rank that ends before the others

@@ -31,7 +31,7 @@ PLANTED = {
     "WrongPositions": (degrees(cp=2), "attention.wq.weight", ""),
     "WrongGroup": (degrees(ep=2), "moe.experts.w1.weight", "summed twice over dp_shard or ep"),
     "tiny_qwen3": (
-        ("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather", "--int8.filter_fqns=[]"),
+        ("--model.converters=int8", "--int8.recipe_name=tensorwise", "--int8.enable_fsdp_int8_all_gather"),
         "attention.wq.weight",
         "",
     ),

@@ -294,7 +294,9 @@ def _measure(config: JobConfig, rounds: bool = False) -> Measured:
             loss, norm = train_step(engine, trainer.loader.next(), config.optimizer.lr, recorder.should_skip, step)
             losses.append(sum_over_ranks(engine, loss).double().cpu())
             norms.append(norm.double().cpu())
-        weights = {name: _full(tensor) for name, tensor in model_tensors(engine.model).items()}
+        # Not buffers: the bias that evens out the load of experts moves by a sign, which rounding may change.
+        tensors = model_tensors(engine.model)
+        weights = {name: _full(tensors[name]) for name in recorder.gradients}
         coordinate = engine.meshes.mesh.get_coordinate() or [0]
         own = (recorder.gradients, weights) if not any(coordinate[1:]) else ({}, {})  # one rank of each stage
         gradients, all_weights = ({} for _ in own)
