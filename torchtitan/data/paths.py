@@ -250,7 +250,7 @@ def check_text(file: Path) -> None:
         reason = reason or f"byte {error.start} cannot be decoded"
     if reason:
         raise DataError(
-            f"{file} is not UTF-8 text: {reason}; convert it to text or {', '.join(RECORDS)}, or remove it, or name "
+            f"{file} is not UTF-8 text: {reason}; convert it to text, JSONL or Parquet, or remove it, or name "
             f"other files by a pattern such as {file.parent}/*.txt."
         )
 
