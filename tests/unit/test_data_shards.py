@@ -8,8 +8,10 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +372,31 @@ def test_notes_beside_shards_are_compared_with_the_run(folder: Path) -> None:
             opened(folder)
     notes.write_text('{"made by": "others"}')
     assert len(opened(folder)) == 60
+
+
+def test_a_flipped_bit_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
+    monkeypatch.setattr(shards, "SECONDS_BETWEEN_LOOKS", 0.0)
+    write_megatron(folder / "a.bin", DOCUMENTS)
+    files = {
+        name: {"size": (folder / name).stat().st_size, "sha256": sha256((folder / name).read_bytes()).hexdigest()}
+        for name in ("a.bin", "a.idx")
+    }
+    noted = {"tokenizer": TOKENIZER.fingerprint, "tokenizer_ids": TOKENIZER.ids_fingerprint, "files": files}
+    (folder / "metadata.json").write_text(json.dumps(noted))
+
+    def read() -> None:
+        source = opened(folder)
+        [thread.join() for thread in threading.enumerate() if thread.name == "hashes"]
+        source[3]
+
+    read()
+    content = bytearray((folder / "a.bin").read_bytes())
+    content[100] ^= 1
+    (folder / "a.bin").write_bytes(content)
+    for _ in range(2):  # the second time the cache folder knows
+        with pytest.raises(DataError, match=r"a\.bin has not the SHA-256 that metadata\.json beside it says"):
+            read()
 
 
 def test_shards_are_no_text(folder: Path) -> None:

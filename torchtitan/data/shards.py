@@ -1,17 +1,21 @@
 """Token shards: files of token ids, made once, by our tokenizer or by those of others; memory-mapped, never copied."""
 
+import hashlib
 import io
 import json
 import resource
 import struct
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import Stamp, StoreFile
-from torchtitan.data.index import CHUNK, Records, record_offsets
+from torchtitan.data.index import CHUNK, Records, record_offsets, write_once
 from torchtitan.data.sources import Document, Vocabulary, digest
 from torchtitan.errors import DataError
 from torchtitan.files import is_uri
@@ -288,7 +292,7 @@ class TokenFiles:
     def __init__(self, path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> None:
         import numpy as np
 
-        check_metadata(path, root, files, vocabulary)
+        hashes = check_metadata(path, root, files, vocabulary)
         every = Waiting.over(files, f"{path}: opening its token shards", "files")
         opened = [(name, *open_shard(root / name, vocabulary)) for name in every]
         opened = [(name, shard, format) for name, shard, format in opened if shard.sidecar or shard.size]
@@ -309,6 +313,9 @@ class TokenFiles:
         if not sum(counts):
             raise DataError(f"{path} has no documents.")
         self.looked = [0.0] * len(counts)
+        self.damaged: list[str] = []
+        if hashes:
+            threading.Thread(target=verify, args=(hashes, self.damaged), daemon=True, name="hashes").start()
 
     def separated(self, path: str, root: Path, begins: bool, choices: Sequence[int]) -> "list[NDArray[np.int64]]":
         """For each shard where its documents begin, in bytes, and where the last one ends.
@@ -358,6 +365,8 @@ class TokenFiles:
     def check_unchanged(self, number: int) -> None:
         if (now := time.monotonic()) - self.looked[number] >= SECONDS_BETWEEN_LOOKS:
             self.looked[number] = now
+            if self.damaged:
+                raise DataError(f"{self.damaged[0]} has not the SHA-256 that {METADATA} beside it says; {AGAIN}.")
             for file in filter(None, (self.shards[number].file, self.shards[number].sidecar)):
                 file.stamp.check(file.path)
 
@@ -419,8 +428,33 @@ def without_sidecars(path: str, files: Sequence[str]) -> list[str]:
     return kept
 
 
-def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> None:
-    """Compares shards of `python -m torchtitan.tokenize` with what it has noted beside them."""
+def verify(hashes: Mapping[Path, str], damaged: list[str]) -> None:
+    """Reads files whose SHA-256 is known and adds those that differ to `damaged`. The processes of a machine divide the
+    files, and read each once in a version; the cache folder keeps what they found."""
+    for path, expected in hashes.items():
+        with suppress(OSError, RuntimeError):  # a file that cannot be read is an error where it is needed
+            place = cache_folder() / "verified" / digest([str(path.resolve()), Stamp.of(path), expected])
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_once(place, place.exists, partial(write_hash, path))
+            if place.exists() and place.read_text() != expected:
+                damaged.append(str(path))
+
+
+def write_hash(path: Path, file: BinaryIO) -> None:
+    content = hashlib.sha256()
+    with path.open("rb") as opened:
+        while piece := opened.read(CHUNK):
+            content.update(piece)
+    file.write(content.hexdigest().encode())
+
+
+def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> dict[Path, str]:
+    """Compares shards of `python -m torchtitan.tokenize` with what it has noted beside them.
+
+    Returns:
+        The SHA-256 of files on this machine, as noted.
+    """
+    hashes: dict[Path, str] = {}
     named = {(root / name).with_suffix("") for name in files}
     for folder in dict.fromkeys((root / name).parent for name in files):
         if not (folder / METADATA).exists():
@@ -431,6 +465,7 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                 continue  # of something else
             of_tokenizer = str(noted["tokenizer_ids"])
             sizes = {folder / name: int(file["size"]) for name, file in noted["files"].items()}
+            known = {folder / name: file["sha256"] for name, file in noted["files"].items() if file.get("sha256")}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{folder / METADATA} is damaged ({error!r}); restore or remove it.") from error
         if of_tokenizer != vocabulary.fingerprint:
@@ -444,3 +479,6 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                 if now != size:
                     state = "is missing" if now is None else f"has {now:,} bytes"
                     raise DataError(f"{file} {state}, but {METADATA} beside it says {size:,} bytes; {AGAIN}.")
+                if file in known and not is_uri(str(file)):
+                    hashes[file] = known[file]
+    return hashes
