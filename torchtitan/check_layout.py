@@ -12,13 +12,14 @@ from torchtitan.errors import ConfigError
 from torchtitan.files import local_path
 from torchtitan.launcher.rank_process import RANK, WORLD_SIZE, rank_process
 from torchtitan.launcher.signals import exit_now
+from torchtitan.strict_json import finite
 
 SHOWN = 10  # parameters in the table
 TITLES = {"loss": "loss", "norm": "gradient norm", "gradient": "gradient of {name}", "weight": "{name} after 3 steps"}
 
 
-def main(flags: list[str]) -> int:
-    """Runs on every rank; rank 0 prints. Returns the exit status: 1 if something deviates."""
+def parsed(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments of this command, and the flags of the configuration."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.check_layout",
         description=__doc__,
@@ -26,7 +27,12 @@ def main(flags: list[str]) -> int:
     )
     parser.add_argument("--full", action="store_true", help="keep all sizes; one process must hold the model")
     parser.add_argument("--output", type=local_path, help="JSON file to write: all comparisons", metavar="FILE")
-    arguments, flags = parser.parse_known_args(flags)
+    return parser.parse_known_args(flags)
+
+
+def main(flags: list[str]) -> int:
+    """Runs on every rank; rank 0 prints. Returns the exit status: 1 if something deviates."""
+    arguments, flags = parsed(flags)
     from torchtitan.config import ConfigManager
 
     config = ConfigManager().parse_args(flags)
@@ -53,16 +59,17 @@ def main(flags: list[str]) -> int:
     if arguments.output:
         content = {"layout": str(dims), "trained": what, "comparisons": [row._asdict() for row in rows]}
         try:
-            arguments.output.write_text(json.dumps(content, indent=1).replace("Infinity", "null"))
+            arguments.output.write_text(json.dumps(finite(content), indent=1))
         except OSError as error:
             raise ConfigError(f"--output: {arguments.output} cannot be written ({error.strerror}).") from None
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ and os.environ.get("NGPU", "1") != "1":
+    if "RANK" not in os.environ:
         from torchtitan.launch import launch
 
+        parsed(sys.argv[1:])  # --help needs no processes
         sys.exit(launch(["-m", "torchtitan.check_layout", *sys.argv[1:]]))
     with rank_process():
         status = main(sys.argv[1:])
