@@ -222,6 +222,17 @@ def test_starts_where_another_run_was(six_steps: Path, tmp_path: Path) -> None:
         assert losses(tmp_path / everything) == {step: loss for step, loss in losses(six_steps).items() if step > 4}
 
 
+def test_what_a_resume_changes_and_passes_over_is_told(
+    six_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(six_steps, tmp_path)
+    path = f"--checkpoint.initial_load_path={six_steps}/checkpoint/step-6"
+    train_here(*FLAGS, into(run), "--training.steps=6", "--checkpoint.load_step=4", "--optimizer.lr=4e-4", path)
+    output = capsys.readouterr().out
+    assert "the learning rate of step 5 is 0.0004; it would have been 0.01 in the run of the checkpoint" in output
+    assert f"step-6 is passed over: the run resumes from {run}/checkpoint/step-4" in output
+
+
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere"):
         train_here(*TINY, into(tmp_path), "--training.steps=1", f"--checkpoint.initial_load_path={tmp_path}/nowhere")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from torchtitan.config.training import LRScheduler
-from torchtitan.optim.schedule import lr_factor
+from torchtitan.optim.schedule import lr_factor, shortened
 
 
 def factors(steps: int, **keys: Any) -> list[float]:
@@ -57,3 +57,10 @@ def test_warmup_longer_than_the_run_is_cut_to_it() -> None:
 
 def test_one_step() -> None:
     assert factors(1, warmup_steps=0) == factors(1, warmup_steps=5) == [1.0]
+
+
+def test_what_a_short_run_shortens_is_told() -> None:
+    assert shortened(300, LRScheduler(warmup_steps=200)) == ""
+    assert "warm-up 50 instead of lr_scheduler.warmup_steps = 200" in shortened(50, LRScheduler(warmup_steps=200))
+    told = shortened(100, LRScheduler(warmup_steps=80, decay_ratio=0.5))
+    assert told == "decay 20 instead of 50 (lr_scheduler.decay_ratio)"

@@ -226,6 +226,11 @@ class CheckpointManager:
     def _resume(self, step: int, prepare: Callable[[TrainState], None]) -> TrainState:
         state = self._load(step_folder(self.folder, step), False, prepare, resumes=True)
         self.step_on_disk = state.get("step")  # None if it was excluded: steps then count from 0
+        if self.config.initial_load_path:
+            logger.info(
+                f"checkpoint.initial_load_path = {self.config.initial_load_path} is passed over: the run resumes from "
+                f"{step_folder(self.folder, step)}"
+            )
         return state
 
     def _load(

@@ -15,6 +15,7 @@ from torchtitan.errors import counted
 from torchtitan.kernels.cpu_gemm import cpu_kernel
 from torchtitan.logging import logger
 from torchtitan.models.attention import kernel_name
+from torchtitan.optim.schedule import shortened
 
 SLOW = 4  # times the time of a bf16 layer; slower than this is too slow even for experiments
 
@@ -125,3 +126,5 @@ def log_settings(
     }
     for name, line in lines.items():
         logger.info(f"{name:12} {line}")
+    if parts := shortened(training.steps, config.lr_scheduler):
+        logger.info(f"the run is shorter than its learning-rate schedule, which is shortened: {parts}")

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.checkpoint.train_state import check_kind, refuse_wrong_values
 from torchtitan.config import JobConfig
+from torchtitan.config.training import LRScheduler
 from torchtitan.converters.conversion_report import schedule_line
 from torchtitan.data import Batch, Loader, ValidationLoader
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
@@ -323,7 +324,7 @@ class Trainer:
                 old, new = self.changed[key] = [shown(former[key]), shown(current[key])]
                 logger.info(f"{key} = {new}; it was {old} when the checkpoint was saved")
         with refuse_wrong_values():
-            if (theirs := state.get("learning_rate")) is not None:
+            if (theirs := state.get("learning_rate", self._former_learning_rate())) is not None:
                 self._compare_learning_rate(theirs)
             if "guard" in state:
                 self.guard.load_state_dict(state["guard"])
@@ -333,8 +334,16 @@ class Trainer:
             scale = state.get("loss_scale", self.engine.loss_scale)  # checkpoints of earlier versions lack it
             load_converter_state(self.engine, state.get("converters", {}), scale)
 
+    def _former_learning_rate(self) -> float | None:
+        """Of the next step, if the start that saved the checkpoint had gone on; None if it does not say."""
+        former, step = self.checkpoints.former_configuration, self.step + 1
+        with contextlib.suppress(KeyError, TypeError):  # of an earlier version
+            schedule, steps = LRScheduler(**former["lr_scheduler"]), former["training"]["steps"]
+            return former["optimizer"]["lr"] * lr_factor(step, steps, schedule) if step <= steps else None
+        return None
+
     def _compare_learning_rate(self, theirs: float) -> None:
-        """With that of the next step in the run of another program's checkpoint."""
+        """With that of the next step in the run of the checkpoint."""
         config, step = self.config, self.step + 1
         if step > config.training.steps:
             return
