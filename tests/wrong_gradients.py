@@ -78,6 +78,14 @@ def with_halved_gradients(model: Decoder, *rest: Any) -> None:
             parameter.register_post_accumulate_grad_hook(lambda one: one.grad.div_(2))
 
 
+def with_drifting_norms(model: Decoder, *rest: Any) -> None:
+    """The second rank's copies of norms get no gradient."""
+    MODELS.get("tiny_qwen3").parallelize(model, *rest)
+    for name, parameter in model.named_parameters():
+        if "norm" in name and dist.get_rank() == 1:
+            parameter.register_post_accumulate_grad_hook(lambda one: one.grad.zero_())
+
+
 def with_lost_microbatches(model: Decoder, *rest: Any) -> None:
     """A pipeline's first stage gets no gradient of every second micro-batch."""
     MODELS.get("tiny_qwen3").parallelize(model, *rest)
@@ -108,6 +116,7 @@ shared_scale, gather.tensorwise_scale = gather.tensorwise_scale, of_own_shard
 
 FAULTS = {
     "UnsummedNorms": with_unsummed_norms,
+    "DriftingNorms": with_drifting_norms,
     "HalvedGradients": with_halved_gradients,
     "LostMicrobatches": with_lost_microbatches,
     "WrongPositions": with_wrong_positions,

@@ -26,6 +26,7 @@ PLANTED = {
     "NotSummed": (degrees(tp=2), "attention.q_norm.weight", "not summed over tp"),
     "SummedTwice": (degrees(tp=2), "attention.q_norm.weight", "summed twice over tp"),
     "UnsummedNorms": (degrees(tp=2), "ffn_norm.weight", "not summed over tp"),
+    "DriftingNorms": (degrees(tp=2), "ffn_norm.weight", "ranks hold different copies"),
     "HalvedGradients": ((), "attention.wq.weight", "averaged over dp_shard once too often"),
     "LostMicrobatches": (degrees(pp=2), "attention.wq.weight", "a micro-batch is lost"),
     "WrongPositions": (degrees(cp=2), "attention.wq.weight", ""),
@@ -72,7 +73,7 @@ LAYOUTS: dict[str, Any] = {
     "mx": (2, DEBUG, "--model.converters=mx", "--mx.emulate"),
     "experts, TP 2, EP 2": (4, *MOE, *degrees(tp=2, ep=2)),
     "experts, FSDP 2, EP 2, float8": (2, *MOE, *degrees(ep=2), "--model.converters=float8"),
-    "8B's file": (4, "--job.config_file=train_configs/llama3_8b.toml", *degrees(tp=2)),
+    "8B's file": (4, "--job.config_file=train_configs/llama3_8b.toml", *degrees(tp=2), "--training.compile=false"),
     "AdamW8bit, two": (2, DEBUG, "--optimizer.name=AdamW8bit"),
     "tied, float32": (2, "--job.config_file=train_configs/qwen3_0.6b.toml", *degrees(tp=2), FLOAT32),
 }

@@ -17,7 +17,8 @@ from runs import CHECKPOINTS, TINY, checkpoint_steps, failure, into, losses, pyt
 from torchtitan.checkpoint import manifest
 from torchtitan.checkpoint.branch import make_branch
 from torchtitan.checkpoint.choose import find_checkpoint
-from torchtitan.checkpoint.folder import keep_latest, make_folder, publish, saved_steps, temporary_folder
+from torchtitan.checkpoint.folder import begin, keep_latest, make_folder, publish, saved_steps, temporary_folder
+from torchtitan.checkpoint.store import fetched
 from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.files import any_path
 from torchtitan.launcher import folder_lock
@@ -87,6 +88,7 @@ def test_a_run_equals_one_on_a_disk(s3: S3Server, tmp_path: Path, undisturbed: d
 
 
 def saved(folder: Path, step: int) -> None:
+    begin(folder, step)
     with manifest.HashingFile(temporary_folder(folder, step) / "tensors") as file:
         file.write(b"tensors" * 10)
     metadata = manifest.write_json(temporary_folder(folder, step) / ".metadata", {})
@@ -98,7 +100,8 @@ def test_only_a_manifest_makes_a_checkpoint(s3: S3Server, uri: str) -> None:
     folder: Any = any_path(uri)
     for step in (1, 2, 3):
         saved(folder, step)
-    for name in ("step-4/__0_0.distcp", "step-3.abandoned-1/tensors", "step-9-hf/model.safetensors", "notes/step-5"):
+    left = ("step-4", "step-3.abandoned-1", "step-9-hf")
+    for name in (*(f"{name}/{file}" for name in left for file in (".unfinished", "tensors")), "notes/step-5"):
         (folder / name).write_bytes(b"interrupted")
     assert saved_steps(folder) == [1, 2, 3]
     if uri == URI:  # parts of a file that was never completed
@@ -113,6 +116,32 @@ def test_only_a_manifest_makes_a_checkpoint(s3: S3Server, uri: str) -> None:
     keep_latest(folder, 2, newest=3)  # the second request is refused: the manifest went with the first
     assert saved_steps(folder) == [2, 3]
     assert (folder / "step-1").exists() == (uri == URI)
+
+
+def test_files_of_others_are_never_removed(s3: S3Server, tmp_path: Path) -> None:
+    """Whatever they look like: another program's step-N, a whole bucket, a checkpoint whose manifest was lost."""
+    folder: Any = any_path(URI)
+    for name in ("step-3/.metadata", "step-3/__0_0.distcp", "step-7-hf/config.json", "a/b.bin"):
+        (folder / name).write_bytes(b"theirs")
+    before = folder.fs.find(folder.path)
+    status, output = failure(*THERE, into(tmp_path / "a"), "--training.steps=1")
+    assert status == 2 and "is a checkpoint of torchtitan. To go on from it, add" in output, output
+    train_here(*FLAGS, into(tmp_path / "b"), "--training.steps=2")
+    for out in (URI, "s3://bucket"):
+        done = python("-m", "torchtitan.convert", "to-hf", str(tmp_path / "b"), out, "--custom-import=tiny")
+        assert done.returncode == 2 and "other files are there" in done.stderr, done.stderr
+    assert [path for path in folder.fs.find(folder.path) if not path.endswith(".lock")] == before
+
+
+@pytest.mark.parametrize("name", ["../../../../../../../../../../tmp/outside", "/tmp/outside", "a//outside"])
+def test_a_bucket_writes_nowhere_but_in_the_copy(s3: S3Server, tmp_path: Path, name: str) -> None:
+    folder: Any = any_path("s3://bucket/hf")
+    (folder / "config.json").write_bytes(b"{}")
+    boto3 = pytest.importorskip("boto3")
+    boto3.client("s3").put_object(Bucket="bucket", Key=f"hf/{name}", Body=b"outside")
+    with pytest.raises(CheckpointError, match=r"is refused: it would be copied to elsewhere"):
+        fetched(folder)
+    assert not Path("/tmp/outside").exists()
 
 
 def test_large_files_go_up_in_parts_and_are_read_by_ranges(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +310,16 @@ def test_validation_in_a_bucket_is_read_with_the_bound_of_training(tmp_path: Pat
     validation = Validation(dataset_path="memory://bucket/v.jsonl")
     [weighted] = validation_sources(validation, Training(cache_gb=0.5), 2)
     assert weighted.name == "memory://bucket/v.jsonl" and KEPT.most == 500_000_000
+
+
+def test_folders_that_a_console_has_made(s3: S3Server) -> None:
+    boto3 = pytest.importorskip("boto3")
+    put = partial(boto3.client("s3").put_object, Bucket="bucket")
+    for key, content in (("made/", b""), ("made/sub/", b""), ("made/sub/a.jsonl", b'{"text": "words"}\n')):
+        put(Key=key, Body=content)
+    for uri in ("s3://bucket/made", "s3://bucket/made/"):
+        source: Any = open_path(uri, "text")
+        assert source.files == ["sub/a.jsonl"] and source[0].text == "words"
+    put(Key="odd//a.jsonl", Body=b"{}")
+    with pytest.raises(DataError, match="has an empty part"):
+        open_path("s3://bucket/odd", "text")

@@ -4,6 +4,7 @@ Both are folders with one file, of `MARKS`, that is written last and lists the o
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,6 +21,7 @@ from torchtitan.files import is_remote, store_errors
 from torchtitan.logging import Waiting
 
 MARKS = ("manifest.json", "SHA256SUMS")  # of checkpoints and of exports
+UNFINISHED = ".unfinished"  # in an object store: of what is being written or removed; written first, removed last
 OWN = re.compile(r"step-\d+(-hf)?(\.abandoned-\d+)?")  # folders that a run writes
 
 
@@ -91,7 +93,7 @@ class Disk:
 
 class ObjectStore(Disk):
     """Folders are written where they stay, and exist while they have a file of `MARKS`: it is written last, and removed
-    first. Without it they are left over."""
+    first. Without it, and with `UNFINISHED`, they are left over; without both they are others'."""
 
     def make(self, folder: Path) -> None:
         pass
@@ -100,12 +102,17 @@ class ObjectStore(Disk):
         return _folders(folder)
 
     def published(self, folder: Path) -> Iterable[str]:
-        return [name for name, files in _folders(folder).items() if files & set(MARKS)]
+        there = _folders(folder).items()
+        return [name for name, files in there if files & set(MARKS) or not files & {UNFINISHED, ""}]
 
     def left_overs(self, folder: Path) -> Iterable[Path]:
         _abort_uploads(folder)
         there = _folders(folder).items()
-        return [folder / name for name, files in there if OWN.fullmatch(name) and not files & set(MARKS)]
+        return [
+            folder / name
+            for name, files in there
+            if OWN.fullmatch(name) and files & {UNFINISHED, *MARKS} == {UNFINISHED}
+        ]
 
     def exists(self, final: Path) -> bool:
         return not _files(final).isdisjoint(MARKS)
@@ -116,27 +123,39 @@ class ObjectStore(Disk):
     def begin(self, final: Path, set_aside: Callable[[Path], None]) -> None:
         if self.exists(final):
             set_aside(final)
+        there = _files(final)
+        if there and UNFINISHED not in there:
+            raise OSError(errno.EEXIST, "other files are there: remove them, or choose another folder", str(final))
         self.remove(final)  # what an interrupted save has left
+        _mark(final)
 
     def publish(self, final: Path, finish: Callable[[Path], object], set_aside: Callable[[], None]) -> None:
         set_aside()
         finish(final)
+        _unmark(final)
 
     def give_up(self, final: Path) -> None:
         with contextlib.suppress(OSError):
-            self.remove(final)
+            if UNFINISHED in _files(final):  # or `begin` has found others'
+                self.remove(final)
 
     def rename(self, path: Path, new: Path) -> None:
-        there = _files(path)
+        there = _files(path) - {UNFINISHED}
+        _mark(new)
         with store_errors(path):
             for names in filter(None, (there - set(MARKS), there & set(MARKS))):
                 _fs(path).copy([_key(path / name) for name in names], [_key(new / name) for name in names])
+        _unmark(new)
         self.remove(path)
 
     def remove(self, path: Path) -> None:
         there = _files(path)
+        if there:
+            _mark(path)
         with store_errors(path):
-            for names in filter(None, (there & set(MARKS), there - set(MARKS))):
+            for names in filter(
+                None, (there & set(MARKS), there - {UNFINISHED, *MARKS}, {UNFINISHED} if there else set())
+            ):
                 _fs(path).rm([_key(path / name) for name in names])
 
 
@@ -170,7 +189,8 @@ def sizes(folder: Path) -> dict[str, int]:
         return {
             entry["name"].rpartition("/")[2]: entry["size"] if entry["type"] == "file" else -1
             for entry in entries_there
-            if not entry["name"].endswith("/")  # a folder's own entry, as consoles make it
+            # not a folder's own entry, as consoles make it; nor that of a save that was killed after its last file
+            if not entry["name"].endswith((f"{_key(folder)}/", f"/{UNFINISHED}"))
         }
 
 
@@ -186,7 +206,30 @@ def _key(path: Path) -> str:
 def _files(folder: Path) -> set[str]:
     """Files in a folder and the folders in it, as paths from there."""
     with store_errors(folder):
-        return {key[len(_key(folder)) + 1 :] for key in _fs(folder).find(_key(folder))}
+        return {key[len(_key(folder)) + 1 :] for key in _fs(folder).find(_key(folder))} - {""}
+
+
+def _mark(folder: Path) -> None:
+    with store_errors(folder):
+        _fs(folder).pipe_file(_key(folder / UNFINISHED), b"")
+
+
+def _unmark(folder: Path) -> None:
+    with store_errors(folder):
+        _fs(folder).rm_file(_key(folder / UNFINISHED))
+
+
+def _require_inside(folder: Path, names: Iterable[str]) -> None:
+    """Object stores allow any name, also `../x` and `/x`, which would be written elsewhere on this machine.
+
+    Raises:
+        OSError: a name leads out of the folder.
+    """
+    for name in names:
+        if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+            raise OSError(
+                errno.EINVAL, f"its object {name!r:.80} is refused: it would be copied to elsewhere", str(folder)
+            )
 
 
 def _folders(folder: Path) -> dict[str, set[str]]:
@@ -217,7 +260,9 @@ def copy_tree(folder: Path, new: Path) -> None:
     if not is_remote(folder):
         shutil.copytree(folder, new)
         return
-    for name in Waiting.over(sorted(_files(folder)), f"copying {folder} to {new}", "files"):
+    names = sorted(name for name in _files(folder) if name and not name.endswith("/") and name != UNFINISHED)
+    _require_inside(folder, names)
+    for name in Waiting.over(names, f"copying {folder} to {new}", "files"):
         (new / name).parent.mkdir(parents=True, exist_ok=True)
         with store_errors(folder / name):
             _fs(folder).get_file(_key(folder / name), str(new / name))

@@ -185,8 +185,11 @@ def files_in_store(place: Path) -> tuple[Path, list[str]]:
         if not infos:
             store.ls(base)  # tells if there is no bucket, or no access to it
             raise FileNotFoundError(errno.ENOENT, "there is no such file or folder in the object store", str(place))
-        infos = {file.removeprefix(base).lstrip("/"): info or store.info(file) for file, info in infos.items()}
-    stamps = {name: Stamp.of_info(info) for name, info in infos.items() if info["type"] == "file" and name[-1] != "/"}
+        # Consoles make an empty object `folder/` for a folder.
+        infos = {file[len(base) + 1 :]: info or store.info(file) for file, info in infos.items() if file[-1] != "/"}
+    if odd := next((name for name in infos if "" in name.split("/")), None):
+        raise DataError(f"{place}: the name {odd!r} has an empty part (//), which no path has; rename it.")
+    stamps = {name: Stamp.of_info(info) for name, info in infos.items() if info["type"] == "file"}
     LISTED.update({str(root / name): stamp for name, stamp in stamps.items()})
     hidden = {name for name in stamps if any(part[0] == "." or part in LEFT_OUT for part in name.split("/"))}
     return root, sorted(stamps if named else set(stamps) - hidden)

@@ -46,7 +46,10 @@ from torchtitan.protocols import ModelArgs
 from torchtitan.run.temporary_trainer import temporary_trainer
 
 STEPS = 3  # an optimizer's state matters from the second on
+LEARNING_RATE = 1e-2  # so that updates show in weights of any size; the run's may be too small
 FLOAT32_TOLERANCE = 1e-5  # docs/measurements/parallelism.md: the worst of a hundred layouts is below it
+FLOAT32_UPDATES = 1e-4  # of weights: Adam's update of an element whose gradient is nearly zero is its sign
+COPIES = 1e-6  # ranks' copies of a tensor come out of the same collective
 ROUNDING = 2.0**-9  # half the spacing of bfloat16 numbers, relative
 SPREADS = 4.0  # a deviation may be this many times that between the runs of one process: a layout rounds more often
 MOST_ALLOWED = 0.3  # by rounding: a gradient that is averaged over two ranks once too often is off by 0.5
@@ -62,6 +65,7 @@ class Measured(NamedTuple):
         gradients: of step 1, not clipped, by parameter.
         weights: after the last step.
         exact: whether GEMMs are in float32.
+        torn: (quantity, name) of what is not the same on all ranks that hold it.
     """
 
     losses: Tensor
@@ -69,6 +73,7 @@ class Measured(NamedTuple):
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     exact: bool
+    torn: set[tuple[str, str]]
 
 
 class Comparison(NamedTuple):
@@ -291,19 +296,32 @@ def _measure(config: JobConfig, rounds: bool = False) -> Measured:
         recorder = Recorder(engine.model)
         losses, norms = [], []
         for step in range(1, STEPS + 1):
-            loss, norm = train_step(engine, trainer.loader.next(), config.optimizer.lr, recorder.should_skip, step)
+            loss, norm = train_step(engine, trainer.loader.next(), LEARNING_RATE, recorder.should_skip, step)
             losses.append(sum_over_ranks(engine, loss).double().cpu())
             norms.append(norm.double().cpu())
         # Not buffers: the bias that evens out the load of experts moves by a sign, which rounding may change.
         tensors = model_tensors(engine.model)
         weights = {name: _full(tensors[name]) for name in recorder.gradients}
-        coordinate = engine.meshes.mesh.get_coordinate() or [0]
-        own = (recorder.gradients, weights) if not any(coordinate[1:]) else ({}, {})  # one rank of each stage
-        gradients, all_weights = ({} for _ in own)
-        for part in all_gather_object(own):
-            gradients.update(part[0])
-            all_weights.update(part[1])
-        return Measured(torch.stack(losses), torch.stack(norms), gradients, all_weights, exact)
+        stage, *others = engine.meshes.mesh.get_coordinate() or [0]
+        own = {"gradient": recorder.gradients, "weight": weights}
+        sketches = {(quantity, name): _sketch(one) for quantity in own for name, one in own[quantity].items()}
+        torn, first = set(), dict[tuple[int, str, str], Tensor]()
+        every: dict[str, dict[str, Tensor]] = {quantity: {} for quantity in own}
+        # The tensors of one rank of each stage, and of all others enough to see that they have the same.
+        for stage_of_rank, known, part in all_gather_object((stage, sketches, {} if any(others) else own)):
+            for quantity, tensors_of_rank in part.items():
+                every[quantity].update(tensors_of_rank)
+            for (quantity, name), sketch in known.items():
+                expected = first.setdefault((stage_of_rank, quantity, name), sketch)
+                if not (sketch - expected).norm() <= COPIES * expected.norm():
+                    torn.add((quantity, name))
+        return Measured(torch.stack(losses), torch.stack(norms), every["gradient"], every["weight"], exact, torn)
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    """(2,) float64: two numbers by which copies of a tensor are compared."""
+    flat = tensor.flatten().double()
+    return torch.stack([flat.norm(), flat @ torch.linspace(-1, 1, len(flat), dtype=torch.float64)])
 
 
 def _full(tensor: Tensor | None) -> Tensor:
@@ -330,18 +348,20 @@ def _comparisons(runs: Sequence[Measured], dims: ParallelDims) -> list[Compariso
         usual = statistics.median(spread.values())
         rows = []
         for name, tensor in expected.items():
-            allowed = _allowed(max(spread[name], usual), runs[-1].exact)
-            rows.append(_comparison(quantity, name, tensor, found.get(name), allowed, dims))
+            least = 2 * ROUNDING
+            if runs[-1].exact:
+                least = FLOAT32_UPDATES if quantity == "weight" else FLOAT32_TOLERANCE
+            allowed = min(max(least, SPREADS * max(spread[name], usual)), MOST_ALLOWED)
+            row = _comparison(quantity, name, tensor, found.get(name), allowed, dims)
+            if (quantity, name) in runs[-1].torn:
+                row = row._replace(error=math.inf, cause="ranks hold different copies")
+            rows.append(row)
         if quantity == "weight":
             follows = any(row.cause for row in result)
             cause = "follows from the gradients" if follows else "the optimizer's update is another one"
-            rows = [row._replace(cause=row.cause and cause) for row in rows]
+            rows = [row._replace(cause=cause) if row.cause and math.isfinite(row.error) else row for row in rows]
         result += sorted(rows, key=lambda row: -row.error / row.allowed)
     return result
-
-
-def _allowed(spread: float, exact: bool) -> float:
-    return min(max(FLOAT32_TOLERANCE if exact else 2 * ROUNDING, SPREADS * spread), MOST_ALLOWED)
 
 
 def _comparison(
