@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -40,7 +41,7 @@ from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, counted, run_command
 from torchtitan.files import expand_any, is_uri, local_path
 from torchtitan.launcher.processes import available_cores
-from torchtitan.logging import Waiting
+from torchtitan.logging import Waiting, logger
 
 METADATA, PROGRESS = "metadata.json", ".progress"
 SHARD_BYTES, SHARD_DOCUMENTS = 1 << 29, 1 << 22  # a shard ends where it has as many; one that is stopped is made again
@@ -444,6 +445,8 @@ def tasks(job: Job, opened: Mapping[int, Opened], start: tuple[int, Any], batch:
 
 
 def run(job: Job, out: Path, workers: int) -> None:
+    if not (out / METADATA).exists() and (out.is_symlink() or os.path.ismount(out)):  # no rename can replace these
+        raise DataError(f"{out} is a link or a mount point; name a folder in it, such as {out / 'tokens'}.")
     partial = out.with_name(f"{out.name}.partial")
     for folder, mark in ((out, METADATA), (partial, PROGRESS)):
         if folder.exists() and not (folder / mark).exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -538,6 +541,9 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=usual.seq_len, help="of the run", metavar="N")
     add_custom_import(parser)
     arguments = parser.parse_args()
+    logger.handlers = [logging.StreamHandler()]  # which files are left out
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
     for flag in ("workers", "global_batch_size", "seq_len"):
         if getattr(arguments, flag) < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} must be above 0, not {getattr(arguments, flag)}.")

@@ -399,6 +399,39 @@ def test_a_flipped_bit_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatc
             read()
 
 
+def test_what_would_be_read_wrongly_in_silence(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flat = [token for document in DOCUMENTS for token in document]
+    for dtype in ("<i8", "<u8", "<i4"):
+        np.array(flat, dtype).tofile(folder / "a.bin")
+        assert [token for document in tokens_in(opened(folder)) for token in document] == flat
+    with pytest.raises(DataError, match="every second token is 0"):
+        opened(folder, token_dtype="uint16")
+    for number in range(2):  # BOS begins files, EOS ends documents
+        np.array([BOS, *flat, EOS], "<u2").tofile(folder / f"{number}.bin")
+    (folder / "a.bin").unlink()
+    assert len(opened(folder)) > 2
+    for path in folder.iterdir():
+        path.unlink()
+    write_megatron(folder / "a.bin", DOCUMENTS)
+    with (folder / "a.bin").open("ab") as file:
+        file.write(b"1234")
+    with pytest.raises(DataError, match="it is of a shorter file"):
+        opened(folder)
+    write_megatron(folder / "a.bin", DOCUMENTS)
+    (folder / ".progress").touch()
+    with pytest.raises(DataError, match="is not complete"):
+        opened(folder)
+    (folder / ".progress").unlink()
+    noted: dict[str, Any] = {"tokenizer_ids": TOKENIZER.ids_fingerprint, "files": {}, "bos_id": None, "eos_id": None}
+    (folder / "metadata.json").write_text(json.dumps(noted))
+    with pytest.raises(DataError, match=r"does not list a\.bin beside it"):
+        opened(folder)
+    noted["files"] = {name: {"size": (folder / name).stat().st_size} for name in ("a.bin", "a.idx")}
+    (folder / "metadata.json").write_text(json.dumps(noted))
+    opened(folder)
+    assert "its documents have no BOS and no EOS, and this run's text would have BOS and EOS" in caplog.text
+
+
 def test_shards_are_no_text(folder: Path) -> None:
     path = str(write_megatron(folder / "a.bin", DOCUMENTS))
     for use in (

@@ -59,7 +59,8 @@ def vocabulary_of(tokenizer: Tokenizer | None, training: Training) -> Vocabulary
             f"training.token_separator = {key} is no token of the tokenizer, whose ids are 0 to {size - 1}."
         )
     ids = [id for id in (tokenizer.eos_id, tokenizer.bos_id) if id is not None]
-    return Vocabulary(size, tokenizer.ids_fingerprint, ids if key is None else [key], training.token_dtype)
+    ends = (tokenizer.bos_id, tokenizer.eos_id if tokenizer.add_eos else None)
+    return Vocabulary(size, tokenizer.ids_fingerprint, ids if key is None else [key], training.token_dtype, ends)
 
 
 def open_named(

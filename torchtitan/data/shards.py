@@ -19,7 +19,7 @@ from torchtitan.data.index import CHUNK, Records, record_offsets, write_once
 from torchtitan.data.sources import Document, Vocabulary, digest
 from torchtitan.errors import DataError
 from torchtitan.files import is_uri
-from torchtitan.logging import Waiting
+from torchtitan.logging import Waiting, logger
 
 if TYPE_CHECKING:
     import numpy as np
@@ -154,8 +154,11 @@ def open_megatron(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
     documents = pointers + 8 * sequences
     if sequences:
         [length], [pointer] = index.numbers("<i", pointers - 4), index.numbers("<q", documents - 8)
-        if pointer + length * dtype.itemsize > file.stamp.size:
+        end = pointer + length * dtype.itemsize
+        if end > file.stamp.size:
             raise ValueError(f"{index.path.name} lists tokens beyond its end, {file.stamp.size:,} bytes")
+        if end < file.stamp.size:
+            raise ValueError(f"{index.path.name} ends at byte {end:,} of {file.stamp.size:,}; it is of a shorter file")
     ends = [*index.numbers("<q", documents), *index.numbers("<q", documents + 8 * entries - 8)] if entries else [0, 0]
     if ends != [0, sequences]:
         raise ValueError(f"the documents in {index.path.name} are sequences {ends}, not all {sequences:,}")
@@ -238,8 +241,15 @@ def open_raw(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
 
     size = file.stamp.size
     if vocabulary.dtype is not None:
-        return Shard(file, np.dtype(vocabulary.dtype).newbyteorder("<"))
-    for dtype in (np.dtype("<u4"), np.dtype("<u2")):
+        dtype = np.dtype(vocabulary.dtype).newbyteorder("<")
+        ids = np.frombuffer(head[: len(head) // (2 * dtype.itemsize) * 2 * dtype.itemsize], dtype)
+        if ids.any() and not ids[1::2].any() and len(ids) > 8:
+            raise DataError(
+                f"{file.path}: as {vocabulary.dtype} every second token is 0, so its tokens are wider than "
+                "training.token_dtype says; unset it, and the content tells."
+            )
+        return Shard(file, dtype)
+    for dtype in (np.dtype("<u8"), np.dtype("<u4"), np.dtype("<u2")):
         whole = head[: len(head) // dtype.itemsize * dtype.itemsize]
         ids = np.frombuffer(whole, dtype) if whole else np.zeros(0, dtype)
         if size % dtype.itemsize == 0 and holds(dtype, vocabulary) and ids.any() and ids.max() < vocabulary.size:
@@ -248,7 +258,7 @@ def open_raw(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
         return Shard(file, np.dtype("<u2"))
     raise DataError(
         f"{file.path} is no token shard of a known format, and its first bytes are no ids below {vocabulary.size:,} in "
-        "uint32 or uint16; remove it or name other files by a pattern, or set training.token_dtype, or "
+        "uint64, uint32 or uint16; remove it or name other files by a pattern, or set training.token_dtype, or "
         "model.tokenizer_path to the tokenizer that made it."
     )
 
@@ -325,12 +335,16 @@ class TokenFiles:
         first, last = self.shards[0].tokens(0, 1), self.shards[0].last()
         separator = next((id for id in choices if id in first), choices[0])
         begins = separator in first or (begins and separator not in last)
-        self.rule = [separator, begins, [[shard.dtype.str, shard.header] for shard in self.shards]]
+        rule = [separator, begins, [[shard.dtype.str, shard.header] for shard in self.shards]]
         search = partial(separated_offsets, self.shards, separator, begins)
         stamps = [shard.file.stamp for shard in self.shards]
-        offsets = record_offsets(Records(root, self.files, stamps, (), tokens=search, rule=self.rule))
-        every = [separator in first, *(len(of_file) > 2 for of_file in offsets)]
-        if not any(every) and not any(separator in shard.last() for shard in self.shards):
+        offsets = record_offsets(Records(root, self.files, stamps, (), tokens=search, rule=rule))
+        several = any(len(of_file) > 2 for of_file in offsets)
+        if not several and len(choices) > 1:  # perhaps it begins files, and another one ends documents
+            with suppress(DataError):
+                return self.separated(path, root, begins, [id for id in choices if id != separator])
+        self.rule = rule
+        if not several and separator not in first and not any(separator in shard.last() for shard in self.shards):
             raise DataError(
                 f"{path}: no token {separator} separates documents; set training.token_separator to the id that does, "
                 "or, if the shards are Megatron-LM's or datatrove's, put their .idx or .index beside them."
@@ -428,6 +442,10 @@ def without_sidecars(path: str, files: Sequence[str]) -> list[str]:
     return kept
 
 
+def _named(ends: tuple[int | None, int | None]) -> str:
+    return " and ".join(f"{'no ' if id is None else ''}{name}" for name, id in zip(("BOS", "EOS"), ends, strict=True))
+
+
 def verify(hashes: Mapping[Path, str], damaged: list[str]) -> None:
     """Reads files whose SHA-256 is known and adds those that differ to `damaged`. The processes of a machine divide the
     files, and read each once in a version; the cache folder keeps what they found."""
@@ -458,6 +476,11 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
     named = {(root / name).with_suffix("") for name in files}
     for folder in dict.fromkeys((root / name).parent for name in files):
         if not (folder / METADATA).exists():
+            if not is_uri(str(folder)) and (folder / ".progress").exists():
+                raise DataError(
+                    f"{folder} is not complete: `python -m torchtitan.tokenize` is writing it, or was stopped; run the "
+                    "same command again, and train on the folder that it makes."
+                )
             continue
         try:
             noted = json.loads((folder / METADATA).read_bytes())
@@ -472,6 +495,17 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
             raise DataError(
                 f"{path}: another tokenizer than the run's made these tokens, as {METADATA} beside them says (its ids "
                 f"have the fingerprint {of_tokenizer}, the run's {vocabulary.fingerprint}); set model.tokenizer_path."
+            )
+        ends = (noted.get("bos_id"), noted.get("eos_id"))
+        if "bos_id" in noted and ends != vocabulary.ends:
+            logger.warning(
+                f"{path}: its documents have {_named(ends)}, and this run's text would have {_named(vocabulary.ends)}; "
+                "they are trained on as they are, so set training.add_bos and training.add_eos alike for generation"
+            )
+        if more := [name for name in files if (root / name).parent == folder and (root / name) not in sizes]:
+            raise DataError(
+                f"{path}: {METADATA} does not list {', '.join(more[:5])} beside it, perhaps of an earlier copy; remove "
+                "them, or move them to another folder."
             )
         for file, size in sizes.items():
             if str(root) == path or file.with_suffix("") in named:

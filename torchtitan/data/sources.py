@@ -53,12 +53,14 @@ class Vocabulary(NamedTuple):
         fingerprint: `Tokenizer.ids_fingerprint`.
         separators: ids that may divide tokens into documents; the first one does, unless the tokens begin with another.
         dtype: numpy's name of it; None: as the content of a file tells.
+        ends: BOS and EOS that the run adds to documents of text; None: it adds none.
     """
 
     size: int
     fingerprint: str
     separators: Sequence[int]
     dtype: str | None
+    ends: tuple[int | None, int | None] = (None, None)
 
 
 class Source(Protocol):

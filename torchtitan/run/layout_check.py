@@ -354,7 +354,9 @@ def _comparisons(runs: Sequence[Measured], dims: ParallelDims) -> list[Compariso
             allowed = min(max(least, SPREADS * max(spread[name], usual)), MOST_ALLOWED)
             row = _comparison(quantity, name, tensor, found.get(name), allowed, dims)
             if (quantity, name) in runs[-1].torn:
-                row = row._replace(error=math.inf, cause="ranks hold different copies")
+                row = row._replace(
+                    error=math.inf, cause=": ".join(filter(None, ("ranks hold different copies", row.cause)))
+                )
             rows.append(row)
         if quantity == "weight":
             follows = any(row.cause for row in result)
