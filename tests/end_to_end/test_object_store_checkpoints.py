@@ -275,6 +275,7 @@ def kill_at(server: S3Server, number: int, pid: int) -> None:
     server.fault = fault
 
 
+@pytest.mark.timeout(1200)  # forty starts
 @pytest.mark.full
 def test_twenty_kills(s3: S3Server, tmp_path: Path, undisturbed: dict[int, float]) -> None:
     """In mid-upload, wherever it is: each start goes on from the newest checkpoint that was complete, and in the end
