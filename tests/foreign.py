@@ -30,8 +30,9 @@ import task_files
 from attacks import ROOT, STEPS, Start, Trial, started
 from runs import losses
 
-from torchtitan.checkpoint.manifest import MANIFEST, _digest, sha256_of
+from torchtitan.checkpoint.manifest import MANIFEST, _digest
 from torchtitan.config.manager import tomllib
+from torchtitan.files import sha256_of
 
 QUIET, MEMORY = 60, 4 << 30  # seconds, bytes of one process
 NAMES = ("a b", "comma, and", "brackets [1]", "ünïcödé 字", "quote's", "star*", "100%20", "{brace}", "$HOME", "-x")

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -29,12 +30,14 @@ __all__ = [
     "local_path",
     "open_bytes",
     "regular_file",
+    "sha256_of",
     "store_errors",
 ]
 
 URI = re.compile(r"[A-Za-z][\w+.-]*:/")  # one slash too: pathlib joins two
 OF_THIS_MACHINE = re.compile(r"(?:file|local):(?://)?(?=/)|file://(?=.)", re.IGNORECASE)
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of pyproject.toml
+PIECE = 4 << 20  # bytes per read
 BLOCK = 16 << 20  # bytes of a request, if a file in an object store is read as a whole
 TRIES = 2  # by s3fs, of 5 requests each, which wait up to 15 s; its own 5 would take over 6 minutes
 NOT_FILES = {
@@ -254,3 +257,12 @@ def open_bytes(path: Path) -> Iterator[FileIO]:
     options: dict[str, Any] = {"block_size": BLOCK} if is_remote(path) else {"buffering": 0}
     with store_errors(path), path.open("rb", **options) as file:
         yield cast(FileIO, file)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, hexadecimal."""
+    digest, buffer = hashlib.sha256(), bytearray(PIECE)
+    with open_bytes(path) as file, memoryview(buffer) as view:
+        while size := file.readinto(buffer):
+            digest.update(view[:size])
+    return digest.hexdigest()

@@ -16,8 +16,9 @@ import torch
 from runs import CHECKPOINTS, TINY, into, last_step, python, train_here
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from torchtitan.checkpoint.manifest import MANIFEST, FileRecord, damage, sha256_of, write_manifest
+from torchtitan.checkpoint.manifest import MANIFEST, FileRecord, damage, write_manifest
 from torchtitan.errors import CheckpointError, DataError
+from torchtitan.files import sha256_of
 
 FLAGS = (*TINY, *CHECKPOINTS, "--training.steps=3")
 WEIGHT = "tok_embeddings.weight"

@@ -16,8 +16,9 @@ from tiny import nontrivial, nontrivial_llama
 
 from torchtitan.checkpoint.files import Writer
 from torchtitan.checkpoint.folder import publish, temporary_folder
-from torchtitan.checkpoint.manifest import MANIFEST, TRAIN_STATE, FileRecord, sha256_of, write_manifest
+from torchtitan.checkpoint.manifest import MANIFEST, TRAIN_STATE, FileRecord, write_manifest
 from torchtitan.errors import CheckpointError, UserError
+from torchtitan.files import sha256_of
 from torchtitan.generation.open import open_model
 from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
 from torchtitan.interchange.export import export

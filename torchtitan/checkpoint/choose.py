@@ -126,11 +126,6 @@ def _holds_none_of_ours(folder: Path, steps: list[int]) -> bool:
     return not any((step_folder(folder, step) / MANIFEST).exists() for step in steps)
 
 
-def _checkpoint_folders(path: Path) -> list[Path]:
-    """Where checkpoints may be if `path` is a folder of them, or a dump folder."""
-    return [path, *checkpoint_folders(path)]
-
-
 def newest_of_same_command(folder: Path, steps: list[int], configuration: Mapping[str, Any] | None) -> int | None:
     """The step of the newest intact checkpoint saved by this same command; None if there is none.
 
@@ -176,7 +171,7 @@ def check_start(path: Path) -> None:
         raise CheckpointError(f"checkpoint.initial_load_path: {path} does not exist.")
     found = [] if broadcast_from_rank_0(lambda: program_of(path) is TORCHTITAN) else damage_over_ranks(path)
     if found:
-        places = ((folder, saved_steps(folder)) for folder in _checkpoint_folders(path))
+        places = ((folder, saved_steps(folder)) for folder in (path, *checkpoint_folders(path)))
         newest = next((step_folder(folder, steps[-1]) for folder, steps in places if steps), None)
         hint = f" It contains checkpoints: use {newest}." if newest else ""
         raise CheckpointError(

@@ -24,7 +24,7 @@ from typing_extensions import Buffer
 
 from torchtitan.checkpoint.store import sizes
 from torchtitan.errors import CheckpointError, printable
-from torchtitan.files import is_remote, open_bytes, store_errors
+from torchtitan.files import is_remote, sha256_of, store_errors
 from torchtitan.launcher.processes import available_cores
 from torchtitan.strict_json import first_fault
 
@@ -302,15 +302,6 @@ class Unreachable(CheckpointError):
 def _require_answer(path: Path, error: Exception) -> None:
     if is_remote(path) and isinstance(error, OSError) and error.errno != errno.ENOENT:
         raise Unreachable(f"{path} cannot be read ({error.strerror}).") from None
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's content, hexadecimal."""
-    digest, buffer = hashlib.sha256(), bytearray(PIECE)
-    with open_bytes(path) as file, memoryview(buffer) as view:
-        while size := file.readinto(buffer):
-            digest.update(view[:size])
-    return digest.hexdigest()
 
 
 def _reason(error: BaseException) -> str:

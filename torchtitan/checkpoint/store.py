@@ -293,12 +293,16 @@ def fetched(folder: Path, key: str = "") -> Path:
             (name, files[name]["size"], str(files[name].get("ETag") or files[name].get("mtime"))) for name in files
         ]
         names = hashlib.sha256(json.dumps([str(folder), sorted(about)]).encode()).hexdigest()
-        copy = private_folder("fetched") / names[:16]
-        with open(f"{copy}.lock", "wb") as lock:
+        home = private_folder("fetched") / names[:16]
+        home.mkdir(exist_ok=True)
+        copy = home / folder.name  # which may tell the step
+        with (home / ".lock").open("wb") as lock:
             with Waiting(f"waiting for the copy of {folder}"):
                 fcntl.lockf(lock, fcntl.LOCK_EX)
             if not copy.exists():
-                copy_tree(folder, temporary := copy.with_name(f"{copy.name}.tmp"))
+                temporary = home / f"{copy.name}.tmp"
+                shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+                copy_tree(folder, temporary)
                 temporary.rename(copy)
         return copy
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder

@@ -1,6 +1,5 @@
 """Token shards: files of token ids, made once, by our tokenizer or by those of others; memory-mapped, never copied."""
 
-import hashlib
 import io
 import json
 import resource
@@ -18,7 +17,7 @@ from torchtitan.data.blocks import Stamp, StoreFile
 from torchtitan.data.index import CHUNK, Records, record_offsets, write_once
 from torchtitan.data.sources import Document, Vocabulary, digest
 from torchtitan.errors import DataError
-from torchtitan.files import is_uri
+from torchtitan.files import is_uri, sha256_of
 from torchtitan.logging import Waiting, logger
 
 if TYPE_CHECKING:
@@ -459,11 +458,7 @@ def verify(hashes: Mapping[Path, str], damaged: list[str]) -> None:
 
 
 def write_hash(path: Path, file: BinaryIO) -> None:
-    content = hashlib.sha256()
-    with path.open("rb") as opened:
-        while piece := opened.read(CHUNK):
-            content.update(piece)
-    file.write(content.hexdigest().encode())
+    file.write(sha256_of(path).encode())
 
 
 def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> dict[Path, str]:

@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 from torch.distributed.tensor import DTensor
 
-from torchtitan.checkpoint.manifest import HashingFile, sha256_of
+from torchtitan.checkpoint.manifest import HashingFile
 from torchtitan.checkpoint.state_dict import not_finite
 from torchtitan.checkpoint.store import store_of, sync
 from torchtitan.errors import CheckpointError, UserError
-from torchtitan.files import is_remote
+from torchtitan.files import is_remote, sha256_of
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import INDEX, SUMS
 from torchtitan.logging import Waiting, logger

@@ -14,9 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.checkpoint.files import first_line
-from torchtitan.checkpoint.manifest import inside, read_file, require_file, sha256_of
+from torchtitan.checkpoint.manifest import inside, read_file, require_file
 from torchtitan.checkpoint.others import TORCHTITAN, refuse_others
 from torchtitan.errors import CheckpointError
+from torchtitan.files import sha256_of
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.rope import Size
 from torchtitan.protocols import ModelArgs
