@@ -201,7 +201,7 @@ class Training:
         "text"
     )
     token_dtype: Annotated[
-        Literal["uint8", "uint16", "int32", "uint32", "int64", "uint64"] | None,
+        Literal["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"] | None,
         Doc("dtype of tokens in raw shards (.bin, .npy), whose header does not say it; none: as their content tells."),
     ] = None
     token_separator: Annotated[

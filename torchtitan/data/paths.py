@@ -41,7 +41,10 @@ class Format(NamedTuple):
 
 def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Vocabulary | None) -> TokenFiles:
     if vocabulary is None:
-        raise DataError(f"{path} holds tokens, and text is needed here; name the text that they were made of.")
+        raise DataError(
+            f"{path} holds tokens, but evaluation.tasks (held_out, text:PATH), torchtitan.tokenize and "
+            "train_tokenizer.py read text; name the text that they were made of."
+        )
     return TokenFiles(path, root, files, vocabulary)
 
 
