@@ -22,7 +22,7 @@ def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = 
 
     check_versions()
     with quick_imports():  # torch is imported only now, so that --help and typos do not wait for it
-        from torchtitan.checks.config_checks import check, global_batch_size, is_plan
+        from torchtitan.checks.config_checks import check, is_plan
         from torchtitan.device import find_device
         from torchtitan.engine.model_args import register_models
         from torchtitan.launcher.folder_lock import FolderLock
@@ -49,7 +49,7 @@ def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = 
         watch_progress(stop.progress, RANK),
         named_failures(config.comm, Path(config.job.dump_folder)),
         FolderLock(Path(config.job.dump_folder)) as lock,
-        build_trainer(config, dims, global_batch_size(config, dims), device, stop, lock) as trainer,
+        build_trainer(config, dims, device, stop, lock) as trainer,
     ):
         trainer.train()
 

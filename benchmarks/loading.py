@@ -127,7 +127,7 @@ def load_in_a_run(flags: list[str]) -> None:
         dist.barrier()
 
     Trainer.load_checkpoint = measured  # type: ignore[assignment, method-assign]
-    with build_trainer(config, dims, global_batch_size(config, dims), device):
+    with build_trainer(config, dims, device):
         pass
 
 

@@ -73,7 +73,7 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
     """Seconds of a step in one process, and of its update alone."""
     import torch
 
-    from torchtitan.checks.config_checks import check, global_batch_size
+    from torchtitan.checks.config_checks import check
     from torchtitan.config import ConfigManager
     from torchtitan.device import find_device
     from torchtitan.engine.train_step import optimizer_step, train_step
@@ -90,7 +90,7 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
         flags += [f"--training.seq_len={seq_len}", f"--training.local_batch_size={batch}"]
         config = ConfigManager().parse_args([*flags, f"--job.dump_folder={folder}"])
         dims = check(config, 1, "cpu")
-        with build_trainer(config, dims, global_batch_size(config, dims), find_device(0)) as trainer:
+        with build_trainer(config, dims, find_device(0)) as trainer:
             engines = {}
             for name in RATES:
                 section = dataclasses.replace(config.optimizer, name=name)

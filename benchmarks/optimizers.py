@@ -71,7 +71,7 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
         flags = [*DEBUG, f"--job.dump_folder={folder}", "--training.local_batch_size=8", f"--training.steps={steps}"]
         config = ConfigManager().parse_args(flags)
         dims = check(config, 1, "cpu")
-        with build_trainer(config, dims, global_batch_size(config, dims), find_device(0)) as trainer:
+        with build_trainer(config, dims, find_device(0)) as trainer:
             exact = trainer.engine.optimizer
             parameters = list(trainer.engine.model.parameters())
             others = {name: [torch.nn.Parameter(local_tensor(it).clone()) for it in parameters] for name in errors}

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from typing import Any
 
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.engine.model_args import register_models
@@ -39,7 +39,7 @@ def main() -> None:
         device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
         dims = check(config, int(os.environ.get("WORLD_SIZE", 1)), device.type)
         recorder = Recorder(name_of_group=str)
-        with recorder, build_trainer(config, dims, global_batch_size(config, dims), device) as trainer:
+        with recorder, build_trainer(config, dims, device) as trainer:
             for _ in range(2):  # in the second step all states exist
                 recorder.clear()
                 with kernel_substitutes(device.type):

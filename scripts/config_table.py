@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import JobConfig
-from torchtitan.config.keys import Key, fields_by_key, keys_of_entry, section_class
+from torchtitan.config.keys import Key, fields_by_key, heading, keys_of_entry, section_class
 from torchtitan.config.legacy_keys import LEGACY_KEYS, LEGACY_VALUES, notice_of_value
 from torchtitan.config.overrides import by_section
 
@@ -43,7 +43,7 @@ def render(config_class: type[JobConfig] = JobConfig) -> str:
         for name, spec in keys.items():
             if spec.entry:
                 doc = " ".join((spec.entry.__doc__ or "").split("\n\n")[0].split())
-                parts += [f"\n### [[{section}.{name}]]\n\n{doc}\n\n", table(keys_of_entry(spec.entry))]
+                parts += [f"\n### {heading(f'{section}.{name}')}\n\n{doc}\n\n", table(keys_of_entry(spec.entry))]
     return "".join([*parts, former_names()])
 
 

@@ -23,22 +23,19 @@ def main() -> None:
         from torchtitan.converters.conversion_report import phases_to_json, summary, to_json, to_table
         from torchtitan.engine.conversion import explain_conversion
         from torchtitan.engine.model_args import register_models
-        from torchtitan.engine.precision_phases import parse_phases
+        from torchtitan.engine.stages import parse_stages
 
         register_models(config)
         reports = []
-        for phase in parse_phases(config) if config.precision.phase else []:
-            with phase.named_in_errors():
-                report = explain_conversion(phase.config)
-            reports.append((phase.last_step, report))
-            print(phase.title + ("" if phase.last_step is None else f", to step {phase.last_step}"))
-            print(f"{to_table(report)}\n{summary(report)}" if report else "no converters")
-        if not reports:
-            report = explain_conversion(config)
-            reports.append((None, report))
-            print(f"{to_table(report)}\n{summary(report)}")
+        for stage in parse_stages(config):
+            with stage.named_in_errors():
+                report = explain_conversion(stage.config)
+            reports.append((stage.last_step, report))
+            if stage.title:
+                print(f"{stage.title}, to step {stage.last_step}")
+            print(f"{to_table(report)}\n{summary(report)}" if report or not stage.title else "no converters")
         if arguments.json:
-            text = phases_to_json(reports) if config.precision.phase else to_json(reports[0][1])
+            text = to_json(reports[0][1]) if len(reports) == 1 else phases_to_json(reports)
             arguments.json.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json: {arguments.json} cannot be written ({error.strerror}).") from None

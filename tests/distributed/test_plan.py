@@ -74,7 +74,7 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
     config = ConfigManager().parse_args(flags)
     dims = check(config, world_size, "cpu")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
-        trainer = build_trainer(config, dims, global_batch_size(config, dims), find_device(0))
+        trainer = build_trainer(config, dims, find_device(0))
         if config.job.description == "skewed":  # all tokens choose the first experts
             for mixture in mixtures(trainer.engine.model).values():
                 mixture.expert_bias[: mixture.args.top_k] = 100

@@ -480,14 +480,14 @@ def test_200_gb_are_opened_without_reading_them(folder: Path) -> None:
                 idx.write(packed)
     program = """
         import sys
-        from torchtitan.data.datasets import training_sources
+        from torchtitan.data.datasets import DataOfRun, training_sources
         from torchtitan.data.tokenizer import load_tokenizer
         from torchtitan.config.training import Training
         import numpy as np
         def resident():
             return int(open("/proc/self/statm").read().split()[1]) * 4096
         tokenizer, before = load_tokenizer(None), resident()
-        [source], _ = training_sources(Training(dataset_path=sys.argv[1]), 8, False, tokenizer)
+        [source], _ = training_sources(Training(dataset_path=sys.argv[1]), DataOfRun(8, 2048, False), tokenizer)
         documents = source.source.source
         print(len(documents), documents[len(documents) - 1].tokens.shape, documents[10**9 - 1].id, resident() - before)
     """

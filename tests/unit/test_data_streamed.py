@@ -313,10 +313,10 @@ def test_of_the_splits_of_the_hub_the_one_that_is_wanted_is_read(
 def test_a_hub_data_set_that_cannot_be_reached() -> None:
     program = (
         "from torchtitan.config.training import Training\n"
-        "from torchtitan.data.datasets import training_sources\n"
+        "from torchtitan.data.datasets import DataOfRun, training_sources\n"
         "from torchtitan.errors import CheckpointError, DataError\n"
         "for training in (Training(dataset='c4'), Training(dataset_path='nobody/nothing-like-this')):\n"
-        "    try: training_sources(training, 1, False)\n"
+        "    try: training_sources(training, DataOfRun(1, 2048, False))\n"
         "    except DataError as error: print(error)\n"
     )
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}

@@ -56,6 +56,7 @@ from torchtitan.errors import CheckpointError
 from torchtitan.files import any_path, is_remote, joined
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
+from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.parallel.object_collectives import (
     all_gather_object,
     from_rank_0,
@@ -309,6 +310,24 @@ class CheckpointManager:
             and not (key == "converters" and "model" in excluded)  # their state depends on the weights
             and not (key in ("step", "tokens_seen", "guard") and "train_state" in excluded)
         }
+
+    # From stage to stage
+
+    def take_state(self) -> dict[str, torch.Tensor]:
+        """A copy in host memory of what this rank trains: its shards, by name. The manager lets go of the model and the
+        optimizer, so that others can be built where they were."""
+        tensors = {**model_tensors(self.model), **optimizer_tensors(self.model, self.optimizer)}
+        copies = {name: local_tensor(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
+        del self.model, self.optimizer
+        return copies
+
+    def hand_on(self, state: Mapping[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Continues with a model and an optimizer of the same parameters and layout, which get the state taken."""
+        self.model, self.optimizer = model, optimizer
+        tensors = optimizer_tensors(model, optimizer)
+        for name, tensor in {**model_tensors(model), **tensors}.items():
+            local_tensor(tensor).copy_(state[name])
+        load_optimizer_tensors(model, optimizer, tensors)
 
     # Saving
 

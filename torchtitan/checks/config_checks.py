@@ -8,12 +8,13 @@ from tempfile import TemporaryFile
 
 from torchtitan.checks.unused_keys import refused_keys, unused_keys
 from torchtitan.config import JobConfig
+from torchtitan.config.fields import batch_schedule
 from torchtitan.config.manager import read_toml
 from torchtitan.config.training import Model
 from torchtitan.converters import CONVERTERS
 from torchtitan.data.datasets import DATASETS
 from torchtitan.engine.model_args import find_model_args, sizes_of
-from torchtitan.engine.precision_phases import parse_phases
+from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
@@ -29,25 +30,42 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     """Checks the configuration as a whole and returns its degrees of parallelism for so many processes. Raises a
     ConfigError with one sentence per mistake."""
     problems: list[str] = []
+    dims = find_dims(config.parallelism, world_size, problems)
+    stages = [("", config)]
+    try:
+        stages = [(stage.title, stage.config) for stage in parse_stages(config, dims.dp if dims else 1)]
+    except ConfigError as error:
+        problems += error.problems
+    by_stage = [_problems(own, dims, world_size, device_type) for _, own in stages]
+    for (title, _), sentences in zip(stages, by_stage, strict=True):
+        for sentence in sentences:
+            of_run = not title or all(sentence in others for others in by_stage)
+            problems.append(sentence if of_run else f"{title}: {sentence.removeprefix('model.converters: ')}")
+    problems += _folder_problems(Path(config.job.dump_folder), config.model)
+    if problems or dims is None:
+        raise ConfigError(*dict.fromkeys(problems))
+    unused = [unused_keys(own) for _, own in stages]
+    for sentence in unused[0]:
+        if all(sentence in others for others in unused):
+            logger.info(sentence)
+    return dims
+
+
+def _problems(config: JobConfig, dims: ParallelDims | None, world_size: int, device_type: str) -> list[str]:
+    """One sentence per mistake in the configuration of a stage."""
+    problems: list[str] = []
     for attempt in _lookups(config):
         try:
             attempt()
         except ConfigError as error:
             problems += error.problems
-    dims = find_dims(config.parallelism, world_size, problems)
     problems += refused_keys(config)
     conflicts = schedule_conflicts(config.parallelism) | _conflicts(config, world_size, device_type)
     if config.optimizer.name in OPTIMIZERS.names():
         conflicts |= _optimizer_conflicts(config)
     if dims is not None:
         conflicts |= _batch_conflicts(config, dims) | _layout_conflicts(config, dims)
-    problems += [sentence for sentence, applies in conflicts.items() if applies]
-    problems += _folder_problems(Path(config.job.dump_folder), config.model)
-    if problems or dims is None:
-        raise ConfigError(*problems)
-    for sentence in unused_keys(config):
-        logger.info(sentence)
-    return dims
+    return problems + [sentence for sentence, applies in conflicts.items() if applies]
 
 
 def is_plan(config: JobConfig) -> bool:
@@ -56,9 +74,10 @@ def is_plan(config: JobConfig) -> bool:
 
 
 def global_batch_size(config: JobConfig, dims: ParallelDims) -> int:
-    """Sequences per optimizer step."""
+    """Sequences per optimizer step, at first."""
     given = config.training.global_batch_size
-    return config.training.local_batch_size * dims.dp if given == -1 else given
+    size = batch_schedule(given)[0][0] if isinstance(given, str) else given
+    return config.training.local_batch_size * dims.dp if size == -1 else size
 
 
 def _lookups(config: JobConfig) -> Iterator[Callable[[], object]]:
@@ -67,8 +86,6 @@ def _lookups(config: JobConfig) -> Iterator[Callable[[], object]]:
     yield partial(sizes_of, model)
     yield partial(OPTIMIZERS.get, config.optimizer.name)
     yield from (partial(CONVERTERS.get, name) for name in model.converters)
-    if config.precision.phase:
-        yield partial(parse_phases, config)
     # Names are checked even if unused: a typo in a disabled feature would fail once it is enabled.
     yield partial(DATASETS.get, config.training.dataset)
     yield partial(DATASETS.get, config.validation.dataset or "c4", "validation.dataset")

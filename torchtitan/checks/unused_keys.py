@@ -78,7 +78,7 @@ def unused_keys(config: JobConfig) -> list[str]:
 
 def _unused_sections(config: JobConfig) -> dict[str, str]:
     """Those of converters that the run does not use, and of experts that the model does not have."""
-    used = {*config.model.converters, *(name for phase in config.precision.phase for name in phase.converters)}
+    used = {*config.model.converters}
     sections = {name: CONVERTERS.get(name).section for name in CONVERTERS.names()}
     in_use = {"", *(sections[name] for name in used)}
     unused = {section: f"{name} in model.converters" for name, section in sections.items() if section not in in_use}

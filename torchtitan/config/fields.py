@@ -23,9 +23,36 @@ def step_ranges(entries: list[str]) -> list[range]:
     return [range(first, last + 1) for first, last in ends]
 
 
+def counted_tokens(text: str) -> int:
+    """The tokens in a text such as `400B` or `1.5M`; raises ValueError if it is none."""
+    number, unit = text[:-1], text[-1:].upper()
+    if unit not in UNITS or not number.replace(".", "", 1).isdigit():
+        raise ValueError(f"{text!r} is no number of tokens")
+    return round(float(number) * UNITS[unit])
+
+
+def batch_schedule(text: str) -> list[tuple[int, int | str]]:
+    """Sizes of batches and where they begin, as a step (0: with the run) or a number of tokens, from a text such as
+    `64@0, 128@2B`; raises ValueError if it is none."""
+    parts = [entry.strip().partition("@") for entry in text.split(",")]
+    schedule: list[tuple[int, int | str]] = [(int(size), int(at) if at.isdigit() else at) for size, _, at in parts]
+    if schedule[0][1] != 0 or any(size < 1 for size, _ in schedule):
+        raise ValueError("it begins with a size above 0 from step 0 on")
+    for _, at in schedule:
+        counted_tokens(at) if isinstance(at, str) else at
+    return schedule
+
+
+UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
 PositiveInt = Annotated[int, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveOrAll = Annotated[int, Ge(-1), Predicate(bool), Expected("-1 or an integer above 0")]
+Tokens = Annotated[str, Predicate(lambda text: counted_tokens(text) > 0)]
+BatchSize = Annotated[
+    PositiveOrAll | Annotated[str, Predicate(lambda text: bool(batch_schedule(text)))],
+    Expected('-1, an integer above 0, or sizes and where they begin, such as "64@0, 128@2B"'),
+]
 StepOrNewest = Annotated[int, Ge(-1), Expected("-1 or a step")]
 PositiveFloat = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
@@ -41,6 +68,13 @@ SecondsOrNone = Annotated[int, Ge(0), Le(365 * 24 * 3600)]
 NotEmpty = Annotated[str, MinLen(1)]  # or an unset shell variable would mean the working directory
 ExpertLoad = Annotated[float, Ge(1)]
 TimesMore = Annotated[float, Gt(1)]
+StageName = Annotated[
+    str, StringConstraints(pattern=r"^[\w-]+$"), Expected("a name of letters, digits, hyphens and underscores")
+]
+StageEnd = Annotated[
+    Annotated[int, Gt(0)] | Annotated[float, Gt(0), Le(1)] | Tokens,
+    Expected('a step, a fraction of training.steps, or a number of tokens such as "400B"'),
+]
 Steps = Annotated[
     list[str],
     Predicate(lambda entries: step_ranges(entries) is not None),

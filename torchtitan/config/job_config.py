@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torchtitan.config.low_precision import MX, Float8, Int8, Precision
 from torchtitan.config.output import Checkpoint, Job, Metrics, Profiling
 from torchtitan.config.system import ActivationCheckpoint, Comm, Experimental, MemoryEstimation, Parallelism
-from torchtitan.config.training import Evaluation, LRScheduler, Model, MoE, Optimizer, Training, Validation
+from torchtitan.config.training import Evaluation, LRScheduler, Model, MoE, Optimizer, Stages, Training, Validation
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class JobConfig:
     int8: Int8 = field(default_factory=Int8)
     mx: MX = field(default_factory=MX)
     precision: Precision = field(default_factory=Precision)
+    stage: Stages = field(default_factory=Stages)
     comm: Comm = field(default_factory=Comm)
     memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
     experimental: Experimental = field(default_factory=Experimental)

@@ -76,6 +76,11 @@ class Key:
         return shown.lower() if self.default is None or isinstance(self.default, bool) else shown
 
 
+def heading(key: str) -> str:
+    """What heads each table of a list of tables in a file."""
+    return f"[[{key.removesuffix('.entries')}]]"
+
+
 def fields_by_key(config_class: type) -> dict[str, Key]:
     """Every "section.key" with its annotation, default and help."""
     return {

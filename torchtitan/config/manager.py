@@ -11,9 +11,17 @@ from typing import Any
 
 from torchtitan.config.extension import extend
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.keys import fields_by_key, keys_of_entry, section_class
+from torchtitan.config.keys import fields_by_key, heading, keys_of_entry, section_class
 from torchtitan.config.legacy_keys import Values
-from torchtitan.config.overrides import FlagParser, ValueChecks, by_section, leaves, values_of_file, values_of_flags
+from torchtitan.config.overrides import (
+    FlagParser,
+    ValueChecks,
+    by_section,
+    leaves,
+    take_flags_of_stages,
+    values_of_file,
+    values_of_flags,
+)
 from torchtitan.errors import ConfigError
 from torchtitan.files import PathError, local_path, regular_file
 
@@ -59,7 +67,10 @@ class ConfigManager:
             raise SystemExit(0)
 
         checks = ValueChecks(fields_by_key(config_class), [], self.notices)
+        if isinstance(table.get("stage"), list):  # [[stage]]
+            table["stage"] = {"entries": table["stage"]}
         values = values_of_file(str(path), table, checks)
+        argv = take_flags_of_stages(argv, values, checks)
         values.update(values_of_flags(argv, checks))
         checks.finish(values)
         if checks.problems:
@@ -125,7 +136,7 @@ def print_help(config_class: type[JobConfig]) -> None:
         doc = (section_class(config_class, section).__doc__ or "").strip().split("\n")[0]
         print(f"\n[{section}]  {doc}")
         for name, key in keys.items():
-            flag = f"[[{section}.{name}]]" if key.entry else f"--{section}.{name}"
+            flag = heading(f"{section}.{name}") if key.entry else f"--{section}.{name}"
             print(f"  {flag}\n      {key.help} ({key.expected}; default {key.shown_default})")
             for inner, own in (keys_of_entry(key.entry) if key.entry else {}).items():
                 print(f"    {inner}\n      {own.help} ({own.expected}; default {own.shown_default})")

@@ -3,12 +3,12 @@
 import argparse
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
 import pydantic
 
-from torchtitan.config.keys import Key, keys_of_entry
+from torchtitan.config.keys import Key, heading, keys_of_entry
 from torchtitan.config.legacy_keys import LEGACY_KEYS, RULES, SECTIONS, Values, notice_of_value, shown, translate_value
 from torchtitan.errors import ConfigError, nearest
 
@@ -56,7 +56,7 @@ class ValueChecks:
         spec, is_text = self.keys[key], of_flag and isinstance(value, str)
         strict = not is_text or spec.is_bool
         if spec.entry and of_flag:
-            self.problems.append(f"{where} is a list of tables and cannot be set by a flag; write [[{key}]] in a file.")
+            self.problems.append(f"{where} is a list of tables and cannot be set by a flag; write {heading(key)} in a file.")
             return
         if spec.entry:
             self._take_tables(values, key, spec.entry, value, where)
@@ -88,17 +88,19 @@ class ValueChecks:
         """Adds a list of tables as entries of its dataclass. If that has a field `sections`, a nested table holds keys
         of the section of that name."""
         if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
-            self.problems.append(f"{where} must be a list of tables, each headed [[{key}]], not {tables!r}.")
+            self.problems.append(f"{where} must be a list of tables, each headed {heading(key)}, not {tables!r}.")
             return
         has_sections = any(field.name == "sections" for field in fields(entry))
         known = {**keys_of_entry(entry), **(self.keys if has_sections else {})}
         values[key] = []
         for number, table in enumerate(tables, 1):
-            title = f"{where.removesuffix(key)}[[{key}]] {number}: "
+            title = f"{where.removesuffix(key)}{heading(key)} {number}: "
             checked: Values = {}
             for name, value in leaves(table, known).items():
                 if name in known:
                     self._check(checked, name, known[name], value, True, title + name)
+                elif has_sections and name in LEGACY_KEYS and not LEGACY_KEYS[name].late:
+                    checked |= self._translated(checked, name, value, False, title + name)
                 else:
                     self.problems.append(f"{title}unknown key {name}{nearest(name, list(known))}.")
             own = {name: checked.pop(name) for name in list(checked) if "." not in name}
@@ -152,6 +154,26 @@ def values_of_file(path: str, table: Values, checks: ValueChecks) -> Values:
         del given[key]
         checks.problems.append(f"{path}: unknown key {key}{nearest(key, list(checks.keys))}.")
     return checks.values_of(given, False, f"{path}: ")
+
+
+def take_flags_of_stages(argv: list[str], values: Values, checks: ValueChecks) -> list[str]:
+    """Changes the stages of a file as flags such as --stage.anneal.training.seq_len=16384 say. Returns the other
+    arguments."""
+    entries = values.get("stage.entries", [])
+    keys = {**keys_of_entry(type(entries[0])), **checks.keys} if entries else {}
+    flags = {f"stage.{entry.name}.{key}": spec.is_bool for entry in entries for key, spec in keys.items()}
+    given, left_over = FlagParser(flags).parse_known_args(argv)
+    for number, entry in enumerate(entries):
+        prefix, taken = f"stage.{entry.name}.", {}
+        own = ValueChecks(keys, checks.problems, checks.notices)
+        for flag, text in vars(given).items():
+            if flag.startswith(prefix):
+                own._take(taken, flag.removeprefix(prefix), text, True, f"--{flag}")
+        sections = by_section({key: value for key, value in taken.items() if "." in key})
+        merged = {name: {**entry.sections.get(name, {}), **sections.get(name, {})} for name in entry.sections | sections}
+        plain = {key: value for key, value in taken.items() if "." not in key}
+        entries[number] = replace(entry, sections=merged, **plain)
+    return left_over
 
 
 def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:

@@ -1,11 +1,12 @@
 """Sections about what is trained and how: model, optimizer, learning rate, data and batch, validation, evaluation."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan.config.fields import (
     Annotated,
     AnyPath,
+    BatchSize,
     BelowOne,
     Coefficients,
     DataPath,
@@ -22,6 +23,8 @@ from torchtitan.config.fields import (
     PositiveOrAll,
     SecondsOrNone,
     Seed,
+    StageEnd,
+    StageName,
     Steps,
     TimesMore,
 )
@@ -242,7 +245,11 @@ class Training:
     ] = False
     local_batch_size: Annotated[PositiveInt, Doc("Sequences per forward pass on each data-parallel rank.")] = 8
     global_batch_size: Annotated[
-        PositiveOrAll, Doc("Sequences per optimizer step over all ranks; -1: local_batch_size x data-parallel ranks.")
+        BatchSize,
+        Doc(
+            "Sequences per optimizer step over all ranks; -1: local_batch_size x data-parallel ranks. A text such as "
+            "'64@0, 128@2B, 256@50000' sets sizes by tokens or steps of the run, with the same learning rate."
+        ),
     ] = -1
     seq_len: Annotated[PositiveInt, Doc("Tokens per sequence.")] = 2048
     max_norm: Annotated[PositiveFloat, Doc("Clip gradients to this global norm; inf: no clipping.")] = 1.0
@@ -319,3 +326,30 @@ class Evaluation:
         PositiveInt | None,
         Doc("Use only the first N examples of each task; none: all, but of a text the first 1,000 documents."),
     ] = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the run with data, lengths, precision or a learning rate of its own. In the TOML file its other keys
+    are those of other sections, such as training.seq_len = 32768.
+
+    Attributes:
+        sections: these keys, by section.
+    """
+
+    name: Annotated[StageName, Doc("Its name: in logs, and in flags such as --stage.anneal.training.seq_len=32768.")] = (
+        "unnamed"
+    )
+    until: Annotated[
+        StageEnd | None, Doc("Its end: a step, a fraction of training.steps, or tokens such as '400B'; not of the last.")
+    ] = None
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Parts of the run, one after the other."""
+
+    entries: Annotated[
+        list[Stage], Doc("Consecutive stages, each with the keys that it changes; see docs/stages.md.")
+    ] = field(default_factory=list)

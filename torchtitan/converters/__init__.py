@@ -14,22 +14,18 @@ from torchtitan.converters.converter import Decision, ModelConverter, Target, wi
 from torchtitan.converters.gemm_check import checked_gemms
 from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.converters.recipes import FLOAT8_SECTION, INT8_SECTION, MX_SECTION
-from torchtitan.converters.switch import LayerVariants, apply_variants, layer_variants
 from torchtitan.registry import Registry
 
 __all__ = [
     "CONVERTERS",
     "ConverterEntry",
     "Decision",
-    "LayerVariants",
     "LinearConverter",
     "ModelConverter",
     "Target",
     "apply_converters",
-    "apply_variants",
     "checked_gemms",
     "conversion_report",
-    "layer_variants",
 ]
 
 

@@ -1,15 +1,25 @@
 """Datasets by name, path or hub id. Cheap to import: imports neither torch nor `datasets`."""
 
+import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.blocks import KEPT
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
-from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, Vocabulary, python_stdlib
+from torchtitan.data.sources import (
+    Document,
+    Source,
+    StreamedSource,
+    TextFiles,
+    Vocabulary,
+    digest,
+    python_stdlib,
+)
 from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split
@@ -146,31 +156,60 @@ def for_rows(source: Source | StreamedSource, rows: int, seq_len: int) -> Source
     return source.for_rows(rows, seq_len) if isinstance(source, TextFiles) else source
 
 
-def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]:
-    """Sources that can be dealt to the rows of a batch."""
+def as_rows(opened: Sequence[Opened], rows: int, seq_len: int, places: Mapping[str, int] | None = None) -> list[Weighted]:
+    """Sources that can be dealt to the rows of a batch. `places`: of sources by their ids; default: their order."""
     weighted = []
-    for name, source, weight in opened:
+    ids = ids_of([source.fingerprint for _, source, _ in opened])
+    for index, (id, (name, source, weight)) in enumerate(zip(ids, opened, strict=True)):
         source = for_rows(source, rows, seq_len)
         streamed = StridedSource(source, name) if hasattr(source, "__getitem__") else source  # type: ignore[arg-type]
-        weighted.append(Weighted(streamed, name, weight))
+        weighted.append(Weighted(streamed, name, weight, id, places[id] if places else index))
     return weighted
 
 
-def training_sources(
-    training: Training, rows: int, hold_out: bool, tokenizer: Tokenizer | None = None
-) -> tuple[list[Weighted], list[object]]:
-    """The training sources, and, as JSON, the identity of the data (before any documents are held out).
+def ids_of(fingerprints: Sequence[str]) -> list[str]:
+    """An id for each source: that of a second one with the same documents differs."""
+    return [f"{print} {fingerprints[:place].count(print)}" for place, print in enumerate(fingerprints)]
 
-    Args:
-        rows: of a global batch.
+
+class DataOfRun(NamedTuple):
+    """What the data of all stages of a run have in common.
+
+    Attributes:
+        rows: that documents are dealt to: a common multiple of all global batch sizes.
+        seq_len: of the first.
         hold_out: leave out the documents that `validation_sources` uses if it has no dataset of its own.
-        tokenizer: of the run, for sources that hold tokens.
+        places: of each source among those of all stages, by its id; None: of one stage.
     """
-    opened = open_training(training, vocabulary_of(tokenizer, training))
-    data: list[object] = [[source.fingerprint, weight] for _, source, weight in opened]
-    if hold_out:
+
+    rows: int
+    seq_len: int
+    hold_out: bool
+    places: Mapping[str, int] | None = None
+
+
+def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None = None) -> dict[str, int]:
+    """The place of each source among those of all stages. Opens them all."""
+    ids = [ids_of([source.fingerprint for _, source, _ in open_for_training(stage, tokenizer)]) for stage in stages]
+    return {id: place for place, id in enumerate(dict.fromkeys(itertools.chain(*ids)))}
+
+
+def open_for_training(training: Training, tokenizer: Tokenizer | None) -> list[Opened]:
+    return open_training(training, vocabulary_of(tokenizer, training))
+
+
+def training_sources(
+    training: Training, run: DataOfRun, tokenizer: Tokenizer | None = None
+) -> tuple[list[Weighted], dict[str, object]]:
+    """The training sources, and, as JSON, the identity of the data (before any documents are held out). `tokenizer` is
+    the run's, for sources that hold tokens."""
+    opened = open_for_training(training, tokenizer)
+    data = digest([[source.fingerprint, weight] for _, source, weight in opened])
+    # Text without documents is cut into some whose length depends on the first stage's sequences.
+    cut = run.seq_len if any(isinstance(source, TextFiles) for _, source, _ in opened) else None
+    if run.hold_out:
         opened = [(name, split(source, False, name), weight) for name, source, weight in opened]
-    return as_rows(opened, rows, training.seq_len), data
+    return as_rows(opened, run.rows, run.seq_len, run.places), {"data": data, "cut_for": cut}
 
 
 def validation_sources(

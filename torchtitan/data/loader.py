@@ -13,11 +13,10 @@ import torch
 from torchtitan.config.fields import step_ranges
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.best_fit import BestFitStream
-from torchtitan.data.datasets import training_sources, validation_sources
-from torchtitan.data.packing import Corpus, Row, SourceStream, Window
+from torchtitan.data.datasets import DataOfRun, training_sources, validation_sources
+from torchtitan.data.packing import Corpus, Row, SourceStream, Window, carried
 from torchtitan.data.prefetch import Prefetcher
 from torchtitan.data.retries import Retries
-from torchtitan.data.sources import digest
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.logging import Waiting, logger
@@ -49,10 +48,18 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """How a rank builds batches: its rows, rows per batch, what accompanies the tokens, and whether they are in pinned
-    memory, from where a GPU copies them while the host goes on."""
+    """How a rank builds batches.
 
-    local_rows: range
+    Attributes:
+        local_rows: this rank's rows.
+        rows_per_step: of these, that give a window in a step; all, but for runs whose batch size changes.
+        local_batch_size: rows per batch.
+        document_ids, sample_ids: what accompanies the tokens.
+        pin_memory: whether they are in pinned memory, from where a GPU copies them while the host goes on.
+    """
+
+    local_rows: Sequence[int]
+    rows_per_step: int
     local_batch_size: int
     document_ids: bool
     sample_ids: bool
@@ -60,7 +67,13 @@ class BatchSpec:
 
 
 def build_batch_spec(
-    training: Training, rows: int, local_batch_size: int, dp_rank: int, dp_size: int, pin_memory: bool
+    training: Training,
+    rows: int,
+    local_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    pin_memory: bool,
+    all_rows: int | None = None,
 ) -> BatchSpec:
     if rows % (dp_size * local_batch_size):
         raise ConfigError(
@@ -69,9 +82,11 @@ def build_batch_spec(
             f"of {dp_size * local_batch_size}."
         )
     rows_per_rank = rows // dp_size
-    local_rows = range(dp_rank * rows_per_rank, (dp_rank + 1) * rows_per_rank)
+    # In each step, ranks take consecutive parts of `rows` consecutive rows.
+    first_rows = range(dp_rank * rows_per_rank, all_rows or rows, rows)
+    local_rows = [first + row for first in first_rows for row in range(rows_per_rank)]
     named = training.record_sample_ids or training.skip_nonfinite or training.skip_grad_norm_outliers is not None
-    return BatchSpec(local_rows, local_batch_size, training.document_mask, named, pin_memory)
+    return BatchSpec(local_rows, rows_per_rank, local_batch_size, training.document_mask, named, pin_memory)
 
 
 def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
@@ -146,7 +161,7 @@ class Loader:
         counts = [source[3:] for position in positions for source in position["sources"]]
         if not all(counts):
             return {}
-        tokens = self._corpus.seq_len * sum(position["windows"] for position in positions)
+        tokens = self._corpus.seq_len * sum(row["windows"] - row.get("uncounted", 0) for row in positions)
         return dict(zip(PACKED, [*map(sum, zip(*counts, strict=True)), tokens], strict=True))
 
     @property
@@ -201,16 +216,24 @@ class Loader:
         Raises:
             CheckpointError: it was made with other data, another tokenizer, seed, batch size or sequence length.
         """
-        check_identity(self.identity, state)
-        self.close()
-        self._waited_before = self.wait_seconds
-        self._start(state["positions"])
+        check_identity(self.identity, state, self._corpus.rows)
+        self._restart(state["positions"])
         row, listed = next(iter(self._positions.values())), self._corpus.passed_over
         if row.get("passed_over", 0) < sum(any(n in part for part in listed) for n in range(1, row["windows"] + 1)):
             logger.warning(
                 "training.skip_steps: the checkpoint has been trained on the data of some of these steps already; to "
                 f"pass over them, resume from one before step {min(part.start for part in listed)}"
             )
+
+    def go_on_from(self, former: "Loader", state: Mapping[str, Any]) -> None:
+        """Continues where the loader of the stage before, whose merged state this is, ended: sources that are in both
+        go on, others begin."""
+        self._restart(carried(state["positions"], former._corpus, self._corpus))
+
+    def _restart(self, positions: Positions) -> None:
+        self.close()
+        self._waited_before = self.wait_seconds
+        self._start(positions)
 
     def close(self) -> None:
         """Stops prefetching. Otherwise it stops when the process ends."""
@@ -236,8 +259,18 @@ def steps_without_retries(corpus: Corpus, spec: BatchSpec, positions: Positions)
     with ThreadPool(at_once) if corpus.is_remote else contextlib.nullcontext() as threads:
         while True:
             pass_over(rows, threads)
-            batches = microbatches(next_windows(rows, threads), spec)
+            batches = microbatches(next_windows(take_turns(rows, spec.rows_per_step), threads), spec)
             yield batches, positions_of(rows)
+
+
+def take_turns(rows: Sequence[Row], per_step: int) -> Sequence[Row]:
+    """The rows whose turn it is."""
+    if len(rows) == per_step:
+        return rows
+    first = rows[0].turn * per_step % len(rows)
+    for row in rows:
+        row.turn += 1
+    return rows[first : first + per_step]
 
 
 def pass_over(rows: Sequence[Row], threads: ThreadPool | None) -> None:
@@ -268,25 +301,26 @@ IDENTITY_KEYS = {
     "shuffle": "training.shuffle",
     "hold_out": "validation.enabled (which holds out documents)",
     "seq_len": "training.seq_len",
+    "cut_for": "training.seq_len of the first stage, for which text without documents is cut",
     "global_batch_size": "training.global_batch_size",
     "packing": "training.packing",
 }
 EARLIER = {"packing": "concatenate"}  # of states of earlier versions, which lack the entry
 
 
-def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    theirs = {**EARLIER, **theirs}
+def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any], rows: int) -> None:
+    theirs = {**EARLIER, "cut_for": mine["cut_for"] and theirs.get("seq_len"), **theirs}
     differ = [
         f"{key} (now {mine[part]}, in the checkpoint {theirs.get(part)})"
         for part, key in IDENTITY_KEYS.items()
         if mine[part] != theirs.get(part)
         and not (part == "tokenizer" and mine["tokenizer_ids"] == theirs.get("tokenizer_ids"))  # the same, another file
     ]
-    if differ or len(theirs.get("positions", {})) != mine["global_batch_size"]:
+    if differ or (saved := len(theirs.get("positions", {}))) != rows:
         raise CheckpointError(
             "The checkpoint's data position does not match this run: "
-            f"{'; '.join(differ) or 'rows are missing'}. Change it back, or restart the data with "
-            "--checkpoint.exclude_from_loading=dataloader."
+            f"{'; '.join(differ) or f'rows are missing: the checkpoint has {saved} of {rows}'}. Change it back, or "
+            "restart the data with --checkpoint.exclude_from_loading=dataloader."
         )
 
 
@@ -300,6 +334,7 @@ def build_loader(
     hold_out: bool,
     pin_memory: bool = False,
     prefetch: int = PREFETCHED_STEPS,
+    run: DataOfRun | None = None,
 ) -> Loader:
     """The training data of one data-parallel rank.
 
@@ -311,23 +346,26 @@ def build_loader(
         hold_out: leave out what `build_validation_loader` takes from the training data.
         pin_memory: for batches that go to a GPU.
         prefetch: number of optimizer steps to prefetch.
+        run: what all stages have in common; None: there is only this one.
 
     Raises:
         ConfigError: the rows do not divide into batches and ranks, or the dataset is unknown.
         DataError: the data cannot be used.
     """
-    spec = build_batch_spec(training, global_batch_size, training.local_batch_size, dp_rank, dp_size, pin_memory)
-    sources, data = training_sources(training, global_batch_size, hold_out, tokenizer)
+    run = run or DataOfRun(global_batch_size, training.seq_len, hold_out)
+    local = training.local_batch_size
+    spec = build_batch_spec(training, global_batch_size, local, dp_rank, dp_size, pin_memory, run.rows)
+    sources, data = training_sources(training, run, tokenizer)
     seed = training.seed if training.shuffle else None
     stream, passed_over = PACKINGS[training.packing], step_ranges(training.skip_steps)
-    corpus = Corpus(sources, tokenizer, global_batch_size, training.seq_len, seed, stream, passed_over)
+    corpus = Corpus(sources, tokenizer, run.rows, training.seq_len, seed, stream, passed_over)
     identity = {
-        "data": digest(data),
+        **data,
         "tokenizer": tokenizer.fingerprint,
         "tokenizer_ids": tokenizer.ids_fingerprint,
         "seed": training.seed,
         "shuffle": training.shuffle,
-        "hold_out": hold_out,
+        "hold_out": run.hold_out,
         "seq_len": training.seq_len,
         "global_batch_size": global_batch_size,
         "packing": training.packing,

@@ -23,11 +23,20 @@ GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
 
 
 class Weighted(NamedTuple):
-    """A source, its name in messages, and its weight relative to the other sources."""
+    """A source of a mixture.
+
+    Attributes:
+        name: in messages.
+        weight: relative to the other sources.
+        id: identifies it among the sources of all stages of a run.
+        place: among these.
+    """
 
     source: StreamedSource
     name: str
     weight: float
+    id: str = ""
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class Corpus:
     Attributes:
         sources: one source, or the parts of a mixture.
         tokenizer: encodes the text.
-        rows: B, sequences in a global batch.
+        rows: sequences in a global batch; in a run whose batch size changes, a common multiple of all sizes, of which
+            each step takes some in turn.
         seq_len: tokens in a sequence.
         seed: for shuffling documents; None: keep their order.
         stream: packs the documents of a source; None: `SourceStream`.
@@ -56,6 +66,10 @@ class Corpus:
     def is_remote(self) -> bool:
         """Whether rows may be read at the same time, because each document of a source takes a round trip."""
         return any(getattr(weighted.source, "is_remote", False) for weighted in self.sources)
+
+    @property
+    def packs_pools(self) -> bool:
+        return self.stream is not None and self.stream is not SourceStream
 
     @property
     def proportions(self) -> list[float]:
@@ -121,7 +135,7 @@ class SourceStream:
         self.corpus = corpus
         self.name = corpus.sources[place].name
         self.documents = corpus.sources[place].source.documents(
-            row, corpus.rows, source_seed(corpus.seed, place), position
+            row, corpus.rows, source_seed(corpus.seed, corpus.sources[place].place), position
         )
         self.progress = position, tokens
         self.progress_before = self.progress  # before the current document was drawn
@@ -203,10 +217,26 @@ class SourceStream:
         self.progress = drawn.position, tokens + len(self.tokens)
 
 
+def carried(positions: "dict[str, Any]", old: Corpus, new: Corpus) -> "dict[str, Any]":
+    """Positions of rows, by number, for another corpus: sources that are in both go on, others begin. Where documents
+    are packed differently, a document or best-fit pool that has begun begins again."""
+    former = {source.id: index for index, source in enumerate(old.sources)}
+    same = old.stream is new.stream and (old.seq_len == new.seq_len or not new.packs_pools)
+    carried = {}
+    for number, position in positions.items():
+        sources = []
+        for source in new.sources:
+            before, tokens, used, *_ = position["sources"][former[source.id]] if source.id in former else (None, 0, 0)
+            sources.append([before, tokens, used if same else 0])
+        carried[number] = {**position, "sources": sources, "uncounted": position["windows"], "turn": 0}
+    return carried
+
+
 class Row:
     """The endless, resumable stream of windows of one row.
 
-    `windows` is the number drawn: of these, `passed_over` were not given.
+    `windows` is the number drawn: of these, `passed_over` were not given, and `uncounted` are of earlier stages. `turn`
+    is the number of this stage's steps in which it was not always this row's turn.
 
     In a mixture each window comes from one source, determined by its index among the windows of all rows: the
     fractional parts of multiples of the golden ratio fill [0, 1) as evenly as possible (Knuth, volume 3, 6.4), and each
@@ -231,6 +261,8 @@ class Row:
         self.streams = [stream(corpus, number, place, *source) for place, source in enumerate(sources)]
         self.epoch = state["epoch"] if state is not None else 0
         self.passed_over = (state or {}).get("passed_over", 0)
+        self.turn = (state or {}).get("turn", 0)
+        self.uncounted = (state or {}).get("uncounted", 0)
 
     def state(self) -> dict[str, Any]:
         """JSON."""
@@ -238,7 +270,11 @@ class Row:
             "sources": [stream.state() for stream in self.streams],
             "windows": self.windows,
             "epoch": self.epoch,
-            **({"passed_over": self.passed_over} if self.passed_over else {}),
+            **{
+                key: value
+                for key in ("passed_over", "turn", "uncounted")
+                if (value := getattr(self, key))  # or checkpoints would have keys that few runs need
+            },
         }
 
     @property

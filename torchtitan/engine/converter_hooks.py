@@ -52,11 +52,9 @@ def load_converter_state(engine: Engine, state: Mapping[str, Any], loss_scale: f
 
 
 def steps_to_check(engine: Engine, first_step: int) -> set[int]:
-    """The steps in which to count low-precision GEMMs: the first of the run, and of each precision phase, that compiles
-    nothing. The GEMMs of a compiler's tracing would be counted too."""
+    """The steps in which to count low-precision GEMMs: the first of the run, and of each stage, that compiles nothing.
+    The GEMMs of a compiler's tracing would be counted too."""
     compiled = engine.config.training.compile
-    if engine.phases is not None:
-        return engine.phases.steps_to_check(first_step, compiled)
     if any(converter.decisions for converter in engine.converters):
         return {first_step + steps_that_compile(engine.converters, compiled)}
     return set()
@@ -73,7 +71,6 @@ def checked_step(engine: Engine, microbatches: int, check: bool = True) -> conte
         _passes_of_layers(engine, microbatches),
         compiled=engine.config.training.compile,
         recomputed=engine.config.activation_checkpoint.mode != "none",
-        others=engine.phases.all_converters if engine.phases is not None else (),
     )
 
 

@@ -19,7 +19,6 @@ from torchtitan.converters import ModelConverter, Target
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, conversion_target
 from torchtitan.engine.model_args import find_base_args
-from torchtitan.engine.precision_phases import PrecisionPhases, build_precision_phases
 from torchtitan.errors import ConfigError
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
@@ -46,8 +45,7 @@ class Engine:
         model: the modules on this rank, under their names in the full model.
         stages: views of the model by pipeline stage; {0: model} without a pipeline.
         positions: position ids, within each sequence, of the tokens this rank computes; None for all of them.
-        converters: applied to the model; under a precision schedule, those of the current phase.
-        phases: the precision schedule; None without [[precision.phase]].
+        converters: applied to the model.
         optimizer: for this rank's parameters.
         step_in_backward: hooks that step the optimizer during the backward pass; None if it steps afterwards.
         pipeline, validation_pipeline: run the stages; None without a pipeline, or without validation and
@@ -70,7 +68,6 @@ class Engine:
     stages: dict[int, Decoder]
     positions: torch.Tensor | None
     converters: list[ModelConverter]
-    phases: PrecisionPhases | None
     optimizer: torch.optim.Optimizer
     step_in_backward: StepInBackward | None
     pipeline: Pipeline | None
@@ -160,13 +157,7 @@ def build_engine(
 
     # The full model on the meta device, then converters: they see unwrapped layers under their original names.
     target = target or conversion_target(config, spec, device, shards=dims.fsdp)
-    convert = functools.partial(build_converted_model, args=args, target=target, mesh=mesh)
-    phases = None
-    if config.precision.phase:
-        model, phases = build_precision_phases(config, convert)
-        converters = phases.converters
-    else:
-        model, converters = convert(config)
+    model, converters = build_converted_model(config, args, target, mesh)
     check_groups(model, config.optimizer)
     scalings = _scalings(model, config, args)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -217,7 +208,6 @@ def build_engine(
         stages=stages,
         positions=positions,
         converters=converters,
-        phases=phases,
         optimizer=optimizer,
         step_in_backward=StepInBackward(model.parameters(), optimizer) if early else None,
         pipeline=pipeline,

@@ -72,7 +72,7 @@ def pipeline_conflicts(layers: int, config: JobConfig) -> Conflicts:
     if points and parallelism.pipeline_parallel_layers_per_stage:
         return {"parallelism.pipeline_parallel_split_points and _layers_per_stage exclude each other; unset one.": True}
     splits = pipeline.splits_backward(parallelism)
-    if splits and (config.model.converters or any(phase.converters for phase in config.precision.phase)):
+    if splits and config.model.converters:
         logger.warning(
             f"{key} computes the backward GEMMs of low-precision layers twice; 1F1B or Interleaved1F1B are faster with "
             "converters"

@@ -12,9 +12,8 @@ from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.converters import apply_converters, conversion_report
 from torchtitan.device import Device
-from torchtitan.engine.conversion import explain_conversion
 from torchtitan.engine.model_args import find_model_args
-from torchtitan.engine.precision_phases import Phase, parse_phases
+from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.hardware import find_gpu
 from torchtitan.logging import Waiting, logger
@@ -37,7 +36,7 @@ from torchtitan.plan.devices import (
 from torchtitan.plan.extrapolation import Job, dense_layers, measure
 from torchtitan.plan.lowered_step import LoweringError, lowered_work
 from torchtitan.plan.lowering import SIMULATED
-from torchtitan.plan.render import draw, to_text
+from torchtitan.plan.render import draw, stages_to_text, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
 from torchtitan.plan.step_model import RANGES, RATES, Expected, seconds_by_part
@@ -59,33 +58,42 @@ def plan(config: JobConfig, device: Device) -> None:
     dtype = getattr(torch, config.training.mixed_precision_param)
     planned, why = planned_device(job.simulate_device, simulated, device, dtype)
     dims = check(config, job.simulate_world_size or max(1, torch.cuda.device_count()), planned.type)
-    rows = global_batch_size(config, dims)
-    found = run_plan(config, dims, rows, planned, why)
+    stages, plans = parse_stages(config, dims.dp), []
+    for number, stage in enumerate(stages, 1):
+        if stage.title:
+            logger.info(f"{stage.title}, steps {stage.first_step} to {stage.last_step}")
+        with stage.named_in_errors():
+            rows = global_batch_size(stage.config, dims)
+            plans.append(run_plan(stage.config, dims, rows, planned, why, "plan" if number == 1 else f"plan_{number}"))
+    if len(stages) > 1:
+        logger.info(stages_to_text(stages, plans))
+        if large := [stage for stage, plan in zip(stages, plans, strict=True) if not plan.fits]:
+            raise ConfigError(*(f"{stage.title or 'this batch size'} does not fit into memory." for stage in large))
     if config.job.plan_suggest:
+        first, rows = stages[0].config, global_batch_size(stages[0].config, dims)
 
         def peak(tried: JobConfig, dims: ParallelDims) -> float:
-            first = parse_phases(tried)[0].config if tried.precision.phase else tried
-            measured = measure(make_job(first, dims, rows, planned, build_on_meta(first)))
+            measured = measure(make_job(tried, dims, rows, planned, build_on_meta(tried)))
             return max(rank["peak",] for rank in measured)
 
-        logger.info(suggestions(found, find_model_args(config.model), config, rows, peak))
+        logger.info(suggestions(plans[0], find_model_args(first.model), first, rows, peak))
 
 
-def run_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str) -> Plan:
-    """Makes the plan, prints it, and writes `plan.json` and `plan.png` to the dump folder."""
+def run_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str, name: str) -> Plan:
+    """Makes the plan, prints it, and writes `<name>.json` and `<name>.png` to the dump folder."""
     start = time.perf_counter()
     plan = make_plan(config, dims, rows, device, why)
     plan = dataclasses.replace(plan, seconds_taken=time.perf_counter() - start)
     logger.info(to_text(plan))
-    folder = Path(config.job.dump_folder)
-    (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1), encoding="utf-8")
-    logger.info(f"wrote {folder / 'plan.json'}")
+    file = Path(config.job.dump_folder) / f"{name}.json"
+    file.write_text(json.dumps(dataclasses.asdict(plan), indent=1), encoding="utf-8")
+    logger.info(f"wrote {file}")
     try:
-        draw(plan, folder / "plan.png")
+        draw(plan, file.with_suffix(".png"))
     except UserError as error:
         logger.warning(str(error))
     else:
-        logger.info(f"wrote {folder / 'plan.png'}")
+        logger.info(f"wrote {file.with_suffix('.png')}")
     return plan
 
 
@@ -111,12 +119,6 @@ def planned_device(name: str, simulated: bool, device: Device, dtype: torch.dtyp
 def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str = "") -> Plan:
     """The plan of a configuration that `config_checks.check` has accepted, for `rows` sequences in an optimizer step
     and a device that was chosen for the reason `why`."""
-    phases = parse_phases(config) if config.precision.phase else []
-    for phase in phases[1:]:
-        with phase.named_in_errors():
-            explain_conversion(phase.config)  # a mistake there would stop the run
-    if phases:
-        config = phases[0].config
     training, name = config.training, config.model.name
     spec = MODELS.get(name)
     model = build_on_meta(config)
@@ -158,7 +160,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         ranks=ranks,
         step_seconds=seconds,
         mfu=mfu,
-        notes=[*([_phase_note(phases)] if len(phases) > 1 else []), *_notes(job, why), note],
+        notes=[*_notes(job, why), note],
         expected=expected,
         conversion=conversion_report(converter.decisions for converter in converters),
     )
@@ -302,14 +304,6 @@ def _causal(job: Job, flops_per_token: float) -> float:
     """The FLOPs per token without the half of attention that the causal mask skips."""
     args = job.args
     return flops_per_token - 6 * args.n_layers * args.n_heads * args.head_dim * job.config.training.seq_len
-
-
-def _phase_note(phases: list[Phase]) -> str:
-    end = f" (to step {phases[0].last_step})" if phases[0].last_step else ""
-    return (
-        f"planned: {phases[0].title} of {len(phases)}{end}, as if it were the whole run; to plan another, set "
-        "model.converters to its converters"
-    )
 
 
 def _notes(job: Job, why: str) -> list[str]:

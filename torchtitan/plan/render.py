@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.converters.conversion_report import summary, to_table
+from torchtitan.engine.stages import Stage
 from torchtitan.errors import require_report_extra
 from torchtitan.plan.result import Plan, RankPlan
 from torchtitan.plan.step_model import Expected
@@ -13,6 +14,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 GIB, MIB = 2**30, 2**20
+
+
+def stages_to_text(stages: Sequence[Stage], plans: Sequence[Plan]) -> str:
+    """A row for each stage of a run."""
+    rows = [["stage", "steps", "batch", "peak in GiB", "of device", "fits", "seconds per step, at least"]]
+    for stage, plan in zip(stages, plans, strict=True):
+        share, seconds = plan.peak / plan.device.memory_bytes, plan.step_seconds
+        steps = f"{stage.first_step} to {stage.last_step}"
+        size = plan.tokens_per_step // stage.config.training.seq_len
+        batch, fits = f"{size} x {stage.config.training.seq_len}", "yes" if plan.fits else "no"
+        times = "?" if seconds is None else f"{seconds:.3g}"
+        rows.append([stage.title or "-", steps, batch, f"{plan.peak / GIB:.2f}", f"{share:.0%}", fits, times])
+    return "stages of the run\n" + table(rows)
 
 
 def to_text(plan: Plan) -> str:

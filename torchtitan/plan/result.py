@@ -95,3 +95,12 @@ class Plan:
     conversion: list[Decision] = field(default_factory=list)
     expected: Expected | None = None
     seconds_taken: float = 0.0
+
+    @property
+    def peak(self) -> int:
+        """Of the rank that needs most memory, in bytes."""
+        return max(rank.peaks[self.mode] for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.device.memory_bytes

@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor
 from torchtitan.checkpoint.state_dict import model_tensors
 from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import JobConfig
-from torchtitan.config.low_precision import Precision
 from torchtitan.config.output import Checkpoint, Metrics, Profiling
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Evaluation, Training, Validation
 from torchtitan.device import find_device
 from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.engine.train_step import sum_over_ranks, train_step
+from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, counted
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
@@ -158,16 +158,16 @@ def compare(config: JobConfig, full: bool) -> tuple[ParallelDims, str, list[Comp
 
 def _training_alone(config: JobConfig, folder: str) -> JobConfig:
     """The training of a configuration on the built-in text, with nothing around it."""
-    replace, phases = dataclasses.replace, config.precision.phase
-    if phases:
-        logger.info("of [[precision.phase]], the converters of the first phase are checked")
+    replace, stages = dataclasses.replace, parse_stages(config)
+    if len(stages) > 1:
+        logger.info(f"of the run's {len(stages)} stages, the first is checked")
+    config = stages[0].config
     return replace(
         config,
         job=replace(config.job, dump_folder=folder, plan=False),
         model=replace(
             config.model,
             tokenizer_path=None,
-            converters=phases[0].converters if phases else config.model.converters,
         ),
         training=replace(
             config.training,
@@ -183,7 +183,6 @@ def _training_alone(config: JobConfig, folder: str) -> JobConfig:
         optimizer=replace(config.optimizer, early_step_in_backward=False),
         validation=Validation(),
         evaluation=Evaluation(),
-        precision=Precision(),
         metrics=Metrics(),
         profiling=Profiling(),
         checkpoint=Checkpoint(),

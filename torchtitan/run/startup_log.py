@@ -1,16 +1,18 @@
 """What a run logs before its first step: the decisions made, and why."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from torchtitan.converters.conversion_report import phases_to_json, schedule_line, summary, to_json, to_table
+from torchtitan.converters import Decision
+from torchtitan.converters.conversion_report import phases_to_json, summary, to_json, to_table
 from torchtitan.converters.measured_filter import slowness
 from torchtitan.device import BUSY, CoreMeter
-from torchtitan.engine.conversion import decisions_of
 from torchtitan.engine.engine import Engine
+from torchtitan.engine.stages import Stage
 from torchtitan.errors import counted
 from torchtitan.kernels.cpu_gemm import cpu_kernel
 from torchtitan.logging import logger
@@ -20,22 +22,15 @@ from torchtitan.optim.schedule import shortened
 SLOW = 4  # times the time of a bf16 layer; slower than this is too slow even for experiments
 
 
-def log_conversion(engine: Engine) -> str:
-    """Logs the precision of each linear layer and the rule that decided it. Returns them as JSON, or ""."""
-    if engine.phases is None:
-        titles, reports = ["conversion to low precision"], [decisions_of(engine.converters)]
-        text = to_json(reports[0])
-    else:
-        titles, reports = [phase.title for phase in engine.phases.phases], engine.phases.reports
-        last_steps = [phase.last_step for phase in engine.phases.phases]
-        text = phases_to_json(list(zip(last_steps, reports, strict=True)))
-    for title, report in zip(titles, reports, strict=True):
+def log_conversion(stages: Sequence[Stage], reports: Sequence[Sequence[Decision]]) -> str:
+    """Logs the precision of each linear layer, by stage, and the rule that decided it. Returns them as JSON, or ""."""
+    for stage, report in zip(stages, reports, strict=True):
         if report:
-            logger.info(f"{title}:\n{to_table(report)}")
+            logger.info(f"{stage.title or 'conversion to low precision'}:\n{to_table(report)}")
             logger.info(summary(report))
-    if engine.converted_model:
-        logger.info(f"after conversion:\n{engine.converted_model}")
-    return text if any(reports) else ""
+    ends = [None if stage is stages[-1] else stage.last_step for stage in stages]
+    text = to_json(reports[0]) if len(stages) == 1 else phases_to_json(list(zip(ends, reports, strict=True)))
+    return text if any(reports) or len(stages) > 1 else ""
 
 
 def log_cost_of_low_precision(engine: Engine) -> None:
@@ -87,6 +82,7 @@ def log_settings(
     dtype_reason: str,
     data: str,
     global_batch_size: int,
+    stage: Stage,
     first_step: int,
     tokens_seen: int,
     checkpoints: Path,
@@ -106,14 +102,14 @@ def log_settings(
         "precision": f"{training.mixed_precision_param} GEMMs"
         + (f" ({dtype_reason})" if dtype_reason else "")
         + f", {training.weight_dtype} weights, float32 gradient sums"
-        + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else "")
-        + (f"; schedule: {schedule_line(engine.phases.schedule)}" if engine.phases is not None else ""),
+        + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else ""),
         "data": data,
         "batch": f"{global_batch_size} x {training.seq_len} = {tokens:,} tokens per step"
         f" ({training.local_batch_size} x {counted(dims.dp, 'rank')} x "
         f"{counted(accumulation_steps, 'grad-accumulation step')})",
-        "steps": f"{first_step} to {training.steps}, "
-        f"{tokens_seen + (training.steps - first_step + 1) * tokens:,} tokens in total",
+        **({"stage": stage.title} if stage.title else {}),
+        "steps": f"{first_step} to {stage.last_step}{f' of {training.steps}' if stage.title else ''}, "
+        f"{tokens_seen + (stage.last_step - first_step + 1) * tokens:,} tokens in total",
         "attention": _attention(engine),
         "activations": {"none": "all stored", "full": "recomputed in every block"}.get(
             config.activation_checkpoint.mode,
@@ -126,5 +122,5 @@ def log_settings(
     }
     for name, line in lines.items():
         logger.info(f"{name:12} {line}")
-    if parts := shortened(training.steps, config.lr_scheduler):
+    if parts := shortened(stage.schedule[1], config.lr_scheduler):
         logger.info(f"the run is shorter than its learning-rate schedule, which is shortened: {parts}")

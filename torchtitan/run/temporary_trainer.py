@@ -5,7 +5,7 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator
 
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import JobConfig
 from torchtitan.config.output import Checkpoint
 from torchtitan.device import find_device
@@ -31,7 +31,7 @@ def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
         device = find_device(local_rank)
         dims = check(config, world_size, device.type)
         with (
-            build_trainer(config, dims, global_batch_size(config, dims), device) as trainer,
+            build_trainer(config, dims, device) as trainer,
             Waiting("short run", config.training.steps, "steps", lambda: trainer.step),
         ):
             yield trainer

@@ -1,0 +1,224 @@
+"""The stages of a run: what each trains with, and from which step to which.
+
+A run without [[stage]], [[precision.phase]] or a schedule of batch sizes has one.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torchtitan.config import JobConfig
+from torchtitan.config.fields import batch_schedule, counted_tokens
+from torchtitan.config.low_precision import Precision
+from torchtitan.config.training import Stages
+from torchtitan.converters import CONVERTERS
+from torchtitan.errors import ConfigError, nearest
+from torchtitan.optim.schedule import lr_factor
+
+# Sections, or some of their keys, that a stage may change. What is not here is the run's: the model's sizes, the kind
+# of optimizer, the layout.
+CHANGEABLE = {
+    "model": "converters rope_theta rope_scaling",
+    "training": "dataset dataset_path dataset_mixture text_column packing document_mask seq_len local_batch_size "
+    "global_batch_size max_norm",
+    "optimizer": "lr weight_decay no_weight_decay group",
+    "moe": "bias_update_speed loss_coefficient",
+    **dict.fromkeys(("lr_scheduler", "validation", "evaluation", "activation_checkpoint"), ""),
+}
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A range of steps with a configuration of its own.
+
+    Attributes:
+        title: for messages; "" if the run has only this one.
+        number: from 1, the same for all batch sizes of one entry of the file.
+        first_step, last_step: of the run's steps, from 1.
+        config: as for a run that stays in this stage.
+        schedule: the steps before the learning-rate schedule begins, and its length: the whole run, or this stage if it
+            sets a key of [lr_scheduler].
+        at_end: whether it ends with its entry, not with a batch size of it.
+    """
+
+    title: str
+    number: int
+    first_step: int
+    last_step: int
+    config: JobConfig
+    schedule: tuple[int, int]
+    at_end: bool = True
+
+    def learning_rate(self, step: int) -> float:
+        before, steps = self.schedule
+        return self.config.optimizer.lr * lr_factor(step - before, steps, self.config.lr_scheduler)
+
+    @contextlib.contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Prefixes the message of a ConfigError with the title."""
+        try:
+            yield
+        except ConfigError as error:
+            if not self.title:
+                raise
+            raise ConfigError(
+                *(f"{self.title}: {problem.removeprefix('model.converters: ')}" for problem in error.problems)
+            ) from None
+
+
+@dataclass
+class Entry:
+    """A stage as the file has it."""
+
+    title: str
+    until: int | float | str | None
+    sections: Sections
+    problems: list[str] = field(default_factory=list)
+    may_exceed: bool = False  # the end of the run
+
+
+def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
+    """The stages of a run on `dp` data-parallel ranks, in order.
+
+    Raises:
+        ConfigError: with one sentence per mistake.
+    """
+    entries = _phases(config) + _stages(config) or [Entry("", None, {})]
+    problems = [f"{entry.title}: {problem}" for entry in entries for problem in entry.problems]
+    if config.precision.phase and config.stage.entries:
+        problems.append("[[stage]] and [[precision.phase]] exclude each other: write the phases as stages.")
+    if config.precision.phase and config.model.converters:
+        problems.append(
+            "model.converters and [[precision.phase]] exclude each other, since each phase has its own converters: "
+            "remove model.converters, or the phases."
+        )
+    if problems:
+        raise ConfigError(*problems)
+    stages: list[Stage] = []
+    step = tokens = 0
+    for number, entry in enumerate(entries, 1):
+        own = _config_of(entry.sections, config)
+        parts = list(_parts(own, entry, number == len(entries), step, tokens, dp, problems))
+        begin, end = step, parts[-1][0]
+        schedule = (begin, end - begin) if "lr_scheduler" in entry.sections else (0, config.training.steps)
+        for last, size, tokens in parts:
+            if last > step:
+                part = replace(own, training=replace(own.training, global_batch_size=size))
+                stages.append(Stage(entry.title, number, step + 1, last, part, schedule, last == end))
+            step = last
+    sizes = {stage.config.training.global_batch_size for stage in stages}
+    if len(sizes) > 1 and config.training.skip_steps:
+        problems.append("training.skip_steps counts steps of one size, but training.global_batch_size changes: unset it.")
+    if len({str(_algorithms(stage.config)) for stage in stages}) > 1:
+        problems.append("[[optimizer.group]]: algorithm belongs to the whole run; give each stage the same.")
+    if problems:
+        raise ConfigError(*problems)
+    return stages
+
+
+def _algorithms(config: JobConfig) -> list[tuple[list[str], str]]:
+    return [(group.parameters, group.algorithm) for group in config.optimizer.group if group.algorithm]
+
+
+def stage_of(step: int, stages: Sequence[Stage]) -> Stage:
+    """The stage of a step, from 1; the last one beyond the end of the run."""
+    return next((stage for stage in stages if step <= stage.last_step), stages[-1])
+
+
+def _parts(
+    config: JobConfig, entry: Entry, is_last: bool, step: int, tokens: int, dp: int, problems: list[str]
+) -> Iterator[tuple[int, int, int]]:
+    """Last step, batch size, and tokens of the run by then, of each part of an entry with one batch size."""
+    training, total = config.training, config.training.steps
+    given = training.global_batch_size
+    sizes = batch_schedule(given) if isinstance(given, str) else [(given, 0)]
+    key = f"training.global_batch_size = {given!r}"
+
+    def step_at(end: int | float | str, size: int) -> int:
+        per_step = (training.local_batch_size * dp if size == -1 else size) * training.seq_len
+        if isinstance(end, str):
+            return step + math.ceil((counted_tokens(end) - tokens) / per_step)
+        return round(end * total) if isinstance(end, float) else end
+
+    begin = step
+    for place, (size, _) in enumerate(sizes):
+        last = max(total, begin + entry.may_exceed) if entry.until is None else step_at(entry.until, size)
+        if place + 1 < len(sizes):
+            last = min(last, step_at(sizes[place + 1][1], size))
+        last = max(last, step)  # begun before this entry
+        tokens += (last - step) * (training.local_batch_size * dp if size == -1 else size) * training.seq_len
+        yield last, size, tokens
+        step = last
+    title = f"{entry.title}: " if entry.title else ""
+    if any(step_of_next <= step_of_this for step_of_this, step_of_next in _pairs(sizes)):
+        problems.append(f"{title}{key}: its sizes must begin one after the other; order them.")
+    if entry.until is None and not is_last:
+        problems.append(f"{title}it has no end; set until: a step, a fraction of training.steps, or tokens.")
+    elif is_last and entry.until is not None and step < total:
+        problems.append(f"{title}the last one ends at step {step} of {total}; remove its until, or add another.")
+    elif step > total and not entry.may_exceed:
+        problems.append(f"{title}it ends at step {step}, after training.steps = {total}; lower until, or raise that.")
+    elif step <= begin and (entry.title or step == 0):
+        problems.append(
+            f"{title}it ends at step {step} of {total}, but the one before it ends at step {begin}; raise its until, "
+            "since each needs at least one step."
+        )
+
+
+def _pairs(sizes: Sequence[tuple[int, int | str]]) -> Iterator[tuple[float, float]]:
+    """Each two neighbouring beginnings of the same unit."""
+    for (_, first), (_, second) in zip(sizes, sizes[1:], strict=False):
+        if isinstance(first, str) == isinstance(second, str):
+            yield tuple(counted_tokens(at) if isinstance(at, str) else at for at in (first, second))  # type: ignore[misc]
+
+
+def _stages(config: JobConfig) -> list[Entry]:
+    entries, names = config.stage.entries, [entry.name for entry in config.stage.entries]
+    of_converters = {CONVERTERS.get(name).section for name in CONVERTERS.names()}
+    result = []
+    for place, entry in enumerate(entries):
+        problems = [f"the name {entry.name} is another stage's; change it."] if entry.name in names[:place] else []
+        for section, keys in entry.sections.items():
+            allowed = CHANGEABLE.get(section, None if section not in of_converters else "")
+            for key in keys:
+                if allowed is None or (allowed and key not in allowed.split()):
+                    known = [f"{name}.{one}" for name, all_of in CHANGEABLE.items() for one in all_of.split()]
+                    problems.append(
+                        f"{section}.{key} cannot change within a run{nearest(f'{section}.{key}', known)}; remove it. "
+                        "Sizes of the model, the optimizer and degrees of parallelism belong to the whole run."
+                    )
+        result.append(Entry(f"stage {entry.name}", entry.until, entry.sections, problems))
+    return result
+
+
+def _phases(config: JobConfig) -> list[Entry]:
+    """[[precision.phase]], as stages that change only the converters and their sections."""
+    result = []
+    for number, phase in enumerate(config.precision.phase, 1):
+        sections = {CONVERTERS.get(name).section for name in phase.converters if name in CONVERTERS.names()}
+        problems = [
+            f"the table [precision.phase.{section}] belongs to no converter of this phase; add the converter, or "
+            "remove the table."
+            for section in phase.sections
+            if section not in sections
+        ]
+        if phase.until is not None and phase.until_step is not None:
+            problems.append("until and until_step are both set; keep one of them.")
+        until = phase.until_step if phase.until is None else float(phase.until)
+        overrides = {"model": {"converters": list(phase.converters)}, **phase.sections}
+        result.append(Entry(f"[[precision.phase]] {number}", until, overrides, problems, may_exceed=True))
+    return result
+
+
+def _config_of(overrides: Sections, config: JobConfig) -> JobConfig:
+    sections = {name: replace(getattr(config, name), **values) for name, values in overrides.items()}
+    return replace(config, precision=Precision(), stage=Stages(), **sections)
+
+
+def converters_of(config: JobConfig) -> dict[str, Any]:
+    """What determines the converters and their state."""
+    sections = {CONVERTERS.get(name).section for name in config.model.converters}
+    return {"converters": config.model.converters} | {name: getattr(config, name) for name in sections if name}
