@@ -18,6 +18,7 @@ PARTS = {
     "guard": dict,
     "dataloader": dict,
     "converters": dict,
+    "hooks": dict,
     "loss_scale": float,
     "precision_schedule": list,
     "tokenizer": dict,

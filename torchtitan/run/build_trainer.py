@@ -35,8 +35,11 @@ from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.dims import Meshes, ParallelDims, build_meshes
 from torchtitan.parallel.object_collectives import broadcast_from_rank_0, raise_on_all_ranks, refuse_differences
 from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout, world_from_environment
+from torchtitan.protocols import Hook
 from torchtitan.report.compare import flat
 from torchtitan.run.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
+from torchtitan.run.hooks import HOOKS
+from torchtitan.run.reports import Report, evaluate_tasks, sample, validate
 from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.run.trainer import Trainer
@@ -97,6 +100,15 @@ def build_trainer(
 
     scorer = scorer_of_run(engine)
     prompts = config.validation.sample_prompts if config.validation.enabled else []
+    reports: list[Hook] = []
+    freq = config.validation.freq
+    if validation_loader is not None:
+        reports.append(Report("validation_loss", freq, functools.partial(validate, validation_loader)))
+    if prompts:
+        reports.append(Report("samples", freq, functools.partial(sample, Sampler(prompts, tokenizer, scorer))))
+    if tasks:
+        evaluation = functools.partial(evaluate_tasks, Evaluator(tasks, tokenizer, scorer))
+        reports.append(Report("evaluation_seconds", config.evaluation.freq, evaluation))
     checkpoints = _build_checkpoints(engine, tokenizer, folder)
     closing.callback(checkpoints.wait)
     float32_instead = training.mixed_precision_param == "auto" and config.training.mixed_precision_param == "float32"
@@ -104,16 +116,15 @@ def build_trainer(
         config=config,
         engine=engine,
         loader=loader,
-        validation_loader=validation_loader,
         checkpoints=checkpoints,
         guard=UpdateGuard(training, folder.record_skipped_update),
         folder=folder,
         stop=stop,
         closing=closing,
+        hooks={name: HOOKS.get(name)() for name in HOOKS.names()},
+        parts=reports,
         global_batch_size=global_batch_size,
         dtype_reason=SLOW_BFLOAT16 if float32_instead else "",
-        evaluator=Evaluator(tasks, tokenizer, scorer) if tasks else None,
-        sampler=Sampler(prompts, tokenizer, scorer) if prompts else None,
     )
     trainer.load_checkpoint()
     stop.step_on_disk = lambda: checkpoints.step_on_disk
