@@ -56,7 +56,7 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
     import torch
 
     from benchmarks.peak_memory import NoReport
-    from torchtitan.checks.config_checks import check, global_batch_size
+    from torchtitan.checks.config_checks import check
     from torchtitan.config import ConfigManager
     from torchtitan.config.training import Optimizer
     from torchtitan.device import find_device
@@ -101,9 +101,10 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
 
             exact.register_step_pre_hook(step_others)
             exact.register_step_post_hook(compare)
+            trainer.reporter = NoReport()  # type: ignore[assignment]
             for _ in range(steps):
                 trainer.step += 1
-                trainer.train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
+                trainer.train_step(trainer.loader.next())
             for name, optimizer in optimizers.items():
                 assert isinstance(optimizer, LowBitAdamW)
                 lost = total = 0

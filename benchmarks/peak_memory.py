@@ -40,10 +40,11 @@ def main() -> None:
         dims = check(config, int(os.environ.get("WORLD_SIZE", 1)), device.type)
         recorder = Recorder(name_of_group=str)
         with recorder, build_trainer(config, dims, device) as trainer:
+            trainer.reporter = NoReport()  # type: ignore[assignment]
             for _ in range(2):  # in the second step all states exist
                 recorder.clear()
                 with kernel_substitutes(device.type):
-                    trainer.train_step(trainer.loader.next(), NoReport())  # type: ignore[arg-type]
+                    trainer.train_step(trainer.loader.next())
             states = state_bytes(trainer.engine.model, trainer.engine.optimizer)
             gradients = local_bytes(parameter for parameter in trainer.engine.model.parameters())  # of the same dtype
         if os.environ.get("RANK", "0") == "0":

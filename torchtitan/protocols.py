@@ -3,7 +3,7 @@
 Shapes: T tokens, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field
 from typing import Any, ClassVar, Protocol
 
@@ -65,3 +65,34 @@ class Decoder(nn.Module):
     positions: Tensor | None
     init_std: Callable[[str], float | None]
     __call__: Callable[..., Tensor]
+
+
+class Hook:
+    """What a run calls between its steps, on every rank. `run` is its `torchtitan.run.trainer.Trainer`, of which a hook
+    reads what docs/extension.md names, and changes nothing. Metrics are numbers by name.
+
+    Attributes:
+        lr_factor: multiplies the learning rate of the next steps, at least 0. Rank 0's counts; checkpoints hold it.
+    """
+
+    lr_factor: float = 1.0
+
+    def on_start(self, run: Any) -> None:
+        """Before the first step of each start, after `load_state_dict`. May add hooks to modules."""
+
+    def after_step(self, run: Any) -> Mapping[str, float] | None:
+        """After each step, performed or skipped, and its report. Gradients are deleted by then. May set `lr_factor`;
+        returns metrics."""
+
+    def after_validation(self, run: Any, loss: float) -> Mapping[str, float] | None:
+        """After each validation. May set `lr_factor`; returns metrics."""
+
+    def before_save(self, run: Any) -> None:
+        """Before each checkpoint. May change what `state_dict` returns."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON. Rank 0's is saved."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores it, on every rank. Not called without such state, as when the hook is new."""

@@ -78,7 +78,8 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
         if config.job.description == "skewed":  # all tokens choose the first experts
             for mixture in mixtures(trainer.engine.model).values():
                 mixture.expert_bias[: mixture.args.top_k] = 100
-        trainer.train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
+        trainer.reporter = Reporter()  # type: ignore[assignment]
+        trainer.train_step(trainer.loader.next())
         gradients: list[int] = []
         if trainer.engine.step_in_backward is not None:
             gradients.append(0)
@@ -88,10 +89,10 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
         for _ in range(MEASURED):
             batches = trainer.loader.next()
             with record_function("measured"):
-                trainer.train_step(batches, Reporter())  # type: ignore[arg-type]
+                trainer.train_step(batches)
     recorder = Recorder(name_of_group(trainer.engine.meshes, bool(mixtures(trainer.engine.model))))
     with recorder, kernel_substitutes("cpu"):  # torch's mask cannot be created under a recorder
-        trainer.train_step(trainer.loader.next(), Reporter())  # type: ignore[arg-type]
+        trainer.train_step(trainer.loader.next())
     sizes = state_bytes(trainer.engine.model, trainer.engine.optimizer)  # without gradients, which are already freed
     place = trainer.engine.meshes.mesh.get_local_rank("pp")
     with trainer:

@@ -84,7 +84,7 @@ def test_a_peak_is_measured_between_steps_and_takes_none_of_their_time(tmp_path:
     with make(tmp_path, peak=peak) as reporter:
         for step in range(1, 9):
             reporter.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
-            reporter.measure_peak()
+            reporter.after_step()
     assert peak.measured == 3
     assert all(entry["step_seconds"] < 0.02 for entry in entries(tmp_path))
 

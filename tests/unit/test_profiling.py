@@ -19,7 +19,7 @@ def run(folder: Path, first: int, last: int, rank: int = 0, **keys: Any) -> None
         for step in range(first, last + 1):
             with torch.profiler.record_function(f"work_of_step_{step}"):
                 torch.ones(8, 8) @ torch.ones(8, 8)
-            profiler.step()
+            profiler.after_step()
 
 
 def traces(folder: Path) -> dict[str, set[str]]:
@@ -50,10 +50,10 @@ def test_steps_in_which_somebody_else_profiles_are_left_out(tmp_path: Path) -> N
     with Profiler(profiling, tmp_path, rank=0, device_type="cpu", start_step=2, busy=[3]) as profiler:
         with torch.profiler.profile():
             torch.ones(8, 8) @ torch.ones(8, 8)
-        profiler.step()
+        profiler.after_step()
         with torch.profiler.record_function("work_of_step_4"):
             torch.ones(8, 8) @ torch.ones(8, 8)
-        profiler.step()
+        profiler.after_step()
     assert traces(tmp_path) == {"profile_traces/iteration_4/rank0_trace.json": {"work_of_step_4"}}
 
 
@@ -67,7 +67,7 @@ def test_an_error_in_the_run_comes_through(tmp_path: Path, log: list[str]) -> No
     profiling = Profiling(enable_profiling=True, profile_freq=2)
     with pytest.raises(RuntimeError, match="of the run"):  # noqa: SIM117
         with Profiler(profiling, tmp_path, rank=0, device_type="cpu", start_step=0) as profiler:
-            profiler.step()
+            profiler.after_step()
             raise RuntimeError("of the run")
     assert traces(tmp_path) == {}
     assert not any(line.startswith("WARNING") for line in log)
@@ -89,6 +89,6 @@ def test_memory_snapshots(tmp_path: Path) -> None:
     with Profiler(profiling, tmp_path, rank=0, device_type="cuda", start_step=0) as profiler:
         for _ in range(4):
             torch.ones(1000, device="cuda")
-            profiler.step()
+            profiler.after_step()
     files = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.pickle"))]
     assert files == [f"memory_snapshot/iteration_{step}/rank0_memory_snapshot.pickle" for step in (2, 4)]

@@ -56,13 +56,13 @@ from torchtitan.errors import CheckpointError
 from torchtitan.files import any_path, is_remote, joined
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
-from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.parallel.object_collectives import (
     all_gather_object,
     from_rank_0,
     raise_on_all_ranks,
 )
 from torchtitan.parallel.process_group import failed_collective
+from torchtitan.parallel.sharded_tensors import local_tensor
 
 TrainState = dict[str, Any]
 S = TypeVar("S")
@@ -174,15 +174,11 @@ class CheckpointManager:
 
     # Loading
 
-    def load(self, prepare: Callable[[TrainState], None] = lambda state: None) -> TrainState | None:
+    def load(self) -> TrainState | None:
         """Loads the configured checkpoint into model and optimizer.
 
         With `load_step = -1` that is the newest intact one; damaged ones are reported. A new run starts only if there
         are no signs of an earlier one.
-
-        Args:
-            prepare: gets the state of a resumed run before its tensors are loaded; it may change what the model
-                computes with.
 
         Returns:
             The state passed to `save`, if the run resumes from it, without the parts in `exclude_from_loading`. None
@@ -203,9 +199,9 @@ class CheckpointManager:
             step := newest_of_same_command(self.folder, steps, self.about.get("configuration"))
         ) is not None:
             self.excluded = set()
-            return self._resume(step, prepare)
+            return self._resume(step)
         elif (step := choose_step(self.folder, steps, self.config.load_step, self.dump_folder)) is not None:
-            return self._resume(step, prepare)
+            return self._resume(step)
         if self.config.initial_load_path:
             path, everything = any_path(self.config.initial_load_path), self.config.continue_from_path
             path = raise_on_all_ranks(lambda: fetched(path, "checkpoint.initial_load_path"))
@@ -220,12 +216,12 @@ class CheckpointManager:
                     self.loaded_weights = True
                 return None
             check_start(path)
-            state = self._load(path, weights_only, prepare)
+            state = self._load(path, weights_only)
             return None if weights_only else state
         return None
 
-    def _resume(self, step: int, prepare: Callable[[TrainState], None]) -> TrainState:
-        state = self._load(step_folder(self.folder, step), False, prepare, resumes=True)
+    def _resume(self, step: int) -> TrainState:
+        state = self._load(step_folder(self.folder, step), False, resumes=True)
         self.step_on_disk = state.get("step")  # None if it was excluded: steps then count from 0
         if self.config.initial_load_path:
             logger.info(
@@ -234,9 +230,7 @@ class CheckpointManager:
             )
         return state
 
-    def _load(
-        self, path: Path, weights_only: bool, prepare: Callable[[TrainState], None], resumes: bool = False
-    ) -> TrainState:
+    def _load(self, path: Path, weights_only: bool, resumes: bool = False) -> TrainState:
         """Loads an intact checkpoint, after checking that it is of this model.
 
         Args:
@@ -274,8 +268,6 @@ class CheckpointManager:
                     else "turn checkpoint.initial_load_model_weights_only on, or continue_from_path off."
                 )
             )
-        if not weights_only:
-            prepare(state)
         excluded = self.excluded
         model = {} if "model" in excluded else model_tensors(self.model)
         without_optimizer = weights_only or state["weights_only"] or "optimizer" in excluded or state["step"] == 0

@@ -18,8 +18,9 @@ PARTS = {
     "guard": dict,
     "dataloader": dict,
     "converters": dict,
+    "hooks": dict,
     "loss_scale": float,
-    "precision_schedule": list,
+    "stages": list,
     "tokenizer": dict,
 }
 

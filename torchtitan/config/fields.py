@@ -38,8 +38,10 @@ def batch_schedule(text: str) -> list[tuple[int, int | str]]:
     schedule: list[tuple[int, int | str]] = [(int(size), int(at) if at.isdigit() else at) for size, _, at in parts]
     if schedule[0][1] != 0 or any(size < 1 for size, _ in schedule):
         raise ValueError("it begins with a size above 0 from step 0 on")
-    for _, at in schedule:
-        counted_tokens(at) if isinstance(at, str) else at
+    for unit in (int, str):
+        begins = [counted_tokens(at) if isinstance(at, str) else at for _, at in schedule if isinstance(at, unit)]
+        if begins != sorted({*begins}):
+            raise ValueError("sizes must begin one after the other")
     return schedule
 
 

@@ -56,7 +56,9 @@ class ValueChecks:
         spec, is_text = self.keys[key], of_flag and isinstance(value, str)
         strict = not is_text or spec.is_bool
         if spec.entry and of_flag:
-            self.problems.append(f"{where} is a list of tables and cannot be set by a flag; write {heading(key)} in a file.")
+            self.problems.append(
+                f"{where} is a list of tables and cannot be set by a flag; write {heading(key)} in a file."
+            )
             return
         if spec.entry:
             self._take_tables(values, key, spec.entry, value, where)
@@ -164,13 +166,16 @@ def take_flags_of_stages(argv: list[str], values: Values, checks: ValueChecks) -
     flags = {f"stage.{entry.name}.{key}": spec.is_bool for entry in entries for key, spec in keys.items()}
     given, left_over = FlagParser(flags).parse_known_args(argv)
     for number, entry in enumerate(entries):
-        prefix, taken = f"stage.{entry.name}.", {}
+        prefix = f"stage.{entry.name}."
+        taken: Values = {}
         own = ValueChecks(keys, checks.problems, checks.notices)
         for flag, text in vars(given).items():
             if flag.startswith(prefix):
                 own._take(taken, flag.removeprefix(prefix), text, True, f"--{flag}")
         sections = by_section({key: value for key, value in taken.items() if "." in key})
-        merged = {name: {**entry.sections.get(name, {}), **sections.get(name, {})} for name in entry.sections | sections}
+        merged = {
+            name: {**entry.sections.get(name, {}), **sections.get(name, {})} for name in entry.sections | sections
+        }
         plain = {key: value for key, value in taken.items() if "." not in key}
         entries[number] = replace(entry, sections=merged, **plain)
     return left_over

@@ -337,11 +337,10 @@ class Stage:
         sections: these keys, by section.
     """
 
-    name: Annotated[StageName, Doc("Its name: in logs, and in flags such as --stage.anneal.training.seq_len=32768.")] = (
-        "unnamed"
-    )
+    name: Annotated[StageName, Doc("In logs, and in flags such as --stage.NAME.training.seq_len=32768.")] = "unnamed"
     until: Annotated[
-        StageEnd | None, Doc("Its end: a step, a fraction of training.steps, or tokens such as '400B'; not of the last.")
+        StageEnd | None,
+        Doc("Its end: a step, a fraction of training.steps, or tokens such as '400B'; the last has none."),
     ] = None
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
 

@@ -156,7 +156,9 @@ def for_rows(source: Source | StreamedSource, rows: int, seq_len: int) -> Source
     return source.for_rows(rows, seq_len) if isinstance(source, TextFiles) else source
 
 
-def as_rows(opened: Sequence[Opened], rows: int, seq_len: int, places: Mapping[str, int] | None = None) -> list[Weighted]:
+def as_rows(
+    opened: Sequence[Opened], rows: int, seq_len: int, places: Mapping[str, int] | None = None
+) -> list[Weighted]:
     """Sources that can be dealt to the rows of a batch. `places`: of sources by their ids; default: their order."""
     weighted = []
     ids = ids_of([source.fingerprint for _, source, _ in opened])

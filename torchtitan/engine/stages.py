@@ -6,7 +6,7 @@ A run without [[stage]], [[precision.phase]] or a schedule of batch sizes has on
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan.config import JobConfig
@@ -41,7 +41,7 @@ class Stage:
         config: as for a run that stays in this stage.
         schedule: the steps before the learning-rate schedule begins, and its length: the whole run, or this stage if it
             sets a key of [lr_scheduler].
-        at_end: whether it ends with its entry, not with a batch size of it.
+        at_end: whether an entry of [[stage]] ends with it.
     """
 
     title: str
@@ -50,7 +50,7 @@ class Stage:
     last_step: int
     config: JobConfig
     schedule: tuple[int, int]
-    at_end: bool = True
+    at_end: bool = False
 
     def learning_rate(self, step: int) -> float:
         before, steps = self.schedule
@@ -104,14 +104,17 @@ def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
         parts = list(_parts(own, entry, number == len(entries), step, tokens, dp, problems))
         begin, end = step, parts[-1][0]
         schedule = (begin, end - begin) if "lr_scheduler" in entry.sections else (0, config.training.steps)
-        for last, size, tokens in parts:
+        for last, size, tokens in parts:  # noqa: B007 (of the next entry)
+            at_end = bool(config.stage.entries) and last == end
             if last > step:
                 part = replace(own, training=replace(own.training, global_batch_size=size))
-                stages.append(Stage(entry.title, number, step + 1, last, part, schedule, last == end))
+                stages.append(Stage(entry.title, number, step + 1, last, part, schedule, at_end))
             step = last
     sizes = {stage.config.training.global_batch_size for stage in stages}
     if len(sizes) > 1 and config.training.skip_steps:
-        problems.append("training.skip_steps counts steps of one size, but training.global_batch_size changes: unset it.")
+        problems.append(
+            "training.skip_steps counts steps of one size, but training.global_batch_size changes: unset it."
+        )
     if len({str(_algorithms(stage.config)) for stage in stages}) > 1:
         problems.append("[[optimizer.group]]: algorithm belongs to the whole run; give each stage the same.")
     if problems:
@@ -135,7 +138,6 @@ def _parts(
     training, total = config.training, config.training.steps
     given = training.global_batch_size
     sizes = batch_schedule(given) if isinstance(given, str) else [(given, 0)]
-    key = f"training.global_batch_size = {given!r}"
 
     def step_at(end: int | float | str, size: int) -> int:
         per_step = (training.local_batch_size * dp if size == -1 else size) * training.seq_len
@@ -153,8 +155,6 @@ def _parts(
         yield last, size, tokens
         step = last
     title = f"{entry.title}: " if entry.title else ""
-    if any(step_of_next <= step_of_this for step_of_this, step_of_next in _pairs(sizes)):
-        problems.append(f"{title}{key}: its sizes must begin one after the other; order them.")
     if entry.until is None and not is_last:
         problems.append(f"{title}it has no end; set until: a step, a fraction of training.steps, or tokens.")
     elif is_last and entry.until is not None and step < total:
@@ -166,13 +166,6 @@ def _parts(
             f"{title}it ends at step {step} of {total}, but the one before it ends at step {begin}; raise its until, "
             "since each needs at least one step."
         )
-
-
-def _pairs(sizes: Sequence[tuple[int, int | str]]) -> Iterator[tuple[float, float]]:
-    """Each two neighbouring beginnings of the same unit."""
-    for (_, first), (_, second) in zip(sizes, sizes[1:], strict=False):
-        if isinstance(first, str) == isinstance(second, str):
-            yield tuple(counted_tokens(at) if isinstance(at, str) else at for at in (first, second))  # type: ignore[misc]
 
 
 def _stages(config: JobConfig) -> list[Entry]:

@@ -46,6 +46,7 @@ class Stop:
         requested: the signal that this process got or another rank passed on; 0 for none.
         agreed_on: the signal that all ranks stop for; 0 for none.
         unready: whether a rank said in the last agreement that it is not ready to go on.
+        group: gloo's, to agree in.
         progress: the trainer reports to it when steps begin and end.
         failed: set it if the process is about to exit anyway; a signal then ends it at once.
         step_on_disk: returns the step of the newest checkpoint, or None; it is None itself until that is known.
@@ -60,7 +61,7 @@ class Stop:
         self.failed = False
         self.step_on_disk: Callable[[], int | None] | None = None
         self._first_signal: float | None = None
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
 
     def listen(self) -> None:
         """Starts to handle signals."""
@@ -115,7 +116,7 @@ class Stop:
         """Exits without saving."""
         if not self.has_trained:
             self._say(f"Stopped by {self.name} before the first step finished. Run the same command to start again.")
-            if self._group is None and os.environ.get(LAUNCHER) == str(os.getppid()):
+            if self.group is None and os.environ.get(LAUNCHER) == str(os.getppid()):
                 os.kill(os.getppid(), GIVEN_UP)  # the other ranks do not know, and would wait for this one
             exit_now(0)
         self._say(f"Stopped by {self.name} during a step that does not end, so nothing is saved. {self.on_disk}")
@@ -149,7 +150,7 @@ class Stop:
         """Once the process group exists: makes a gloo group to agree in, so that no GPU is waited for."""
         import torch.distributed as dist
 
-        self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self.group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def agreed(self, reason: int = 0, ready: bool = True) -> bool:
         """Whether to stop now; the same on every rank. Collective: call it on all ranks at the same step boundaries. It
@@ -164,7 +165,7 @@ class Stop:
 
         if not self.agreed_on:
             request = torch.tensor(2 * max(self.requested, reason) + (not ready), dtype=torch.int32)
-            dist.all_reduce(request, dist.ReduceOp.MAX, self._group)
+            dist.all_reduce(request, dist.ReduceOp.MAX, self.group)
             self.agreed_on, self.unready = int(request) // 2, int(request) % 2 > 0
         return self.agreed_on > 0
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
@@ -10,14 +11,14 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from torchtitan.config.output import Profiling
 from torchtitan.errors import ConfigError, counted
 from torchtitan.logging import logger
+from torchtitan.protocols import Hook
 
 WARMUP_STEPS = 3  # discarded steps before each trace, or it would show the profiler's own startup
 MAX_MEMORY_EVENTS = 100_000  # allocations and frees that a snapshot covers
 
 
-class Profiler:
-    """Use as a context around the training loop, and call `step()` at the end of each step; does nothing if both keys
-    are off.
+class Profiler(Hook):
+    """A hook; use it as a context around the training loop too. It does nothing if both keys are off.
 
     With `enable_profiling`, every step N that is a multiple of `profile_freq` is written to
     `<dump_folder>/<save_traces_folder>/iteration_N/rankR_trace.json`, for chrome://tracing or Perfetto. With
@@ -76,8 +77,7 @@ class Profiler:
             torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
         return self
 
-    def step(self) -> None:
-        """Call at the end of each training step."""
+    def after_step(self, run: Any = None) -> None:
         self.finished_step += 1
         if self.profile is not None:
             self.profile.step()

@@ -16,6 +16,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.metrics.flops import Peak, describe_mfu
 from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value, WandbWriter, Writer
+from torchtitan.protocols import Hook
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -26,7 +27,7 @@ Reading = float | int | torch.Tensor | Callable[[], float | int | torch.Tensor]
 Record = dict[str, Value]
 
 
-class MetricsReporter:
+class MetricsReporter(Hook):
     """Reports at step 1, every `log_freq` steps, and at the last step. Every rank creates one.
 
     A step costs two clock readings: tensors are read, which waits for the device, only when a report is due. Usage:
@@ -37,7 +38,7 @@ class MetricsReporter:
                     batch = next(batches)
                 ...
                 reporter.step(step, loss=lambda: mean_over_ranks(loss), grad_norm=grad_norm, lr=lr)
-                reporter.measure_peak()
+                reporter.after_step()
                 with reporter.pause():
                     checkpoint, validate
 
@@ -165,8 +166,8 @@ class MetricsReporter:
         self._start_window(step)
         return record
 
-    def measure_peak(self) -> None:
-        """Call after each step, on every rank. Measures in some of the first steps, and while the peak is too low."""
+    def after_step(self, run: Any = None) -> None:
+        """Measures the peak in some of the first steps, and while it is too low."""
         if self.peak is None or not self.peak.uncertain:
             return
         with self.pause():
@@ -194,6 +195,11 @@ class MetricsReporter:
         logger.info(f"step {step} | evaluation took {seconds:.1f} s; {share:.1%} of the time so far\n{table}")
         self._write(step, record)
         return record
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Reports what a hook has returned after `step`, as a separate entry."""
+        logger.info(" | ".join([f"step {step}", *(f"{name} {value:.5g}" for name, value in metrics.items())]))
+        self._write(step, {**metrics, "tokens_seen": self.tokens_seen(step)})
 
     def expert_load(self, step: int, load: Mapping[str, Sequence[float]]) -> None:
         """Adds an entry with the load of each expert, by layer, to `metrics.jsonl`."""

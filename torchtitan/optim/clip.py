@@ -40,7 +40,7 @@ def squared_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         norms = list(torch._foreach_norm(locals_, 2, dtype=torch.float32))
     by_replicas: dict[int, list[torch.Tensor]] = {}
     for grad, norm in zip(grads, norms, strict=True):
-        by_replicas.setdefault(_replicas(grad), []).append(norm)
+        by_replicas.setdefault(replicas_of(grad), []).append(norm)
     squares = [torch.stack(norms).double().square().sum() / replicas for replicas, norms in by_replicas.items()]
     return torch.stack(squares).sum()
 
@@ -58,11 +58,11 @@ def norm_over_ranks(square: torch.Tensor) -> torch.Tensor:
     return square.sqrt().float()
 
 
-def _replicas(grad: torch.Tensor) -> int:
-    """How many ranks hold the same gradient."""
-    if not isinstance(grad, DTensor):
+def replicas_of(tensor: torch.Tensor) -> int:
+    """How many ranks hold the same shard."""
+    if not isinstance(tensor, DTensor):
         return 1
     replicas = 1
-    for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
         replicas *= size if placement.is_replicate() else 1
     return replicas

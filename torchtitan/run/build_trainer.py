@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,20 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.checkpoint.tokenizer import COPY, identity_of
+from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
-from torchtitan.data import Loader, Tokenizer, ValidationLoader, build_loader, build_validation_loader, load_tokenizer
+from torchtitan.converters import Decision
+from torchtitan.data import Tokenizer, load_tokenizer
+from torchtitan.data.datasets import DataOfRun, places_of_sources
 from torchtitan.data.fingerprints import fingerprints
 from torchtitan.device import Device
-from torchtitan.engine.engine import Engine, build_engine
+from torchtitan.engine.conversion import build_converted_model, conversion_target, decisions_of
+from torchtitan.engine.engine import Engine
 from torchtitan.engine.model_args import describe_parametrization, find_model_args
+from torchtitan.engine.stages import Stage, parse_stages
 from torchtitan.errors import ConfigError, DataError
-from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks
-from torchtitan.evaluation.samples import Sampler
-from torchtitan.evaluation.scoring import scorer_of_run
 from torchtitan.files import PathError, is_remote, joined
 from torchtitan.interchange import Exchange, published
 from torchtitan.interchange.tokenizer_files import tokenizer_files
@@ -31,12 +35,15 @@ from torchtitan.launcher.folder_lock import FolderLock, ObjectLock
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
+from torchtitan.optim.parameters import check_groups
 from torchtitan.optim.skip_step import UpdateGuard
-from torchtitan.parallel.dims import Meshes, ParallelDims, build_meshes
+from torchtitan.parallel.dims import ParallelDims, build_meshes
 from torchtitan.parallel.object_collectives import broadcast_from_rank_0, raise_on_all_ranks, refuse_differences
 from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout, world_from_environment
 from torchtitan.report.compare import flat
+from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
+from torchtitan.run.hooks import HOOKS
 from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.run.trainer import Trainer
@@ -45,7 +52,6 @@ from torchtitan.run.trainer import Trainer
 def build_trainer(
     config: JobConfig,
     dims: ParallelDims,
-    global_batch_size: int,
     device: Device,
     stop: Stop | None = None,
     lock: FolderLock | None = None,
@@ -53,7 +59,6 @@ def build_trainer(
     """Builds the trainer, top to bottom, from a checked configuration (`config_checks.check`). Collective.
 
     Args:
-        global_batch_size: sequences per optimizer step.
         stop: says when the run is to save and exit.
         lock: the dump folder's lock, taken here; None where no other run can use the folder.
 
@@ -72,8 +77,7 @@ def build_trainer(
 
     # Tokenizer first: a wrong path fails before anything expensive begins.
     tokenizer = _load_tokenizer(config)
-    args = find_model_args(config.model, tokenizer.vocab_size)
-    tasks = find_tasks(config.evaluation, config.validation, training)
+    args = find_model_args(parse_stages(config, dims.dp)[0].config.model, tokenizer.vocab_size)
 
     # Process group and mesh.
     init_process_group(device, config.comm, dump_folder, stop)
@@ -86,35 +90,36 @@ def build_trainer(
     meshes = build_meshes(dims, device.type, args)
     set_timeout(config.comm.init_timeout_seconds)
 
-    # Data: the loader starts prefetching.
-    loader, validation_loader = _build_loaders(config, tokenizer, meshes, global_batch_size, device)
-    closing.callback(loader.close)
-
-    # Model on the meta device, converters, parallelism, parameters, optimizer.
-    engine = build_engine(config, meshes, device, args, global_batch_size)
-    folder = RunFolder(dump_folder, config, log_conversion(engine))
+    # Every stage is opened now, so that no mistake in a later one stops the run when it begins.
+    stages = parse_stages(config, dims.dp)
+    builder = StageBuilder(tokenizer, meshes, device, _data_of_run(stages, tokenizer, dims))
+    conversions = [_open_stage(stage, builder) for stage in stages[1:]]
+    with stages[0].named_in_errors():
+        engine, loader, reports = builder.build(stages[0])
+    folder = RunFolder(dump_folder, config, log_conversion(stages, [decisions_of(engine.converters), *conversions]))
+    if engine.converted_model:
+        logger.info(f"after conversion:\n{engine.converted_model}")
     log_cost_of_low_precision(engine)
 
-    scorer = scorer_of_run(engine)
-    prompts = config.validation.sample_prompts if config.validation.enabled else []
-    checkpoints = _build_checkpoints(engine, tokenizer, folder)
+    checkpoints = _build_checkpoints(engine, tokenizer, folder, config)
     closing.callback(checkpoints.wait)
     float32_instead = training.mixed_precision_param == "auto" and config.training.mixed_precision_param == "float32"
     trainer = Trainer(
-        config=config,
+        stages=stages,
+        stage=stages[0],
+        builder=builder,
         engine=engine,
         loader=loader,
-        validation_loader=validation_loader,
         checkpoints=checkpoints,
         guard=UpdateGuard(training, folder.record_skipped_update),
         folder=folder,
         stop=stop,
         closing=closing,
-        global_batch_size=global_batch_size,
+        hooks={name: HOOKS.get(name)() for name in HOOKS.names()},
+        parts=[*reports],
         dtype_reason=SLOW_BFLOAT16 if float32_instead else "",
-        evaluator=Evaluator(tasks, tokenizer, scorer) if tasks else None,
-        sampler=Sampler(prompts, tokenizer, scorer) if prompts else None,
     )
+    closing.callback(lambda: trainer.loader.close())
     trainer.load_checkpoint()
     stop.step_on_disk = lambda: checkpoints.step_on_disk
     return trainer
@@ -149,37 +154,33 @@ def _refuse_other_machines(config: JobConfig, tokenizer: Tokenizer) -> None:
     refuse_differences(of_machine, "copy the same files to all machines")
 
 
-def _build_loaders(
-    config: JobConfig, tokenizer: Tokenizer, meshes: Meshes, global_batch_size: int, device: Device
-) -> tuple[Loader, ValidationLoader | None]:
-    validation = config.validation
-    place: dict[str, Any] = {
-        "dp_rank": meshes.dp_rank,
-        "dp_size": meshes.dims.dp,
-        "pin_memory": device.type == "cuda",
-    }
-    loader = build_loader(
-        config.training,
-        tokenizer,
-        global_batch_size=global_batch_size,
-        hold_out=validation.enabled and validation.dataset is None and validation.dataset_path is None,
-        **place,
+def _data_of_run(stages: Sequence[Stage], tokenizer: Tokenizer, dims: ParallelDims) -> DataOfRun:
+    """Opens the training data of all stages."""
+    trainings, validations = zip(*((stage.config.training, stage.config.validation) for stage in stages), strict=True)
+    return DataOfRun(
+        rows=math.lcm(*(global_batch_size(stage.config, dims) for stage in stages)),
+        seq_len=trainings[0].seq_len,
+        hold_out=any(one.enabled and one.dataset is None and one.dataset_path is None for one in validations),
+        places=places_of_sources(trainings, tokenizer) if len(stages) > 1 else None,
     )
-    identity = {f"training data: {key}": value for key, value in loader.identity.items()}
-    refuse_differences(identity, "all machines need the same data, and Python for python_stdlib")
-    validation_loader = None
-    if validation.enabled:
-        # The other ranks are in a collective meanwhile.
-        patience = min(config.training.retry_seconds, config.comm.train_timeout_seconds // 2)
-        validation_loader = build_validation_loader(
-            validation, config.training, tokenizer, **place, retry_seconds=patience
-        )
-        raise_on_all_ranks(validation_loader.prepare)
-    return loader, validation_loader
 
 
-def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder) -> CheckpointManager:
-    config, training, args = engine.config, engine.config.training, engine.model.args
+def _open_stage(stage: Stage, builder: StageBuilder) -> list[Decision]:
+    """Opens what a stage trains with, and converts its model on the meta device, without keeping either. Returns what
+    becomes of each linear layer. Collective."""
+    config, dims, device = stage.config, builder.meshes.dims, builder.device
+    args = find_model_args(config.model, builder.tokenizer.vocab_size)
+    with stage.named_in_errors():
+        find_tasks(config.evaluation, config.validation, config.training)
+        builder.read_first_batches(config)
+        target = conversion_target(config, MODELS.get(config.model.name), device, shards=dims.fsdp)
+        model, converters = build_converted_model(config, args, target)
+        check_groups(model, config.optimizer)
+    return decisions_of(converters)
+
+
+def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, config: JobConfig) -> CheckpointManager:
+    training, args = config.training, engine.model.args
     boundaries = (training.add_bos, training.add_eos)
     if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # or it would fail at the end
         write = functools.partial(tokenizer_files, config.model.tokenizer_path, *boundaries)

@@ -33,8 +33,8 @@ from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Evaluation, Training, Validation
 from torchtitan.device import find_device
 from torchtitan.engine.model_args import find_model_args, sizes_of
-from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.engine.stages import parse_stages
+from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.errors import ConfigError, counted
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
@@ -197,7 +197,7 @@ def _small(config: JobConfig, world_size: int, device_type: str) -> JobConfig:
     if dims is None:
         check(config, world_size, device_type)
         raise AssertionError("check raises what find_dims has found")
-    accumulates = training.global_batch_size > training.local_batch_size * dims.dp
+    accumulates = global_batch_size(config, dims) > training.local_batch_size * dims.dp
     microbatches = config.parallelism.pipeline_parallel_microbatch_size * dims.pp
     batches = [2] if dims.pp == 1 else [microbatches, 2 * microbatches, training.local_batch_size]
     sections: dict[str, Any] = {

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from types import TracebackType
@@ -16,28 +17,29 @@ from torch.profiler import record_function
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.checkpoint.train_state import check_kind, refuse_wrong_values
+from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig
-from torchtitan.config.training import LRScheduler
 from torchtitan.converters.conversion_report import schedule_line
-from torchtitan.data import Batch, Loader, ValidationLoader
+from torchtitan.data import Batch, Loader
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine
-from torchtitan.engine.train_step import evaluate, sum_over_ranks, train_step
+from torchtitan.engine.stages import Stage, converters_of, stage_of
+from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.errors import CheckpointError, DataError
-from torchtitan.evaluation.evaluator import Evaluator, table
-from torchtitan.evaluation.samples import Sampler
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak
 from torchtitan.models.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.models.init import init_weights
-from torchtitan.optim.schedule import lr_factor
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.process_group import set_timeout
-from torchtitan.protocols import IGNORE_INDEX
+from torchtitan.protocols import IGNORE_INDEX, Decoder, Hook
 from torchtitan.report.compare import differing, flat, shown
+from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.garbage_collection import garbage_collection
+from torchtitan.run.hooks import factor_on_learning_rate, load_states, named, states_of
 from torchtitan.run.openmp_threads import limit_spinning
+from torchtitan.run.reports import Report
 from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_settings
 
@@ -50,33 +52,39 @@ class Trainer:
     """One run, built by `build_trainer`. Use it as a context manager: leaving it closes what was opened.
 
     Attributes:
+        stages: all of them; `builder` builds what they train with. The first one's is there when a trainer is made.
+        stage: the current one; `config` is its configuration.
+        hooks, parts: called between the steps, in this order: the users', by name, and ours.
         dtype_reason: why GEMMs run in their dtype; "" if the configuration says so.
         step: number of the last optimizer step, performed or skipped.
         data_error: why this rank can no longer read its data.
         changed: keys that had another value when the checkpoint was saved, and [old, new], as text.
         has_begun: whether files of the run are written.
         compiles: whether the next step may compile, for which collectives have a longer timeout.
+        former_hooks: states of hooks in the checkpoint; those of hooks that this run lacks are kept.
     """
 
-    config: JobConfig
+    stages: Sequence[Stage]
+    stage: Stage
+    builder: StageBuilder
     engine: Engine
     loader: Loader
-    validation_loader: ValidationLoader | None
     checkpoints: CheckpointManager
     guard: UpdateGuard
     folder: RunFolder
     stop: Stop
     closing: contextlib.ExitStack
-    global_batch_size: int
+    hooks: dict[str, Hook]
+    parts: list[Hook]
     dtype_reason: str
-    evaluator: Evaluator | None = None
-    sampler: Sampler | None = None
     step: int = 0
     tokens_seen: int = 0
     data_error: str | None = None
     changed: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     has_begun: bool = False
     compiles: bool = True
+    former_hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reporter: MetricsReporter = dataclasses.field(init=False)
 
     def __enter__(self) -> "Trainer":
         return self
@@ -98,35 +106,53 @@ class Trainer:
         if self.step >= steps and not left:
             logger.info(f"this run has already finished its {steps} steps; raise training.steps to continue")
             return self.checkpoints.export(self.step)
+        self._train_stage(left)
+        while self.step < steps and not self.stop.agreed_on:
+            self._enter_next_stage()
+            self._train_stage()
+        self._end()
+
+    def _train_stage(self, left: Sequence[Report] = ()) -> None:
+        """Trains up to the last step of the stage, or until the run is to stop. `left`: reports that are missing."""
         checked_steps = steps_to_check(self.engine, self.step + 1)
-        with self._instruments(checked_steps) as (profiler, reporter, collect_garbage):
-            complete = self._report(left, reporter)
-            while self.step < steps and not self._should_stop(reporter):
-                self._begin()
+        with self._instruments(checked_steps) as collect_garbage:
+            self.call("on_start")
+            for report in left:
+                report.after_step(self)
+            while self.step < min(self.stage.last_step, self.config.training.steps) and not self._should_stop():
+                self.begin()
                 self.stop.progress.begins()
                 with record_function("data"):
                     microbatches = self.loader.next()
                 self.step += 1
                 collect_garbage(self.step)
-                self._enter_phase(self.step)
                 with checked_step(self.engine, len(microbatches), self.step in checked_steps):
-                    self.train_step(microbatches, reporter)
+                    self.train_step(microbatches)
                 self.stop.progress.ends()
-                profiler.step()
-                reporter.measure_peak()
-                complete = self._report(self._due(), reporter)
-                self._save_if_due(reporter)
+                self.call("after_step")
+                self._save_if_due()
                 self._has_compiled()
-        self._end(complete)
 
-    def _left_over(self) -> list[str]:
+    def _left_over(self) -> list[Report]:
         """The reports after the last step that are missing because the start that trained it was stopped."""
         if self.step != self.config.training.steps:
             return []
         recorded = self.folder.recorded(self.step)
-        return [key for key in self._due() if key not in recorded]
+        reports = (part for part in self.parts if isinstance(part, Report))
+        return [report for report in reports if report.due(self) and report.key not in recorded]
 
-    def _begin(self) -> None:
+    def call(self, method: str, *arguments: Any) -> None:
+        """Calls a method of all hooks, and reports the metrics that they return."""
+        for name, hook in self.hooks.items():
+            with named(name, method):
+                metrics = getattr(hook, method)(self, *arguments) or {}
+                metrics = {f"{name}/{key}": float(value) for key, value in metrics.items()}
+            if metrics:
+                self.reporter.metrics(self.step, metrics)
+        for part in self.parts:
+            getattr(part, method)(self, *arguments)
+
+    def begin(self) -> None:
         """From the first call on, files of the run are written."""
         if self.has_begun:
             return
@@ -154,14 +180,14 @@ class Trainer:
                 self.engine.fused_gemms.check()
             set_timeout(self.config.comm.train_timeout_seconds)
 
-    def train_step(self, microbatches: Sequence[Batch], reporter: MetricsReporter) -> None:
+    def train_step(self, microbatches: Sequence[Batch]) -> None:
         """Runs one training step and reports it."""
-        config = self.config
-        lr = config.optimizer.lr * lr_factor(self.step, config.training.steps, config.lr_scheduler)
+        reporter = self.reporter
+        lr = self.stage.learning_rate(self.step)
+        lr *= factor_on_learning_rate(self.hooks, self.stop.group)
         loss, grad_norm = train_step(self.engine, microbatches, lr, self.guard.should_skip, self.step)
         self.tokens_seen += self.tokens_per_step
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
-        phases = self.engine.phases
         experts = self._expert_metrics() if reporter.due(self.step) else None
         tokens, packing = self._packing_metrics(microbatches) if reporter.due(self.step) else (0, {})
         reporter.step(
@@ -171,7 +197,7 @@ class Trainer:
             lr=lr,
             skipped_updates=self.guard.read,
             failed_saves=self.checkpoints.failed_saves,
-            **({"precision_phase": phases.current + 1} if phases is not None else {}),
+            **({"stage": self.stage.number} if len(self.stages) > 1 else {}),
             **packing,
             **({} if experts is None else experts.summary),
         )
@@ -199,84 +225,64 @@ class Trainer:
         return labels // (dist.get_world_size() // self.engine.meshes.dims.dp), shares
 
     @property
+    def _ends_stage(self) -> bool:
+        """Whether an entry of [[stage]] ends with this step. Its checkpoint stays."""
+        return self.config.checkpoint.enable_checkpoint and self.stage.at_end and self.step == self.stage.last_step
+
+    @property
+    def config(self) -> JobConfig:
+        return self.stage.config
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step."""
+        return global_batch_size(self.config, self.engine.meshes.dims)
+
+    @property
+    def model(self) -> Decoder:
+        return self.engine.model
+
+    @property
+    def has_report(self) -> bool:
+        """Whether the metrics of this step are reported."""
+        return self.reporter.due(self.step)
+
+    @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.config.training.seq_len
 
-    def _enter_phase(self, step: int) -> None:
-        """Enters the precision phase of `step`."""
-        phases, compiled = self.engine.phases, self.config.training.compile
-        if phases is None or not phases.enter(step, self.engine.model, compiled):
-            return
-        self.engine = dataclasses.replace(self.engine, converters=phases.converters)
+    def _enter_next_stage(self) -> None:
+        """Goes on with the data, the model and the converters of the next stage."""
+        former, loader, scale = self.config, self.loader, self.engine.loss_scale
+        positions, of_converters = self._positions(), converter_state(self.engine)
+        self._build(stage_of(self.step + 1, self.stages))
+        self.loader.go_on_from(loader, positions)
+        if converters_of(former) == converters_of(self.config):  # otherwise their state begins again
+            load_converter_state(self.engine, of_converters, scale)
+        logger.info(f"after step {self.step}: {self.stage.title or 'the next batch size'} begins")
         if self.has_begun:
-            logger.info(f"step {step}: precision changes to {phases.schedule[phases.current][1]}")
-            if compiled:
-                self.compiles = True
-                set_timeout(self.config.comm.init_timeout_seconds)
+            self.folder.record_event(self.step, "stage", name=self.stage.title)
 
-    @property
-    def _reports(self) -> dict[str, tuple[object, int, Callable[[MetricsReporter], bool]]]:
-        """By a key of what it records: None where it is off, its interval in steps, and what does it, which returns
-        False if the run is to stop first."""
-        validation, evaluation = self.config.validation, self.config.evaluation
-        return {
-            "validation_loss": (self.validation_loader, validation.freq, self._validate),
-            "samples": (self.sampler, validation.freq, self._sample),
-            "evaluation_seconds": (self.evaluator, evaluation.freq, self._evaluate),
-        }
+    def _build(self, stage: Stage) -> None:
+        """Builds what a stage trains with in place of what is there; weights and optimizer state stay."""
+        self.checkpoints.wait()
+        tensors = self.checkpoints.take_state()
+        self.loader.close()
+        self.parts.clear()
+        del self.engine  # its memory is needed
+        gc.collect()
+        torch.compiler.reset()  # or the code of the stage before would count towards the recompile limit
+        self.stage = stage
+        self.engine, self.loader, reports = self.builder.build(stage)
+        self.parts.extend(reports)
+        self.checkpoints.hand_on(tensors, self.engine.model, self.engine.optimizer)
+        self.compiles = True
+        set_timeout(self.config.comm.init_timeout_seconds)
 
-    def _due(self) -> list[str]:
-        """The reports that are due after this step."""
+    def _save_if_due(self) -> None:
         last = self.step == self.config.training.steps
-        there = {key: freq for key, (part, freq, _) in self._reports.items() if part is not None}
-        return [key for key, freq in there.items() if last or self.step % freq == 0]
-
-    def _report(self, due: Sequence[str], reporter: MetricsReporter) -> bool:
-        """Whether all are done; False if the run is to stop first. Collective."""
-        for key in due:
-            self._begin()
-            if self.stop.agreed():
-                return False
-            with reporter.pause():
-                if not self._reports[key][2](reporter):
-                    return False
-        return True
-
-    def _validate(self, reporter: MetricsReporter) -> bool:
-        loss = evaluate(self.engine, self._validation_batches(), self._agreed_to_stop)
-        if loss is not None:
-            reporter.validation(self.step, loss)
-        return loss is not None
-
-    def _sample(self, reporter: MetricsReporter) -> bool:
-        assert self.sampler is not None
-        samples = self.sampler.samples(self._agreed_to_stop)
-        if samples is not None:
-            reporter.samples(self.step, samples)
-            self.folder.record_samples(self.step, samples)
-        return samples is not None
-
-    def _evaluate(self, reporter: MetricsReporter) -> bool:
-        assert self.evaluator is not None
-        start = perf_counter()
-        scores = self.evaluator.scores(self._agreed_to_stop)
-        if scores is not None:
-            metrics = self.evaluator.metrics(scores)
-            reporter.evaluation(self.step, metrics, table(metrics), perf_counter() - start)
-        return scores is not None
-
-    def _validation_batches(self) -> Iterator[Batch | None]:
-        """The batches, then None if this rank cannot read its data: all ranks then agree to save and stop."""
-        try:
-            yield from self.validation_loader or ()
-        except DataError as error:
-            self.data_error = str(error)
-            yield None
-
-    def _save_if_due(self, reporter: MetricsReporter) -> None:
-        last = self.step == self.config.training.steps
-        if self.checkpoints.due(self.step, last):
-            with reporter.pause():
+        if self.checkpoints.due(self.step, last) or self._ends_stage:
+            with self.reporter.pause():
                 self.folder.restore_config()
                 self.checkpoints.save(self.step, self._state, last)
 
@@ -294,22 +300,23 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """The JSON part of a checkpoint. Complete on rank 0."""
-        states: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(states, self.loader.state_dict())
-        phases = self.engine.phases
+        if self.step:  # not a seed checkpoint
+            self.call("before_save")
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "guard": self.guard.state_dict(),
-            "dataloader": self.loader.merge_states(states),
-            **({"precision_schedule": phases.schedule} if phases is not None else {}),
+            "dataloader": self._positions(),
+            **({"stages": self._schedule} if len(self.stages) > 1 else {}),
+            **({"learning_rate": self._next_learning_rate} if self.step < self.config.training.steps else {}),
             "converters": converter_state(self.engine),
+            "hooks": {**self.former_hooks, **states_of(self.hooks)},
             "loss_scale": self.engine.loss_scale,
         }
 
     def load_checkpoint(self) -> None:
         """Resumes from the checkpoint selected by `checkpoint`, or initializes the weights."""
-        state = self.checkpoints.load(self._before_loading)
+        state = self.checkpoints.load()
         if not self.checkpoints.loaded_weights:
             engine = self.engine
             init_weights(engine.model, engine.model.init_std, self.config.training.seed, engine.init_factor)
@@ -318,14 +325,17 @@ class Trainer:
         self.step = state.get("step", 0)
         self.tokens_seen = state.get("tokens_seen", 0)
         former = flat(self.checkpoints.former_configuration)
-        current = flat(json.loads(json.dumps(dataclasses.asdict(self.config), default=str)))
+        current = flat(json.loads(json.dumps(dataclasses.asdict(self.folder.config), default=str)))
         for key in differing([former, current]):
             if key in former and key in current:  # otherwise of another version
                 old, new = self.changed[key] = [shown(former[key]), shown(current[key])]
                 logger.info(f"{key} = {new}; it was {old} when the checkpoint was saved")
+        if (stage := stage_of(self.step, self.stages)) is not self.stage:
+            self._build(stage)
         with refuse_wrong_values():
-            if (theirs := state.get("learning_rate", self._former_learning_rate())) is not None:
-                self._compare_learning_rate(theirs)
+            if "learning_rate" in state:
+                self._compare_learning_rate(state["learning_rate"])
+            self._compare_stages([(last, str(title)) for last, title in state.get("stages", [])])
             if "guard" in state:
                 self.guard.load_state_dict(state["guard"])
             if "dataloader" in state:
@@ -333,54 +343,58 @@ class Trainer:
                 self.loader.load_state_dict(state["dataloader"])
             scale = state.get("loss_scale", self.engine.loss_scale)  # checkpoints of earlier versions lack it
             load_converter_state(self.engine, state.get("converters", {}), scale)
+            self.former_hooks = state.get("hooks", {})
+            load_states(self.hooks, self.former_hooks)
+        if self.stage.last_step <= self.step < self.config.training.steps:
+            self._enter_next_stage()
+        if lost := sorted(self.former_hooks.keys() - self.hooks.keys()):
+            logger.warning(f"hooks of the checkpoint that this run lacks: {', '.join(lost)}; it keeps their state")
 
-    def _former_learning_rate(self) -> float | None:
-        """Of the next step, if the start that saved the checkpoint had gone on; None if it does not say."""
-        former, step = self.checkpoints.former_configuration, self.step + 1
-        with contextlib.suppress(KeyError, TypeError):  # of an earlier version
-            schedule, steps = LRScheduler(**former["lr_scheduler"]), former["training"]["steps"]
-            return former["optimizer"]["lr"] * lr_factor(step, steps, schedule) if step <= steps else None
-        return None
+    def _positions(self) -> dict[str, Any]:
+        """Those of all ranks in the data. Collective."""
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, self.loader.state_dict())
+        return self.loader.merge_states(states)
+
+    @property
+    def _schedule(self) -> list[tuple[int, str]]:
+        return [(stage.last_step, stage.title) for stage in self.stages]
+
+    @property
+    def _next_learning_rate(self) -> float:
+        return stage_of(self.step + 1, self.stages).learning_rate(self.step + 1)
 
     def _compare_learning_rate(self, theirs: float) -> None:
         """With that of the next step in the run of the checkpoint."""
-        config, step = self.config, self.step + 1
-        if step > config.training.steps:
-            return
-        ours = config.optimizer.lr * lr_factor(step, config.training.steps, config.lr_scheduler)
+        step, ours = self.step + 1, self._next_learning_rate
         if not math.isclose(theirs, ours, rel_tol=1e-5) and dist.get_rank() == 0:
             logger.warning(
                 f"the learning rate of step {step} is {ours:.6g}; it would have been {theirs:.6g} in the run of the "
                 "checkpoint. To keep its schedule, compare optimizer.lr, training.steps and [lr_scheduler]"
             )
 
-    def _before_loading(self, state: Mapping[str, Any]) -> None:
-        """Enters the checkpoint's precision phase; warns if its schedule was different."""
-        phases = self.engine.phases
-        if state["step"] > 0:
-            self._enter_phase(state["step"])
-        with refuse_wrong_values():
-            saved = [(last, str(name)) for last, name in state.get("precision_schedule", [])]
-        schedule = phases.schedule if phases is not None else []
-        if saved and saved != schedule:
+    def _compare_stages(self, saved: Sequence[tuple[int, str]]) -> None:
+        """With those of the run of the checkpoint."""
+        ours = self._schedule if len(self.stages) > 1 else []
+        if saved and saved != ours:
             logger.warning(
-                f"the checkpoint of step {state['step']} had the precision schedule {schedule_line(saved)}; this "
-                f"run continues with {schedule_line(schedule) if schedule else 'none'} (fractions such as until = 0.9 "
-                "refer to training.steps)"
+                f"the checkpoint of step {self.step} is of a run with {schedule_line(saved)}; this run goes on with "
+                f"{schedule_line(ours) if ours else 'no stages'} (fractions such as until = 0.9 refer to "
+                "training.steps)"
             )
 
-    def _should_stop(self, reporter: MetricsReporter) -> bool:
+    def _should_stop(self) -> bool:
         """Waits for the next batches or a signal. Then all ranks agree whether to save and stop, because any of them
         got a signal or cannot read its data. While one reads again after an error, which may take longer than a
         collective may, all agree to wait. Collective."""
         while True:
             ready, retry = False, perf_counter() + SECONDS_TOGETHER
             try:
-                with reporter.waiting_for_data():
+                with self.reporter.waiting_for_data():
                     ready = self.loader.wait(partial(self._waits_no_longer, retry))
             except DataError as error:
                 self.data_error = str(error)
-            if self._agreed_to_stop(ready):
+            if self.agreed_to_stop(ready):
                 return True
             if not self.stop.unready:
                 return False
@@ -388,12 +402,12 @@ class Trainer:
     def _waits_no_longer(self, retry: float) -> bool:
         return self.stop.requested > 0 or (self.loader.retrying and perf_counter() > retry)
 
-    def _agreed_to_stop(self, ready: bool = True) -> bool:
+    def agreed_to_stop(self, ready: bool = True) -> bool:
         return self.stop.agreed(DATA_ENDED if self.data_error else 0, ready)
 
-    def _end(self, complete: bool) -> None:
-        """Saves or exports what is left. `complete`: all reports of the last step are made."""
-        if self.step < self.config.training.steps or not complete:
+    def _end(self) -> None:
+        """Saves or exports what is left."""
+        if self.step < self.config.training.steps or self.stop.agreed_on:
             return self._end_early()
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
@@ -433,16 +447,15 @@ class Trainer:
             logger.info(f"{stopped} before the first step finished; run the same command to start again")
 
     @contextlib.contextmanager
-    def _instruments(
-        self, checked_steps: set[int]
-    ) -> Iterator[tuple[Profiler, MetricsReporter, Callable[[int], None]]]:
-        """What the loop needs beside the run's parts; the last collects garbage."""
+    def _instruments(self, checked_steps: set[int]) -> Iterator[Callable[[int], None]]:
+        """What the loop needs beside the run's parts. Yields what collects garbage."""
         config, device = self.config, self.engine.device
         log_settings(
             self.engine,
             dtype_reason=self.dtype_reason,
             data=self.loader.description,
             global_batch_size=self.global_batch_size,
+            stage=self.stage,
             first_step=self.step + 1,
             tokens_seen=self.tokens_seen,
             checkpoints=self.checkpoints.folder,
@@ -457,11 +470,12 @@ class Trainer:
         )
         with (
             profiler,
-            self._reporter() as reporter,
+            self._reporter() as self.reporter,
             garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
             limit_spinning(self._record_busy) if device.type == "cpu" else contextlib.nullcontext(),
         ):
-            yield profiler, reporter, collect_garbage
+            self.parts[:0] = profiler, self.reporter
+            yield collect_garbage
 
     def _reporter(self) -> MetricsReporter:
         config, device = self.config, self.engine.device
@@ -480,5 +494,5 @@ class Trainer:
             reset_peak_memory=device.reset_peak_memory,
             memory_capacity_bytes=device.memory_capacity_bytes(),
             synchronize=device.synchronize,
-            config=dataclasses.asdict(config),
+            config=dataclasses.asdict(self.folder.config),
         )

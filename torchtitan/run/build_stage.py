@@ -1,0 +1,114 @@
+"""Builds what a run trains with in a stage: data, engine, reports."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torchtitan.checks.config_checks import global_batch_size
+from torchtitan.config import JobConfig
+from torchtitan.data import Loader, Tokenizer, ValidationLoader, build_loader, build_validation_loader
+from torchtitan.data.datasets import DataOfRun
+from torchtitan.device import Device
+from torchtitan.engine.engine import Engine, build_engine
+from torchtitan.engine.model_args import find_model_args
+from torchtitan.engine.stages import Stage
+from torchtitan.evaluation.evaluator import Evaluator
+from torchtitan.evaluation.find_tasks import find_tasks
+from torchtitan.evaluation.samples import Sampler
+from torchtitan.evaluation.scoring import scorer_of_run
+from torchtitan.parallel.dims import Meshes
+from torchtitan.parallel.object_collectives import raise_on_all_ranks, refuse_differences
+from torchtitan.run.reports import Report, evaluate_tasks, sample, validate
+
+
+class StageParts(NamedTuple):
+    """What a run trains with in a stage."""
+
+    engine: Engine
+    loader: Loader
+    reports: list[Report]
+
+
+@dataclass(frozen=True)
+class StageBuilder:
+    """Builds the parts of each stage, from what all of them have in common."""
+
+    tokenizer: Tokenizer
+    meshes: Meshes
+    device: Device
+    data: DataOfRun
+
+    def build(self, stage: Stage) -> StageParts:
+        """Builds a stage, whose weights are uninitialized. Collective.
+
+        Raises:
+            UserError: data, tasks or model cannot be used as configured.
+        """
+        config = stage.config
+        args = find_model_args(config.model, self.tokenizer.vocab_size)
+        loader = self._loader(config)  # starts prefetching
+        validation_loader = self._validation_loader(config)
+        # Model on the meta device, converters, parallelism, parameters, optimizer.
+        rows = global_batch_size(config, self.meshes.dims)
+        engine = build_engine(config, self.meshes, self.device, args, rows)
+        return StageParts(engine, loader, self._reports(config, engine, validation_loader))
+
+    def read_first_batches(self, config: JobConfig) -> None:
+        """Reads the first batches of a later stage, and forgets them. Collective.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        loader = self._loader(config)
+        raise_on_all_ranks(loader.wait)
+        loader.close()
+        self._validation_loader(config)
+
+    def _loader(self, config: JobConfig) -> Loader:
+        loader = build_loader(
+            config.training,
+            self.tokenizer,
+            global_batch_size=global_batch_size(config, self.meshes.dims),
+            hold_out=self.data.hold_out,
+            run=self.data,
+            **self._place,
+        )
+        identity = {f"training data: {key}": value for key, value in loader.identity.items()}
+        refuse_differences(identity, "all machines need the same data, and Python for python_stdlib")
+        return loader
+
+    def _validation_loader(self, config: JobConfig) -> ValidationLoader | None:
+        """The validation data, of which the first batch is read; None without validation. Collective."""
+        validation = config.validation
+        if not validation.enabled:
+            return None
+        # The other ranks are in a collective meanwhile.
+        patience = min(config.training.retry_seconds, config.comm.train_timeout_seconds // 2)
+        loader = build_validation_loader(
+            validation, config.training, self.tokenizer, **self._place, retry_seconds=patience
+        )
+        raise_on_all_ranks(loader.prepare)
+        return loader
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {
+            "dp_rank": self.meshes.dp_rank,
+            "dp_size": self.meshes.dims.dp,
+            "pin_memory": self.device.type == "cuda",
+        }
+
+    def _reports(self, config: JobConfig, engine: Engine, validation_loader: ValidationLoader | None) -> list[Report]:
+        validation, evaluation, scorer = config.validation, config.evaluation, scorer_of_run(engine)
+        reports = []
+        if validation_loader is not None:
+            validated = functools.partial(validate, validation_loader)
+            reports.append(Report("validation_loss", validation.freq, validated))
+            if validation.sample_prompts:
+                sampler = Sampler(validation.sample_prompts, self.tokenizer, scorer)
+                reports.append(Report("samples", validation.freq, functools.partial(sample, sampler)))
+        if tasks := find_tasks(evaluation, validation, config.training):
+            evaluator = Evaluator(tasks, self.tokenizer, scorer)
+            evaluated = functools.partial(evaluate_tasks, evaluator)
+            reports.append(Report("evaluation_seconds", evaluation.freq, evaluated))
+        return reports

@@ -1,0 +1,71 @@
+"""Hooks of users: their registry, their factors on the learning rate, and their state."""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtitan.checkpoint.train_state import check_kind
+from torchtitan.errors import TrainingError, UserError
+from torchtitan.optim.clip import replicas_of
+from torchtitan.parallel.sharded_tensors import local_tensor
+from torchtitan.protocols import Hook
+from torchtitan.registry import Registry
+
+HOOKS: Registry[Callable[[], Hook]] = Registry("hook", "experimental.custom_import", {})
+"""What makes each hook. All of them are part of the run, in the order of their names."""
+
+
+@contextlib.contextmanager
+def named(name: str, method: str) -> Iterator[None]:
+    """Names the hook whose code has an error."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"{method} of the hook {name!r} failed: {error!r}") from error
+
+
+def factor_on_learning_rate(hooks: Mapping[str, Hook], group: dist.ProcessGroup | None) -> float:
+    """The product of all factors on rank 0. Collective if there are hooks; `group` connects the hosts."""
+    if not hooks:
+        return 1.0
+    factor = torch.tensor(math.prod(hook.lr_factor for hook in hooks.values()), dtype=torch.float64)
+    dist.broadcast(factor, 0, group)
+    if not 0 <= factor < math.inf:
+        raise TrainingError(f"hooks {', '.join(hooks)}: lr_factor must be a finite number of at least 0.")
+    return factor.item()
+
+
+def states_of(hooks: Mapping[str, Hook]) -> dict[str, Any]:
+    states = {}
+    for name, hook in hooks.items():
+        with named(name, "state_dict"):
+            state = json.loads(json.dumps(hook.state_dict()))
+        states[name] = {"lr_factor": float(hook.lr_factor), "state": state}
+    return states
+
+
+def load_states(hooks: Mapping[str, Hook], states: Mapping[str, Any]) -> None:
+    """Loads `states_of`. Raises an error if they are invalid."""
+    for name in hooks.keys() & states.keys():
+        check_kind(states[name], {"lr_factor": 1.0, "state": {}}, f"hooks.{name}")
+        hooks[name].lr_factor = states[name]["lr_factor"]
+        with named(name, "load_state_dict"):
+            hooks[name].load_state_dict(states[name]["state"])
+
+
+@torch.no_grad()
+def sum_over_parameters(model: nn.Module, function: Callable[[str, torch.Tensor], torch.Tensor | float]) -> float:
+    """Sum of `function(name, numbers)` over the parameters of the full model, each number counted once under every
+    layout: `numbers` are a rank's shard of a parameter, perhaps none. Collective: each rank passes its `run.model`."""
+    parts = [function(name, local_tensor(weight)) / replicas_of(weight) for name, weight in model.named_parameters()]
+    total = torch.tensor(sum(map(float, parts)), dtype=torch.float64, device=next(model.parameters()).device)
+    dist.all_reduce(total)
+    return total.item()
