@@ -35,7 +35,6 @@ from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.dims import Meshes, ParallelDims, build_meshes
 from torchtitan.parallel.object_collectives import broadcast_from_rank_0, raise_on_all_ranks, refuse_differences
 from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout, world_from_environment
-from torchtitan.protocols import Hook
 from torchtitan.report.compare import flat
 from torchtitan.run.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
 from torchtitan.run.hooks import HOOKS
@@ -100,15 +99,13 @@ def build_trainer(
 
     scorer = scorer_of_run(engine)
     prompts = config.validation.sample_prompts if config.validation.enabled else []
-    reports: list[Hook] = []
-    freq = config.validation.freq
-    if validation_loader is not None:
-        reports.append(Report("validation_loss", freq, functools.partial(validate, validation_loader)))
-    if prompts:
-        reports.append(Report("samples", freq, functools.partial(sample, Sampler(prompts, tokenizer, scorer))))
-    if tasks:
-        evaluation = functools.partial(evaluate_tasks, Evaluator(tasks, tokenizer, scorer))
-        reports.append(Report("evaluation_seconds", config.evaluation.freq, evaluation))
+    reports = (
+        Report("validation_loss", config.validation.freq, validate, validation_loader),
+        Report("samples", config.validation.freq, sample, Sampler(prompts, tokenizer, scorer) if prompts else None),
+        Report(
+            "evaluation_seconds", config.evaluation.freq, evaluate_tasks, tasks and Evaluator(tasks, tokenizer, scorer)
+        ),
+    )
     checkpoints = _build_checkpoints(engine, tokenizer, folder)
     closing.callback(checkpoints.wait)
     float32_instead = training.mixed_precision_param == "auto" and config.training.mixed_precision_param == "float32"
@@ -122,7 +119,7 @@ def build_trainer(
         stop=stop,
         closing=closing,
         hooks={name: HOOKS.get(name)() for name in HOOKS.names()},
-        parts=reports,
+        parts=[report for report in reports if report.part],
         global_batch_size=global_batch_size,
         dtype_reason=SLOW_BFLOAT16 if float32_instead else "",
     )

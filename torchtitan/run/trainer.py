@@ -32,7 +32,7 @@ from torchtitan.models.init import init_weights
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.process_group import set_timeout
-from torchtitan.protocols import IGNORE_INDEX, Decoder, Hook
+from torchtitan.protocols import IGNORE_INDEX, Hook
 from torchtitan.report.compare import differing, flat, shown
 from torchtitan.run.garbage_collection import garbage_collection
 from torchtitan.run.hooks import factor_on_learning_rate, load_states, named, states_of
@@ -215,15 +215,6 @@ class Trainer:
         return labels // (dist.get_world_size() // self.engine.meshes.dims.dp), shares
 
     @property
-    def model(self) -> Decoder:
-        return self.engine.model
-
-    @property
-    def has_report(self) -> bool:
-        """Whether the metrics of this step are reported."""
-        return self.reporter.due(self.step)
-
-    @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.config.training.seq_len
 
@@ -253,6 +244,7 @@ class Trainer:
                 "another --job.dump_folder."
             )
         self.folder.write_config()
+        self.hooks = {}  # they have not started
         self.checkpoints.save(0, self._state)
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
@@ -260,8 +252,7 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """The JSON part of a checkpoint. Complete on rank 0."""
-        if self.step:  # not a seed checkpoint
-            self.call("before_save")
+        self.call("before_save")
         states: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(states, self.loader.state_dict())
         phases = self.engine.phases
