@@ -38,7 +38,7 @@ from torchtitan.parallel.process_group import init_process_group, on_one_machine
 from torchtitan.report.compare import flat
 from torchtitan.run.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
 from torchtitan.run.hooks import HOOKS
-from torchtitan.run.reports import Report, evaluate_tasks, sample, validate
+from torchtitan.run.reports import Report, ask, sample, validate
 from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.run.trainer import Trainer
@@ -102,9 +102,7 @@ def build_trainer(
     reports = (
         Report("validation_loss", config.validation.freq, validate, validation_loader),
         Report("samples", config.validation.freq, sample, Sampler(prompts, tokenizer, scorer) if prompts else None),
-        Report(
-            "evaluation_seconds", config.evaluation.freq, evaluate_tasks, tasks and Evaluator(tasks, tokenizer, scorer)
-        ),
+        Report("evaluation_seconds", config.evaluation.freq, ask, tasks and Evaluator(tasks, tokenizer, scorer)),
     )
     checkpoints = _build_checkpoints(engine, tokenizer, folder)
     closing.callback(checkpoints.wait)

@@ -15,8 +15,8 @@ from torchtitan.protocols import Hook
 
 @dataclass
 class Report(Hook):
-    """What `make(part, run)` records under `key` every `freq` steps and after the last, unless the run is to stop first.
-    The next start then makes up for the last step's."""
+    """What `make(part, run)` records under `key` every `freq` steps and after the last, unless the run is to stop
+    first. The next start makes up for the last step's."""
 
     key: str
     freq: int
@@ -55,7 +55,7 @@ def sample(sampler: Sampler, run: Any) -> None:
         run.folder.record_samples(run.step, samples)
 
 
-def evaluate_tasks(evaluator: Evaluator, run: Any) -> None:
+def ask(evaluator: Evaluator, run: Any) -> None:
     start = perf_counter()
     scores = evaluator.scores(run.agreed_to_stop)
     if scores is not None:
