@@ -11,9 +11,9 @@ class Plateau(Hook):
     best = float("inf")
 
     def after_step(self, run: Trainer) -> dict[str, float]:
-        if not run.has_report:
+        if not run.reporter.due(run.step):
             return {}
-        squares = sum_over_parameters(run.model, lambda name, weight: weight.square().sum())
+        squares = sum_over_parameters(run.engine.model, lambda name, weight: weight.square().sum())
         return {"weight_norm": squares**0.5}
 
     def after_validation(self, run: Trainer, loss: float) -> dict[str, float]:

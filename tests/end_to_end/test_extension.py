@@ -49,12 +49,14 @@ def test_the_command_of_the_doc_trains(command: tuple[list[str], str], tmp_path:
 
 def test_code_in_the_doc_is_the_example_or_a_real_family(command: tuple[list[str], str]) -> None:
     models = ROOT / "torchtitan" / "models"
-    files = [Path(command[1]) / "my_extension.py", *(models / "qwen3").glob("*.py"), models / "registry.py"]
-    example, *family = [path.read_text(encoding="utf-8") for path in files]
+    examples = [Path(command[1]) / name for name in ("my_extension.py", "my_hook.py")]
+    files = [*examples, *(models / "qwen3").glob("*.py"), models / "registry.py"]
+    extension, hook, *family = [path.read_text(encoding="utf-8") for path in files]
     blocks = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
     whole = [block for block in blocks if "..." not in block]
     assert len(whole) >= 8
     for block in whole:
         for part in block.strip().split("\n\n\n"):
-            assert any(part in source for source in (example, *family)), part
+            assert any(part in source for source in (extension, hook, *family)), part
+    assert any(hook.endswith(f"\n\n{block}") for block in blocks)  # the hook is complete
     assert sum(source.count("\n") for source in family[:-1]) == pytest.approx(100, abs=15)  # "about 100 lines"

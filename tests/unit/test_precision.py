@@ -9,6 +9,7 @@ import torch
 from runs import all_equal, python
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+from torchtitan.engine.precision_phases import parse_phases, phase_of
 
 from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager, JobConfig, to_toml
@@ -26,7 +27,6 @@ from torchtitan.converters import (
 from torchtitan.converters.converter import ProfilerOp
 from torchtitan.converters.linear import LowPrecisionLinear
 from torchtitan.converters.recipes import INT8_SECTION
-from torchtitan.engine.precision_phases import parse_phases, phase_of
 from torchtitan.errors import ConfigError
 from torchtitan.metrics.profiling import trace_schedule
 

@@ -1,6 +1,5 @@
 """Builds what a run trains with in a stage: data, engine, reports."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import scorer_of_run
 from torchtitan.parallel.dims import Meshes
 from torchtitan.parallel.object_collectives import raise_on_all_ranks, refuse_differences
-from torchtitan.run.reports import Report, evaluate_tasks, sample, validate
+from torchtitan.run.reports import Report, ask, sample, validate
 
 
 class StageParts(NamedTuple):
@@ -100,15 +99,11 @@ class StageBuilder:
 
     def _reports(self, config: JobConfig, engine: Engine, validation_loader: ValidationLoader | None) -> list[Report]:
         validation, evaluation, scorer = config.validation, config.evaluation, scorer_of_run(engine)
-        reports = []
-        if validation_loader is not None:
-            validated = functools.partial(validate, validation_loader)
-            reports.append(Report("validation_loss", validation.freq, validated))
-            if validation.sample_prompts:
-                sampler = Sampler(validation.sample_prompts, self.tokenizer, scorer)
-                reports.append(Report("samples", validation.freq, functools.partial(sample, sampler)))
-        if tasks := find_tasks(evaluation, validation, config.training):
-            evaluator = Evaluator(tasks, self.tokenizer, scorer)
-            evaluated = functools.partial(evaluate_tasks, evaluator)
-            reports.append(Report("evaluation_seconds", evaluation.freq, evaluated))
-        return reports
+        prompts = validation.sample_prompts if validation.enabled else []
+        tasks = find_tasks(evaluation, validation, config.training)
+        reports = (
+            Report("validation_loss", validation.freq, validate, validation_loader),
+            Report("samples", validation.freq, sample, prompts and Sampler(prompts, self.tokenizer, scorer)),
+            Report("evaluation_seconds", evaluation.freq, ask, tasks and Evaluator(tasks, self.tokenizer, scorer)),
+        )
+        return [report for report in reports if report.part]

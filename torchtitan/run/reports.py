@@ -15,17 +15,13 @@ from torchtitan.protocols import Hook
 
 @dataclass
 class Report(Hook):
-    """A report every `freq` steps and after the last. A run that is to stop leaves those of the last step to the next
-    start.
-
-    Attributes:
-        key: of what it records.
-        make: makes it for a `Trainer`, unless the run is to stop first.
-    """
+    """What `make(part, run)` records under `key` every `freq` steps and after the last, unless the run is to stop
+    first. The next start makes up for the last step's."""
 
     key: str
     freq: int
-    make: Callable[[Any], None]
+    make: Callable[[Any, Any], None]
+    part: Any
 
     def due(self, run: Any) -> bool:
         return bool(run.step % self.freq == 0 or run.step == run.config.training.steps)
@@ -35,23 +31,21 @@ class Report(Hook):
             run.begin()
             if not run.stop.agreed():
                 with run.reporter.pause():
-                    self.make(run)
+                    self.make(self.part, run)
 
 
 def validate(loader: ValidationLoader, run: Any) -> None:
-    loss = evaluate(run.engine, _batches(loader, run), run.agreed_to_stop)
+    def batches() -> Iterator[Batch | None]:
+        try:
+            yield from loader
+        except DataError as error:  # all ranks agree to save and stop
+            run.data_error = str(error)
+            yield None
+
+    loss = evaluate(run.engine, batches(), run.agreed_to_stop)
     if loss is not None:
         run.reporter.validation(run.step, loss)
         run.call("after_validation", loss.item())
-
-
-def _batches(loader: ValidationLoader, run: Any) -> Iterator[Batch | None]:
-    """The batches, then None if this rank cannot read its data: all ranks then agree to save and stop."""
-    try:
-        yield from loader
-    except DataError as error:
-        run.data_error = str(error)
-        yield None
 
 
 def sample(sampler: Sampler, run: Any) -> None:
@@ -61,7 +55,7 @@ def sample(sampler: Sampler, run: Any) -> None:
         run.folder.record_samples(run.step, samples)
 
 
-def evaluate_tasks(evaluator: Evaluator, run: Any) -> None:
+def ask(evaluator: Evaluator, run: Any) -> None:
     start = perf_counter()
     scores = evaluator.scores(run.agreed_to_stop)
     if scores is not None:

@@ -33,7 +33,7 @@ from torchtitan.models.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.models.init import init_weights
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.process_group import set_timeout
-from torchtitan.protocols import IGNORE_INDEX, Decoder, Hook
+from torchtitan.protocols import IGNORE_INDEX, Hook
 from torchtitan.report.compare import differing, flat, shown
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.garbage_collection import garbage_collection
@@ -239,15 +239,6 @@ class Trainer:
         return global_batch_size(self.config, self.engine.meshes.dims)
 
     @property
-    def model(self) -> Decoder:
-        return self.engine.model
-
-    @property
-    def has_report(self) -> bool:
-        """Whether the metrics of this step are reported."""
-        return self.reporter.due(self.step)
-
-    @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.config.training.seq_len
 
@@ -293,6 +284,7 @@ class Trainer:
                 "another --job.dump_folder."
             )
         self.folder.write_config()
+        self.hooks = {}  # they have not started
         self.checkpoints.save(0, self._state)
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
@@ -300,8 +292,7 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """The JSON part of a checkpoint. Complete on rank 0."""
-        if self.step:  # not a seed checkpoint
-            self.call("before_save")
+        self.call("before_save")
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
