@@ -27,10 +27,11 @@ def main() -> None:
 
         register_models(config)
         reports = []
-        for stage in parse_stages(config):
+        stages = parse_stages(config)
+        for stage in stages:
             with stage.named_in_errors():
                 report = explain_conversion(stage.config)
-            reports.append((stage.last_step, report))
+            reports.append((None if stage is stages[-1] else stage.last_step, report))
             if stage.title:
                 print(f"{stage.title}, to step {stage.last_step}")
             print(f"{to_table(report)}\n{summary(report)}" if report or not stage.title else "no converters")

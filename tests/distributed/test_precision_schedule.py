@@ -87,7 +87,7 @@ def test_two_processes_go_on_as_from_a_checkpoint_in_the_other_precision(
 ) -> None:
     base = (*BASE, *LAYOUTS[layout], "--training.steps=4")
     said = train(*base, into(tmp_path / "whole"), schedule(tmp_path, *names), processes=2)
-    assert f"step 3: precision changes to {names[1]}" in said and "low-precision GEMMs ran in this step" in said
+    assert "after step 2: [[precision.phase]] 2 begins" in said and "low-precision GEMMs ran in this step" in said
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     train(*base, into(tmp_path / "resumed"), "--checkpoint.load_step=2", *flags_of(names[1]), processes=2)
     assert_same_training(tmp_path / "whole", tmp_path / "resumed", steps=4)
@@ -119,7 +119,7 @@ def test_it_goes_on_bit_for_bit_before_at_and_after_a_switch(whole: Path, tmp_pa
 
 
 def test_the_phase_is_in_the_metrics_the_report_and_the_checkpoint(whole: Path) -> None:
-    assert [line["precision_phase"] for line in lines_of(whole / "metrics.jsonl")] == [1, 1, 2, 2, 3, 3]
+    assert [line["stage"] for line in lines_of(whole / "metrics.jsonl")] == [1, 1, 2, 2, 3, 3]
     report = json.loads((whole / "conversion.json").read_text())
     assert [(phase["phase"], phase["precision"], phase["last_step"]) for phase in report] == [
         (1, ALL_LOW[0], 2),
@@ -128,7 +128,7 @@ def test_the_phase_is_in_the_metrics_the_report_and_the_checkpoint(whole: Path) 
     ]
     assert {layer["recipe"] for layer in report[1]["layers"]} == {"nvfp4", "bf16"}  # the last block, the output layer
     state = json.loads((whole / "checkpoint" / "step-4" / "train_state.json").read_text())
-    assert state["precision_schedule"] == [[2, ALL_LOW[0]], [4, ALL_LOW[1]], [None, ALL_LOW[2]]]
+    assert state["stages"] == [[last, f"[[precision.phase]] {number}"] for number, last in ((1, 2), (2, 4), (3, 6))]
 
 
 def test_another_schedule_at_a_resume_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -136,10 +136,12 @@ def test_another_schedule_at_a_resume_is_said(tmp_path: Path, capfd: pytest.Capt
     file.write_text("[[precision.phase]]\nuntil = 0.5\nconverters = ['float8']\n[[precision.phase]]\n")
     for steps in (2, 4):  # half of 2 is 1, half of 4 is 2
         train_here(*BASE, into(tmp_path), f"--training.steps={steps}", f"--job.config_file={file}")
-    said = "had the precision schedule float8 tensorwise to step 1, then bf16; this run continues with float8 tensor"
+    said = (
+        "is of a run with [[precision.phase]] 1 to step 1, then [[precision.phase]] 2 to step 2; this run goes on with"
+    )
     assert said in capfd.readouterr().out
     train_here(*BASE, into(tmp_path), "--training.steps=5", "--model.converters=float8")
-    assert "float8 tensorwise to step 2, then bf16; this run continues with none" in capfd.readouterr().out
+    assert "then [[precision.phase]] 2 to step 4; this run goes on with no stages" in capfd.readouterr().out
 
 
 def test_a_mistake_in_a_later_phase_stops_the_run_at_its_start(tmp_path: Path) -> None:
@@ -154,13 +156,6 @@ def test_a_mistake_in_a_later_phase_stops_the_run_at_its_start(tmp_path: Path) -
         "Error: [[precision.phase]] 2: int8.filter_fqns: 'atention.wk' matches no module of this model "
         "(did you mean attention.wk?)." in output
     )
-
-
-def test_a_plan_is_of_the_first_phase_and_says_so(tmp_path: Path) -> None:
-    train_here(*TINY, into(tmp_path), "--training.steps=4", "--job.plan", schedule(tmp_path, "int8 rowwise", "bf16"))
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["notes"][0].startswith("planned: [[precision.phase]] 1 of 2 (to step 2), as if it were the whole run")
-    assert {decision["recipe"] for decision in plan["conversion"]} == {"rowwise", "bf16"}
 
 
 @pytest.mark.full

@@ -1,48 +1,19 @@
-"""Guarantees about the code of a plain run: no precision phases, and no wait for the device in a step."""
+"""A guarantee about the code of a plain run: no wait for the device in a step."""
 
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import TINY, into, losses, train_here
+from runs import TINY, into, train_here
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtitan.run.trainer
-from torchtitan.converters import switch
-from torchtitan.engine import precision_phases
 
 FLAGS = (*TINY, "--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--training.local_batch_size=4")
 LOW_PRECISION = ("--float8.emulate", "--training.mixed_precision_param=bfloat16")
-
-
-def test_a_plain_run_never_reaches_the_code_of_precision_phases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: list[str] = []
-
-    def watch(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename in (precision_phases.__file__, switch.__file__):
-            called.append(frame.f_code.co_name)
-
-    def traced(*flags: str) -> list[str]:
-        called.clear()
-        sys.setprofile(watch)
-        try:
-            train_here(*FLAGS, *LOW_PRECISION, into(tmp_path), *flags)
-        finally:
-            sys.setprofile(None)
-        return called
-
-    for steps in (2, 4):  # from the start, and from a checkpoint
-        assert traced("--model.converters=float8", f"--training.steps={steps}") == []
-    assert list(losses(tmp_path)) == [1, 2, 3, 4]
-    file = tmp_path / "phases.toml"
-    file.write_text("[[precision.phase]]\nuntil_step = 5\nconverters = ['float8']\n[[precision.phase]]\n")
-    assert "apply_variants" in traced(f"--job.config_file={file}", "--training.steps=6")
 
 
 class HostReads(TorchDispatchMode):

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.checkpoint.tokenizer import COPY, identity_of
 from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
-from torchtitan.converters import Decision
+from torchtitan.converters import ModelConverter
 from torchtitan.data import Tokenizer, load_tokenizer
 from torchtitan.data.datasets import DataOfRun, places_of_sources
 from torchtitan.data.fingerprints import fingerprints
@@ -93,10 +94,15 @@ def build_trainer(
     # Every stage is opened now, so that no mistake in a later one stops the run when it begins.
     stages = parse_stages(config, dims.dp)
     builder = StageBuilder(tokenizer, meshes, device, _data_of_run(stages, tokenizer, dims))
-    conversions = [_open_stage(stage, builder) for stage in stages[1:]]
+    models = [_converted(stage, builder) for stage in stages] if len(stages) > 1 else []
+    _refuse_other_parameters(stages, models)
+    for stage in stages[1:]:
+        with stage.named_in_errors():
+            builder.read_first_batches(stage.config)
     with stages[0].named_in_errors():
         engine, loader, reports = builder.build(stages[0])
-    folder = RunFolder(dump_folder, config, log_conversion(stages, [decisions_of(engine.converters), *conversions]))
+    conversions = [decisions_of(converters) for _, converters in models] or [decisions_of(engine.converters)]
+    folder = RunFolder(dump_folder, config, log_conversion(stages, conversions))
     if engine.converted_model:
         logger.info(f"after conversion:\n{engine.converted_model}")
     log_cost_of_low_precision(engine)
@@ -165,18 +171,27 @@ def _data_of_run(stages: Sequence[Stage], tokenizer: Tokenizer, dims: ParallelDi
     )
 
 
-def _open_stage(stage: Stage, builder: StageBuilder) -> list[Decision]:
-    """Opens what a stage trains with, and converts its model on the meta device, without keeping either. Returns what
-    becomes of each linear layer. Collective."""
+def _converted(stage: Stage, builder: StageBuilder) -> tuple[nn.Module, list[ModelConverter]]:
+    """The converted model of a stage, on the meta device."""
     config, dims, device = stage.config, builder.meshes.dims, builder.device
-    args = find_model_args(config.model, builder.tokenizer.vocab_size)
     with stage.named_in_errors():
-        find_tasks(config.evaluation, config.validation, config.training)
-        builder.read_first_batches(config)
+        args = find_model_args(config.model, builder.tokenizer.vocab_size)
         target = conversion_target(config, MODELS.get(config.model.name), device, shards=dims.fsdp)
         model, converters = build_converted_model(config, args, target)
         check_groups(model, config.optimizer)
-    return decisions_of(converters)
+        find_tasks(config.evaluation, config.validation, config.training)
+    return model, converters
+
+
+def _refuse_other_parameters(stages: Sequence[Stage], models: Sequence[tuple[nn.Module, object]]) -> None:
+    """Raises a ConfigError if a stage's model has not the parameters and buffers of the first one's."""
+    shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model, _ in models]
+    for stage, own in zip(stages, shapes, strict=False):
+        if different := sorted(dict(own.items() ^ shapes[0].items())):
+            raise ConfigError(
+                f"{stage.title}: {different[0]} is not the same in all stages, whose weights go from one to the next; "
+                "list the converter that changes it in model.converters, for the whole run."
+            )
 
 
 def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, config: JobConfig) -> CheckpointManager:

@@ -1,0 +1,94 @@
+"""A run with stages: it goes on bit for bit wherever it is stopped, and in the same order of data on any number of
+processes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import TINY, assert_equal_bit_for_bit, into, lines_of, losses, tensors_of, train, train_here
+
+STAGES = """
+[training]
+global_batch_size = "4@0, 8@6, 4@7"
+local_batch_size = 2
+seq_len = 64
+steps = 10
+[[stage]]
+name = "stable"
+until = 3
+[[stage]]
+name = "long"
+until = "3.5K"  # tokens: step 8
+training.seq_len = 128
+training.local_batch_size = 1
+activation_checkpoint.mode = "full"
+[[stage]]
+name = "anneal"
+training.dataset_mixture = ["python_stdlib:0.5", "FOLDER/*.jsonl:0.5"]
+lr_scheduler.warmup_steps = 0
+lr_scheduler.decay_ratio = 1.0
+optimizer.weight_decay = 0.0
+model.converters = ["float8"]
+float8.emulate = true
+"""
+OF_FILE = [flag for flag in TINY if not flag.startswith("--training.") or "precision" in flag]
+BASE = (*OF_FILE, "--checkpoint.enable_checkpoint", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0")
+LAST = 10
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("stages")
+    documents = [json.dumps({"text": f"Document {number} says {'this ' * (number % 90)}."}) for number in range(400)]
+    (folder / "documents.jsonl").write_text("\n".join(documents))
+    file = folder / "stages.toml"
+    file.write_text(STAGES.replace("FOLDER", str(folder)))
+    return f"--job.config_file={file}"
+
+
+@pytest.fixture(scope="module")
+def whole(file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    train_here(*BASE, file, into(folder), "--training.record_sample_ids")
+    return folder
+
+
+def test_each_stage_trains_as_it_says(whole: Path) -> None:
+    steps = lines_of(whole / "metrics.jsonl")
+    assert [line["stage"] for line in steps] == [1] * 3 + [2] * 5 + [3] * 2
+    tokens = [256] * 3 + [512] * 3 + [1024, 512] + [256] * 2
+    assert [line["tokens_seen"] for line in steps] == [sum(tokens[: step + 1]) for step in range(LAST)]
+    assert [line["lr"] for line in steps[2:]] == pytest.approx(
+        [8e-4] * 7 + [4e-4]
+    )  # the anneal stage decays over 2 steps
+    state = json.loads((whole / "checkpoint" / "step-4" / "train_state.json").read_text())
+    assert state["stages"] == [[3, "stage stable"], *([step, "stage long"] for step in (6, 7, 8)), [10, "stage anneal"]]
+
+
+@pytest.mark.parametrize("step", [1, 3, 6, 7, 8, 9])
+def test_it_goes_on_bit_for_bit(whole: Path, file: str, step: int, tmp_path: Path) -> None:
+    """In the middle of a stage, at its end, and where a batch size ends."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for later in range(step + 1, LAST + 1):
+        shutil.rmtree(tmp_path / "checkpoint" / f"step-{later}")
+    train_here(*BASE, file, into(tmp_path))
+    assert losses(whole) == losses(tmp_path)
+    assert_equal_bit_for_bit(tensors_of(whole, LAST), tensors_of(tmp_path, LAST))
+
+
+def rows_of(folder: Path) -> list[list[str]]:
+    """The documents of each step, whichever rank trained on them."""
+    by_step: dict[int, list[str]] = {}
+    for name in folder.glob("sample_ids/rank_*.jsonl"):
+        for line in lines_of(name):
+            by_step.setdefault(line["step"], []).extend(map(str, line["ids"]))
+    return [sorted(by_step[step]) for step in sorted(by_step)]
+
+
+def test_two_processes_read_the_same_data(whole: Path, file: str, tmp_path: Path) -> None:
+    said = train(*BASE, file, into(tmp_path), "--training.record_sample_ids", processes=2)
+    assert "after step 3: stage long begins" in said
+    assert rows_of(tmp_path) == rows_of(whole) and len(rows_of(whole)) == LAST
+    alone, together = losses(whole), losses(tmp_path)
+    assert [together[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-3)
