@@ -64,4 +64,5 @@ class Decoder(nn.Module):
     output: nn.Module | None
     positions: Tensor | None
     init_std: Callable[[str], float | None]
+    set_rope: Callable[[float, Any], None]
     __call__: Callable[..., Tensor]

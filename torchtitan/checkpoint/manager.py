@@ -1,5 +1,6 @@
 """Decides when to save and what to load; torch.distributed.checkpoint writes and reads the tensors."""
 
+import dataclasses
 import gc
 import json
 import platform
@@ -23,6 +24,7 @@ from torchtitan.checkpoint.choose import (
     check_start,
     check_tensors,
     choose_step,
+    log_other_rope,
     newest_of_same_command,
 )
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
@@ -62,6 +64,7 @@ from torchtitan.parallel.object_collectives import (
     raise_on_all_ranks,
 )
 from torchtitan.parallel.process_group import failed_collective
+from torchtitan.protocols import ModelArgs
 
 TrainState = dict[str, Any]
 S = TypeVar("S")
@@ -69,6 +72,8 @@ S = TypeVar("S")
 
 class Exchange(Protocol[S]):
     """Imports and exports folders in other formats (`interchange.Exchange`)."""
+
+    def record_args(self, args: ModelArgs) -> None: ...
 
     def find(self, folder: Path) -> S | None: ...
 
@@ -170,6 +175,13 @@ class CheckpointManager:
             make_folder(self.folder)
         except OSError as error:
             raise CheckpointError(f"checkpoint.folder: {self.folder} cannot be created ({error.strerror}).") from None
+
+    def record_args(self, args: ModelArgs) -> None:
+        """To be called when `args` of the model, which checkpoints and exports record, have changed: RoPE's may."""
+        # A new dict: a save in the background may still have to write the old one.
+        self.identity = {**self.identity, **json.loads(json.dumps(dataclasses.asdict(args)))}
+        if self.exchange is not None:
+            self.exchange.record_args(args)
 
     # Loading
 
@@ -274,7 +286,9 @@ class CheckpointManager:
                 )
             )
         if not weights_only:
-            prepare(state)
+            prepare(state)  # which may change RoPE
+        if "identity" in state:
+            log_other_rope(path, state["identity"], self.identity)
         excluded = self.excluded
         model = {} if "model" in excluded else model_tensors(self.model)
         without_optimizer = weights_only or state["weights_only"] or "optimizer" in excluded or state["step"] == 0

@@ -14,13 +14,9 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.keys import fields_by_key, keys_of_entry, section_class
 from torchtitan.config.legacy_keys import Values
 from torchtitan.config.overrides import FlagParser, ValueChecks, by_section, leaves, values_of_file, values_of_flags
+from torchtitan.config.overrides import tomllib as tomllib
 from torchtitan.errors import ConfigError
 from torchtitan.files import PathError, local_path, regular_file
-
-if sys.version_info >= (3, 11):
-    import tomllib as tomllib
-else:
-    import tomli as tomllib
 
 CUSTOM_ARGS_MODULE = ("experimental.custom_args_module", "job.custom_config_module")  # now and formerly
 

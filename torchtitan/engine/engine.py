@@ -8,6 +8,7 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config import JobConfig
+from torchtitan.config.training import Model
 from torchtitan.converters import ModelConverter, Target
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, conversion_target
-from torchtitan.engine.model_args import find_base_args
+from torchtitan.engine.model_args import find_base_args, sizes_of
 from torchtitan.engine.precision_phases import PrecisionPhases, build_precision_phases
 from torchtitan.errors import ConfigError
 from torchtitan.metrics.flops import flops_per_token
@@ -87,6 +89,13 @@ class Engine:
     def init_factor(self, name: str) -> float:
         """The factor on the initial values of a parameter."""
         return 1.0 if self.scalings is None else self.scalings[name].init
+
+    def set_rope(self, model: Model) -> None:
+        """Changes RoPE to that of a [model] section, in the model and all its stages, from the next step on. Raises a
+        ConfigError as `sizes_of` does."""
+        args: Any = sizes_of(model)
+        for part in {id(part): part for part in (self.model, *self.stages.values())}.values():
+            part.set_rope(args.rope_theta, args.rope_scaling)
 
 
 def allocate(model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:

@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, D channels, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torchtitan.kernels.swiglu import Activation, swiglu
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.loss import chunked_cross_entropy, chunks, cross_entropy
 from torchtitan.models.norm import RMSNorm
-from torchtitan.models.rope import rope_table
+from torchtitan.models.rope import RopeScaling, rope_table
 from torchtitan.protocols import CrossEntropyFunction, Decoder
 
 OUTPUT_STD = 0.02
@@ -163,6 +164,11 @@ class Transformer(Decoder):
             places = torch.arange(seq_len) if positions is None else positions
             self._rope = table = rope_table(args.head_dim, places.to(device), args.rope_theta, args.rope_scaling)
         return table
+
+    def set_rope(self, theta: float, scaling: RopeScaling | None) -> None:
+        """Changes RoPE from the next call on. Blocks get the table as an input, so they are not compiled again."""
+        if (theta, scaling) != (self.args.rope_theta, self.args.rope_scaling):
+            self.args, self._rope = replace(self.args, rope_theta=theta, rope_scaling=scaling), None
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation for initialization; None for parameters (norms) that start at 1.

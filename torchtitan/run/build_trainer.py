@@ -18,7 +18,7 @@ from torchtitan.data import Loader, Tokenizer, ValidationLoader, build_loader, b
 from torchtitan.data.fingerprints import fingerprints
 from torchtitan.device import Device
 from torchtitan.engine.engine import Engine, build_engine
-from torchtitan.engine.model_args import describe_parametrization, find_model_args
+from torchtitan.engine.model_args import describe_parametrization, find_model_args, rope_keys
 from torchtitan.errors import ConfigError, DataError
 from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks
@@ -186,7 +186,7 @@ def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder) 
         raise_on_all_ranks(write if dist.get_rank() == 0 else lambda: None)
     spec, copy = MODELS.get(config.model.name), str(folder.path / COPY)
     exchange = Exchange(
-        published(spec, args, copy, training.seq_len, *boundaries),
+        published(spec, args, copy, training.seq_len, *boundaries, changed=rope_keys(config.model)),
         None if "tokenizer" in config.checkpoint.exclude_from_loading else tokenizer,
     )
     return CheckpointManager(
