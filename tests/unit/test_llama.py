@@ -94,12 +94,8 @@ def test_rope_of_published_models() -> None:
     assert LLAMA2["7B"].rope_theta == 10000.0 and LLAMA3["8B"].rope_theta == 500000.0
     assert LLAMA3["8B"].rope_scaling is None
     published = Llama3Scaling(factor=8.0, original=8192, low_freq_factor=1.0, high_freq_factor=4.0)
-    assert LLAMA3_1["8B"].rope_scaling == Llama3Scaling(
-        factor=8.0, original=8192, low_freq_factor=1.0, high_freq_factor=4.0
-    )
-    assert LLAMA3_2["1B"].rope_scaling == Llama3Scaling(
-        factor=32.0, original=8192, low_freq_factor=1.0, high_freq_factor=4.0
-    )
+    assert LLAMA3_1["8B"].rope_scaling == published
+    assert LLAMA3_2["1B"].rope_scaling == replace(published, factor=32.0)
 
 
 def test_vocabulary_comes_from_the_tokenizer_where_the_flavor_has_none() -> None:
