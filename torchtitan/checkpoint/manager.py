@@ -73,7 +73,7 @@ S = TypeVar("S")
 class Exchange(Protocol[S]):
     """Imports and exports folders in other formats (`interchange.Exchange`)."""
 
-    def record_args(self, args: ModelArgs) -> None: ...
+    def record_args(self, args: ModelArgs, seq_len: int) -> None: ...
 
     def find(self, folder: Path) -> S | None: ...
 
@@ -176,12 +176,16 @@ class CheckpointManager:
         except OSError as error:
             raise CheckpointError(f"checkpoint.folder: {self.folder} cannot be created ({error.strerror}).") from None
 
-    def record_args(self, args: ModelArgs) -> None:
-        """To be called when `args` of the model, which checkpoints and exports record, have changed: RoPE's may."""
+    def record_args(self, args: ModelArgs, seq_len: int) -> None:
+        """To be called when `args` of the model, which checkpoints and exports record, have changed: RoPE's may.
+
+        Args:
+            seq_len: of the sequences that it is trained on from now on.
+        """
         # A new dict: a save in the background may still have to write the old one.
         self.identity = {**self.identity, **json.loads(json.dumps(dataclasses.asdict(args)))}
         if self.exchange is not None:
-            self.exchange.record_args(args)
+            self.exchange.record_args(args, seq_len)
 
     # Loading
 

@@ -32,10 +32,10 @@ class Exchange:
         self.model = model
         self.tokenizer = tokenizer
 
-    def record_args(self, args: ModelArgs) -> None:
+    def record_args(self, args: ModelArgs, seq_len: int) -> None:
         """As of `CheckpointManager`."""
         if self.model is not None:
-            self.model = dataclasses.replace(self.model, args=args)
+            self.model = dataclasses.replace(self.model, args=args, seq_len=max(seq_len, self.model.seq_len))
 
     def find(self, folder: Path) -> Source | None:
         """A folder in Hugging Face's or Meta's format, opened; None if it is neither.
