@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -237,7 +238,8 @@ def test_what_a_resume_changes_and_passes_over_is_told(
     assert f"from here on; {run}/checkpoint/step-4 was trained with None" in output
     exported = json.loads((run / "checkpoint" / "step-6-hf" / "config.json").read_text())
     assert exported["rope_scaling"]["original_max_position_embeddings"] == 32 and exported["rope_theta"] == 12345
-    assert saved_model(run / "checkpoint" / "step-6").args.rope_scaling == YarnScaling(factor=4.0, original=32)
+    args: Any = saved_model(run / "checkpoint" / "step-6").args
+    assert args.rope_scaling == YarnScaling(factor=4.0, original=32)
     assert "the learning rate of step 5 is 0.0004; it would have been 0.01 in the run of the checkpoint" in output
     assert f"step-6 is passed over: the run resumes from {run}/checkpoint/step-4" in output
 
