@@ -223,7 +223,7 @@ def make_batch(shape: tuple[int, int], document_mask: bool, pin_memory: bool = T
     """As the loader makes it."""
     rows, seq_len = shape
     window = Window(np.zeros(seq_len + 1, np.int64), np.zeros(seq_len + 1, np.int64), [])
-    return build_batch([window] * rows, BatchSpec(range(rows), rows, document_mask, False, pin_memory))
+    return build_batch([window] * rows, BatchSpec(range(rows), rows, rows, document_mask, False, pin_memory))
 
 
 def _pin_memory(tensor: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -23,6 +23,8 @@ until = "3.5K"  # tokens: step 8
 training.seq_len = 128
 training.local_batch_size = 1
 activation_checkpoint.mode = "full"
+model.rope_theta = 50000.0
+model.rope_scaling = {type = "yarn", factor = 2, original = 64}
 [[stage]]
 name = "anneal"
 training.dataset_mixture = ["python_stdlib:0.5", "FOLDER/*.jsonl:0.5"]

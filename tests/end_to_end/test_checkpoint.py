@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,12 @@ from runs import (
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.errors import CheckpointError, ConfigError, UserError
+from torchtitan.interchange.convert import saved_model
+from torchtitan.models.rope import YarnScaling
 from torchtitan.report.page import render
 from torchtitan.report.run import read_run
 
+YARN = ('--model.rope_scaling={type = "yarn", factor = 4, original = 32}', "--model.rope_theta=12345")
 FLAGS = (*TINY, *CHECKPOINTS, "--optimizer.lr=1e-2")  # so that six steps have a visible effect on the loss
 
 
@@ -227,8 +231,15 @@ def test_what_a_resume_changes_and_passes_over_is_told(
 ) -> None:
     run = copy_of(six_steps, tmp_path)
     path = f"--checkpoint.initial_load_path={six_steps}/checkpoint/step-6"
-    train_here(*FLAGS, into(run), "--training.steps=6", "--checkpoint.load_step=4", "--optimizer.lr=4e-4", path)
+    change = ("--checkpoint.load_step=4", "--optimizer.lr=4e-4", *YARN)
+    train_here(*FLAGS, into(run), "--training.steps=6", *change, path, "--checkpoint.last_save_in_hf")
     output = capsys.readouterr().out
+    assert "is YarnScaling(type='yarn', factor=4.0, original=32" in output
+    assert f"from here on; {run}/checkpoint/step-4 was trained with None" in output
+    exported = json.loads((run / "checkpoint" / "step-6-hf" / "config.json").read_text())
+    assert exported["rope_scaling"]["original_max_position_embeddings"] == 32 and exported["rope_theta"] == 12345
+    args: Any = saved_model(run / "checkpoint" / "step-6").args
+    assert args.rope_scaling == YarnScaling(factor=4.0, original=32)
     assert "the learning rate of step 5 is 0.0004; it would have been 0.01 in the run of the checkpoint" in output
     assert f"step-6 is passed over: the run resumes from {run}/checkpoint/step-4" in output
 

@@ -21,7 +21,7 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.qwen3.args import Qwen3Args
 from torchtitan.models.qwen3.model import Qwen3
-from torchtitan.models.rope import RopeScaling
+from torchtitan.models.rope import Llama3Scaling
 from torchtitan.models.transformer import Transformer
 
 SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211)
@@ -29,7 +29,7 @@ VARIANTS: dict[str, Any] = {
     "gqa": SMALL,
     "tied, one head": replace(SMALL, n_kv_heads=1, tied_embeddings=True),
     "qwen3": Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211, head_dim=32),
-    "rope scaling": replace(SMALL, rope_theta=1e4, rope_scaling=RopeScaling(factor=8.0, original_seq_len=16)),
+    "rope scaling": replace(SMALL, rope_theta=1e4, rope_scaling=Llama3Scaling(factor=8.0, original=16)),
 }
 EOS = 210
 

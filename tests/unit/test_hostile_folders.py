@@ -27,9 +27,9 @@ from torchtitan.models import MODELS
 from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
-from torchtitan.models.rope import RopeScaling
+from torchtitan.models.rope import Llama3Scaling
 
-LLAMA = LlamaArgs(32, 2, 4, 2, 48, 4096, rope_scaling=RopeScaling(original_seq_len=32))
+LLAMA = LlamaArgs(32, 2, 4, 2, 48, 4096, rope_scaling=Llama3Scaling(factor=8.0, original=32))
 SPARSE = Qwen3MoEArgs(32, 2, 4, 2, 48, 4096, head_dim=16, moe=MoEArgs(4, 2, 16))
 FEW: list[Any] = [None, "big", [], -1, 0, 2.5, 10**9]
 MANY = [*FEW, True, "", [1], {}, {"a": 1}, 1, 3, 2**63, 10**30, 1e308, float("nan"), float("inf"), "\x1b[31m"]

@@ -36,7 +36,7 @@ from torchtitan.models.moe import reset_buffers
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.qwen3.args import Qwen3Args
 from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
-from torchtitan.models.rope import RopeScaling
+from torchtitan.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from torchtitan.protocols import Decoder
 
 QWEN = Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=4096, head_dim=32)
@@ -44,12 +44,17 @@ SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab
 SPARSE = Qwen3MoEArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=4096, head_dim=32, moe=MoEArgs(6, 2, 48)
 )
+# With the options of DeepSeek-V3.
+YARN = YarnScaling(factor=40.0, original=32, mscale=1.0, mscale_all_dim=0.5, beta_fast=16.0, truncate=False)
 VARIANTS: dict[str, Any] = {
     "plain": SMALL,
     "gqa": replace(SMALL, n_kv_heads=2),
-    "rope scaling": replace(SMALL, rope_theta=10000.0, rope_scaling=RopeScaling(factor=8.0, original_seq_len=32)),
+    "rope scaling": replace(SMALL, rope_theta=10000.0, rope_scaling=Llama3Scaling(factor=8.0, original=32)),
+    "yarn": replace(SMALL, rope_theta=10000.0, rope_scaling=YARN),
+    "linear": replace(SMALL, rope_scaling=LinearScaling(factor=3.0)),
     "tied": replace(SMALL, n_kv_heads=1, norm_eps=1e-3, tied_embeddings=True),
     "qwen3": QWEN,
+    "qwen3 yarn": replace(QWEN, rope_scaling=YarnScaling(factor=4.0, original=32)),
     "qwen3 tied": replace(QWEN, head_dim=8, tied_embeddings=True),
     "qwen3_moe": SPARSE,
     "qwen3_moe, a dense layer": replace(SPARSE, moe=replace(SPARSE.moe, n_dense_layers=1, normalize=False)),
@@ -236,7 +241,10 @@ FAULTS = {
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
     "another family": (lambda f: change(f, model_type="mistral"), "model_type is 'mistral'"),
     "biases": (lambda f: change(f, attention_bias=True), "attention_bias is True"),
-    "another rope": (lambda f: change(f, rope_scaling={"rope_type": "yarn"}), "RoPE scaling has type 'yarn'"),
+    "another rope": (
+        lambda f: change(f, rope_scaling={"type": "longrope"}),
+        "RoPE scaling: type 'longrope' is not supported",
+    ),
     "another width": (lambda f: change(f, intermediate_size=100), "its ffn_dim is 100, this run's is 96"),
     "another vocabulary": (lambda f: change(f, vocab_size=32000), "its vocab_size is 32000, this run's is 4096"),
     "a size is a word": (lambda f: change(f, hidden_size="big"), "config.json: "),
@@ -271,8 +279,8 @@ def test_a_folder_that_does_not_fit_is_refused_in_a_sentence(fault: str, tmp_pat
 def test_the_refusal_is_that_of_the_model_s_own_family(tmp_path: Path) -> None:
     folder = exported(nontrivial_model(QWEN), tmp_path / "out")
     (folder / "SHA256SUMS").unlink()
-    change(folder, rope_scaling={"rope_type": "yarn"})
-    with pytest.raises(CheckpointError, match="RoPE scaling has type 'yarn', but no scaling is supported"):
+    change(folder, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    with pytest.raises(CheckpointError, match="RoPE scaling: type 'dynamic' is not supported; known are default, li"):
         find_model(folder)
     change(folder, model_type="mistral")
     with pytest.raises(CheckpointError, match="model_type is 'mistral'"):

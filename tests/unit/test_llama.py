@@ -11,15 +11,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaArgs
 from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.rope import RopeScaling
+from torchtitan.models.rope import Llama3Scaling, YarnScaling
 
 SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=101)
-SCALED = replace(SMALL, rope_theta=10000.0, rope_scaling=RopeScaling(factor=8.0, original_seq_len=32))
+SCALED = replace(SMALL, rope_theta=10000.0, rope_scaling=Llama3Scaling(factor=8.0, original=32))
 VARIANTS = {
     "plain": SMALL,
     "gqa": replace(SMALL, n_kv_heads=2),
     "one_kv_head": replace(SMALL, n_kv_heads=1, norm_eps=1e-3),
     "rope_scaling": SCALED,
+    "yarn": replace(SMALL, rope_theta=10000.0, rope_scaling=YarnScaling(factor=8.0, original=32)),
     "tied": replace(SMALL, n_kv_heads=2, tied_embeddings=True),
 }
 SEQ_LEN = 100  # three times the original context of SCALED
@@ -30,30 +31,7 @@ def tokens(batch: int = 2, seq_len: int = SEQ_LEN) -> torch.Tensor:
 
 
 def transformers_llama(args: LlamaArgs) -> LlamaForCausalLM:
-    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if scaling := args.rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_seq_len,
-        }
-    return LlamaForCausalLM(
-        LlamaConfig(  # type: ignore[call-arg]
-            hidden_size=args.dim,
-            num_hidden_layers=args.n_layers,
-            num_attention_heads=args.n_heads,
-            num_key_value_heads=args.n_kv_heads,
-            intermediate_size=args.ffn_dim,
-            vocab_size=args.vocab_size or 0,
-            rms_norm_eps=args.norm_eps,
-            rope_theta=args.rope_theta,
-            rope_scaling=rope,
-            max_position_embeddings=512,
-            tie_word_embeddings=args.tied_embeddings,
-        )
-    ).eval()
+    return LlamaForCausalLM(LlamaConfig(**HUGGING_FACE.to_config(args), max_position_embeddings=512)).eval()
 
 
 @torch.no_grad()
@@ -115,8 +93,9 @@ def test_parameter_counts_of_published_models(args: LlamaArgs, parameters: int) 
 def test_rope_of_published_models() -> None:
     assert LLAMA2["7B"].rope_theta == 10000.0 and LLAMA3["8B"].rope_theta == 500000.0
     assert LLAMA3["8B"].rope_scaling is None
-    assert LLAMA3_1["8B"].rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
-    assert LLAMA3_2["1B"].rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    published = Llama3Scaling(factor=8.0, original=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert LLAMA3_1["8B"].rope_scaling == published
+    assert LLAMA3_2["1B"].rope_scaling == replace(published, factor=32.0)
 
 
 def test_vocabulary_comes_from_the_tokenizer_where_the_flavor_has_none() -> None:

@@ -66,9 +66,9 @@ def test_the_fastest_that_fit_are_valid_flags(
         return (20 + heavy * local) * 2**30
 
     with caplog.at_level(logging.INFO, "torchtitan"):
-        text = suggestions(
-            planned(config, world_size), find_model_args(config.model), config, config.training.global_batch_size, peak
-        )
+        rows_of_step = config.training.global_batch_size
+        assert isinstance(rows_of_step, int)
+        text = suggestions(planned(config, world_size), find_model_args(config.model), config, rows_of_step, peak)
     assert not caplog.records  # the checks of settings that nobody chose are quiet
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if re.match(r"\s*\d  ", line)]
     assert " ".join(rows[0][1:5]) == first

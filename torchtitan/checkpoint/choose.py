@@ -18,6 +18,7 @@ from torchtitan.checkpoint.store import store_of
 from torchtitan.errors import CheckpointError, counted
 from torchtitan.files import is_remote
 from torchtitan.logging import logger
+from torchtitan.models.rope import ROPE, read_scaling
 from torchtitan.parallel.object_collectives import (
     all_gather_object,
     broadcast_from_rank_0,
@@ -194,13 +195,28 @@ def check_identity(path: Path, theirs: dict[str, Any], this_run: dict[str, Any])
         CheckpointError: the checkpoint is of another model.
     """
     theirs = {"parametrization": "standard", **theirs}  # checkpoints of earlier versions do not say
-    different = [key for key in this_run if theirs.get(key) != this_run[key]]
+    different = [key for key in this_run if key not in ROPE and theirs.get(key) != this_run[key]]
     if different:
         key = different[0]
         raise CheckpointError(
             f"{path} is a checkpoint of another model: its {key} is {theirs.get(key)}, this run's is {this_run[key]}. "
             "Use that model, or another --job.dump_folder."
         )
+
+
+def log_other_rope(path: Path, theirs: Mapping[str, Any], this_run: Mapping[str, Any]) -> None:
+    """A line if RoPE changes: training on with another is how contexts get longer.
+
+    Raises:
+        CheckpointError: the checkpoint's is none.
+    """
+    for key in ROPE & theirs.keys() & this_run.keys():
+        try:
+            before, now = read_scaling(theirs[key]), read_scaling(this_run[key])
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be loaded: its {key} is wrong ({error}).") from None
+        if before != now:
+            logger.info(f"{key} is {now} from here on; {path} was trained with {before}")
 
 
 def check_tensors(

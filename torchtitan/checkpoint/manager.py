@@ -1,5 +1,6 @@
 """Decides when to save and what to load; torch.distributed.checkpoint writes and reads the tensors."""
 
+import dataclasses
 import gc
 import json
 import platform
@@ -23,6 +24,7 @@ from torchtitan.checkpoint.choose import (
     check_start,
     check_tensors,
     choose_step,
+    log_other_rope,
     newest_of_same_command,
 )
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
@@ -63,6 +65,7 @@ from torchtitan.parallel.object_collectives import (
 )
 from torchtitan.parallel.process_group import failed_collective
 from torchtitan.parallel.sharded_tensors import local_tensor
+from torchtitan.protocols import Decoder, ModelArgs
 
 TrainState = dict[str, Any]
 S = TypeVar("S")
@@ -70,6 +73,8 @@ S = TypeVar("S")
 
 class Exchange(Protocol[S]):
     """Imports and exports folders in other formats (`interchange.Exchange`)."""
+
+    def record_args(self, args: ModelArgs, seq_len: int) -> None: ...
 
     def find(self, folder: Path) -> S | None: ...
 
@@ -268,6 +273,8 @@ class CheckpointManager:
                     else "turn checkpoint.initial_load_model_weights_only on, or continue_from_path off."
                 )
             )
+        if "identity" in state and not resumes:  # keys that a resume changes are logged anyway
+            log_other_rope(path, state["identity"], self.identity)
         excluded = self.excluded
         model = {} if "model" in excluded else model_tensors(self.model)
         without_optimizer = weights_only or state["weights_only"] or "optimizer" in excluded or state["step"] == 0
@@ -313,13 +320,24 @@ class CheckpointManager:
         del self.model, self.optimizer
         return copies
 
-    def hand_on(self, state: Mapping[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Continues with a model and an optimizer of the same parameters and layout, which get the state taken."""
+    def hand_on(
+        self, state: Mapping[str, torch.Tensor], model: Decoder, optimizer: torch.optim.Optimizer, seq_len: int
+    ) -> None:
+        """Continues with a model, for sequences of `seq_len` tokens, and an optimizer of the same parameters, which get
+        the state taken."""
         self.model, self.optimizer = model, optimizer
+        self._record_args(model.args, seq_len)
         tensors = optimizer_tensors(model, optimizer)
         for name, tensor in {**model_tensors(model), **tensors}.items():
             local_tensor(tensor).copy_(state[name])
         load_optimizer_tensors(model, optimizer, tensors)
+
+    def _record_args(self, args: ModelArgs, seq_len: int) -> None:
+        """In later checkpoints and exports: RoPE may be another one."""
+        # A new dict: a save in the background may still have to write the old one.
+        self.identity = {**self.identity, **json.loads(json.dumps(dataclasses.asdict(args)))}
+        if self.exchange is not None:
+            self.exchange.record_args(args, seq_len)
 
     # Saving
 

@@ -39,7 +39,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     by_stage = [_problems(own, dims, world_size, device_type) for _, own in stages]
     for (title, _), sentences in zip(stages, by_stage, strict=True):
         for sentence in sentences:
-            of_run = not title or len(stages) > 1 and all(sentence in others for others in by_stage)
+            of_run = not title or (len(stages) > 1 and all(sentence in others for others in by_stage))
             problems.append(sentence if of_run else f"{title}: {sentence.removeprefix('model.converters: ')}")
     problems += _folder_problems(Path(config.job.dump_folder), config.model)
     if problems or dims is None:

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 from typing import Annotated as Annotated
+from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, Predicate
-from pydantic import AfterValidator, FiniteFloat, StringConstraints
+from pydantic import AfterValidator, AllowInfNan, FiniteFloat, StringConstraints
 from typing_extensions import Doc as Doc
 
 from torchtitan.files import expand, expand_any, expand_data
@@ -61,6 +62,8 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 LearningRate = Annotated[float, Gt(0), Le(100)]  # roughly how far AdamW moves a weight per step
 Decay = Annotated[float, Ge(0), Le(100)]
+RopeTheta = Annotated[float, Gt(1), AllowInfNan(False)]
+RopeScalingTable = Annotated[dict[str, Any], Expected('a table such as {type = "yarn", factor = 8, original = 4096}')]
 PositiveFraction = Annotated[float, Gt(0), Le(1)]
 Seed = Annotated[int, Ge(0), Lt(2**63)]  # a signed 64-bit integer, as torch and TOML need
 Gigabytes = Annotated[float, Ge(0), Le(10**6)]

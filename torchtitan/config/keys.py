@@ -51,6 +51,10 @@ class Key:
         return any(typing.get_origin(plain) is list for plain, _ in _members(self.annotation))
 
     @property
+    def is_table(self) -> bool:
+        return any(typing.get_origin(plain) is dict for plain, _ in _members(self.annotation))
+
+    @property
     def entry(self) -> type[Any] | None:
         """The dataclass of the entries if the value is a list of tables, else None."""
         items = [arg for plain, _ in _members(self.annotation) for arg in typing.get_args(plain)]

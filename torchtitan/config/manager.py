@@ -22,13 +22,9 @@ from torchtitan.config.overrides import (
     values_of_file,
     values_of_flags,
 )
+from torchtitan.config.overrides import tomllib as tomllib
 from torchtitan.errors import ConfigError
 from torchtitan.files import PathError, local_path, regular_file
-
-if sys.version_info >= (3, 11):
-    import tomllib as tomllib
-else:
-    import tomli as tomllib
 
 CUSTOM_ARGS_MODULE = ("experimental.custom_args_module", "job.custom_config_module")  # now and formerly
 

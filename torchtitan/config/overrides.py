@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeVar
@@ -11,6 +12,11 @@ import pydantic
 from torchtitan.config.keys import Key, heading, keys_of_entry
 from torchtitan.config.legacy_keys import LEGACY_KEYS, RULES, SECTIONS, Values, notice_of_value, shown, translate_value
 from torchtitan.errors import ConfigError, nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib as tomllib
+else:
+    import tomli as tomllib
 
 T = TypeVar("T")
 
@@ -71,8 +77,9 @@ class ValueChecks:
             except UnicodeEncodeError:
                 self.problems.append(f"{where} is not Unicode text: {text[:80]!r}.")
                 return
-            except (ValueError, RecursionError) as error:
-                self.problems.append(f'{where} begins with [, so it must be JSON, such as ["a", "b, c"] ({error}).')
+            except (ValueError, RecursionError, TypeError) as error:
+                form = f"it must be {spec.expected}" if spec.is_table else 'it must be JSON, such as ["a", "b, c"]'
+                self.problems.append(f"{where} begins with {text.lstrip()[0]}, so {form} ({error}).")
                 return
         elif spec.is_list and isinstance(value, str):
             self.notices.append(f"{where} = {shown(value)} is now a list, separated at commas")
@@ -244,6 +251,8 @@ def by_section(values: Mapping[str, T]) -> dict[str, dict[str, T]]:
 def _value_of_text(spec: Key, text: str) -> Any:
     if spec.is_list:
         return json.loads(text) if text.lstrip().startswith("[") else _split(text)
+    if spec.is_table and text.lstrip().startswith("{"):
+        return tomllib.loads(f"value = {text}")["value"]
     # Of booleans only these words; pydantic would also accept "yes" and "1".
     return {"true": True, "false": False}.get(text.lower(), text) if spec.is_bool else text
 

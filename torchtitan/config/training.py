@@ -21,6 +21,8 @@ from torchtitan.config.fields import (
     PositiveFraction,
     PositiveInt,
     PositiveOrAll,
+    RopeScalingTable,
+    RopeTheta,
     SecondsOrNone,
     Seed,
     StageEnd,
@@ -52,6 +54,16 @@ class Model:
         Doc("Width; heads and feed-forward grow with it, from those of the flavor. none: the flavor's."),
     ] = None
     n_layers: Annotated[PositiveInt | None, Doc("Number of layers; none: the flavor's.")] = None
+    rope_theta: Annotated[
+        RopeTheta | None, Doc("Base of RoPE's wavelengths; larger for longer contexts. none: the flavor's.")
+    ] = None
+    rope_scaling: Annotated[
+        RopeScalingTable | None,
+        Doc(
+            "Scaling of RoPE: its type (linear, llama3, yarn; default: no scaling) and the keys of the type. none: the "
+            "flavor's."
+        ),
+    ] = None
     parametrization: Annotated[
         Literal["standard", "mup"],
         Doc(

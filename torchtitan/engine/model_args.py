@@ -4,6 +4,7 @@ import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torchtitan.checkpoint.folder import run_steps, step_folder
 from torchtitan.config import JobConfig
@@ -15,6 +16,7 @@ from torchtitan.files import any_path, joined
 from torchtitan.interchange.convert import sizes_in
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.registry import AUTO
+from torchtitan.models.rope import ROPE, read_scaling
 from torchtitan.protocols import ModelArgs
 
 GROW_WITH_WIDTH = ("n_heads", "n_kv_heads", "ffn_dim")
@@ -47,12 +49,25 @@ def _sizes_from_files(config: JobConfig, spec: ModelSpec) -> ModelArgs:
 
 
 def sizes_of(model: Model) -> ModelArgs:
-    """Sizes of the flavor, with `model.dim` and `model.n_layers` in place of its own. Raises a ConfigError if there is
-    no such model or flavor, or it does not come in this width."""
+    """Sizes of the flavor, with `model.dim`, `model.n_layers` and RoPE's keys in place of its own. Raises a ConfigError
+    if there is no such model or flavor, or it does not come in this width, or its RoPE cannot be scaled like this."""
     args = MODELS.get(model.name).flavor(model.flavor)
     if model.dim is not None and model.dim != args.dim:
         args = with_width(args, model.dim)
-    return args if model.n_layers is None else replace(args, n_layers=model.n_layers)
+    if model.n_layers is not None:
+        args = replace(args, n_layers=model.n_layers)
+    rope = rope_keys(model)
+    try:
+        return replace(args, **{key: read_scaling(value) for key, value in rope.items()})
+    except ValueError as error:
+        raise ConfigError(f"model.rope_scaling: {error}.") from None
+    except TypeError:
+        raise ConfigError(f"model.{min(rope)}: the sizes of {model.name} have no such field; unset it.") from None
+
+
+def rope_keys(model: Model) -> dict[str, Any]:
+    """The keys of RoPE that are set. Sizes of a model have fields of the same names."""
+    return {key: getattr(model, key) for key in sorted(ROPE) if getattr(model, key) is not None}
 
 
 def width_unit(args: ModelArgs) -> int:

@@ -1,5 +1,6 @@
 """Published folders as used by a checkpoint manager: to load initially, and to export."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torchtitan.interchange.sources import Source, find_source, read_part, wrong
 from torchtitan.logging import Waiting, logger
 from torchtitan.models.init import local_box
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
+from torchtitan.protocols import ModelArgs
 
 
 class Exchange:
@@ -29,6 +31,11 @@ class Exchange:
     def __init__(self, model: PublishedModel | None, tokenizer: Tokenizer | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
+
+    def record_args(self, args: ModelArgs, seq_len: int) -> None:
+        """As of `CheckpointManager`."""
+        if self.model is not None:
+            self.model = dataclasses.replace(self.model, args=args, seq_len=max(seq_len, self.model.seq_len))
 
     def find(self, folder: Path) -> Source | None:
         """A folder in Hugging Face's or Meta's format, opened; None if it is neither.

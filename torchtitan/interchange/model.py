@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.sources import CONFIG, Source, read_part
 from torchtitan.interchange.tokenizer_files import tokenizer_files
+from torchtitan.logging import logger
 from torchtitan.models.naming import LAYER_NUMBER, HuggingFaceNaming
 from torchtitan.models.registry import AUTO, ModelSpec
 from torchtitan.protocols import Decoder, ModelArgs
@@ -63,6 +64,7 @@ class PublishedModel:
         tokenizer_path: as `model.tokenizer_path`.
         seq_len: the longest sequence that the model was trained on; 0: not known.
         add_bos, add_eos: as in the [training] section.
+        changed: fields of `args` that the run sets itself, whatever they are in a folder that it starts from.
     """
 
     naming: HuggingFaceNaming
@@ -72,6 +74,7 @@ class PublishedModel:
     seq_len: int
     add_bos: bool | None = None
     add_eos: bool = True
+    changed: Collection[str] = ()
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -92,7 +95,9 @@ class PublishedModel:
         """
         for field in dataclasses.fields(self.args):
             theirs, ours = getattr(source.args, field.name), getattr(self.args, field.name)
-            if theirs != ours:
+            if theirs != ours and field.name in self.changed:
+                logger.info(f"{field.name} is {ours} from here on; {source.folder} was trained with {theirs}")
+            elif theirs != ours:
                 raise CheckpointError(
                     f"{source.folder} holds another model: its {field.name} is {theirs}, this run's is {ours}. "
                     f"Set the model.flavor (and model.tokenizer_path) that match it, or model.flavor = {AUTO}."
@@ -144,8 +149,9 @@ def published(
     seq_len: int,
     add_bos: bool | None = None,
     add_eos: bool = True,
+    changed: Collection[str] = (),
 ) -> PublishedModel | None:
     """The published form of a model of these sizes; None if the family does not define its published weight names."""
     if spec.hf is None:
         return None
-    return PublishedModel(spec.hf, args, spec.build, tokenizer_path, seq_len, add_bos, add_eos)
+    return PublishedModel(spec.hf, args, spec.build, tokenizer_path, seq_len, add_bos, add_eos, changed)

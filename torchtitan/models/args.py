@@ -1,12 +1,13 @@
 """Sizes of decoders: those that all have, and those of mixtures of experts."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from pydantic import BeforeValidator
 from typing_extensions import Self
 
 from torchtitan.config.fields import NonNegativeInt
-from torchtitan.models.rope import Positive, RopeScaling, Size
+from torchtitan.models.rope import Positive, RopeScaling, Size, Theta, read_scaling
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class TransformerArgs:
     ffn_dim: Size
     vocab_size: Size | None
     norm_eps: Positive
-    rope_theta: Positive
-    rope_scaling: RopeScaling | None = None
+    rope_theta: Theta
+    rope_scaling: Annotated[RopeScaling | None, BeforeValidator(read_scaling)] = None
     tied_embeddings: bool = False
     moe: ClassVar[MoEArgs | None] = None
 

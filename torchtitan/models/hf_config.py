@@ -1,12 +1,15 @@
 """What the `config.json` files of all families have in common (Hugging Face `transformers`)."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
+from annotated_types import Ge, Le
 from typing_extensions import Self
 
 from torchtitan.models.args import TransformerArgs
-from torchtitan.models.rope import Positive, Size
+from torchtitan.models.rope import Positive, RopeScaling, Size, Theta, published_scaling, read_scaling
+
+ORIGINAL = "original_max_position_embeddings"
 
 
 class WrongModelType(ValueError):
@@ -28,7 +31,7 @@ def common_config(args: TransformerArgs, model_type: str, architecture: str) -> 
         "vocab_size": args.vocab_size,
         "rms_norm_eps": args.norm_eps,
         "rope_theta": args.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": published_scaling(args.rope_scaling),
         "tie_word_embeddings": args.tied_embeddings,
         "attention_bias": False,
     }
@@ -46,14 +49,12 @@ class Entries(pydantic.BaseModel):
 
 
 class Rope(Entries):
-    """RoPE; the last four entries are those of Llama 3.1's scaling."""
+    """RoPE; further entries are those of its scaling."""
 
-    rope_type: str = pydantic.Field("default", validation_alias=pydantic.AliasChoices("rope_type", "type"))
-    rope_theta: Positive | None = None
-    factor: Positive | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    original_max_position_embeddings: Size | None = None
+    model_config = pydantic.ConfigDict(extra="allow")
+
+    rope_theta: Theta | None = None
+    partial_rotary_factor: Annotated[float, Ge(1), Le(1)] = 1.0
 
 
 class CommonConfig(Entries):
@@ -67,9 +68,11 @@ class CommonConfig(Entries):
     vocab_size: Size
     head_dim: Size | None = None
     rms_norm_eps: Positive = 1e-6
-    rope_theta: Positive | None = None
+    rope_theta: Theta | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None  # of transformers 5
+    max_position_embeddings: Size | None = None
+    original_max_position_embeddings: Size | None = None
     tie_word_embeddings: pydantic.StrictBool = False
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
@@ -89,11 +92,23 @@ class CommonConfig(Entries):
 
     @property
     def rope(self) -> Rope:
-        return self.rope_parameters or self.rope_scaling or Rope.model_validate({})
+        """As in `transformers`, which reads the older entry first."""
+        return self.rope_scaling or self.rope_parameters or Rope()
+
+    @property
+    def scaling(self) -> RopeScaling | None:
+        """Raises a ValueError if it is not supported. Entries that its type does not have mean nothing there either."""
+        entries = self.rope.model_extra or {}
+        original = self.original_max_position_embeddings or entries.get(ORIGINAL, self.max_position_embeddings)
+        entries = {"type": "default", **entries, **({} if original is None else {ORIGINAL: original})}
+        try:
+            return read_scaling(entries, ignore_unknown=True)
+        except ValueError as error:
+            raise ValueError(f"RoPE scaling: {error}") from None
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Keyword arguments for `TransformerArgs`, except `rope_scaling`; the inverse of `common_config`."""
+        """Keyword arguments for `TransformerArgs`; the inverse of `common_config`."""
         return {
             "dim": self.hidden_size,
             "n_layers": self.num_hidden_layers,
@@ -102,14 +117,7 @@ class CommonConfig(Entries):
             "ffn_dim": self.intermediate_size,
             "vocab_size": self.vocab_size,
             "norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta or self.rope.rope_theta or 10000.0,
+            "rope_theta": self.rope.rope_theta or self.rope_theta or 10000.0,
+            "rope_scaling": self.scaling,
             "tied_embeddings": self.tie_word_embeddings,
         }
-
-    def is_scaled(self, *supported: str) -> bool:
-        """Whether RoPE is scaled. Raises a ValueError if its type is not one of `supported`."""
-        kind = self.rope.rope_type
-        if kind not in ("default", *supported):
-            only = f"only {' or '.join(map(repr, supported))} is" if supported else "no scaling is"
-            raise ValueError(f"RoPE scaling has type {kind!r:.60}, but {only} supported")
-        return kind != "default"

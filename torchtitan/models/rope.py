@@ -1,35 +1,78 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864), with the frequency scaling of Llama 3.1.
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), and its scaling for longer contexts.
 
 Shapes: B batch, S sequence, H heads, D channels of a head.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal
 
+import pydantic
 import torch
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Lt
 from pydantic import AllowInfNan, Strict
 
+from torchtitan.config.fields import RopeTheta
+from torchtitan.errors import nearest
 from torchtitan.kernels import pointwise
+from torchtitan.strict_json import first_fault
 
 # What sizes may be that come from a file.
 Size = Annotated[int, Strict(), Gt(0), Lt(2**31)]
 Positive = Annotated[float, Gt(0), AllowInfNan(False)]
+Theta = RopeTheta
+StrictPositive = Annotated[float, Strict(), Gt(0), AllowInfNan(False)]
+MScale = Annotated[float, Strict(), Ge(0), AllowInfNan(False)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's scaling of low RoPE frequencies for long contexts.
+    """Stretches wavelengths of RoPE that are long for the context that a model was trained on. The fields of the types
+    are the keys of `model.rope_scaling`, with their defaults.
 
-    Source: section 3.4.1 of "The Llama 3 Herd of Models" (arXiv 2407.21783) and the released model configurations.
+    Attributes:
+        factor: what frequencies are divided by, as far as they are not kept.
     """
 
-    factor: Positive = 8.0
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
-    original_seq_len: Size = 8192
+    type: str
+    factor: Annotated[float, Strict(), Ge(1), AllowInfNan(False)]
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cos and sin, so its square is one on the logits of attention."""
+        return 1.0
+
+    def kept(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """The part of each frequency, in [0, 1], that is not divided. frequencies: (head_dim / 2,) float32, falling."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling(RopeScaling):
+    """Position interpolation (arXiv 2306.15595): all frequencies alike."""
+
+    type: Literal["linear"] = "linear"
+
+    def kept(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        return torch.zeros_like(frequencies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling(RopeScaling):
+    """Llama 3.1's: divides wavelengths longer than the original context, keeps short ones, and interpolates between.
+
+    Source: section 3.4.1 of "The Llama 3 Herd of Models" (arXiv 2407.21783) and the released model configurations.
+
+    Attributes:
+        original: tokens of the context before.
+        low_freq_factor, high_freq_factor: rotations within it, up to which a frequency is divided, and from which kept.
+    """
+
+    type: Literal["llama3"] = "llama3"
+    original: Size
+    low_freq_factor: StrictPositive = 1.0
+    high_freq_factor: StrictPositive = 4.0
 
     def __post_init__(self) -> None:
         """
@@ -39,26 +82,142 @@ class RopeScaling:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(f"low_freq_factor is {self.low_freq_factor}, but must be below high_freq_factor")
 
+    def kept(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        rotations = self.original * frequencies / (2 * math.pi)
+        kept = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return kept.clamp(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling(RopeScaling):
+    """YaRN (arXiv 2309.00071), with the options of `transformers`: a ramp over channels instead of over frequencies,
+    and a factor on the logits of attention.
+
+    Attributes:
+        original: tokens of the context before.
+        attention_factor: `amplitude`; None: 0.1 ln(factor) + 1, or what mscale and mscale_all_dim make of it.
+        beta_fast, beta_slow: rotations within the original context at which the ramp begins and ends.
+        mscale, mscale_all_dim: if both are above 0, the attention factor is the quotient of 0.1 x ln(factor) + 1 for
+            each as x (DeepSeek-V2, arXiv 2405.04434).
+        truncate: the ramp begins and ends at whole channels.
+    """
+
+    type: Literal["yarn"] = "yarn"
+    original: Size
+    attention_factor: StrictPositive | None = None
+    beta_fast: StrictPositive = 32.0
+    beta_slow: StrictPositive = 1.0
+    mscale: MScale | None = None
+    mscale_all_dim: MScale | None = None
+    truncate: pydantic.StrictBool = True
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: the ramp would end before it begins.
+        """
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(f"beta_slow is {self.beta_slow}, but must be below beta_fast")
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        scale = 0.1 * math.log(self.factor)
+        if self.mscale and self.mscale_all_dim:
+            return (scale * self.mscale + 1) / (scale * self.mscale_all_dim + 1)
+        return scale + 1
+
+    def kept(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        channels = 2 * len(frequencies)
+        low, high = (
+            channels * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+            for rotations in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, channels - 1)
+        width = high - low or 0.001
+        places = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+        return 1 - ((places - low) / width).clamp(0, 1)
+
+
+ROPE = frozenset({"rope_theta", "rope_scaling"})
+"""Fields of a model's sizes that may change while it is trained, and keys of [model] that set them."""
+
+SCALINGS: dict[str, type[RopeScaling] | None] = {
+    "default": None,  # what `transformers` calls no scaling
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+}
+SPELLINGS = {
+    "rope_type": "type",
+    "original_max_position_embeddings": "original",
+    "original_seq_len": "original",  # in checkpoints of earlier versions
+}
+"""Keys of `transformers` (`type` is its own older one) and what they are here."""
+
+
+def read_scaling(table: Any, ignore_unknown: bool = False) -> RopeScaling | None:
+    """The scaling in a table of its type and keys; None for the type `default`. What is no table stays as it is.
+
+    Args:
+        ignore_unknown: skip keys that the type does not have.
+
+    Raises:
+        ValueError: a type, key or value is wrong or missing.
+    """
+    if not isinstance(table, dict):
+        return table  # type: ignore[no-any-return]
+    # Of two spellings of a key, that of `transformers` counts.
+    values = {SPELLINGS.get(key, key): table[key] for key in sorted(table, key=SPELLINGS.__contains__)}
+    if "original_seq_len" in table:  # which had only one type
+        values.setdefault("type", "llama3")
+    name = values.pop("type", None)
+    if not isinstance(name, str) or name not in SCALINGS:
+        *others, last = SCALINGS
+        what = "no type is given" if name is None else f"type {name!r:.60} is not supported"
+        raise ValueError(f"{what}{nearest(str(name), list(SCALINGS))}; known are {', '.join(others)} and {last}")
+    scaling = SCALINGS[name]
+    known = [field.name for field in fields(scaling)] if scaling is not None else []
+    unknown = [key for key in values if key not in known]
+    if unknown and not ignore_unknown:
+        keys = f"has only {', '.join(known[1:])}" if known else "has no keys"
+        raise ValueError(f"unknown key {unknown[0]!r:.60}{nearest(unknown[0], known)}: type {name} {keys}")
+    if scaling is None:
+        return None
+    try:
+        return pydantic.TypeAdapter(scaling).validate_python({key: values[key] for key in values if key in known})
+    except pydantic.ValidationError as error:
+        raise ValueError(f"{first_fault(error)}, for type {name}") from None
+
+
+def published_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """The entry `rope_scaling` of a `config.json`; the inverse of `read_scaling`."""
+    if scaling is None:
+        return None
+    there = {here: name for name, here in reversed(SPELLINGS.items())}
+    return {there.get(key, key): value for key, value in asdict(scaling).items() if value is not None}
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+) -> torch.Tensor:
+    """(head_dim / 2,) float32, in radians per token."""
+    steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    frequencies = 1.0 / theta ** (steps / head_dim)
+    if scaling is None:
+        return frequencies
+    kept = scaling.kept(frequencies, theta)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
 
 def rope_table(head_dim: int, positions: torch.Tensor, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
     """cos and sin for positions (seq,) and all frequencies: (seq, head_dim / 2, 2), float32, on the same device."""
-    steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    frequencies = 1.0 / theta ** (steps / head_dim)
-    if scaling is not None:
-        frequencies = _scale(frequencies, scaling)
-    angles = torch.outer(positions.float(), frequencies)
-    return torch.stack([angles.cos(), angles.sin()], dim=-1)
-
-
-def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Stretches wavelengths longer than the original context by `factor`, keeps short ones, and interpolates between.
-
-    Source: arXiv 2407.21783, section 3.4.1, and the parameters in Llama 3.1's released configurations.
-    """
-    rotations = scaling.original_seq_len * frequencies / (2 * math.pi)
-    keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / scaling.factor)
+    angles = torch.outer(positions.float(), rope_frequencies(head_dim, theta, scaling, positions.device))
+    table = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    return table if scaling is None else table * scaling.amplitude
 
 
 def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

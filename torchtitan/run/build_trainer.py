@@ -25,7 +25,7 @@ from torchtitan.data.fingerprints import fingerprints
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, conversion_target, decisions_of
 from torchtitan.engine.engine import Engine
-from torchtitan.engine.model_args import describe_parametrization, find_model_args
+from torchtitan.engine.model_args import describe_parametrization, find_model_args, rope_keys
 from torchtitan.engine.stages import Stage, parse_stages
 from torchtitan.errors import ConfigError, DataError
 from torchtitan.evaluation.find_tasks import find_tasks
@@ -202,7 +202,7 @@ def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, 
         raise_on_all_ranks(write if dist.get_rank() == 0 else lambda: None)
     spec, copy = MODELS.get(config.model.name), str(folder.path / COPY)
     exchange = Exchange(
-        published(spec, args, copy, training.seq_len, *boundaries),
+        published(spec, args, copy, training.seq_len, *boundaries, changed=rope_keys(config.model)),
         None if "tokenizer" in config.checkpoint.exclude_from_loading else tokenizer,
     )
     return CheckpointManager(

@@ -266,7 +266,7 @@ class Trainer:
         self.stage = stage
         self.engine, self.loader, reports = self.builder.build(stage)
         self.parts.extend(reports)
-        self.checkpoints.hand_on(tensors, self.engine.model, self.engine.optimizer)
+        self.checkpoints.hand_on(tensors, self.engine.model, self.engine.optimizer, self.config.training.seq_len)
         self.compiles = True
         set_timeout(self.config.comm.init_timeout_seconds)
 

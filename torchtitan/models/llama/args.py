@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from torchtitan.models.args import TransformerArgs
-from torchtitan.models.rope import Positive, RopeScaling
+from torchtitan.models.rope import Llama3Scaling, Positive, RopeScaling, Theta
 
 
 @dataclass(frozen=True)
@@ -11,7 +11,12 @@ class LlamaArgs(TransformerArgs):
     """Sizes of one Llama model."""
 
     norm_eps: Positive = 1e-5
-    rope_theta: Positive = 500000.0
+    rope_theta: Theta = 500000.0
+
+
+def scaled(factor: float) -> Llama3Scaling:
+    """RoPE of Llama 3.1 (8) and 3.2 (32)."""
+    return Llama3Scaling(factor=factor, original=8192)
 
 
 def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) -> LlamaArgs:
@@ -33,13 +38,13 @@ LLAMA2 = {
     "70B": _llama2(8192, 80, 64, 8, 28672),
 }
 LLAMA3_1 = {
-    "8B": _llama3(4096, 32, 32, 14336, RopeScaling()),
-    "70B": _llama3(8192, 80, 64, 28672, RopeScaling()),
-    "405B": _llama3(16384, 126, 128, 53248, RopeScaling()),
+    "8B": _llama3(4096, 32, 32, 14336, scaled(8.0)),
+    "70B": _llama3(8192, 80, 64, 28672, scaled(8.0)),
+    "405B": _llama3(16384, 126, 128, 53248, scaled(8.0)),
 }
 LLAMA3_2 = {
-    "1B": _llama3(2048, 16, 32, 8192, RopeScaling(factor=32.0), tied=True),
-    "3B": _llama3(3072, 28, 24, 8192, RopeScaling(factor=32.0), tied=True),
+    "1B": _llama3(2048, 16, 32, 8192, scaled(32.0), tied=True),
+    "3B": _llama3(3072, 28, 24, 8192, scaled(32.0), tied=True),
 }
 LLAMA3 = {
     "debugmodel": _DEBUG,

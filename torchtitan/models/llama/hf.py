@@ -5,23 +5,14 @@ from typing import Any, Literal
 import pydantic
 
 from torchtitan.models.hf_config import CommonConfig, Entries, common_config
-from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.args import LlamaArgs, scaled
 from torchtitan.models.naming import NAMES, ROTARY, HuggingFaceNaming
-from torchtitan.models.rope import Positive, RopeScaling, Size
+from torchtitan.models.rope import Positive, Size, Theta
 
 
 def to_config(args: LlamaArgs) -> dict[str, Any]:
     """`config.json` of `transformers` (LlamaConfig)."""
-    config = common_config(args, "llama", "LlamaForCausalLM") | {"mlp_bias": False}
-    if rope := args.rope_scaling:
-        config["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_seq_len,
-        }
-    return config
+    return common_config(args, "llama", "LlamaForCausalLM") | {"mlp_bias": False}
 
 
 class LlamaConfig(CommonConfig):
@@ -40,7 +31,7 @@ class MetaParams(Entries):
     multiple_of: Size = 256
     ffn_dim_multiplier: Positive | None = None
     norm_eps: Positive = 1e-5
-    rope_theta: Positive = 10000.0
+    rope_theta: Theta = 10000.0
     use_scaled_rope: pydantic.StrictBool = False
 
 
@@ -49,14 +40,7 @@ def from_config(config: dict[str, Any]) -> LlamaArgs:
     read = LlamaConfig.read(config, "llama")
     if (read.head_dim or read.hidden_size // read.num_attention_heads) * read.num_attention_heads != read.hidden_size:
         raise ValueError(f"head_dim is {read.head_dim}, but only hidden_size / num_attention_heads is supported")
-    scaling = None
-    if read.is_scaled("llama3"):
-        rope = read.rope
-        given = (rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings)
-        if None in given:
-            raise ValueError("RoPE scaling of type 'llama3' lacks one of its four numbers")
-        scaling = RopeScaling(*given)  # type: ignore[arg-type]  # none is None
-    return LlamaArgs(**read.sizes, rope_scaling=scaling)
+    return LlamaArgs(**read.sizes)
 
 
 def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
@@ -68,7 +52,7 @@ def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
     if read.ffn_dim_multiplier is not None:
         width = int(read.ffn_dim_multiplier * width)
     # params.json does not contain the factor: 32 for Llama 3.2's small models, 8 for Llama 3.1.
-    scaling = RopeScaling(factor=32.0 if read.dim < 4096 else 8.0) if read.use_scaled_rope else None
+    scaling = scaled(32.0 if read.dim < 4096 else 8.0) if read.use_scaled_rope else None
     return LlamaArgs(
         dim=read.dim,
         n_layers=read.n_layers,

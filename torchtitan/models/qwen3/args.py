@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from torchtitan.models.args import TransformerArgs
-from torchtitan.models.rope import Positive, Size
+from torchtitan.models.rope import Positive, Size, Theta
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Qwen3Args(TransformerArgs):
     """
 
     norm_eps: Positive = 1e-6
-    rope_theta: Positive = 1000000.0
+    rope_theta: Theta = 1000000.0
     head_dim: Size = 128
 
 

@@ -26,7 +26,6 @@ class Qwen3Config(CommonConfig):
 def from_config(config: dict[str, Any]) -> Qwen3Args:
     """The sizes in a `config.json`. Raises a ValueError if the model is not a Qwen3 that this project supports."""
     read = Qwen3Config.read(config, "qwen3")
-    read.is_scaled()  # must not be
     return Qwen3Args(**read.sizes, head_dim=read.head_dim or 128)
 
 

@@ -52,7 +52,6 @@ def from_config(config: dict[str, Any]) -> Qwen3MoEArgs:
     """The sizes in a `config.json`. Raises a ValueError if the model is not a sparse Qwen3 that this project
     supports."""
     read = Qwen3MoEConfig.read(config, "qwen3_moe")
-    read.is_scaled()  # must not be
     dense = read.mlp_only_layers
     if sorted(dense) != list(range(len(dense))):
         raise ValueError(f"mlp_only_layers is {dense!r:.60}, but only the first layers can be dense")
