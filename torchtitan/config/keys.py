@@ -70,7 +70,7 @@ class Key:
         if self.entry:
             return "a list of tables"
         members = [_described(*member) for member in _members(self.annotation) if member[0] is not types.NoneType]
-        return " or ".join(members) + (", or none" if self.optional else "")
+        return " or ".join(dict.fromkeys(members)) + (", or none" if self.optional else "")
 
     @property
     def shown_default(self) -> str:
