@@ -92,7 +92,7 @@ def build_trainer(
 
     # Model on the meta device, converters, parallelism, parameters, optimizer.
     engine = build_engine(config, meshes, device, args, global_batch_size)
-    folder = RunFolder(dump_folder, config, log_conversion(engine))
+    folder = RunFolder(dump_folder, config, *log_conversion(engine))
     log_cost_of_low_precision(engine)
 
     scorer = scorer_of_run(engine)

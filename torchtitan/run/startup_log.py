@@ -20,8 +20,9 @@ from torchtitan.optim.schedule import shortened
 SLOW = 4  # times the time of a bf16 layer; slower than this is too slow even for experiments
 
 
-def log_conversion(engine: Engine) -> str:
-    """Logs the precision of each linear layer and the rule that decided it. Returns them as JSON, or ""."""
+def log_conversion(engine: Engine) -> tuple[str, str]:
+    """Logs the precision of each linear layer and the rule that decided it. Returns them as JSON and as a table for
+    each phase, or twice ""."""
     if engine.phases is None:
         titles, reports = ["conversion to low precision"], [decisions_of(engine.converters)]
         text = to_json(reports[0])
@@ -29,13 +30,15 @@ def log_conversion(engine: Engine) -> str:
         titles, reports = [phase.title for phase in engine.phases.phases], engine.phases.reports
         last_steps = [phase.last_step for phase in engine.phases.phases]
         text = phases_to_json(list(zip(last_steps, reports, strict=True)))
+    tables = []
     for title, report in zip(titles, reports, strict=True):
         if report:
-            logger.info(f"{title}:\n{to_table(report)}")
+            tables.append(f"{title}:\n{to_table(report)}")
+            logger.info(tables[-1])
             logger.info(summary(report))
     if engine.converted_model:
         logger.info(f"after conversion:\n{engine.converted_model}")
-    return text if any(reports) else ""
+    return (text, "\n\n".join(tables)) if tables else ("", "")
 
 
 def log_cost_of_low_precision(engine: Engine) -> None:

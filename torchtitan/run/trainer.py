@@ -481,4 +481,5 @@ class Trainer:
             memory_capacity_bytes=device.memory_capacity_bytes(),
             synchronize=device.synchronize,
             config=dataclasses.asdict(config),
+            texts=self.folder.texts,
         )
