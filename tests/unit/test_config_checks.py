@@ -56,7 +56,10 @@ def checked(*flags: str, world_size: int = 1, device_type: str = "cpu", folder: 
             r"float8\.weight_scale = bound assumes one learning rate .*, but model\.parametrization = mup has several",
         ),
         (["--model.converters=float9"], r"model\.converters: unknown converter 'float9'.*; known: .*float8"),
-        (["--metrics.trackers=wandb,trackoi"], r"metrics\.trackers: unknown tracker .trackoi. \(did you mean trackio\?\); known"),
+        (
+            ["--metrics.trackers=wandb,trackoi"],
+            r"metrics\.trackers: unknown tracker .*did you mean trackio\?\); known",
+        ),
         (["--optimizer.name=SGDM"], r"optimizer\.name: unknown optimizer 'SGDM'.*; known: .*AdamW"),
         (
             ["--optimizer.no_weight_decay=norm"],

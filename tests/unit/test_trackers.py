@@ -1,8 +1,7 @@
-"""Trackers: what the run sees of them. tests/end_to_end/test_trackers.py has the libraries."""
+"""Trackers: what the run sees of them. tests/end_to_end/test_tracked_runs.py has the libraries."""
 
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Event
@@ -148,7 +147,5 @@ def test_wandb_without_a_login_is_one_sentence(tmp_path: Path, monkeypatch: pyte
     for name in ("CACHE_DIR", "DATA_DIR", "FINISH_TIMEOUT", "SILENT"):  # so that they are unset again
         monkeypatch.setenv(f"WANDB_{name}", {"FINISH_TIMEOUT": "1", "SILENT": "true"}.get(name, str(tmp_path)))
     monkeypatch.setattr("torchtitan.metrics.reporter.BEGINNING", 100.0)
-    started = time.monotonic()
     with pytest.raises(ConfigError, match=r"metrics\.trackers: .*; run `wandb login`, or set WANDB_MODE=offline"):
         make(tmp_path, trackers=["wandb"])
-    assert time.monotonic() - started < 100

@@ -2,14 +2,17 @@
 
 import json
 import os
+import signal
 import sqlite3
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import TESTS, TINY, Run, checkpoint_steps, into, last_step, lines_of, started
+from workers import PATIENCE
 
 wandb = pytest.importorskip("wandb")
 mlflow = pytest.importorskip("mlflow")
@@ -60,14 +63,9 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
     home.mkdir()
     working.mkdir()
     flags = (
-        *(
-            *TINY,
-            into(folder),
-            "--metrics.trackers=mlflow,trackio",
-            "--metrics.enable_wandb",
-            "--model.converters=int8",
-        ),
-        *("--model.converters=int8", "--checkpoint.enable_checkpoint", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0"),
+        *(*TINY, into(folder)),
+        *("--model.converters=int8", "--metrics.trackers=mlflow,trackio", "--metrics.enable_wandb"),
+        *("--checkpoint.enable_checkpoint", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0"),
         *("--validation.enabled", "--validation.freq=5", "--validation.sample_prompts=Once", "--validation.steps=1"),
     )
     cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
@@ -87,7 +85,12 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
     run: Run
     with start(LAST) as run:
         run.wait_until(lambda: is_far_enough(run))
-        run.kill()
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+        for _ in range(PATIENCE * 20):  # W&B's own process writes what it has got, and ends
+            if not run.pids():
+                break
+            time.sleep(0.05)
     reached, resumed = last_step(folder), checkpoint_steps(folder)[-1]
     last = reached + 5
     with start(last) as run:
