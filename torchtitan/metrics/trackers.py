@@ -186,7 +186,12 @@ class MLflow:
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
             importlib.import_module("alembic")  # which only the complete package installs
-            uri, artifacts = f"sqlite:///{run.folder / 'mlflow.db'}", str(run.folder / "mlartifacts")
+            database, new = run.folder / "mlflow.db", run.folder / "mlflow.db.tmp"
+            if not database.exists():  # made whole: a kill in between would leave one that MLflow cannot open
+                new.unlink(missing_ok=True)
+                MlflowClient(f"sqlite:///{new}").search_experiments()
+                new.rename(database)
+            uri, artifacts = f"sqlite:///{database}", str(run.folder / "mlartifacts")
         self.client, self.entities = MlflowClient(uri), entities
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "torchtitan")
         known = self.client.get_experiment_by_name(name)
