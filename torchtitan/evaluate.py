@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> None:
         arguments.out.write_text("".join(lines), encoding="utf-8")
     if arguments.dump_folder:
         values = {f"{task}/{name}": value for task, found in metrics.items() for name, value in found.items()}
-        for writer in make_writers(Metrics(enable_tensorboard=True), arguments.dump_folder, 0, 1, None, None):
+        for writer in make_writers(Metrics(enable_tensorboard=True), arguments.dump_folder, 0, 1, None, {}, {}):
             writer.write(opened.step, finite(values))
             writer.close()
 

@@ -1,17 +1,16 @@
-"""metrics.jsonl, TensorBoard and Weights & Biases."""
+"""metrics.jsonl and TensorBoard."""
 
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 from runs import files_of_at_most
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtitan.errors import ConfigError, counted
-from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value, WandbWriter
+from torchtitan.errors import counted
+from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value
 
 
 def write(path: Path, start_step: int, *steps: int, **values: Value) -> None:
@@ -127,12 +126,6 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
             writer.write(step, {"loss": loss})
         writer.close()
     assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
-
-
-def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # simulates that it is not installed
-    with pytest.raises(ConfigError, match=r"metrics\.enable_wandb .* `pip install wandb`"):
-        WandbWriter(tmp_path, 0, 1, {})
 
 
 def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, log: list[str]) -> None:

@@ -17,6 +17,7 @@ from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.logging import logger
+from torchtitan.metrics.trackers import TRACKERS
 from torchtitan.models import MODELS
 from torchtitan.optim.optimizer import OPTIMIZERS, optimizers_with
 from torchtitan.optim.parameters import WITHOUT_DECAY
@@ -86,6 +87,7 @@ def _lookups(config: JobConfig) -> Iterator[Callable[[], object]]:
     yield partial(sizes_of, model)
     yield partial(OPTIMIZERS.get, config.optimizer.name)
     yield from (partial(CONVERTERS.get, name) for name in model.converters)
+    yield from (partial(TRACKERS.get, name) for name in config.metrics.trackers)
     # Names are checked even if unused: a typo in a disabled feature would fail once it is enabled.
     yield partial(DATASETS.get, config.training.dataset)
     yield partial(DATASETS.get, config.validation.dataset or "c4", "validation.dataset")

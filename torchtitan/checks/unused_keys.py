@@ -37,7 +37,7 @@ REPORTED = {  # a section, or some of its keys: the condition without which they
     "profiling": "profiling.enable_profiling or profiling.enable_memory_snapshot",
     "profiling.save_memory_snapshot_folder": "profiling.enable_memory_snapshot",
     "metrics.save_tb_folder": "metrics.enable_tensorboard",
-    "metrics.save_for_all_ranks": "metrics.enable_tensorboard or metrics.enable_wandb",
+    "metrics.save_for_all_ranks": "metrics.enable_tensorboard or metrics.trackers or metrics.enable_wandb",
     "parallelism.pipeline_parallel_split_points pipeline_parallel_layers_per_stage pipeline_parallel_schedule "
     "pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree above 1",
     "parallelism.context_parallel_rotate_method": "parallelism.context_parallel_degree above 1",

@@ -78,10 +78,14 @@ class Metrics:
     enable_tensorboard: Annotated[bool, Doc("Also write TensorBoard event files.")] = False
     disable_color_printing: Annotated[bool, Doc("Disable colors in console output.")] = False
     save_tb_folder: Annotated[InnerFolder, Doc("Folder for TensorBoard files, inside dump_folder.")] = "tb"
-    save_for_all_ranks: Annotated[bool, Doc("Write TensorBoard and W&B metrics from every rank, not only rank 0.")] = (
-        False
-    )
-    enable_wandb: Annotated[bool, Doc("Also log metrics to Weights & Biases (needs `pip install wandb`).")] = False
+    save_for_all_ranks: Annotated[
+        bool, Doc("Write TensorBoard files, and to trackers, from every rank, not only rank 0.")
+    ] = False
+    trackers: Annotated[
+        list[str],
+        Doc("Also log metrics to these: wandb, mlflow, trackio, or one registered by a custom_import."),
+    ] = field(default_factory=list)
+    enable_wandb: Annotated[bool, Doc('Log to Weights & Biases: the same as "wandb" in metrics.trackers.')] = False
     report: Annotated[bool, Doc("Write report.html, with the curves of the run, to dump_folder when the run ends.")] = (
         False
     )

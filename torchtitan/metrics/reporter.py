@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from torchtitan.config.output import Metrics
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.metrics.flops import Peak, describe_mfu
-from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value, WandbWriter, Writer
+from torchtitan.metrics.trackers import BEGINNING, TrackedRun, Tracking
+from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value, Writer
 from torchtitan.protocols import Hook
 
 if TYPE_CHECKING:
@@ -55,10 +56,11 @@ class MetricsReporter(Hook):
         peak_memory_bytes, reset_peak_memory: for this rank's device.
         memory_capacity_bytes: of this rank's device; None if unknown.
         synchronize: waits for the device, so that a pause starts when the preceding steps have ended.
-        config: shown by Weights & Biases beside the metrics.
+        config: shown by trackers beside the metrics.
+        texts: shown by trackers, by name.
 
     Raises:
-        ConfigError: the dump folder is not writable, or wandb is enabled but not installed.
+        ConfigError: the dump folder is not writable, or a tracker is not installed.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class MetricsReporter(Hook):
         memory_capacity_bytes: int | None,
         synchronize: Callable[[], None],
         config: Mapping[str, Any] | None = None,
+        texts: Mapping[str, str] | None = None,
     ) -> None:
         self.log_freq = metrics.log_freq
         self.world_size = world_size
@@ -94,7 +97,7 @@ class MetricsReporter(Hook):
         self.synchronize = synchronize
         self.color = not metrics.disable_color_printing and sys.stdout.isatty()
 
-        self.writers = make_writers(metrics, Path(dump_folder), rank, world_size, start_step, config)
+        self.writers = make_writers(metrics, Path(dump_folder), rank, world_size, start_step, config or {}, texts or {})
         logger.info(describe_mfu(peak))
         self._described = peak.flops if peak else 0.0
         self._stack = ExitStack()
@@ -209,15 +212,14 @@ class MetricsReporter(Hook):
                 writer.write(step, {"expert_load": rounded})
 
     def samples(self, step: int, samples: Sequence[tuple[str, str | None]]) -> None:
-        """Shows prompts with their continuations, in the log and in TensorBoard."""
+        """Shows prompts with their continuations, in the log, in TensorBoard and by trackers."""
         for number, (prompt, text) in enumerate(samples):
             if text is None:
                 logger.info(f"step {step} | no sample of {prompt!r}: the model's outputs are not finite")
                 continue
             logger.info(f"step {step} | sample of {prompt!r}\n{prompt}{text}")
             for writer in self.writers:
-                if isinstance(writer, TensorBoardWriter):
-                    writer.write_text(step, f"sample {number + 1}", prompt + text)
+                writer.write_text(step, f"sample {number + 1}", prompt + text)
 
     def _start_window(self, step: int) -> None:
         self._window_step = step
@@ -322,15 +324,24 @@ def make_writers(
     rank: int,
     world_size: int,
     start_step: int | None,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
+    texts: Mapping[str, str],
 ) -> list[Writer]:
-    """The writers of this rank. None writes before all are made: a package may be missing."""
+    """The writers of this rank. No file of an earlier run changes before all are made: a package may be missing."""
     writers: list[Writer] = []
+    keys = dict.fromkeys(metrics.trackers, "metrics.trackers")
+    keys |= {"wandb": "metrics.enable_wandb"} if metrics.enable_wandb else {}
     selected = rank == 0 or metrics.save_for_all_ranks
     try:
         dump_folder.mkdir(parents=True, exist_ok=True)
-        if metrics.enable_wandb and selected:
-            writers.append(WandbWriter(dump_folder, rank, world_size, config))
+        if keys and selected:
+            file = dump_folder / (f"tracker_id_{rank}.txt" if rank else "tracker_id.txt")
+            run = TrackedRun.of(file, bool(start_step), rank, {**config, "rank": rank, "world_size": world_size})
+            trackers = [Tracking(key, name, run, file, texts) for name, key in keys.items()]
+            deadline = monotonic() + BEGINNING
+            for tracker in trackers:
+                tracker.wait(deadline)
+            writers += trackers
         if metrics.enable_tensorboard and selected:
             folder = dump_folder / metrics.save_tb_folder / (f"rank_{rank}" if metrics.save_for_all_ranks else "")
             writers.append(TensorBoardWriter(folder, start_step))

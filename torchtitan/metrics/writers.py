@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchtitan.errors import ConfigError, counted, require_report_extra
+from torchtitan.errors import counted, require_report_extra
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
 
@@ -23,9 +23,12 @@ Value = float | int | None
 
 
 class Writer(Protocol):
-    """A destination of metrics. `write` takes the values of one step by name; `close` is called once, at the end."""
+    """A destination of metrics. `write` takes the values of one step by name, `write_text` a text such as a sample;
+    `close` is called once, at the end."""
 
     def write(self, step: int, values: Mapping[str, Value]) -> None: ...
+
+    def write_text(self, step: int, name: str, text: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -58,6 +61,9 @@ class JSONLWriter:
                     f"{self.path} cannot be written ({error.strerror}); {counted(self.lost_lines, 'line')} lost so "
                     "far. Training continues."
                 )
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Does nothing: texts have files of their own."""
 
     def _opened(self, step: int) -> FileIO:
         if self.file is not None and _is_at(self.path, self.file):
@@ -213,36 +219,3 @@ class TensorBoardWriter:
         with suppress(OSError):  # already reported
             if self.summary is not None:
                 self.summary.close()
-
-
-class WandbWriter:
-    """Weights & Biases; its own environment variables (WANDB_PROJECT, WANDB_NAME, WANDB_MODE, ...) apply."""
-
-    def __init__(self, folder: Path, rank: int, world_size: int, config: Mapping[str, Any] | None) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError(
-                "metrics.enable_wandb is set, but wandb is not installed: run `pip install wandb`, or unset the key."
-            ) from None
-        name = os.environ.get("WANDB_NAME")
-        if rank > 0:
-            name = f"{name or folder.resolve().name}-rank{rank}"
-        try:
-            self.run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "torchtitan"),
-                dir=str(folder),
-                name=name,
-                config={**(config or {}), "rank": rank, "world_size": world_size},
-            )
-        except Exception as error:  # its classes differ between versions
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise ConfigError(
-                f"metrics.enable_wandb: {reason}; run `wandb login`, set WANDB_MODE=offline, or unset the key."
-            ) from error
-
-    def write(self, step: int, values: Mapping[str, Value]) -> None:
-        self.run.log({name: value for name, value in values.items() if value is not None}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()

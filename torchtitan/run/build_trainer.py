@@ -102,7 +102,7 @@ def build_trainer(
     with stages[0].named_in_errors():
         engine, loader, reports = builder.build(stages[0])
     conversions = [decisions_of(converters) for _, converters in models] or [decisions_of(engine.converters)]
-    folder = RunFolder(dump_folder, config, log_conversion(stages, conversions))
+    folder = RunFolder(dump_folder, config, *log_conversion(stages, conversions))
     if engine.converted_model:
         logger.info(f"after conversion:\n{engine.converted_model}")
     log_cost_of_low_precision(engine)

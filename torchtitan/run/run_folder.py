@@ -25,10 +25,11 @@ class RunFolder:
     `events.jsonl` (starts, checkpoints), `samples.jsonl` (texts of the model) and `sample_ids/rank_R.jsonl` of a
     run."""
 
-    def __init__(self, path: Path, config: JobConfig, conversion: str = "") -> None:
+    def __init__(self, path: Path, config: JobConfig, conversion: str = "", table: str = "") -> None:
         self.path = path
         self.config = config
         self.conversion = conversion
+        self.texts = {"conversion": table} if table else {}
         self._skipped_updates: JSONLWriter | None = None
         self._events: JSONLWriter | None = None
         self._samples: JSONLWriter | None = None
@@ -56,7 +57,13 @@ class RunFolder:
         if rank == 0:
             records = [*(self.path / name for name in RECORDS), *self.path.glob("sample_ids/rank_*[0-9].jsonl")]
             if step == 0 and any(path.exists() and path.stat().st_size for path in records):
-                others = ("config.toml", "conversion.json", "report.html", self.config.metrics.save_tb_folder)
+                others = (
+                    "config.toml",
+                    "conversion.json",
+                    "report.html",
+                    "tracker_id.txt",
+                    self.config.metrics.save_tb_folder,
+                )
                 set_aside([*records, *(self.path / name for name in others)])
             self.write_config()
             copy_tokenizer(self.config.model.tokenizer_path, self.path / COPY)

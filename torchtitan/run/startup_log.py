@@ -22,15 +22,18 @@ from torchtitan.optim.schedule import shortened
 SLOW = 4  # times the time of a bf16 layer; slower than this is too slow even for experiments
 
 
-def log_conversion(stages: Sequence[Stage], reports: Sequence[Sequence[Decision]]) -> str:
-    """Logs the precision of each linear layer, by stage, and the rule that decided it. Returns them as JSON, or ""."""
+def log_conversion(stages: Sequence[Stage], reports: Sequence[Sequence[Decision]]) -> tuple[str, str]:
+    """Logs the precision of each linear layer, by stage, and the rule that decided it. Returns them as JSON and as a
+    table for each stage, or twice ""."""
+    tables = []
     for stage, report in zip(stages, reports, strict=True):
         if report:
-            logger.info(f"{stage.title or 'conversion to low precision'}:\n{to_table(report)}")
+            tables.append(f"{stage.title or 'conversion to low precision'}:\n{to_table(report)}")
+            logger.info(tables[-1])
             logger.info(summary(report))
     ends = [None if stage is stages[-1] else stage.last_step for stage in stages]
     text = to_json(reports[0]) if len(stages) == 1 else phases_to_json(list(zip(ends, reports, strict=True)))
-    return text if any(reports) or len(stages) > 1 else ""
+    return (text, "\n\n".join(tables)) if tables else ("", "")
 
 
 def log_cost_of_low_precision(engine: Engine) -> None:

@@ -19,12 +19,12 @@ from torchtitan.run.trainer import Trainer
 def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
     """A trainer, whose dump folder is deleted afterwards. It starts at step 0 and saves no checkpoints:
     `checkpoint.folder` may be that of a real run. Weights of `checkpoint.initial_load_path` are loaded. Nothing goes to
-    Weights & Biases."""
+    trackers."""
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(
             config,
             job=dataclasses.replace(config.job, dump_folder=folder),
-            metrics=dataclasses.replace(config.metrics, enable_wandb=False),
+            metrics=dataclasses.replace(config.metrics, trackers=[], enable_wandb=False),
             checkpoint=Checkpoint(initial_load_path=config.checkpoint.initial_load_path),
         )
         _, local_rank, world_size = world_from_environment()

@@ -486,4 +486,5 @@ class Trainer:
             memory_capacity_bytes=device.memory_capacity_bytes(),
             synchronize=device.synchronize,
             config=dataclasses.asdict(self.folder.config),
+            texts=self.folder.texts,
         )

@@ -1,0 +1,151 @@
+"""Trackers: what the run sees of them. tests/end_to_end/test_tracked_runs.py has the libraries."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from torchtitan.config.output import Metrics
+from torchtitan.errors import ConfigError
+from torchtitan.metrics import trackers
+from torchtitan.metrics.reporter import make_writers
+from torchtitan.metrics.trackers import TRACKERS, TrackedRun
+from torchtitan.metrics.writers import Value, Writer
+
+CONFIG = {"training": {"steps": 3, "dataset_path": "https://me:geheim@host/data?token=geheim&x=1"}}
+
+
+class Mine:
+    """A user's tracker, which fails where it is told to."""
+
+    runs: list[TrackedRun]
+    written: list[tuple[object, ...]]
+    fails_at: dict[int, Exception]
+    hold: Event
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.attempt(0)
+        self.runs.append(run)
+
+    def attempt(self, step: int) -> None:
+        self.hold.wait()
+        if step in self.fails_at:
+            raise self.fails_at[step]
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        self.attempt(step)
+        self.written.append((step, values))
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self.written.append((step, name, text))
+
+    def close(self) -> None:
+        self.written.append(("closed",))
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mine]]:
+    monkeypatch.setitem(TRACKERS._entries, "mine", Mine)
+    Mine.runs, Mine.written, Mine.fails_at, Mine.hold = [], [], {}, Event()
+    Mine.hold.set()
+    yield Mine
+    Mine.hold.set()
+
+
+def make(folder: Path, start_step: int = 0, **keys: Any) -> list[Writer]:
+    metrics = Metrics(**({"trackers": ["mine"]} | keys))
+    return make_writers(metrics, folder, 0, 1, start_step, CONFIG, {"conversion": "a table"})
+
+
+def write(folder: Path, *steps: int, start_step: int = 0) -> None:
+    writers = make(folder, start_step)
+    for step in steps:
+        for writer in writers:
+            writer.write(step, {"loss": 1.0 * step, "mfu": None})
+    for writer in writers:
+        writer.close()
+
+
+def test_a_run_keeps_its_id_and_another_one_gets_its_own(tmp_path: Path, mine: type[Mine]) -> None:
+    write(tmp_path, 1, 2, 3)
+    assert mine.written == [
+        (0, "conversion", "a table"), *((step, {"loss": 1.0 * step}) for step in (1, 2, 3)), ("closed",)
+    ]  # fmt: skip
+    write(tmp_path, 3, 4, start_step=2)
+    assert mine.runs[1] == mine.runs[0] and mine.runs[0].folder == tmp_path
+    make(tmp_path)  # a start that fails before its first step
+    write(tmp_path, 5, start_step=4)
+    write(tmp_path, 1)
+    ids = [run.id for run in mine.runs]
+    assert ids[3] == ids[0] and len({*ids}) == 3
+
+
+def test_passwords_are_not_handed_on(tmp_path: Path, mine: type[Mine], log: list[str]) -> None:
+    mine.fails_at[2] = OSError("http://me:geheim@host/?write_token=geheim is down")
+    write(tmp_path, 1, 2)
+    assert mine.runs[0].config["training"] == {"steps": 3, "dataset_path": "https://***@host/data?token=***&x=1"}
+    assert "http://***@host/?write_token=*** is down" in log[0]
+
+
+def test_a_tracker_that_fails_costs_one_warning_and_no_run(tmp_path: Path, mine: type[Mine], log: list[str]) -> None:
+    mine.fails_at = {0: ConnectionError("the server is down\nmore"), 3: OSError("No space left on device")}
+    writers = make(tmp_path)
+    writers[0].write(1, {})
+    mine.fails_at.pop(0)  # the server is back
+    for step in (2, 3, 4):
+        for writer in writers:
+            writer.write(step, {})
+    for writer in writers:
+        writer.close()
+    assert [entry[0] for entry in mine.written][-3:] == [2, 4, "closed"]
+    assert log[0] == "WARNING mine cannot be written (the server is down). Training continues."
+    assert len(log) == 2 and "writes failed" in log[1]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2, 3, 4]
+
+
+def test_a_tracker_that_does_not_answer_holds_nothing_up(
+    tmp_path: Path, mine: type[Mine], log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"BEGINNING": 0.01, "ENDING": 0.01, "LONGEST_QUEUE": 5}.items():
+        monkeypatch.setattr(trackers, name, value)
+    monkeypatch.setattr("torchtitan.metrics.reporter.BEGINNING", 0.01)
+    mine.hold.clear()
+    write(tmp_path, *range(1, 10))
+    assert not mine.written
+    assert "mine has not answered in 0.01 s" in log[0] and "5 reports are waiting for it" in log[1]
+    assert len(log) == 3 and "failed or did not end" in log[2]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 9
+
+
+def test_what_a_user_must_do_is_said_before_anything_is_written(tmp_path: Path, mine: type[Mine]) -> None:
+    mine.fails_at[0] = ConfigError("run `mine login`")
+    with pytest.raises(ConfigError, match="mine login"):
+        make(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"), [({"trackers": ["wandb"]}, "trackers"), ({"trackers": [], "enable_wandb": True}, "enable_wandb")]
+)
+def test_a_tracker_that_is_not_installed(
+    keys: dict[str, Any], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=rf"metrics\.{key}: wandb .* `pip install 'torchtitan\[wandb\]'`"):
+        make(tmp_path, **keys)
+
+
+def test_wandb_without_a_login_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("CACHE_DIR", "DATA_DIR", "FINISH_TIMEOUT", "SILENT"):  # so that they are unset again
+        monkeypatch.setenv(f"WANDB_{name}", {"FINISH_TIMEOUT": "1", "SILENT": "true"}.get(name, str(tmp_path)))
+    monkeypatch.setattr("torchtitan.metrics.reporter.BEGINNING", 100.0)
+    with pytest.raises(ConfigError, match=r"metrics\.trackers: .*; run `wandb login`, or set WANDB_MODE=offline"):
+        make(tmp_path, trackers=["wandb"])

@@ -1,0 +1,247 @@
+"""Trackers: writers that hand a run's metrics to programs outside it. `TRACKERS` is their registry, of what
+`metrics.trackers` may name."""
+
+import contextlib
+import html
+import importlib
+import io
+import json
+import logging
+import os
+import queue
+import re
+import secrets
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from torchtitan.errors import ConfigError, counted
+from torchtitan.logging import Waiting, logger
+from torchtitan.metrics.writers import Value, Writer
+from torchtitan.registry import Registry
+from torchtitan.report.compare import flat
+
+BEGINNING, ENDING = 10.0, 30.0  # seconds that a run waits for its trackers
+LONGEST_QUEUE = 1000  # reports
+SECRET = re.compile(r"(?<=//)[^/\s\"@]+(?=@)|(?<=token=)[^&\s\"]+")  # in a URI
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told about a run.
+
+    Attributes:
+        id: the same in all starts of the run; its first 8 digits are the Unix time of the first start, in hexadecimal.
+        name: for people; unique as well.
+        folder: the dump folder, absolute; files of a tracker belong there.
+        config: the configuration by section, as JSON has it, without passwords; and `rank` and `world_size`.
+    """
+
+    id: str
+    name: str
+    folder: Path
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, file: Path, resumes: bool, rank: int, config: Mapping[str, Any]) -> "TrackedRun":
+        """The run whose id is in `file`, or a new one."""
+        known = file.read_text(encoding="utf-8", errors="replace") if resumes and file.exists() else ""
+        run_id = known if re.fullmatch("[0-9a-f]{14}", known) else f"{int(time.time()):08x}{secrets.token_hex(3)}"
+        name = f"{file.parent.resolve().name}-{run_id[8:]}" + (f"-rank{rank}" if rank else "")
+        return cls(run_id, name, file.parent.resolve(), json.loads(SECRET.sub("***", json.dumps(config, default=str))))
+
+
+class Tracking:
+    """A tracker in a thread of its own: whatever happens to it, training neither waits for it nor ends. The first
+    failure is reported, and how many there were at the end; `metrics.jsonl` has all values.
+
+    Args:
+        key: the key that names the tracker, for messages.
+        file: receives the run's id with the first values; until then, it may be another run's.
+        texts: written when the tracker begins, by name.
+    """
+
+    def __init__(self, key: str, name: str, run: TrackedRun, file: Path, texts: Mapping[str, str]) -> None:
+        self.key, self.name, self.run, self.file = key, name, run, file
+        self.failures, self.has_id, self.waited, self.begun = 0, False, False, Event()
+        self.refused: ConfigError | None = None
+        self.calls: queue.Queue[Callable[[Writer], object] | None] = queue.Queue(LONGEST_QUEUE)
+        self.calls.put(lambda tracker: None)  # begins at once
+        for title, text in texts.items():
+            self.write_text(0, title, text)
+        self.thread = Thread(target=self._work, args=(TRACKERS.get(name, key),), daemon=True, name=name)
+        self.thread.start()
+
+    def wait(self, deadline: float) -> None:
+        """Until the tracker has begun, or a time of `time.monotonic`. Raises a ConfigError if the user must act."""
+        if not self.begun.wait(max(0, deadline - time.monotonic())):
+            logger.info(f"{self.name} has not answered in {BEGINNING:g} s; training does not wait for it")
+        self.waited = True
+        if self.refused is not None:
+            raise self.refused
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        if not self.has_id:
+            self.has_id = True
+            try:
+                self.file.write_text(self.run.id, encoding="utf-8")
+            except OSError as error:
+                self._fail(error)
+        known = {name: value for name, value in values.items() if value is not None}
+        self._put(lambda tracker: tracker.write(step, known))
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self._put(lambda tracker: tracker.write_text(step, name, text))
+
+    def close(self) -> None:
+        with Waiting(f"{self.name}: sending the last values"), contextlib.suppress(queue.Full):
+            self.calls.put(lambda tracker: tracker.close(), timeout=ENDING)
+            self.calls.put(None, timeout=ENDING)
+            self.thread.join(ENDING)
+        if lost := self.failures + self.thread.is_alive() * self.calls.qsize():
+            logger.warning(f"{self.name}: {counted(lost, 'write')} failed or did not end")
+
+    def _put(self, call: Callable[[Writer], object]) -> None:
+        try:
+            self.calls.put_nowait(call)
+        except queue.Full:
+            self._fail(TimeoutError(f"{LONGEST_QUEUE} reports are waiting for it"))
+
+    def _work(self, begin: Callable[[TrackedRun], Writer]) -> None:
+        tracker: Writer | None = None
+        for call in iter(self.calls.get, None):
+            try:
+                tracker = tracker or begin(self.run)
+                call(tracker)
+            except Exception as error:  # each library has its own
+                self._fail(error)
+            self.begun.set()
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, ImportError):
+            install = f"`pip install 'torchtitan[{self.name}]'`, or `pip install -e '.[{self.name}]'` in a checkout"
+            error = ConfigError(f"{self.key}: {self.name} cannot be imported ({error}): run {install}.")
+        if isinstance(error, ConfigError) and not self.waited:
+            self.refused = error
+        elif self.failures == 0:
+            reason = SECRET.sub("***", next(iter(str(error).splitlines()), "") or type(error).__name__)
+            logger.warning(f"{self.name} cannot be written ({reason}). Training continues.")
+        self.failures += 1
+
+
+class Wandb:
+    """Weights & Biases. Its own step may only grow, also over starts without a network: it is the time since the run
+    began, in ms. Curves are drawn over a metric `step`, which may go back when a run resumes."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+            os.environ.setdefault(name, str(run.folder / "wandb"))
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{ENDING:g}")
+        os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # seconds that a power failure costs
+        os.environ.setdefault("WANDB_SILENT", "true")  # no lines between those of the log, and no prompt
+        import wandb
+
+        try:
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "torchtitan"),
+                dir=os.environ.get("WANDB_DIR", str(run.folder)),
+                name=os.environ.get("WANDB_NAME", run.name),
+                id=os.environ.get("WANDB_RUN_ID", run.id),
+                resume="allow",
+                config=run.config,
+                allow_val_change=True,
+                settings=wandb.Settings(console="off"),
+            )
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"metrics.trackers: {reason}; run `wandb login`, or set WANDB_MODE=offline.") from error
+        self.run.define_metric("*", step_metric="step")
+        self.html: Callable[[str], Any] = wandb.Html
+        self.began, self.last = int(run.id[:8], 16), self.run.step - 1
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self.last = max(self.last + 1, int(1000 * (time.time() - self.began)))
+        self.run.log({"step": step, **values}, step=self.last, commit=True)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self.write(step, {name: self.html(f"<pre>{html.escape(text)}</pre>")})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MLflow:
+    """MLflow: a database in the dump folder unless MLFLOW_TRACKING_URI is set. Its parameters cannot change: they are
+    those of the first start, and the artifact `config.json` is the newest's."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which writes to the home folder
+        from mlflow import MlflowClient, entities
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
+        if not uri:
+            importlib.import_module("alembic")  # which only the complete package installs
+            database, new = run.folder / "mlflow.db", run.folder / "mlflow.db.tmp"
+            if not database.exists():  # made whole: a kill in between would leave one that MLflow cannot open
+                new.unlink(missing_ok=True)
+                MlflowClient(f"sqlite:///{new}").search_experiments()
+                new.rename(database)
+            uri, artifacts = f"sqlite:///{database}", str(run.folder / "mlartifacts")
+        self.client, self.entities = MlflowClient(uri), entities
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "torchtitan")
+        known = self.client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self.client.create_experiment(name, artifacts)
+        if runs := self.client.search_runs([experiment], f"tags.torchtitan_id = '{run.id}'"):
+            self.id = runs[0].info.run_id
+            self.client.update_run(self.id, "RUNNING")
+        else:
+            self.id = self.client.create_run(experiment, None, {"torchtitan_id": run.id}, run.name).info.run_id
+            rows = [entities.Param(key, str(value)[:500]) for key, value in flat(run.config).items()]
+            for first in range(0, len(rows), 100):  # as many as a request may have
+                self.client.log_batch(self.id, params=rows[first : first + 100])
+        self.client.log_dict(self.id, run.config, "config.json")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        names = {name: re.sub(r"[^\w\-. :/]", "_", name) for name in values}
+        now = int(1000 * time.time())
+        rows = [self.entities.Metric(names[name], value, now, step) for name, value in values.items()]
+        self.client.log_batch(self.id, metrics=rows)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self.client.log_text(self.id, text, f"{name}/step-{step}.txt")
+
+    def close(self) -> None:
+        self.client.set_terminated(self.id)
+
+
+class Trackio:
+    """Hugging Face's trackio: files in the dump folder unless TRACKIO_DIR or TRACKIO_SPACE_ID is set."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
+        with contextlib.redirect_stdout(io.StringIO()):  # of what it prints; the log keeps its own stream
+            import trackio
+
+            project = os.environ.get("TRACKIO_PROJECT", "torchtitan")
+            self.run: Any = trackio.init(project, run.name, config=run.config, resume="allow", embed=False)
+        self.markdown: Callable[[str], Any] = trackio.Markdown
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self.write(step, {name: self.markdown(textwrap.indent(text, "    ", lambda line: True))})
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.run.finish()
+
+
+TRACKERS: Registry[Callable[[TrackedRun], Writer]] = Registry(
+    "tracker", "metrics.trackers", {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
+)
