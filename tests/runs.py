@@ -181,17 +181,18 @@ def train(*flags: str, patience: float = PATIENCE, **options: Any) -> str:
     than a few tiny steps. With any other option it is started as a user would.
     """
     if options.keys() <= {"processes", "folder"} and options.get("processes", 1):
-        return _train_on_ranks(flags, **options)
+        return output_of_ranks(train_here, *flags, **options)
     with started(*flags, **options) as run:
         status, output = run.finish(patience)
     assert status == 0, output
     return output
 
 
-def _train_on_ranks(flags: Sequence[str], processes: int = 1, folder: Path = ROOT) -> str:
+def output_of_ranks(function: Callable[..., object], *arguments: Any, processes: int = 1, folder: Path = ROOT) -> str:
+    """Calls `function(*arguments)` in forked processes that have the variables of torchrun. Returns their output."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun does
     with tempfile.NamedTemporaryFile() as screen:
-        on_ranks(processes, _train_as_rank, processes, store.port, screen.name, flags, folder)
+        on_ranks(processes, _as_rank, processes, store.port, screen.name, folder, function, arguments)
         return Path(screen.name).read_text(errors="replace")
 
 
@@ -227,7 +228,15 @@ def _write_to(out: str, err: str) -> None:
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), descriptor)
 
 
-def _train_as_rank(rank: int, world_size: int, port: int, screen: str, flags: Sequence[str], folder: Path) -> None:
+def _as_rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    screen: str,
+    folder: Path,
+    function: Callable[..., object],
+    arguments: tuple[Any, ...],
+) -> None:
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
@@ -235,7 +244,7 @@ def _train_as_rank(rank: int, world_size: int, port: int, screen: str, flags: Se
         os.environ.update({name: str(value) for name, value in (world | meeting | elastic).items()})
     _write_to(screen, screen)
     os.chdir(folder)
-    train_here(*flags)
+    function(*arguments)
     atexit._run_exitfuncs()  # a forked process skips them
     sys.stdout.flush()
     sys.stderr.flush()
