@@ -192,7 +192,10 @@ def output_of_ranks(function: Callable[..., object], *arguments: Any, processes:
     """Calls `function(*arguments)` in forked processes that have the variables of torchrun. Returns their output."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun does
     with tempfile.NamedTemporaryFile() as screen:
-        on_ranks(processes, _as_rank, processes, store.port, screen.name, folder, function, arguments)
+        try:
+            on_ranks(processes, _as_rank, processes, store.port, screen.name, folder, function, arguments)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{Path(screen.name).read_text(errors='replace')}") from None
         return Path(screen.name).read_text(errors="replace")
 
 

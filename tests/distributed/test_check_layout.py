@@ -14,6 +14,7 @@ from runs import output_of_ranks
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
 FLOAT32 = "--training.mixed_precision_param=float32"
 MOE = ("--job.config_file=train_configs/debug_moe.toml",)
+EAGER = "--training.compile=false"
 SHORT = "--training.seq_len=64"
 
 
@@ -78,7 +79,7 @@ LAYOUTS: dict[str, Any] = {
     "TP 2, float8": (2, DEBUG, *degrees(tp=2), "--model.converters=float8"),
     "FSDP 2, accumulation, compile": (2, DEBUG, "--training.global_batch_size=64", "--training.compile"),
     "FSDP 2 x TP 2, Muon": (4, DEBUG, *degrees(tp=2), "--optimizer.name=Muon"),
-    "FSDP 2 x PP 2, recomputation": (4, DEBUG, *degrees(pp=2), "--activation_checkpoint.mode=full"),
+    "FSDP 2 x PP 2, recomputation, float32": (4, DEBUG, *degrees(pp=2), "--activation_checkpoint.mode=full", FLOAT32),
     "CP 2, int8": (2, DEBUG, *degrees(cp=2), "--model.converters=int8"),
     "HSDP 2 x 2, float8 all-gather": (
         4,
@@ -90,9 +91,9 @@ LAYOUTS: dict[str, Any] = {
     "mx": (2, DEBUG, "--model.converters=mx", "--mx.emulate"),
     "experts, TP 2, EP 2": (4, *MOE, *degrees(tp=2, ep=2)),
     "experts, FSDP 2, EP 2, float8": (2, *MOE, *degrees(ep=2), "--model.converters=float8"),
-    "8B's file": (4, "--job.config_file=train_configs/llama3_8b.toml", *degrees(tp=2), "--training.compile=false"),
+    "8B's file": (2, "--job.config_file=train_configs/llama3_8b.toml", EAGER),
     "AdamW8bit, two": (2, DEBUG, "--optimizer.name=AdamW8bit"),
-    "tied, float32": (2, "--job.config_file=train_configs/qwen3_0.6b.toml", *degrees(tp=2), FLOAT32),
+    "TP 2, tied": (2, "--job.config_file=train_configs/qwen3_0.6b.toml", *degrees(tp=2), EAGER),
 }
 
 
