@@ -26,9 +26,10 @@ def check(*flags: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
 
 
 def check_as_rank(status: int, *flags: str) -> None:
-    from torchtitan import check_layout  # only now: it reads the rank
+    from torchtitan.check_layout import main
+    from torchtitan.launcher.rank_process import RANK  # only now: it reads the rank
 
-    assert check_layout.main([SHORT, *flags]) == (status if check_layout.RANK == 0 else 0)
+    assert main([SHORT, *flags]) == (status if RANK == 0 else 0)
 
 
 def output_of_check(status: int, *flags: str, processes: int = 2) -> str:
