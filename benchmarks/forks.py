@@ -42,7 +42,7 @@ class ForkedProcess:
             sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _become([*args][1:], env, stdout, stderr, cwd)
+            become([*args][1:], env, stdout, stderr, cwd)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -68,9 +68,14 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _become(
+def become(
     arguments: list[str], env: Mapping[str, str], stdout: int | None, stderr: int | None, cwd: str | None
 ) -> NoReturn:
+    """Makes this process, a fork, the program with these arguments: a script, or `-m` and a module.
+
+    Args:
+        stdout, stderr: descriptors; None for those that it has.
+    """
     status = 1
     try:
         os.setsid()

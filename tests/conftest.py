@@ -8,10 +8,14 @@ from pathlib import Path
 # Before torch is imported, and inherited by child processes: tiny models gain nothing from a second thread, and
 # spinning threads lose a factor of ten next to another process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# For this process alone, where the idle one of two threads would spin: fifteen times the CPU time of small tensors.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import pytest
 import torch
 from object_store import s3 as s3  # a fixture
+
+del os.environ["OMP_WAIT_POLICY"]  # torch has read it
 
 # Child processes find train.py and the tests' modules.
 PATHS = [*map(str, Path(__file__).parents[:2]), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from workers import PATIENCE, exit_status_of, on_ranks
+from workers import PATIENCE, Forked, exit_status_of, on_ranks
 
 from torchtitan.config import ConfigManager
 from torchtitan.logging import logger
@@ -27,6 +27,7 @@ from torchtitan.metrics import flops
 
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
+LAUNCHER = (sys.executable, "-m", "torchtitan.launch")
 
 flops.MEASUREMENT_SECONDS = 0.001  # of the peak, five times per run; no MFU of these runs is looked at
 
@@ -62,24 +63,31 @@ def train_here(*flags: str) -> None:
 
 
 class Run:
-    """A started run and all its processes, which are identified by an environment variable.
+    """A started run and all its processes, which are identified by an environment variable or the file they print to.
 
     Args:
         command: program and arguments.
         environment: added to this process's environment.
         folder: working directory.
+        fork: whether it is a fork of a process that has imported torch, as are its ranks.
     """
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], folder: Path) -> None:
+    process: subprocess.Popen[bytes] | Forked
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], folder: Path, fork: bool = False) -> None:
         self.mark = f"RUN_OF_A_TEST={uuid.uuid4().hex}"
         name, value = self.mark.split("=")
-        self.screen = tempfile.TemporaryFile()  # noqa: SIM115  no pipe: it would fill up, or wait for orphans
+        self.screen = tempfile.NamedTemporaryFile()  # noqa: SIM115  no pipe: it would fill up, or wait for orphans
         # What this process has set for itself: a place among processes, and where its compiled code lies.
         own = ("RANK", "WORLD_SIZE", "NGPU", "TORCHINDUCTOR_CACHE_DIR")
         inherited = {key: value for key, value in os.environ.items() if key not in own}
+        variables = {**inherited, "OMP_NUM_THREADS": "1", **environment, name: value}
+        if fork:
+            self.process = Forked(command, variables, folder, self.screen.name)
+            return
         self.process = subprocess.Popen(
             command,
-            env={**inherited, "OMP_NUM_THREADS": "1", **environment, name: value},
+            env=variables,
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=self.screen,
@@ -113,11 +121,12 @@ class Run:
 
     def pids(self) -> list[int]:
         """All living processes of the run, including orphans and those in other process groups."""
-        return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if self.mark in variables_of(pid)]
+        pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
+        return [pid for pid in pids if self.mark in variables_of(pid) or screen_of(pid) == self.screen.name]
 
     def pid_of_rank(self, rank: int) -> int | None:
         """The process of a rank; None if it has not started yet."""
-        return next((pid for pid in self.pids() if f"RANK={rank}" in variables_of(pid)), None)
+        return next((pid for pid in self.pids() if f"RANK={rank}" in variables_of(pid) or rank_of(pid) == rank), None)
 
     def kill(self) -> None:
         """SIGKILL to every process of the run, as in a power failure."""
@@ -143,29 +152,53 @@ def variables_of(pid: int) -> list[str]:
         return []
 
 
+def screen_of(pid: int) -> str:
+    """The file that a process prints to."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1")
+    except OSError:
+        return ""
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank of a forked process, which `benchmarks.forks` names."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return None
+    return int(name.removeprefix("rank")) if name.startswith("rank") else None
+
+
 @contextmanager
 def started(
     *flags: str,
     processes: int | None = 1,
     command: Sequence[str] | None = None,
     folder: Path = ROOT,
+    fresh: bool = False,
     **environment: str,
 ) -> Iterator[Run]:
     """Starts a run with `torchtitan.launch` and this many processes, or, with None, plain `python train.py`.
 
+    Its processes are forks of one that has imported torch: a fresh interpreter of each takes 3 CPU seconds.
+
     Args:
-        command: what to start instead.
+        command: what to start instead; in a fresh interpreter, unless it is `torchtitan.launch` with options.
         folder: working directory.
+        fresh: whether to start fresh interpreters; also where `environment` has more than options of torchrun, because
+            libraries read variables when they are imported.
         environment: additional variables.
     """
     program = [str(ROOT / "train.py"), *flags]
     if command is not None:
         program = [*command, *flags]
     elif processes is not None:
-        program = [sys.executable, "-m", "torchtitan.launch", *program]
+        program = [*LAUNCHER, *program]
     else:
         program = [sys.executable, *program]
-    run = Run(program, {"NGPU": str(processes), **environment}, folder)
+    options = all(name.startswith("PET_") or name == "TMPDIR" for name in environment)
+    fork = options and not fresh and (command is None or tuple(command[:3]) == LAUNCHER)
+    run = Run(program, {"NGPU": str(processes), **environment}, folder, fork)
     try:
         yield run
     finally:
@@ -181,17 +214,21 @@ def train(*flags: str, patience: float = PATIENCE, **options: Any) -> str:
     than a few tiny steps. With any other option it is started as a user would.
     """
     if options.keys() <= {"processes", "folder"} and options.get("processes", 1):
-        return _train_on_ranks(flags, **options)
+        return output_of_ranks(train_here, *flags, **options)
     with started(*flags, **options) as run:
         status, output = run.finish(patience)
     assert status == 0, output
     return output
 
 
-def _train_on_ranks(flags: Sequence[str], processes: int = 1, folder: Path = ROOT) -> str:
+def output_of_ranks(function: Callable[..., object], *arguments: Any, processes: int = 1, folder: Path = ROOT) -> str:
+    """Calls `function(*arguments)` in forked processes that have the variables of torchrun. Returns their output."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun does
     with tempfile.NamedTemporaryFile() as screen:
-        on_ranks(processes, _train_as_rank, processes, store.port, screen.name, flags, folder)
+        try:
+            on_ranks(processes, _as_rank, processes, store.port, screen.name, folder, function, arguments)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{Path(screen.name).read_text(errors='replace')}") from None
         return Path(screen.name).read_text(errors="replace")
 
 
@@ -227,7 +264,15 @@ def _write_to(out: str, err: str) -> None:
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), descriptor)
 
 
-def _train_as_rank(rank: int, world_size: int, port: int, screen: str, flags: Sequence[str], folder: Path) -> None:
+def _as_rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    screen: str,
+    folder: Path,
+    function: Callable[..., object],
+    arguments: tuple[Any, ...],
+) -> None:
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
@@ -235,7 +280,7 @@ def _train_as_rank(rank: int, world_size: int, port: int, screen: str, flags: Se
         os.environ.update({name: str(value) for name, value in (world | meeting | elastic).items()})
     _write_to(screen, screen)
     os.chdir(folder)
-    train_here(*flags)
+    function(*arguments)
     atexit._run_exitfuncs()  # a forked process skips them
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,10 +4,11 @@ import atexit
 import multiprocessing
 import os
 import signal
+import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from filelock import FileLock
+
+from benchmarks import forks
 
 R = TypeVar("R")
 
@@ -93,6 +96,36 @@ def exit_status_of(function: Callable[..., None], *arguments: Any) -> int:
         process.kill()
         raise AssertionError(f"not done after {PATIENCE} s")
     return process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
+
+
+class Forked:
+    """The part of `subprocess.Popen` that `runs.Run` uses, for `python SCRIPT ...` and `python -m MODULE ...`: a fork
+    that is set up as a fresh interpreter after its imports, and the ranks that it launches are, too."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], folder: Path, screen: str) -> None:
+        # Not a daemon, which could not start workers.
+        self._process = _context.Process(target=_become_program, args=(list(command), environment, str(folder), screen))
+        self._process.start()
+        self.pid = self._process.pid or 0
+        while self.poll() is None and os.getpgid(self.pid) != self.pid:  # as if it had been started in its own session
+            time.sleep(0.001)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (status := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0)
+        return status
+
+
+def _become_program(command: list[str], environment: dict[str, str], folder: str, screen: str) -> None:
+    atexit._clear()  # what was registered before the fork
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    file = os.open(screen, os.O_WRONLY)
+    forks.become(command[1:], environment, file, file, folder)
 
 
 def _call_program(variables: dict[str, str], function: Callable[..., None], arguments: Any) -> None:

@@ -186,7 +186,7 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 256)], (torch.
     "program",
     [
         pytest.param(GEMM, id="GEMM"),
-        pytest.param(ROUNDING, id="rounding"),
+        pytest.param(ROUNDING, id="rounding", marks=pytest.mark.full),
         pytest.param(GROUPED, id="grouped GEMM", marks=pytest.mark.full),
         pytest.param(GROUPED_ROUNDING, id="grouped rounding", marks=pytest.mark.full),
         pytest.param(NVFP4, id="nvfp4", marks=pytest.mark.full),

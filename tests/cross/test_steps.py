@@ -140,9 +140,8 @@ UPDATES = {"AdamW8bit", "AdamW4bit", "AdamW, bfloat16 states"}  # compiled; of 9
 COMPILED = {"documents", "float8 all-gather", "float8 rowwise", "int8 rowwise"}  # down to registers of the GPU
 
 
-@pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in LONG_CASES)], ids=str
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*CASES, *LONG_CASES])
 def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     case = {**CASES, **LONG_CASES}[name]
     flags = case.flags if case.checkpointing else (*case.flags, NO_CHECKPOINTING)

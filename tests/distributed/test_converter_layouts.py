@@ -43,10 +43,11 @@ SHORT = [
     ("compile", "mx"),
     ("pipeline", "float8"),
 ]
-# Most of the time of these is the compiler's, and the recipes of a converter are alike to it.
+# Most of the time of these is the compiler's, and the recipes of a converter are alike to it; under TP those of float8
+# and int8, too.
 COMPILED = {
     "compile": ["float8", "int8", "mx", "float8 delayed"],
-    "tensor parallel and compile": ["float8", "int8"],
+    "tensor parallel and compile": ["float8"],
 }
 BASE = (*TINY, "--training.steps=3", "--training.mixed_precision_param=bfloat16")
 

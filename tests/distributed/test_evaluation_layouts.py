@@ -98,17 +98,17 @@ def test_the_training_does_not_notice(layout: str, tmp_path: Path, tasks: list[P
     if layout == "PP 2":
         run = (*run, "--validation.local_batch_size=4")
     evaluating = (*run, f"--evaluation.tasks={tasks[0]}", "--evaluation.freq=2")
-    train(*run, into(tmp_path / "without"), "--training.steps=6", processes=processes)
-    train(*evaluating, into(tmp_path / "with"), "--training.steps=6", processes=processes)
+    train(*run, into(tmp_path / "without"), "--training.steps=4", processes=processes)
+    train(*evaluating, into(tmp_path / "with"), "--training.steps=4", processes=processes)
+    train(*evaluating, into(tmp_path / "resumed"), "--training.steps=2", processes=processes)
     train(*evaluating, into(tmp_path / "resumed"), "--training.steps=4", processes=processes)
-    train(*evaluating, into(tmp_path / "resumed"), "--training.steps=6", processes=processes)
     expected = losses(tmp_path / "without")
     assert losses(tmp_path / "with") == losses(tmp_path / "resumed") == expected
     results = {}
     for name in ("with", "resumed"):
-        assert_equal_bit_for_bit(tensors_of(tmp_path / name, 6), tensors_of(tmp_path / "without", 6))
+        assert_equal_bit_for_bit(tensors_of(tmp_path / name, 4), tensors_of(tmp_path / "without", 4))
         lines = [line for line in lines_of(tmp_path / name / "metrics.jsonl") if "hellaswag/acc" in line]
-        assert [line["step"] for line in lines] == [2, 4, 6]
+        assert [line["step"] for line in lines] == [2, 4]
         results[name] = [{key: value for key, value in line.items() if "/" in key} for line in lines]
     assert results["with"] == results["resumed"]
 
@@ -188,8 +188,7 @@ def test_samples_are_what_the_checkpoint_writes(samples_of_one: Path, tmp_path: 
     assert not (without / "samples.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    "layout", ["CP 2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("FSDP 2", "TP 2 x PP 2"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["CP 2", "FSDP 2", "TP 2 x PP 2"])
 def test_every_layout_writes_the_same(layout: str, samples_of_one: Path, tmp_path: Path) -> None:
     assert lines_of(sampled(tmp_path, PROMPTS, layout) / "samples.jsonl") == lines_of(samples_of_one / "samples.jsonl")

@@ -49,7 +49,7 @@ def published(published_by: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[pytest.mark.full] * (layout != "FSDP 2 x TP 2")) for layout in LAYOUTS]
+    "layout", [pytest.param(layout, marks=[pytest.mark.full] * (layout != "TP 2")) for layout in LAYOUTS]
 )
 def test_a_run_starts_from_published_weights_and_leaves_its_own(
     layout: str, published_by: Callable[..., Path], tmp_path: Path

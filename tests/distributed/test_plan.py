@@ -1,5 +1,6 @@
 """Compares plans with real runs: gloo processes train two steps, and their tensors and collectives are counted."""
 
+import functools
 import json
 import os
 from collections import Counter
@@ -144,6 +145,13 @@ def measured(world_size: int, layouts: list[list[str]], folder: Path) -> list[li
 
 
 def planned(flags: Sequence[str], world_size: int) -> list[RankPlan]:
+    """The plan, which several tests share."""
+    folder = "--job.dump_folder="  # of each test
+    return _planned(tuple(flag for flag in flags if not flag.startswith(folder)), world_size)
+
+
+@functools.cache
+def _planned(flags: tuple[str, ...], world_size: int) -> list[RankPlan]:
     config = ConfigManager().parse_args([*flags, "--job.plan", "--job.simulate_device=cpu"])
     dims = check(config, world_size, "cpu")
     device, why = planned_device("cpu", True, find_device(0), torch.float32)

@@ -36,6 +36,7 @@ def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(folder)
 
 
+@pytest.mark.full
 def test_a_laptop_computes_in_float32_and_a_resumed_run_goes_on_in_it(
     bfloat16: dict[int, float], tmp_path: Path
 ) -> None:

@@ -60,7 +60,7 @@ def ids_of(folder: Path) -> list[tuple[int, list[str]]]:
 def kill_at_a_random_moment(run: Run, folder: Path, at_step: int) -> bool:
     """Whether a checkpoint was being written at that moment."""
     if random.random() < 0.2:  # most likely while it starts
-        time.sleep(random.uniform(0, 5))
+        time.sleep(random.uniform(0, 0.5))
         run.kill()
         return False
     run.wait_until(lambda: "MFU counts" in run.output() and last_step(folder) >= at_step)

@@ -1,7 +1,6 @@
-"""Runs that read an S3 server, started as a user does."""
+"""Runs that read an S3 server."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from runs import ROOT, TINY, failure, into, losses, train
 
 from torchtitan.files import any_path
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / "train.py")]
 LOCAL = ROOT / "docs"
 
 
@@ -27,12 +25,12 @@ def test_losses_of_two_processes_are_those_of_local_files(
         any_path(f"s3://bucket/data/{file.name}").write_bytes(file.read_bytes())
     any_path("s3://bucket/tokenizer.model").write_bytes(SHIPPED.read_bytes())
     flags = (*TINY, "--training.steps=4", "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
-    train(*flags, f"--training.dataset_path={tmp_path / 'data'}", into(tmp_path / "local"), command=TORCHRUN)
+    train(*flags, f"--training.dataset_path={tmp_path / 'data'}", into(tmp_path / "local"), processes=2)
     stored = ("--training.dataset_path=s3://bucket/data", "--model.tokenizer_path=s3://bucket/tokenizer.model")
-    train(*flags, *stored, into(tmp_path / "stored"), command=TORCHRUN)
+    train(*flags, *stored, into(tmp_path / "stored"), processes=2)
     assert losses(tmp_path / "stored") == losses(tmp_path / "local")
     shutil.rmtree(tmp_path / "local" / "checkpoint" / "step-4")
-    train(*flags, *stored, into(tmp_path / "local"), command=TORCHRUN)  # goes on with the copy in the bucket
+    train(*flags, *stored, into(tmp_path / "local"), processes=2)  # goes on with the copy in the bucket
     assert losses(tmp_path / "stored") == losses(tmp_path / "local")
 
 

@@ -53,7 +53,7 @@ def assert_goes_on(folder: Path, step: int, processes: int | None) -> None:
     assert list(losses(folder)) == list(range(1, step + 3))
 
 
-@pytest.mark.parametrize("processes", [pytest.param(None, marks=pytest.mark.full), 2], ids=["one process", "two"])
+@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.full)], ids=["one process", "two"])
 def test_sigterm_during_training(processes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (sys.executable, *(("-m", "torchtitan.launch") if processes else ()), "train.py")
     with started(*ENDLESS, into(tmp_path), command=("nohup", *program), processes=processes) as run:
@@ -158,7 +158,7 @@ def test_signals_while_saving_do_no_harm(mode: str, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("moment", ["launcher", pytest.param("imports", marks=pytest.mark.full), "weights"])
 def test_before_the_first_step_there_is_nothing_to_save(moment: str, tmp_path: Path) -> None:
-    with started(*ENDLESS, into(tmp_path), processes=2) as run:
+    with started(*ENDLESS, into(tmp_path), processes=2, fresh=True) as run:
         if moment == "launcher":
             run.wait_until(lambda: takes(run.process.pid, signal.SIGTERM))
         elif moment == "imports":

@@ -98,6 +98,7 @@ def test_every_section_is_drawn_in_light_and_dark(page: Page, tmp_path: Path) ->
     page.wait_for(f"getComputedStyle(document.body).backgroundColor === '{light}'")
 
 
+@pytest.mark.full
 @needs_chromium
 def test_seeds_have_a_band_and_can_be_hidden(page: Page, tmp_path: Path) -> None:
     seeds = [dump_folder(tmp_path / f"bf16-seed{seed}", seed) for seed in range(3)]
@@ -112,6 +113,7 @@ def test_seeds_have_a_band_and_can_be_hidden(page: Page, tmp_path: Path) -> None
     assert page.complaints() == []
 
 
+@pytest.mark.full
 @needs_chromium
 def test_a_zoom_in_one_chart_is_a_zoom_in_all_and_controls_redraw(page: Page, tmp_path: Path) -> None:
     page.open(written(tmp_path, dump_folder(tmp_path / "run")))
@@ -127,6 +129,7 @@ def test_a_zoom_in_one_chart_is_a_zoom_in_all_and_controls_redraw(page: Page, tm
     assert page.complaints() == []
 
 
+@pytest.mark.full
 @needs_chromium
 def test_runs_are_ranked_and_equal_losses_can_be_told_apart(page: Page, tmp_path: Path) -> None:
     runs = [dump_folder(tmp_path / f"run{number}", seq_len=128 * (number + 1)) for number in range(3)]
@@ -154,6 +157,7 @@ def test_runs_are_ranked_and_equal_losses_can_be_told_apart(page: Page, tmp_path
     assert page.evaluate("[...divs.values()].every((div) => div.layout.yaxis.fixedrange)")
 
 
+@pytest.mark.full
 @needs_chromium
 def test_a_smoothed_curve_of_a_constant_is_that_constant(page: Page, tmp_path: Path) -> None:
     page.open(written(tmp_path, dump_folder(tmp_path / "run")))
@@ -178,6 +182,7 @@ def test_a_run_called_script_does_not_execute(page: Page, tmp_path: Path) -> Non
     assert evil in page.evaluate("document.getElementById('legend').innerText")
 
 
+@pytest.mark.full
 @needs_chromium
 def test_a_narrow_window_has_no_sideways_scroll(page: Page, tmp_path: Path) -> None:
     page.open(written(tmp_path, add_everything(dump_folder(tmp_path / ("long name " * 20)))), width=420)

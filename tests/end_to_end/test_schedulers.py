@@ -91,6 +91,7 @@ def test_is_queued_again_when_the_machines_are_taken_away(slurm: dict[str, Any],
     assert checkpoint_steps(tmp_path / "out") == [step]
 
 
+@pytest.mark.full
 def test_reports_a_failure(slurm: dict[str, Any], tmp_path: Path) -> None:
     with started(*FLAGS, into(tmp_path / "out"), "--training.seq_len=0", **slurm) as run:
         status, output = run.finish()
