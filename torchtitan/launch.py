@@ -105,7 +105,7 @@ def _is_single(arguments: list[str]) -> bool:
     processes = os.environ.get("NGPU") or ("all" if any(map(os.path.exists, GPU_DRIVERS)) else "1")
     # If a cluster sets ranks (or the environment sets torchrun's options), torchrun has to read them.
     is_managed = any(name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith("PET_") for name in os.environ)
-    is_plain = arguments[0].endswith(".py") or (arguments[0] == "-m" and len(arguments) > 1) if arguments else False
+    is_plain = arguments[:2] == ["-m", "torchtitan.train"] or (bool(arguments) and arguments[0].endswith(".py"))
     return processes == "1" and is_plain and not is_managed
 
 
