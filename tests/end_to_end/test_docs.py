@@ -52,6 +52,7 @@ BEFORE = {  # what README has made before, as the page says
 }
 NOT_RUN = {
     "versions.md": "takes hours",
+    "containers.md": "takes Docker; the steps of the Dockerfile are run by test_container.py",
     "extension.md": "run by test_extension.py",
     "object_stores.md": "takes a bucket; run by test_object_store_data.py",
     "interchange.md": "run after what README makes before",
