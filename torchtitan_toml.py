@@ -1,4 +1,4 @@
-"""The command torchtitan-train. Outside the package, so that it runs if `import torchtitan` gives another project."""
+"""The command torchtitan-train: outside the package, to run even if `import torchtitan` gives another project."""
 
 import os
 import sys
@@ -23,3 +23,7 @@ def main() -> None:
     file = os.environ.get("CONFIG_FILE") or "debug_model"
     program = ["-m", "torchtitan.launch", "-m", "torchtitan.train", f"--job.config_file={file}"]
     os.execv(sys.executable, [sys.executable, *program, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()
