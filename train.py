@@ -1,62 +1,11 @@
 """Trains a model: `torchrun train.py --job.config_file=FILE.toml --section.key=value ...`, or `./run_train.sh`."""
 
-import os
-from collections.abc import Sequence
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from torchtitan.launcher.rank_process import RANK, WORLD_SIZE, rank_process
-from torchtitan.launcher.signals import Stop
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # this checkout's, even if another torchtitan is installed
 
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
-
-
-def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = ()) -> None:
-    """Runs one training run from its configuration to the end, or until `stop` asks it to save and exit.
-
-    Args:
-        notices: messages about the configuration; logged first.
-    """
-    from torchtitan.launcher.imports import check_versions, quick_imports
-
-    check_versions()
-    with quick_imports():  # torch is imported only now, so that --help and typos do not wait for it
-        from torchtitan.checks.config_checks import check, is_plan
-        from torchtitan.device import find_device
-        from torchtitan.engine.model_args import register_models
-        from torchtitan.launcher.folder_lock import FolderLock
-        from torchtitan.launcher.processes import refuse_lone_tasks
-        from torchtitan.logging import init_logging, logger
-        from torchtitan.parallel.process_group import named_failures
-        from torchtitan.run.build_trainer import build_trainer
-        from torchtitan.run.watchdog import watch_progress
-
-    init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
-    for notice in notices:
-        logger.info(notice)
-    register_models(config)
-    device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if is_plan(config):
-        from torchtitan.plan.planner import plan
-
-        return plan(config, device)
-    if "RANK" not in os.environ:
-        refuse_lone_tasks()
-    dims = check(config, WORLD_SIZE, device.type)
-    stop = stop or Stop(RANK)
-    with (
-        watch_progress(stop.progress, RANK),
-        named_failures(config.comm, Path(config.job.dump_folder)),
-        FolderLock(Path(config.job.dump_folder)) as lock,
-        build_trainer(config, dims, device, stop, lock) as trainer,
-    ):
-        trainer.train()
-
+from torchtitan.train import main
 
 if __name__ == "__main__":
-    with rank_process() as stop:
-        from torchtitan.config import ConfigManager
-
-        manager = ConfigManager()
-        run(manager.parse_args(), stop, manager.notices)
+    main()

@@ -68,7 +68,8 @@ def run(row: dict[str, Any], steps: int, smoke: bool) -> dict[str, Any]:
     import torchtitan.models.llama3 as llama3
     from torchtitan.config_manager import JobConfig
     from torchtitan.protocols.train_spec import get_train_spec
-    from torchtitan.train import Trainer
+
+    from torchtitan.train import Trainer  # type: ignore[attr-defined]
 
     seq_len, vocabulary = (64, 512) if smoke else (8192, 128256)
     sizes = llama3.llama3_configs["debugmodel" if smoke else row["model"]]

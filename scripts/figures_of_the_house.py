@@ -18,9 +18,12 @@ REFERENCE = {"api.md", "config_keys.md", "modules.md"}  # pages that are looked 
 
 def figures(root: Path) -> dict[str, object]:
     paths = [root / "train.py", *root.glob("torchtitan/**/*.py")]
-    train, *package = files = {path.relative_to(root).as_posix(): path.read_text() for path in paths}
+    _, *package = files = {path.relative_to(root).as_posix(): path.read_text() for path in paths}
     code = "".join(files[path] for path in package)
-    entry, statements = files[train], re.compile(r"^[ \t]*[^\s#]", re.MULTILINE)  # neither blank nor a comment
+    entry, statements = (
+        files.get("torchtitan/train.py", files["train.py"]),
+        re.compile(r"^[ \t]*[^\s#]", re.MULTILINE),
+    )  # neither blank nor a comment
     # The functions of docs/tour.md, each of which calls the next, and the step itself.
     tour = re.findall(r"^\| \d \| `([^`]+):(?:\w+\.)?(\w+)`", (root / "docs/tour.md").read_text(), re.MULTILINE)
     way = {path for path, _ in tour} | {path for path, text in files.items() if "\ndef optimizer_step(" in text}

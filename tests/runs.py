@@ -48,13 +48,13 @@ CHECKPOINTS = ("--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
 
 def train_here(*flags: str) -> None:
     """Trains in this process, to avoid waiting for a new one to start."""
-    import train
+    from torchtitan.train import run
 
     before = logger.handlers, logger.level, logger.propagate
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in `Run`
     try:
-        train.run(ConfigManager().parse_args(flags))
+        run(ConfigManager().parse_args(flags))
     finally:
         logger.handlers, logger.level, logger.propagate = before
         torch.set_num_threads(threads)

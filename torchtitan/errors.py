@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from torchtitan import DISTRIBUTION
+
 EXIT_STATUS = 2
 INTERRUPTED = 130  # a shell's exit status for a program stopped by Ctrl-C
 
@@ -55,9 +57,13 @@ def require_report_extra(user: str, *modules: str) -> None:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             raise UserError(
-                f"{user} needs {(error.name or module).split('.')[0]}, which is not installed: run "
-                "`pip install 'torchtitan[report]'`, or `pip install -e '.[report]'` in a checkout."
+                f"{user} needs {(error.name or module).split('.')[0]}, which is not installed: {install('report')}."
             ) from None
+
+
+def install(extra: str) -> str:
+    """What installs an extra of pyproject.toml."""
+    return f"run `pip install '{DISTRIBUTION}[{extra}]'`, or `pip install -e '.[{extra}]'` in a checkout"
 
 
 def counted(number: int, noun: str) -> str:

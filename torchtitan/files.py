@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from upath import UPath
 
-from torchtitan.errors import DataError
+from torchtitan.errors import DataError, install
 from torchtitan.logging import Waiting
 
 __all__ = [
@@ -107,7 +107,7 @@ def any_path(path: str) -> Path:
         place = UPath(f"{scheme.lower()}:{rest}", use_listings_cache=False)  # others write there, too
         store = place.fs  # imports what can read it
     except ImportError as error:
-        extra = f"run `pip install 'torchtitan[{EXTRAS[scheme.lower()]}]'`" if scheme.lower() in EXTRAS else str(error)
+        extra = install(EXTRAS[scheme.lower()]) if scheme.lower() in EXTRAS else str(error)
         raise PathError(f"{path!r} cannot be read: a package is missing; {extra.rstrip('.')}.") from None
     except Exception as error:  # each library has its own
         raise PathError(f"{path!r} cannot be read: {as_os_error(error, path).strerror}.") from error

@@ -1,4 +1,4 @@
-"""torchrun with short messages: `python -m torchtitan.launch train.py --section.key=value`.
+"""torchrun with short messages: `python -m torchtitan.launch train.py --section.key=value`, or `-m torchtitan.train`.
 
 Starts NGPU processes on this machine (default: one per GPU, or one) and exits with the status of the process that
 failed first. Each process reports its own error, so torchrun's failure report is omitted. A single process needs no
@@ -11,6 +11,8 @@ import logging
 import os
 import runpy
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
@@ -37,9 +39,9 @@ def launch(arguments: list[str]) -> int:
         _plan(arguments)
     stop_with_starter()
     raise_limit_of_open_files()  # ranks connect to the launcher's store
-    if _is_single(arguments):
-        _run_alone(arguments)
     try:
+        if _is_single(arguments):
+            _run_alone(arguments)
         check_versions()
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -64,6 +66,8 @@ def launch(arguments: list[str]) -> int:
         count = [] if os.environ.get("PET_NPROC_PER_NODE") and not os.environ.get("NGPU") else [str(find_processes())]
         arguments = [*(f"--nproc-per-node={one}" for one in count), "--signals-to-handle=SIGQUIT", *arguments]
         options = parse_args(arguments)  # of two, the last one counts
+        if not options.no_python:
+            _check_program(options.training_script, options.module)
         if options.nnodes in ("1", "1:1"):
             refuse_lone_tasks()
         if options.log_dir is None and {options.redirects, options.tee} == {"0"}:
@@ -101,14 +105,34 @@ def _is_single(arguments: list[str]) -> bool:
     processes = os.environ.get("NGPU") or ("all" if any(map(os.path.exists, GPU_DRIVERS)) else "1")
     # If a cluster sets ranks (or the environment sets torchrun's options), torchrun has to read them.
     is_managed = any(name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith("PET_") for name in os.environ)
-    return processes == "1" and bool(arguments) and arguments[0].endswith(".py") and not is_managed
+    is_plain = arguments[:2] == ["-m", "torchtitan.train"] or (bool(arguments) and arguments[0].endswith(".py"))
+    return processes == "1" and is_plain and not is_managed
+
+
+def _check_program(name: str, is_module: bool) -> None:
+    """Raises a UserError if there is no such script or module."""
+    try:
+        exists = find_spec(name) is not None if is_module else Path(name).exists()
+    except (ModuleNotFoundError, ValueError):  # it has no such parent, or no name
+        exists = False
+    if not exists:
+        raise UserError(
+            f"there is no {'module' if is_module else 'file'} {name} (working directory: {Path.cwd()}); what trains is "
+            "train.py in a checkout, `-m torchtitan.train` anywhere."
+        )
 
 
 def _run_alone(arguments: list[str]) -> NoReturn:
     """Becomes the one process, which saves a second import of torch. It replaces these signal handlers once it can."""
     _set_threads(1)
-    sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
-    runpy.run_path(arguments[0], run_name="__main__")
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[is_module:]
+    _check_program(sys.argv[0], is_module)
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit()
 
 

@@ -30,7 +30,7 @@ def test_run_train_from_any_folder(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_plain_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    train(*SMALL, "--training.steps=2", into(tmp_path), command=[*torchrun, str(ROOT / "train.py")])
+    train(*SMALL, "--training.steps=2", into(tmp_path), command=[*torchrun, "-m", "torchtitan.train"])
     assert list(losses(tmp_path)) == [1, 2]
 
 
@@ -48,6 +48,14 @@ def test_the_ranks_that_torchruns_option_asks_for_share_the_cores(option: str, t
     assert done.stdout.count(f"threads {max(1, len(os.sched_getaffinity(0)) // 2)}\n") == 2
     mistake = python("-m", "torchtitan.launch", "--nproc-per-node=many", str(script))
     assert (mistake.returncode, mistake.stderr) == (2, "Error: Unsupported nproc_per_node value: many\n")
+
+
+@pytest.mark.parametrize("launcher", [(), ("--nproc-per-node=2",)])
+@pytest.mark.parametrize("program", ["trian.py", "-m torchtitan.trainer", "-m torchtitan.launch.train"])
+def test_a_program_that_does_not_exist(launcher: tuple[str, ...], program: str) -> None:
+    done = python("-m", "torchtitan.launch", *launcher, *program.split(), "--training.steps=1")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert program.split()[-1] in done.stderr and "-m torchtitan.train" in done.stderr
 
 
 def test_the_saved_configuration_is_the_same_run(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(sys.executable).parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIRST_RUN, *_ = re.findall(r"^\./run_train\.sh.*$", README, re.MULTILINE)
 SECTION = README.partition("## From training to transformers")[2]
@@ -51,6 +52,7 @@ BEFORE = {  # what README has made before, as the page says
 }
 NOT_RUN = {
     "versions.md": "takes hours",
+    "containers.md": "takes Docker; the steps of the Dockerfile are run by test_container.py",
     "extension.md": "run by test_extension.py",
     "object_stores.md": "takes a bucket; run by test_object_store_data.py",
     "interchange.md": "run after what README makes before",
@@ -66,17 +68,17 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(command: str, folder: Path, programs: Path = PROGRAMS) -> subprocess.CompletedProcess[str]:
     for written, smaller in SMALLER.items():
         command = command.replace(written, smaller)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(programs), os.environ["PATH"]])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"PATH": path, "PYTHON": sys.executable}
+    environment |= {"PATH": path, "PYTHON": str(programs / "python")}
     return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def output_of(command: str, folder: Path) -> str:
-    done = run(command, folder)
+def output_of(command: str, folder: Path, programs: Path = PROGRAMS) -> str:
+    done = run(command, folder, programs)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -124,9 +126,55 @@ def test_the_api_page_lists_what_examples_import() -> None:
                 assert module in listed or any(entry.endswith(f".{name}") for entry in listed), f"{module}.{name}"
 
 
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The programs of an environment with the wheel, built from the sdist, which also sees the packages of this one."""
+    pytest.importorskip("build")
+    source, environment = tmp_path / "source", tmp_path / "environment"
+    shutil.copytree(ROOT / "torchtitan", source / "torchtitan", symlinks=True)
+    shutil.copytree(ROOT / "train_configs", source / "train_configs")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "torchtitan_toml.py"):
+        shutil.copy(ROOT / name, source)
+    for command in (
+        f"python -m build --no-isolation --outdir {tmp_path / 'dist'} {source}",
+        f"python -m venv --without-pip {environment}",
+        f"python -m pip --python {environment / 'bin' / 'python'} install --no-index --no-deps --ignore-installed "
+        f"{tmp_path / 'dist' / '*.whl'}",
+    ):
+        output_of(command, tmp_path)
+    shutil.rmtree(source)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "these.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    return environment / "bin"
+
+
 @pytest.mark.full
-def test_from_training_to_transformers(repository: Path) -> None:
-    _, ours, scores, _, theirs = [output_of(command, repository) for command in TO_TRANSFORMERS]
+def test_from_training_to_transformers_with_the_wheel_in_another_folder(
+    installed: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("elsewhere")
+    commands = [command.replace("./run_train.sh", "torchtitan-train") for command in TO_TRANSFORMERS]
+    _, ours, scores, _, theirs = [output_of(command, folder, installed) for command in commands]
     assert "def main(" in ours and ours.strip() == theirs.strip()
     assert "stdlib_brackets" in scores and "stdlib_identifiers" in scores
+    (repository / "outputs").symlink_to(folder / "outputs")
     output_of(FIRST["interchange.md"], repository)
+
+    for command in (
+        f"NGPU=2 CONFIG_FILE=debug_moe torchtitan-train --training.steps=2 {TINY} --job.dump_folder=two",
+        "NGPU=8 CONFIG_FILE=llama3_8b torchtitan-train --job.plan",
+        "python -m torchtitan.explain --job.config_file=debug_model --model.converters=int8",
+        f"NGPU=2 python -m torchtitan.check_layout --job.config_file=debug_model {TINY}",
+        "python -m torchtitan.report two -o report.html",
+    ):
+        output_of(command, folder, installed)
+    assert (folder / "report.html").stat().st_size > 100_000
+    (other := folder / "torchtitan").mkdir()  # such as a checkout of another project
+    (other / "__init__.py").write_text("raise Exception")
+    done = run("torchtitan-train", folder, installed)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and f"would give {other}, which is" in done.stderr
+    other = next(installed.parent.glob("lib/python*/site-packages")) / "torchtitan-0.1.0.dist-info"
+    other.mkdir()  # installed before this one
+    (other / "RECORD").write_text("torchtitan/__init__.py,sha256=0,0\n")
+    done = run("python -m torchtitan.generate", ROOT / "docs", installed)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "pip uninstall torchtitan " in done.stderr

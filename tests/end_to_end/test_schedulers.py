@@ -2,6 +2,7 @@
 example."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from runs import ROOT, TINY, checkpoint_steps, into, last_step, python, started
 from torchtitan.errors import ConfigError
 from torchtitan.launcher.processes import refuse_lone_tasks
 
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SCRIPT = ROOT / "multinode_trainer.slurm"
 FLAGS = (*TINY, "--training.local_batch_size=1")
 
@@ -134,6 +136,8 @@ def test_the_scripts_are_free_of_what_linters_find() -> None:
     subprocess.run(["bash", "-n", SCRIPT], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "-x", SCRIPT], check=True, cwd=ROOT)
+    if hadolint := shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"):
+        subprocess.run([hadolint, "Dockerfile"], check=True, cwd=ROOT)
 
 
 def test_the_kubernetes_example_is_whole() -> None:
@@ -146,5 +150,16 @@ def test_the_kubernetes_example_is_whole() -> None:
     assert environment["PET_RDZV_ENDPOINT"].startswith(f"{job['metadata']['name']}-0.{service['metadata']['name']}:")
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert (ROOT / environment["CONFIG_FILE"]).exists()
+    assert (ROOT / f"train_configs/{environment['CONFIG_FILE']}.toml").exists()
+    assert pod["securityContext"]["runAsUser"] == int(re.findall(r"^USER (\d+)$", DOCKERFILE, re.MULTILINE)[-1])
+    (workdir,) = re.findall(r"^WORKDIR (\S+)\nENTRYPOINT", DOCKERFILE, re.MULTILINE)
+    assert workdir in {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_kubernetes_example_fits_the_schema() -> None:
+    """The oldest version has required fields that later ones do not."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    for part in yaml.safe_load_all((ROOT / "docs/examples/kubernetes.yaml").read_text()):
+        for version in ("1.31", schemas.latest_version()):
+            schemas.validate(part, version, strict=True)

@@ -119,6 +119,20 @@ def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
     assert ConfigManager().parse_args([f"--job.config_file={tmp_path / 'bom.toml'}"]).training.steps == 3
 
 
+def test_a_file_that_comes_with_torchtitan_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("qwen3_0.6b", "qwen3_0.6b.toml"):
+        assert ConfigManager().parse_args([f"--job.config_file={name}"]).model.name == "qwen3"
+    [problem] = problems_of("--job.config_file=qwen3_8", "--training.compile")
+    assert (
+        "qwen3_8 not found" in problem and "did you mean qwen3_8b?" in problem and "debug_model, debug_moe" in problem
+    )
+    [problem] = problems_of("--job.config_file=train_configs/qwen3_8b.toml")  # as in a checkout
+    assert problem.endswith("(did you mean qwen3_8b?).")
+    (tmp_path / "qwen3_0.6b").write_text("[training]\nsteps = 7\n")  # the user's own file wins
+    assert ConfigManager().parse_args(["--job.config_file=qwen3_0.6b"]).training.steps == 7
+
+
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     [problem] = problems_of(f"--job.config_file={tmp_path / 'none.toml'}")
     assert problem.startswith(f"job.config_file: {tmp_path / 'none.toml'} not found")

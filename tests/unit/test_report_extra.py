@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 from runs import ROOT, TINY, into, train
 
-from torchtitan.errors import UserError
+from torchtitan.errors import UserError, install
 from torchtitan.metrics.writers import TensorBoardWriter
 from torchtitan.report import write_at_end
 
 PACKAGES = ("jinja2", "matplotlib", "plotly", "scipy", "tensorboard")
-REMEDY = (
-    "which is not installed: run `pip install 'torchtitan[report]'`, or `pip install -e '.[report]'` in a checkout."
-)
+REMEDY = f"which is not installed: {install('report')}."
 
 
 @pytest.fixture

@@ -23,9 +23,10 @@ from torchtitan.config.overrides import (
     values_of_flags,
 )
 from torchtitan.config.overrides import tomllib as tomllib
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, nearest
 from torchtitan.files import PathError, local_path, regular_file
 
+SHIPPED = Path(__file__).parents[1] / "train_configs"
 CUSTOM_ARGS_MODULE = ("experimental.custom_args_module", "job.custom_config_module")  # now and formerly
 
 
@@ -53,7 +54,7 @@ class ConfigManager:
         # Which keys exist depends on these flags, or on the file.
         first = FlagParser(dict.fromkeys(("job.config_file", *CUSTOM_ARGS_MODULE), False))
         early = vars(first.parse_known_args(argv)[0])
-        path = early.get("job.config_file")
+        path = shipped(early.get("job.config_file") or "")
         table = read_toml(path) if path else {}
         module = next(filter(None, map({**leaves(table), **early}.get, CUSTOM_ARGS_MODULE)), None)
         # a module that is not a string is reported below, with all other wrong types
@@ -65,7 +66,7 @@ class ConfigManager:
         checks = ValueChecks(fields_by_key(config_class), [], self.notices)
         if isinstance(table.get("stage"), list):  # [[stage]]
             table["stage"] = {"entries": table["stage"]}
-        values = values_of_file(str(path), table, checks)
+        values = values_of_file(path, table, checks)
         argv = take_flags_of_stages(argv, values, checks)
         values.update(values_of_flags(argv, checks))
         checks.finish(values)
@@ -104,12 +105,21 @@ def _in_toml(value: Any) -> Any:
     return value
 
 
+def shipped(path: str) -> str:
+    """`path`; or that of the file that comes with torchtitan, if `path` is its name (debug_model), and no file here."""
+    file = SHIPPED / f"{path.removesuffix('.toml')}.toml"
+    return str(file) if Path(path).name == path and not Path(path).is_file() and file.is_file() else path
+
+
 def read_toml(path: str) -> dict[str, Any]:
     """The tables of a TOML file; any failure is a ConfigError that names the file."""
     try:
         return tomllib.loads(regular_file(local_path(path)).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"job.config_file: {path} not found (working directory: {Path.cwd()}).") from None
+        names = sorted(file.stem for file in SHIPPED.glob("*.toml"))
+        about = nearest(Path(path).name.removesuffix(".toml"), names)
+        about += f"; torchtitan comes with {', '.join(names)}" if Path(path).name == path else ""
+        raise ConfigError(f"job.config_file: {path} not found (working directory: {Path.cwd()}){about}.") from None
     except OSError as error:
         raise ConfigError(f"job.config_file: {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:

@@ -23,7 +23,9 @@ from torchtitan.config.fields import (
 class Job:
     """The run as a whole."""
 
-    config_file: Annotated[LocalPath | None, Doc("TOML file to read; command-line flags override it.")] = None
+    config_file: Annotated[
+        LocalPath | None, Doc("TOML file, or the name of one in train_configs; flags override it.")
+    ] = None
     dump_folder: Annotated[DumpFolder, Doc("Folder for all output of the run.")] = "./outputs"
     description: Annotated[str, Doc("Description of the run; logged at startup.")] = "default job"
     print_args: Annotated[bool, Doc("Log the resolved configuration at startup.")] = False

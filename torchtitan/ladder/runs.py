@@ -26,8 +26,6 @@ from torchtitan.launcher.signals import STARTER, STOP_SIGNALS
 from torchtitan.logging import Waiting
 from torchtitan.parallel.dims import find_dims
 
-SCRIPT = Path(__file__).resolve().parents[2] / "run_train.sh"
-
 
 @dataclass(frozen=True)
 class Rung:
@@ -215,8 +213,8 @@ def run(rung: Rung) -> None:
     stopped: list[int] = []
     with log.open("a", encoding="utf-8") as output:
         process = subprocess.Popen(
-            [str(SCRIPT)],
-            env={**os.environ, "PYTHON": sys.executable, "CONFIG_FILE": str(rung.file), STARTER: str(os.getpid())},
+            [sys.executable, "-m", "torchtitan_toml"],
+            env={**os.environ, "CONFIG_FILE": str(rung.file), STARTER: str(os.getpid())},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the run through this process alone, as SIGTERM does
