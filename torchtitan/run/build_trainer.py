@@ -73,7 +73,6 @@ def build_trainer(
     # Tokenizer first: a wrong path fails before anything expensive begins.
     tokenizer = _load_tokenizer(config)
     args = find_model_args(config.model, tokenizer.vocab_size)
-    tasks = find_tasks(config.evaluation, config.validation, training)
 
     # Process group and mesh.
     init_process_group(device, config.comm, dump_folder, stop)
@@ -85,6 +84,7 @@ def build_trainer(
     _refuse_other_machines(config, tokenizer)
     meshes = build_meshes(dims, device.type, args)
     set_timeout(config.comm.init_timeout_seconds)
+    tasks = raise_on_all_ranks(lambda: find_tasks(config.evaluation, config.validation, training))
 
     # Data: the loader starts prefetching.
     loader, validation_loader = _build_loaders(config, tokenizer, meshes, global_batch_size, device)

@@ -23,7 +23,7 @@ from torchtitan.data import Batch, Loader, ValidationLoader
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.train_step import evaluate, sum_over_ranks, train_step
-from torchtitan.errors import CheckpointError, DataError
+from torchtitan.errors import CheckpointError, DataError, UserError
 from torchtitan.evaluation.evaluator import Evaluator, table
 from torchtitan.evaluation.samples import Sampler
 from torchtitan.launcher.signals import Stop
@@ -261,8 +261,13 @@ class Trainer:
         start = perf_counter()
         scores = self.evaluator.scores(self._agreed_to_stop)
         if scores is not None:
-            metrics = self.evaluator.metrics(scores)
-            reporter.evaluation(self.step, metrics, table(metrics), perf_counter() - start)
+            try:
+                metrics = self.evaluator.metrics(scores)
+            except UserError as error:  # a fault in another's task must not end a run of weeks
+                if dist.get_rank() == 0:
+                    logger.warning(f"step {self.step} | no evaluation: {error}")
+            else:
+                reporter.evaluation(self.step, metrics, table(metrics), perf_counter() - start)
         return scores is not None
 
     def _validation_batches(self) -> Iterator[Batch | None]:
