@@ -44,7 +44,11 @@ class LostRankError(Exception):
 
 
 def require_report_extra(user: str, *modules: str) -> None:
-    """Imports modules that only the extra `report` of pyproject.toml installs.
+    require_extra(user, "report", *modules)
+
+
+def require_extra(user: str, extra: str, *modules: str) -> None:
+    """Imports modules that only this extra of pyproject.toml installs.
 
     Args:
         user: the command or key that needs them, with which the error begins.
@@ -57,7 +61,7 @@ def require_report_extra(user: str, *modules: str) -> None:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             raise UserError(
-                f"{user} needs {(error.name or module).split('.')[0]}, which is not installed: {install('report')}."
+                f"{user} needs {(error.name or module).split('.')[0]}, which is not installed: {install(extra)}."
             ) from None
 
 

@@ -30,10 +30,13 @@ def main() -> None:
     )
     parser.add_argument("checkpoint", type=any_path, metavar="CHECKPOINT")
     parser.add_argument(
-        "--tasks", nargs="+", required=True, metavar="TASK", help="task names, JSONL files or text:PATH"
+        "--tasks", nargs="+", required=True, metavar="TASK", help="task names, JSONL files, text:PATH or lm_eval:TASK"
     )
     parser.add_argument(
-        "--num-fewshot", type=int, default=0, help="solved examples in front of each example", metavar="N"
+        "--num-fewshot",
+        type=int,
+        help="solved examples in front of each example (default: 0, or as lm_eval's task says)",
+        metavar="N",
     )
     parser.add_argument("--limit", type=int, help="use only the first N examples of each task", metavar="N")
     parser.add_argument(
@@ -68,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from torchtitan.generation.open import choose_dtype, open_model
     from torchtitan.metrics.reporter import make_writers
 
-    if arguments.num_fewshot < 0:
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         raise ConfigError(f"--num-fewshot must be 0 or above, not {arguments.num_fewshot}.")
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit must be above 0, not {arguments.limit}.")

@@ -2,12 +2,14 @@
 files. `pip install "lm_eval[hf]"` is needed, into an environment that has this project's packages."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from equality import degrees
 from runs import CHECKPOINTS, TINY, into, lines_of, python, train
-from task_files import KINDS
+from task_files import KINDS, write_lm_eval
 
 pytestmark = pytest.mark.full
 OURS = {"hellaswag": "hellaswag", "arc": "arc_easy", "piqa": "piqa", "lambada": "lambada_standard"}
@@ -71,3 +73,89 @@ def test_lm_eval_gets_the_same(shots: int, tmp_path: Path, monkeypatch: pytest.M
                 print(f"{shots} solved examples, {kind} {metric}: {ours[f'{kind}/{metric}']} here, {theirs} there")
                 compared += 1
     assert compared == (9 if shots == 0 else 6)
+
+
+RUN = (*TINY, "--training.seq_len=128", "--training.global_batch_size=16", "--training.local_batch_size=4",
+       "--validation.local_batch_size=4", "--model.flavor=deep")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+    """The folder of a run in one process that evaluates lm_eval's tasks, and these."""
+    pytest.importorskip("lm_eval", reason='lm_eval is not installed (pip install "lm_eval[hf]")')
+    folder = tmp_path_factory.mktemp("evaluated")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(folder / "cache"))
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        tasks = write_lm_eval(folder, 20)
+        train(*RUN, *CHECKPOINTS, into(folder), "--training.steps=22", "--optimizer.lr=3e-3", "--evaluation.freq=11",
+              f"--training.dataset_path={folder}/data.jsonl", "--checkpoint.last_save_in_hf",
+              f"--evaluation.tasks={','.join(tasks)}")  # fmt: skip
+        yield folder, tasks
+
+
+def evaluations(folder: Path) -> list[dict[str, float]]:
+    """The metrics of each evaluation."""
+    lines = [line for line in lines_of(folder / "metrics.jsonl") if any(key.startswith("lm_eval/") for key in line)]
+    return [{key: value for key, value in line.items() if "/" in key} for line in lines]
+
+
+def test_its_own_tasks_get_the_same_from_our_model(evaluated: tuple[Path, list[str]], tmp_path: Path) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    folder, tasks = evaluated
+    theirs: dict[str, Any] = {"results": {}, "samples": {}}
+    for begins, names in ((True, ["both", "continue"]), (False, ["whole_text"])):
+        results = lm_eval.simple_evaluate(
+            model="hf",
+            model_args={
+                "pretrained": str(folder / "checkpoint" / "step-22-hf"),
+                "dtype": "float32",
+                "add_bos_token": begins,
+                "device": "cpu",
+                "max_length": 128,
+            },
+            tasks=names,
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            bootstrap_iters=1000,
+        )
+        for part, whole in theirs.items():
+            whole |= results[part]
+    after = (python("-m", "torchtitan.evaluate", folder, "--tasks", *tasks, "--dtype", "float32",
+                    "--dump-folder", tmp_path, "--out", tmp_path / "details.jsonl"))  # fmt: skip
+    assert after.returncode == 0, after.stderr
+    expected = {
+        f"lm_eval/{task}/{key.removesuffix(',none')}": value
+        for task, values in theirs["results"].items()
+        for key, value in values.items()
+        if "," in key and isinstance(value, float)
+    }
+    assert len(expected) == 14
+    _, last = evaluations(folder)
+    (afterwards,) = evaluations(tmp_path)
+    for ours in (last, afterwards):
+        assert ours.keys() == expected.keys()
+        for key, value in expected.items():
+            assert ours[key] == pytest.approx(value, rel=1e-6), key
+    written = [line for line in lines_of(tmp_path / "details.jsonl") if line["task"] == "lm_eval/continue"]
+    assert [line["resps"] for line in written] == [sample["resps"] for sample in theirs["samples"]["continue"]]
+    assert len({line["resps"][0][0] for line in written}) > 5
+
+
+LAYOUTS = {
+    "FSDP 2 x TP 2": (4, degrees(tp=2)),
+    "PP 2": (2, degrees(pp=2)),
+    "CP 2": (2, degrees(cp=2)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gets_the_same(layout: str, evaluated: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, tasks = evaluated
+    processes, flags = LAYOUTS[layout]
+    train(*RUN, into(tmp_path), "--training.steps=1", "--optimizer.lr=1e-12", "--checkpoint.enable_checkpoint",
+          f"--checkpoint.initial_load_path={folder / 'checkpoint' / 'step-22'}",
+          f"--evaluation.tasks={','.join(tasks)}", *flags, processes=processes)  # fmt: skip
+    (ours,) = evaluations(tmp_path)
+    assert ours == pytest.approx(evaluations(folder)[-1], rel=1e-6)

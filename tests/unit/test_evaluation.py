@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -12,12 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import sentencepiece
 import torch
 from runs import CHECKPOINTS, TINY, failure, into, lines_of, python, train
 from safetensors.torch import load_file, save_file
-from task_files import KINDS, write
+from task_files import KINDS, write, write_lm_eval
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.config.training import Evaluation
@@ -210,10 +213,11 @@ def test_solved_examples_are_the_first_others(tmp_path: Path) -> None:
     path = write(tmp_path, "piqa", 5)
     (task,) = find_tasks(Evaluation(tasks=[str(path)], num_fewshot=2, limit=2))
     examples = read_examples(path, "")
-    contexts = [text_of(example[0])[0] for example in task.requests(encoder(1000))]
+    asked: Any = task.requests(encoder(1000))
+    contexts = [text_of(example[0])[0] for example in asked]
     assert contexts == [
-        f"{examples[one].solved}\n\n{examples[two].solved}\n\n{examples[asked].context}"
-        for asked, one, two in ((0, 1, 2), (1, 0, 2))
+        f"{examples[one].solved}\n\n{examples[two].solved}\n\n{examples[number].context}"
+        for number, one, two in ((0, 1, 2), (1, 0, 2))
     ]
 
 
@@ -270,6 +274,41 @@ def test_mistakes_end_a_run_before_it_trains(tmp_path: Path) -> None:
     assert "evaluation.tasks" in line and "stdlib_brackets" in line
     status, output = failure(*TINY, into(tmp_path), "--evaluation.tasks=held_out")
     assert status == 2 and "held_out needs text that is not trained on: set validation.enabled = true" in output
+
+
+def test_lm_eval_that_is_not_installed(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"evaluation\.tasks: lm_eval:piqa needs lm_eval, .* 'torchtitan\[lm_eval\]'"):
+        find_tasks(Evaluation(tasks=["lm_eval:piqa"]))
+
+
+def test_tasks_of_lm_eval_that_cannot_be_asked(group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write_lm_eval(tmp_path, 3)
+    kept = f"dataset_kwargs: {{data_files: {{validation: {tmp_path}/data.jsonl}}}}"
+    for of, name, old, new in (
+        ("whole_text", "on_the_hub", f"json\n{kept}", "nobody/nothing"),
+        ("whole_text", "on_disk", "data.jsonl", "nowhere.jsonl"),
+        ("continue", "sampled", "max_gen_toks", "do_sample: true, temperature: 0.7, max_gen_toks"),
+    ):
+        text = (tmp_path / f"{of}.yaml").read_text()
+        assert old in text
+        (tmp_path / f"{name}.yaml").write_text(text.replace(old, new).replace(f"task: {of}", f"task: {name}"))
+    for name, words in (
+        ("whole_txt", f"the folder {tmp_path} has no task 'whole_txt' (did you mean whole_text?)"),
+        ("on_the_hub", f"'nobody/nothing'.*: run `lm_eval .*--include_path {tmp_path} --tasks on_the_hub`"),
+        ("on_disk", "lm_eval cannot load"),
+        ("sampled", "sampled generates 12 tokens with .*'temperature': 0.7.* writes only the most likely tokens"),
+        ("continue", "continue generates 12 tokens with .* fewer than the 8 that it sees at once"),
+    ):
+        with pytest.raises(UserError, match=r"evaluation\.tasks") as caught:
+            (task,) = find_tasks(Evaluation(tasks=[f"lm_eval:{tmp_path}/{name}"]))
+            task.requests(encoder(8))
+        assert re.search(words if ".*" in words else re.escape(words), str(caught.value)), caught.value
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="an entry before it both ask choose"):
+        find_tasks(Evaluation(tasks=[f"lm_eval:{tmp_path}/{name}" for name in ("both", "choose")]))
 
 
 def test_a_frequency_without_tasks_is_told(tmp_path: Path) -> None:

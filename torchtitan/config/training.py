@@ -327,13 +327,14 @@ class Evaluation:
         list[str],
         Doc(
             "stdlib_identifiers, stdlib_brackets, stdlib_docstrings; JSONL files in the format of HellaSwag, ARC, "
-            "PIQA or LAMBADA; held_out or text:PATH for bits per byte."
+            "PIQA or LAMBADA; held_out or text:PATH for bits per byte; lm_eval:TASK or lm_eval:FOLDER/TASK."
         ),
     ] = field(default_factory=list)
     freq: Annotated[PositiveInt, Doc("Training steps between evaluations.")] = 500
     num_fewshot: Annotated[
-        NonNegativeInt, Doc("Solved examples in front of each example: the first others of its file.")
-    ] = 0
+        NonNegativeInt | None,
+        Doc("Solved examples in front of each example: the first others of its file. none: 0, or what lm_eval says."),
+    ] = None
     limit: Annotated[
         PositiveInt | None,
         Doc("Use only the first N examples of each task; none: all, but of a text the first 1,000 documents."),

@@ -1,22 +1,24 @@
 """Asks a model all tasks, and shows what it can do."""
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import printable
-from torchtitan.evaluation.requests import Encoder, Score
-from torchtitan.evaluation.scoring import Scorer
+from torchtitan.evaluation.requests import Encoder, Prompt, Request
+from torchtitan.evaluation.samples import continuations
+from torchtitan.evaluation.scoring import Scorer, ShouldStop
 from torchtitan.evaluation.tasks import Metrics, Task
 from torchtitan.logging import logger
 
 COLUMNS = {
     "acc": "{:.1%}",
     "acc_norm": "{:.1%}",
+    "acc_stderr": "{:.1%}",
+    "acc_norm_stderr": "{:.1%}",
     "chance": "{:.1%}",
     "bits_per_byte": "{:.4f}",
     "perplexity": "{:,.2f}",
@@ -31,34 +33,42 @@ class Evaluator:
     def __init__(self, tasks: Sequence[Task], tokenizer: Tokenizer, scorer: Scorer) -> None:
         self.tasks = tasks
         self.scorer = scorer
+        self._tokenizer = tokenizer
         encoder = Encoder(tokenizer, scorer.longest)
         self._requests = [task.requests(encoder) for task in tasks]  # by task and example
 
-    def scores(self, should_stop: Callable[[], bool] = lambda: False) -> list[list[list[Score]]] | None:
-        """The scores of each task's examples' requests. None if the run is to stop before they are all there.
-        Collective."""
+    def scores(self, should_stop: ShouldStop = lambda: False) -> list[list[list[Any]]] | None:
+        """The answers to each task's examples' requests: a Score, or the Continuation of a Prompt. None if the run is
+        to stop before they are all there. Collective."""
         flat = [request for task in self._requests for example in task for request in example]
-        found = self.scorer.score(flat, should_stop)
-        if found is None:
+        requests = [request for request in flat if isinstance(request, Request)]
+        prompts = [prompt for prompt in flat if isinstance(prompt, Prompt)]
+        scores = self.scorer.score(requests, should_stop) if requests else []
+        written = None if scores is None else continuations(prompts, self._tokenizer, self.scorer, should_stop)
+        if scores is None or written is None:
             return None
-        scores = iter(found)
-        return [[list(itertools.islice(scores, len(example))) for example in task] for task in self._requests]
+        answers: dict[type, Iterator[Any]] = {Request: iter(scores), Prompt: iter(written)}
+        return [[[next(answers[type(request)]) for request in example] for example in task] for task in self._requests]
 
-    def metrics(self, scores: Sequence[Sequence[Sequence[Score]]]) -> dict[str, Metrics]:
-        """The metrics of each task: NaN, and a warning, where a likelihood is not finite."""
-        results = {task.name: task.metrics(found) for task, found in zip(self.tasks, scores, strict=True)}
-        for (name, metrics), found in zip(results.items(), scores, strict=True):
+    def metrics(self, scores: Sequence[Sequence[Sequence[Any]]]) -> dict[str, Metrics]:
+        """The metrics of each task: NaN, and a warning, where an answer is not finite. Collective. Raises a UserError
+        if a task's own code fails."""
+        results: dict[str, Metrics] = {}
+        for task, found in zip(self.tasks, scores, strict=True):
+            named = task.metrics(found)
+            results |= named
             flat = [score.is_finite for example in found for score in example]
             if not all(flat) and dist.get_rank() == 0:
                 logger.warning(
-                    f"{name}: {flat.count(False):,} of {len(flat):,} likelihoods are not finite (are weights NaN?), so "
-                    "it has no metrics; they are null in files"
+                    f"{task.name}: {flat.count(False):,} of {len(flat):,} likelihoods are not finite (are weights "
+                    "NaN?), so it has no metrics; they are null in files"
                 )
             if not all(flat):
-                metrics.update(dict.fromkeys(metrics.keys() - {"chance"}, math.nan))
+                for metrics in named.values():
+                    metrics.update(dict.fromkeys(metrics.keys() - {"chance"}, math.nan))
         return results
 
-    def details(self, scores: Sequence[Sequence[Sequence[Score]]]) -> list[dict[str, Any]]:
+    def details(self, scores: Sequence[Sequence[Sequence[Any]]]) -> list[dict[str, Any]]:
         """The result of each example of each task, as JSON."""
         return [
             {"task": task.name, **detail}
@@ -68,12 +78,13 @@ class Evaluator:
 
 
 def _cell(name: str, value: float) -> str:
-    return "not finite" if math.isnan(value) else COLUMNS[name].format(value)
+    return "not finite" if math.isnan(value) else COLUMNS.get(name, "{:.4f}").format(value)
 
 
 def table(results: Mapping[str, Metrics]) -> str:
     """One line for each task; a column for each metric that any of them has."""
-    columns = [name for name in COLUMNS if any(name in metrics for metrics in results.values())]
+    there = dict.fromkeys(name for metrics in results.values() for name in metrics)
+    columns = [*(name for name in COLUMNS if name in there), *(name for name in there if name not in COLUMNS)]
     rows = [["task", *columns]]
     for task, metrics in results.items():
         rows.append([printable(task), *(_cell(name, metrics[name]) if name in metrics else "" for name in columns)])

@@ -12,6 +12,7 @@ from torchtitan.data.splits import VALIDATION
 from torchtitan.errors import ConfigError, DataError, nearest
 from torchtitan.evaluation.embedded import EMBEDDED, make
 from torchtitan.evaluation.formats import read_examples
+from torchtitan.evaluation.harness import HARNESS, Harness
 from torchtitan.evaluation.tasks import Choice, LastWords, MultipleChoice, Task, Text
 from torchtitan.files import PathError, local_path
 
@@ -26,7 +27,7 @@ def find_tasks(
     training: Training | None = None,
     name_of: Callable[[str], str] = "evaluation.{}".format,
 ) -> list[Task]:
-    """The tasks that `evaluation` names.
+    """The tasks that `evaluation` names. With a process group, if one is lm_eval's.
 
     Args:
         validation, training: of the run, whose held-out text can be evaluated; None without a run.
@@ -37,6 +38,8 @@ def find_tasks(
     """
     key = name_of("tasks")
     tasks: list[Task] = []
+    if of_harness := [entry for entry in evaluation.tasks if entry.startswith(HARNESS)]:
+        tasks.append(Harness(of_harness, evaluation, name_of))
     for entry in evaluation.tasks:
         if entry == HELD_OUT:
             if validation is None or training is None:
@@ -56,7 +59,7 @@ def find_tasks(
             path = entry.removeprefix(TEXT)
             column = "text" if validation is None else validation.text_column
             tasks.append(_text(Path(path).stem, documents_of(path, column, key, VALIDATION), evaluation.limit, key))
-        else:
+        elif entry not in of_harness:
             tasks.append(_examples(entry, evaluation, name_of))
     names = [task.name for task in tasks]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -78,7 +81,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _examples(entry: str, evaluation: Evaluation, name_of: Callable[[str], str]) -> Task:
-    key, shots = name_of("tasks"), evaluation.num_fewshot
+    key, shots = name_of("tasks"), evaluation.num_fewshot or 0
     examples: list[Any]
     if entry in EMBEDDED:
         examples = make(entry)
@@ -91,7 +94,7 @@ def _examples(entry: str, evaluation: Evaluation, name_of: Callable[[str], str])
             known = [*EMBEDDED, HELD_OUT]
             raise ConfigError(
                 f"{key}: {entry!r} is neither a task{nearest(entry, known)} nor a file; known: {', '.join(known)}, "
-                f"{TEXT}PATH, and JSONL files in the format of HellaSwag, ARC, PIQA or LAMBADA."
+                f"{TEXT}PATH, {HARNESS}TASK, and JSONL files in the format of HellaSwag, ARC, PIQA or LAMBADA."
             )
         examples = read_examples(path, key)
     if len(examples) <= shots:

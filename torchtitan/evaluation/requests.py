@@ -18,6 +18,29 @@ class Request(NamedTuple):
     scored: int
 
 
+class Prompt(NamedTuple):
+    """Tokens to continue greedily, with at most `most` tokens, until one that ends documents or until the new text
+    contains one of `stops`."""
+
+    tokens: list[int]
+    most: int
+    stops: tuple[str, ...] = ()
+
+
+class Continuation(NamedTuple):
+    """The model's answer to a prompt.
+
+    Attributes:
+        tokens: the new ones, without one that ends documents.
+        text: of these tokens alone, up to the first of the prompt's `stops`.
+        is_finite: whether all logits were.
+    """
+
+    tokens: list[int]
+    text: str
+    is_finite: bool
+
+
 class Score(NamedTuple):
     """The model's answer to a request.
 
@@ -53,10 +76,10 @@ class Encoder:
         continuation, where most tokenizers put them. Raises a DataError if it has no tokens."""
         kept = context.rstrip()
         context, continuation = kept, context[len(kept) :] + continuation
-        encode, bos = self.tokenizer.encode, self.tokenizer.bos_id
+        encode = self.tokenizer.encode
         if context:
-            before = [*([] if bos is None else [bos]), *encode(context)]
-            scored = [*([] if bos is None else [bos]), *encode(context + continuation)][len(before) :]
+            before = self._document(context)
+            scored = self._document(context + continuation)[len(before) :]
         else:
             before, scored = [self._begin], encode(continuation)
         tokens = [*before, *(scored or encode(continuation))]  # nothing is left if the two share a token
@@ -74,6 +97,14 @@ class Encoder:
             end = min(start + self.longest, len(tokens))
             requests.append(Request(array("i", tokens[max(end - self.longest - 1, 0) : end]), end - start))
         return requests
+
+    def prompt(self, text: str, most: int, stops: tuple[str, ...]) -> Prompt:
+        """Asks for up to `most` tokens after `text`, which loses its beginning where they would not fit otherwise."""
+        return Prompt((self._document(text) or [self._begin])[-(self.longest - most) :], most, stops)
+
+    def _document(self, text: str) -> list[int]:
+        bos = self.tokenizer.bos_id
+        return [*([] if bos is None else [bos]), *self.tokenizer.encode(text)]
 
     @property
     def _begin(self) -> int:

@@ -3,15 +3,14 @@
 from collections.abc import Sequence
 
 from torchtitan.data.tokenizer import Tokenizer, require_characters
+from torchtitan.evaluation.requests import Continuation, Prompt
 from torchtitan.evaluation.scoring import NOT_FINITE, Scorer, ShouldStop
 
 NEW_TOKENS = 64
 
 
 class Sampler:
-    """Continues prompts, starts of documents, greedily, under every layout: for each new token, the whole text goes
-    through the forward pass that evaluation uses, so no layout needs a key-value cache. Raises a DataError if a prompt
-    is not text."""
+    """Continues prompts, starts of documents. Raises a DataError if a prompt is not text."""
 
     def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, scorer: Scorer) -> None:
         for prompt in prompts:
@@ -25,23 +24,45 @@ class Sampler:
         model's logits are not finite. None if the run is to stop before. Collective."""
         tokenizer = self._tokenizer
         begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        prompts = [tokenizer.encode(prompt) for prompt in self.prompts]
-        new: list[list[int]] = [[] for _ in prompts]
-        for _ in range(NEW_TOKENS):
-            going = [row for row, ids in enumerate(new) if {*tokenizer.stop_ids, NOT_FINITE}.isdisjoint(ids)]
-            if not going:
-                break
-            chosen = self._scorer.next_tokens([[begin, *prompts[row], *new[row]] for row in going], should_stop)
-            if chosen is None:
-                return None
-            for row, token in zip(going, chosen, strict=True):
-                new[row].append(token)
+        texts = [tokenizer.encode(prompt) for prompt in self.prompts]
+        prompts = [Prompt([begin, *ids], NEW_TOKENS) for ids in texts]
+        found = continuations(prompts, tokenizer, self._scorer, should_stop)
+        if found is None:
+            return None
         return [
-            (
-                text,
-                None
-                if NOT_FINITE in ids
-                else tokenizer.decode_after(prompt, [token for token in ids if token not in tokenizer.stop_ids]),
-            )
-            for text, prompt, ids in zip(self.prompts, prompts, new, strict=True)
+            (prompt, tokenizer.decode_after(ids, new.tokens) if new.is_finite else None)
+            for prompt, ids, new in zip(self.prompts, texts, found, strict=True)
         ]
+
+
+def continuations(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, scorer: Scorer, should_stop: ShouldStop = lambda: False
+) -> list[Continuation] | None:
+    """What the model writes after each prompt, greedily, under every layout: for each new token, the whole text goes
+    through the forward pass that evaluation uses, so no layout needs a key-value cache. None if the run is to stop
+    before. Collective."""
+    last = {*tokenizer.stop_ids, NOT_FINITE}
+    new: list[list[int]] = [[] for _ in prompts]
+
+    def goes_on(row: int) -> bool:
+        ids, prompt = new[row], prompts[row]
+        if len(ids) == prompt.most or ids[-1] in last:
+            return False
+        return not prompt.stops or not any(stop in tokenizer.decode(ids) for stop in prompt.stops)
+
+    going = list(range(len(prompts)))
+    while going:
+        chosen = scorer.next_tokens([[*prompts[row].tokens, *new[row]] for row in going], should_stop)
+        if chosen is None:
+            return None
+        for row, token in zip(going, chosen, strict=True):
+            new[row].append(token)
+        going = list(filter(goes_on, going))
+    answers = []
+    for ids, prompt in zip(new, prompts, strict=True):
+        kept = [token for token in ids if token not in last]
+        text = tokenizer.decode(kept)
+        for stop in prompt.stops:
+            text = text.split(stop)[0]
+        answers.append(Continuation(kept, text, NOT_FINITE not in ids))
+    return answers

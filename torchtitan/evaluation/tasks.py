@@ -9,27 +9,27 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from torchtitan.errors import DataError
-from torchtitan.evaluation.requests import Encoder, Request, Score
+from torchtitan.evaluation.requests import Encoder, Prompt, Request, Score
 
 SHOT_SEPARATOR = "\n\n"
 Metrics = dict[str, float]
 
 
 class Task(Protocol):
-    """Examples, each with one or more requests. `name` is that in metrics and tables."""
+    """Examples, each with one or more requests."""
 
     @property
     def name(self) -> str: ...
 
-    def requests(self, encoder: Encoder) -> list[list[Request]]:
-        """The requests of each example."""
+    def requests(self, encoder: Encoder) -> Sequence[Sequence[Request | Prompt]]:
+        """The requests of each example. Collective."""
         ...
 
-    def metrics(self, scores: Sequence[Sequence[Score]]) -> Metrics:
-        """From the scores of each example's requests."""
+    def metrics(self, scores: Sequence[Sequence[Any]]) -> dict[str, Metrics]:
+        """From the answers to each example's requests, by the name in metrics and tables. Collective."""
         ...
 
-    def details(self, scores: Sequence[Sequence[Score]]) -> list[dict[str, Any]]:
+    def details(self, scores: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
         """The result of each example, as JSON."""
         ...
 
@@ -104,14 +104,14 @@ class MultipleChoice(Examples[Choice]):
             for context in [self.context(example)]
         ]
 
-    def metrics(self, scores: Sequence[Sequence[Score]]) -> Metrics:
+    def metrics(self, scores: Sequence[Sequence[Score]]) -> dict[str, Metrics]:
         answers = [self._answers(example, found) for example, found in zip(self.asked, scores, strict=True)]
         right = [
             [answer == example.gold for answer in given] for example, given in zip(self.asked, answers, strict=True)
         ]
         acc, acc_norm = (statistics.fmean(column) for column in zip(*right, strict=True))
         chance = statistics.fmean(1 / len(example.choices) for example in self.asked)
-        return {"acc": acc, "acc_norm": acc_norm, "chance": chance}
+        return {self.name: {"acc": acc, "acc_norm": acc_norm, "chance": chance}}
 
     def details(self, scores: Sequence[Sequence[Score]]) -> list[dict[str, Any]]:
         return [
@@ -138,10 +138,10 @@ class LastWords(Examples[LastWord]):
     def requests(self, encoder: Encoder) -> list[list[Request]]:
         return [[encoder.continuation(self.context(example), f" {example.word}")] for example in self.asked]
 
-    def metrics(self, scores: Sequence[Sequence[Score]]) -> Metrics:
+    def metrics(self, scores: Sequence[Sequence[Score]]) -> dict[str, Metrics]:
+        acc = statistics.fmean(score.greedy for (score,) in scores)
         return {
-            "acc": statistics.fmean(score.greedy for (score,) in scores),
-            "perplexity": exp(-statistics.fmean(score.log_likelihood for (score,) in scores)),
+            self.name: {"acc": acc, "perplexity": exp(-statistics.fmean(score.log_likelihood for (score,) in scores))}
         }
 
     def details(self, scores: Sequence[Sequence[Score]]) -> list[dict[str, Any]]:
@@ -166,14 +166,15 @@ class Text:
             raise DataError(f"{self.name}: no document has any tokens, so there is nothing to evaluate.")
         return requests
 
-    def metrics(self, scores: Sequence[Sequence[Score]]) -> Metrics:
+    def metrics(self, scores: Sequence[Sequence[Score]]) -> dict[str, Metrics]:
         each = list(self._scored(scores))
         log_likelihood, tokens = sum(own for _, _, own, _ in each), sum(count for _, _, _, count in each)
-        return {
+        metrics = {
             "bits_per_byte": -log_likelihood / math.log(2) / sum(len(text.encode()) for _, text, _, _ in each),
             "perplexity": exp(-log_likelihood / tokens),
             "document_perplexity": statistics.median(exp(-own / count) for _, _, own, count in each),
         }
+        return {self.name: metrics}
 
     def details(self, scores: Sequence[Sequence[Score]]) -> list[dict[str, Any]]:
         return [

@@ -100,7 +100,7 @@ class StageBuilder:
     def _reports(self, config: JobConfig, engine: Engine, validation_loader: ValidationLoader | None) -> list[Report]:
         validation, evaluation, scorer = config.validation, config.evaluation, scorer_of_run(engine)
         prompts = validation.sample_prompts if validation.enabled else []
-        tasks = find_tasks(evaluation, validation, config.training)
+        tasks = raise_on_all_ranks(lambda: find_tasks(evaluation, validation, config.training))
         reports = (
             Report("validation_loss", validation.freq, validate, validation_loader),
             Report("samples", validation.freq, sample, prompts and Sampler(prompts, self.tokenizer, scorer)),

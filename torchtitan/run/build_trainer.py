@@ -179,7 +179,7 @@ def _converted(stage: Stage, builder: StageBuilder) -> tuple[nn.Module, list[Mod
         target = conversion_target(config, MODELS.get(config.model.name), device, shards=dims.fsdp)
         model, converters = build_converted_model(config, args, target)
         check_groups(model, config.optimizer)
-        find_tasks(config.evaluation, config.validation, config.training)
+        raise_on_all_ranks(lambda: find_tasks(config.evaluation, config.validation, config.training))
     return model, converters
 
 

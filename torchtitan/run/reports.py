@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import torch.distributed as dist
+
 from torchtitan.data import Batch, ValidationLoader
 from torchtitan.engine.train_step import evaluate
-from torchtitan.errors import DataError
+from torchtitan.errors import DataError, UserError
 from torchtitan.evaluation.evaluator import Evaluator, table
 from torchtitan.evaluation.samples import Sampler
+from torchtitan.logging import logger
 from torchtitan.protocols import Hook
 
 
@@ -59,5 +62,10 @@ def ask(evaluator: Evaluator, run: Any) -> None:
     start = perf_counter()
     scores = evaluator.scores(run.agreed_to_stop)
     if scores is not None:
-        metrics = evaluator.metrics(scores)
-        run.reporter.evaluation(run.step, metrics, table(metrics), perf_counter() - start)
+        try:
+            metrics = evaluator.metrics(scores)
+        except UserError as error:  # a fault in another's task must not end a run of weeks
+            if dist.get_rank() == 0:
+                logger.warning(f"step {run.step} | no evaluation: {error}")
+        else:
+            run.reporter.evaluation(run.step, metrics, table(metrics), perf_counter() - start)
