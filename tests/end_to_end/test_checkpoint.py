@@ -54,6 +54,19 @@ def test_keeps_the_latest(tmp_path: Path) -> None:
     assert [path.name for path in sorted((tmp_path / "checkpoint").iterdir())] == ["step-6", "step-8"]
 
 
+@pytest.mark.parametrize(("every", "mode"), [("3", "disabled"), ("0.7K", "async")])  # a step has 256 tokens
+def test_keeps_some_for_good(every: str, mode: str, tmp_path: Path) -> None:
+    """With the seed, beside the latest, between two saves of the interval; also after the key is unset."""
+    train_here(*FLAGS, into(tmp_path), "--checkpoint.create_seed_checkpoint")
+    flags = (*FLAGS, into(tmp_path), "--checkpoint.keep_latest_k=2", f"--checkpoint.async_mode={mode}")
+    train_here(*flags, "--training.steps=5", f"--checkpoint.keep_every={every}")
+    assert checkpoint_steps(tmp_path) == [0, 3, 4, 5]
+    train_here(*flags, "--training.steps=7", f"--checkpoint.keep_every={every}")
+    assert checkpoint_steps(tmp_path) == [0, 3, 5, 6, 7]
+    train_here(*flags, "--training.steps=10")
+    assert checkpoint_steps(tmp_path) == [0, 3, 6, 8, 10]
+
+
 def test_saves_after_the_first_step_when_asked(six_steps: Path, tmp_path: Path) -> None:
     train_here(*FLAGS, into(tmp_path), "--training.steps=3", "--checkpoint.enable_first_step_checkpoint")
     assert checkpoint_steps(tmp_path) == [1, 2, 3]

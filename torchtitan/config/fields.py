@@ -1,5 +1,6 @@
 """Types for the section dataclasses: `Annotated[type, Doc(one line of help)]`, and named ranges."""
 
+import re
 from pathlib import Path
 from typing import Annotated as Annotated
 
@@ -23,7 +24,20 @@ def step_ranges(entries: list[str]) -> list[range]:
     return [range(first, last + 1) for first, last in ends]
 
 
+def tokens_in(text: str) -> int:
+    """A number of tokens, from a text such as `400B` or `1.5T`; raises ValueError for another text, or 0."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([KMBT])", text, re.IGNORECASE)
+    if match is None or not (tokens := round(float(match[1]) * 1000 ** ("KMBT".index(match[2].upper()) + 1))):
+        raise ValueError("not a number of tokens")
+    return tokens
+
+
 PositiveInt = Annotated[int, Gt(0)]
+Tokens = Annotated[
+    str,
+    Predicate(lambda text: tokens_in(text) > 0),
+    Expected("a number of tokens with K, M, B or T, such as 10B"),
+]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveOrAll = Annotated[int, Ge(-1), Predicate(bool), Expected("-1 or an integer above 0")]
 StepOrNewest = Annotated[int, Ge(-1), Expected("-1 or a step")]

@@ -275,7 +275,7 @@ class Trainer:
 
     def _save_if_due(self, reporter: MetricsReporter) -> None:
         last = self.step == self.config.training.steps
-        if self.checkpoints.due(self.step, last):
+        if self.checkpoints.due(self.step, last, self.tokens_seen):
             with reporter.pause():
                 self.folder.restore_config()
                 self.checkpoints.save(self.step, self._state, last)
