@@ -48,13 +48,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of `manifest.json`: the checkpoint's step, its files by name, the run's configuration, and whether it is
-    kept for good."""
+    """Content of `manifest.json`: the checkpoint's step, its files by name, the run's configuration, whether it is kept
+    for good, and what it is an average of, if it is (`interchange.average`)."""
 
     step: Annotated[int, Strict(), Ge(0)]
     files: dict[str, FileRecord]
     configuration: Any = None
     keep: Annotated[bool, Strict()] = False
+    average: dict[str, Any] | None = None
 
 
 class Upload(RawIOBase):

@@ -154,7 +154,7 @@ class Optimizer:
         BelowOne | None,
         Doc(
             "Keep a moving average of the weights with this decay, in the checkpoints; none: off. "
-            "scripts/average_checkpoints.py --ema extracts it."
+            "--ema of torchtitan.convert, evaluate and generate uses it."
         ),
     ] = None
     group: Annotated[list[OptimizerGroup], Doc("Parameters with their own learning rate, decay or betas.")] = field(

@@ -63,6 +63,7 @@ class PublishedModel:
         tokenizer_path: as `model.tokenizer_path`.
         seq_len: the longest sequence that the model was trained on; 0: not known.
         add_bos, add_eos: as in the [training] section.
+        weights: which they are, for people.
     """
 
     naming: HuggingFaceNaming
@@ -72,6 +73,7 @@ class PublishedModel:
     seq_len: int
     add_bos: bool | None = None
     add_eos: bool = True
+    weights: str = "trained weights"
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -129,6 +131,7 @@ class PublishedModel:
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": stops if len(stops) > 1 else tokenizer.eos_id}
         # A run on sequences that need no scaling says nothing about the length that scaling is for.
         longest = int(scaling["factor"] * original) if self.seq_len <= original and scaling else self.seq_len
+        config["torchtitan_weights"] = self.weights
         config |= {"torch_dtype": str(dtype)[6:], **ids, **({"max_position_embeddings": longest} if longest else {})}
         return {
             CONFIG: json.dumps(config, indent=2).encode(),
