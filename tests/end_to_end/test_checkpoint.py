@@ -351,6 +351,29 @@ def test_validation_disturbs_neither_training_nor_resuming(tmp_path: Path) -> No
     assert lines[1]["validation_loss"] < lines[0]["validation_loss"]
 
 
+def test_curves_begin_where_the_run_does(six_steps: Path, tmp_path: Path) -> None:
+    """At step 0 and after each resume, once for each step."""
+    validating = (*FLAGS, "--validation.enabled", "--validation.freq=3", "--validation.steps=2")
+    prompts = ("--validation.sample_prompts=def ", "--validation.dataset=python_stdlib")  # held out: other data
+    flags = (*validating, *prompts, into(tmp_path), "--evaluation.at_start", f"--evaluation.tasks=text:{__file__}")
+
+    def steps_with(key: str, file: str = "metrics.jsonl") -> list[int]:
+        return [line["step"] for line in lines_of(tmp_path / file) if key in line]
+
+    train_here(*flags, "--training.steps=4")
+    assert steps_with("validation_loss") == steps_with("prompt", "samples.jsonl") == [0, 3, 4]
+    assert steps_with("evaluation_seconds") == [0, 4]
+    assert losses(tmp_path) == {step: loss for step, loss in losses(six_steps).items() if step <= 4}
+    shutil.rmtree(tmp_path / "checkpoint" / "step-4")
+    for last in (6, 6, 7):
+        train_here(*flags, f"--training.steps={last}")
+    assert steps_with("validation_loss") == steps_with("prompt", "samples.jsonl") == [0, 2, 3, 6, 7]
+    assert steps_with("evaluation_seconds") == [0, 2, 6, 7]
+    assert losses(tmp_path).items() > losses(six_steps).items()
+    train_here(*flags, "--training.steps=1", "--checkpoint.no_enable_checkpoint")
+    assert steps_with("validation_loss") == [0, 1]  # another run, from its start
+
+
 # A file-size limit simulates a full disk: writing fails in the same place, with an OSError, even for root.
 LIMIT = 100_000  # bytes; a checkpoint of the tiny model has several million
 

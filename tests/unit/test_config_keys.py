@@ -62,6 +62,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "training.gc_debug": (False, True),
     "training.seed": (0, 42),
     "training.deterministic": (False, True),
+    "evaluation.at_start": (False, True),
     "parallelism.data_parallel_replicate_degree": (1, 2),
     "parallelism.data_parallel_shard_degree": (-1, 4),
     "parallelism.fsdp_reshard_after_forward": ("default", "always", "never"),

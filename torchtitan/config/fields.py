@@ -27,7 +27,7 @@ def step_ranges(entries: list[str]) -> list[range]:
 def tokens_in(text: str) -> int:
     """A number of tokens, from a text such as `400B` or `1.5T`; raises ValueError for another text, or 0."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([KMBT])", text, re.IGNORECASE)
-    if match is None or not (tokens := round(float(match[1]) * 1000 ** ("KMBT".index(match[2].upper()) + 1))):
+    if match is None or not (tokens := round(float(match[1]) * 1000.0 ** ("KMBT".index(match[2].upper()) + 1))):
         raise ValueError("not a number of tokens")
     return tokens
 

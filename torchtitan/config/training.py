@@ -312,6 +312,13 @@ class Evaluation:
         ),
     ] = field(default_factory=list)
     freq: Annotated[PositiveInt, Doc("Training steps between evaluations.")] = 500
+    at_start: Annotated[
+        bool,
+        Doc(
+            "Also validate and evaluate before the first step, so that curves begin at step 0, and where a run "
+            "resumes, unless that is recorded."
+        ),
+    ] = False
     num_fewshot: Annotated[
         NonNegativeInt, Doc("Solved examples in front of each example: the first others of its file.")
     ] = 0

@@ -120,11 +120,13 @@ class Trainer:
         self._end(complete)
 
     def _left_over(self) -> list[str]:
-        """The reports after the last step that are missing because the start that trained it was stopped."""
-        if self.step != self.config.training.steps:
+        """The reports that are missing before the next step: all with `evaluation.at_start`; or else those after the
+        last step, if the start that trained it was stopped."""
+        at_start = self.config.evaluation.at_start
+        if not at_start and self.step != self.config.training.steps:
             return []
-        recorded = self.folder.recorded(self.step)
-        return [key for key in self._due() if key not in recorded]
+        recorded = self.folder.recorded(self.step) if self.step else ()  # what is there of step 0 is of another start
+        return [key for key in self._due(at_start) if key not in recorded]
 
     def _begin(self) -> None:
         """From the first call on, files of the run are written."""
@@ -225,9 +227,9 @@ class Trainer:
             "evaluation_seconds": (self.evaluator, evaluation.freq, self._evaluate),
         }
 
-    def _due(self) -> list[str]:
-        """The reports that are due after this step."""
-        last = self.step == self.config.training.steps
+    def _due(self, at_start: bool = False) -> list[str]:
+        """The reports that are due after this step, or `at_start`."""
+        last = at_start or self.step == self.config.training.steps
         there = {key: freq for key, (part, freq, _) in self._reports.items() if part is not None}
         return [key for key, freq in there.items() if last or self.step % freq == 0]
 
