@@ -206,7 +206,8 @@ class SourceStream:
 class Row:
     """The endless, resumable stream of windows of one row.
 
-    `windows` is the number drawn: of these, `passed_over` were not given.
+    `windows` is the number drawn: of these, `passed_over` were not given. `epochs` is how often the row has read its
+    documents of each source.
 
     In a mixture each window comes from one source, determined by its index among the windows of all rows: the
     fractional parts of multiples of the golden ratio fill [0, 1) as evenly as possible (Knuth, volume 3, 6.4), and each
@@ -230,6 +231,8 @@ class Row:
         stream = corpus.stream or SourceStream
         self.streams = [stream(corpus, number, place, *source) for place, source in enumerate(sources)]
         self.epoch = state["epoch"] if state is not None else 0
+        known = [*(state or {}).get("epochs", ()), *[self.epoch] * len(sources)]  # states of earlier versions lack it
+        self.epochs = known[: len(sources)]
         self.passed_over = (state or {}).get("passed_over", 0)
 
     def state(self) -> dict[str, Any]:
@@ -238,6 +241,7 @@ class Row:
             "sources": [stream.state() for stream in self.streams],
             "windows": self.windows,
             "epoch": self.epoch,
+            "epochs": list(self.epochs),
             **({"passed_over": self.passed_over} if self.passed_over else {}),
         }
 
@@ -252,9 +256,11 @@ class Row:
         return getattr(self.corpus.sources[self.source].source, "is_remote", False)
 
     def next_window(self) -> Window:
-        stream = self.streams[self.source]
+        place = self.source
+        stream = self.streams[place]
         window = stream.next_window()
         self.windows, self.epoch = self.windows + 1, stream.epoch
+        self.epochs[place] = max(self.epochs[place], stream.epoch)  # best fit gives windows in random order
         return window
 
 

@@ -55,6 +55,7 @@ class MetricsReporter:
         memory_capacity_bytes: of this rank's device; None if unknown.
         synchronize: waits for the device, so that a pause starts when the preceding steps have ended.
         config: shown by Weights & Biases beside the metrics.
+        start_epochs: as for `epochs`, where this start begins.
 
     Raises:
         ConfigError: the dump folder is not writable, or wandb is enabled but not installed.
@@ -78,7 +79,9 @@ class MetricsReporter:
         memory_capacity_bytes: int | None,
         synchronize: Callable[[], None],
         config: Mapping[str, Any] | None = None,
+        start_epochs: Mapping[str, int] | None = None,
     ) -> None:
+        self._epochs = dict(start_epochs or {})
         self.log_freq = metrics.log_freq
         self.world_size = world_size
         self.total_steps = total_steps
@@ -164,6 +167,14 @@ class MetricsReporter:
         self._write(step, record)
         self._start_window(step)
         return record
+
+    def epochs(self, step: int, epochs: Mapping[str, int]) -> dict[str, float]:
+        """How often each source has been read, as readings `epoch/SOURCE` for `step`. Logs where one begins again."""
+        for name, epoch in epochs.items():
+            if epoch > self._epochs.get(name, 0):
+                logger.info(f"step {step} | {name}: all documents are read, epoch {epoch + 1} has begun")
+        self._epochs = dict(epochs)
+        return {f"epoch/{name}": epoch for name, epoch in epochs.items()}
 
     def measure_peak(self) -> None:
         """Call after each step, on every rank. Measures in some of the first steps, and while the peak is too low."""

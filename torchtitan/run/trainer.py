@@ -22,7 +22,7 @@ from torchtitan.converters.conversion_report import schedule_line
 from torchtitan.data import Batch, Loader, ValidationLoader
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine
-from torchtitan.engine.train_step import evaluate, sum_over_ranks, train_step
+from torchtitan.engine.train_step import evaluate, over_ranks, train_step
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.evaluation.evaluator import Evaluator, table
 from torchtitan.evaluation.samples import Sampler
@@ -165,20 +165,30 @@ class Trainer:
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
         phases = self.engine.phases
         experts = self._expert_metrics() if reporter.due(self.step) else None
-        tokens, packing = self._packing_metrics(microbatches) if reporter.due(self.step) else (0, {})
+        tokens, of_data = 1, dict[str, float]()
+        if reporter.due(self.step):
+            tokens, packing = self._packing_metrics(microbatches)
+            loss, epochs = self._over_ranks(loss)
+            of_data = {**packing, **reporter.epochs(self.step, epochs)}
         reporter.step(
             self.step,
-            loss=lambda: sum_over_ranks(self.engine, loss) / tokens,
+            loss=lambda: loss / tokens,
             grad_norm=grad_norm,
             lr=lr,
             skipped_updates=self.guard.read,
             failed_saves=self.checkpoints.failed_saves,
             **({"precision_phase": phases.current + 1} if phases is not None else {}),
-            **packing,
+            **of_data,
             **({} if experts is None else experts.summary),
         )
         if experts is not None:
             reporter.expert_load(self.step, experts.load)
+
+    def _over_ranks(self, loss: torch.Tensor) -> tuple[torch.Tensor, dict[str, int]]:
+        """The loss summed over ranks, and how often all rows have read each source. Collective."""
+        own = self.loader.epochs
+        loss, of_ranks = over_ranks(self.engine, loss, [*own.values()])
+        return loss, dict(zip(own, map(int, of_ranks.amin(0).tolist()), strict=True))
 
     def _record_busy(self, threads_waiting: float) -> None:
         self.folder.record_event(self.step, "busy", threads_waiting=round(threads_waiting, 1))
@@ -483,4 +493,5 @@ class Trainer:
             memory_capacity_bytes=device.memory_capacity_bytes(),
             synchronize=device.synchronize,
             config=dataclasses.asdict(config),
+            start_epochs=self._over_ranks(torch.zeros((), device=device.torch_device))[1],
         )
