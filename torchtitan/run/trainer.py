@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -33,6 +34,8 @@ from torchtitan.models.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.models.init import init_weights
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.optim.skip_step import UpdateGuard
+from torchtitan.parallel.collective_waits import collective_waits
+from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.process_group import set_timeout
 from torchtitan.protocols import IGNORE_INDEX
 from torchtitan.report.compare import differing, flat, shown
@@ -168,8 +171,8 @@ class Trainer:
         tokens, of_data = 1, dict[str, float]()
         if reporter.due(self.step):
             tokens, packing = self._packing_metrics(microbatches)
-            loss, epochs = self._over_ranks(loss)
-            of_data = {**packing, **reporter.epochs(self.step, epochs)}
+            loss, seconds, epochs = self._over_ranks(loss, reporter.own_seconds(self.step))
+            of_data = {**packing, **reporter.epochs(self.step, epochs), **reporter.slowest_rank(self.step, seconds)}
         reporter.step(
             self.step,
             loss=lambda: loss / tokens,
@@ -184,11 +187,14 @@ class Trainer:
         if experts is not None:
             reporter.expert_load(self.step, experts.load)
 
-    def _over_ranks(self, loss: torch.Tensor) -> tuple[torch.Tensor, dict[str, int]]:
-        """The loss summed over ranks, and how often all rows have read each source. Collective."""
+    def _over_ranks(
+        self, loss: torch.Tensor, own_seconds: float = 0.0
+    ) -> tuple[torch.Tensor, list[float], dict[str, int]]:
+        """The loss summed over ranks, the seconds of each, and how often all rows have read each source. Collective."""
         own = self.loader.epochs
-        loss, of_ranks = over_ranks(self.engine, loss, [*own.values()])
-        return loss, dict(zip(own, map(int, of_ranks.amin(0).tolist()), strict=True))
+        loss, of_ranks = over_ranks(self.engine, loss, [own_seconds, *own.values()])
+        seconds, *epochs = of_ranks.T.tolist()
+        return loss, seconds, {name: int(min(of_source)) for name, of_source in zip(own, epochs, strict=True)}
 
     def _record_busy(self, threads_waiting: float) -> None:
         self.folder.record_event(self.step, "busy", threads_waiting=round(threads_waiting, 1))
@@ -469,13 +475,14 @@ class Trainer:
         )
         with (
             profiler,
-            self._reporter() as reporter,
+            collective_waits(device.type) as waited,
+            self._reporter(waited) as reporter,
             garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
             limit_spinning(self._record_busy) if device.type == "cpu" else contextlib.nullcontext(),
         ):
             yield profiler, reporter, collect_garbage
 
-    def _reporter(self) -> MetricsReporter:
+    def _reporter(self, waited: Callable[[], float]) -> MetricsReporter:
         config, device = self.config, self.engine.device
         return MetricsReporter(
             config.metrics,
@@ -493,5 +500,7 @@ class Trainer:
             memory_capacity_bytes=device.memory_capacity_bytes(),
             synchronize=device.synchronize,
             config=dataclasses.asdict(config),
-            start_epochs=self._over_ranks(torch.zeros((), device=device.torch_device))[1],
+            start_epochs=self._over_ranks(torch.zeros((), device=device.torch_device))[2],
+            waited=waited,
+            hosts=all_gather_object(platform.node()),
         )
