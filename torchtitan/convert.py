@@ -4,7 +4,7 @@ python -m torchtitan.convert from-hf FOLDER OUT [--family llama3] [--custom-impo
     makes the checkpoint OUT/step-0 of a Hugging Face folder (safetensors) or Meta's (consolidated.*.pth). Start from it
     with --checkpoint.initial_load_path=OUT/step-0. (initial_load_path also accepts FOLDER directly.)
 
-python -m torchtitan.convert to-hf CHECKPOINT OUT [--dtype bfloat16] [--custom-import MODULE]
+python -m torchtitan.convert to-hf CHECKPOINT OUT [--dtype bfloat16] [--ema] [--custom-import MODULE]
     exports a step-N folder, or the newest checkpoint of a run's dump folder, for Hugging Face `transformers` (vLLM,
     llama.cpp, ...): safetensors, configuration, tokenizer.
 
@@ -13,7 +13,7 @@ Neither holds a whole model in memory: weights are read and written one at a tim
 
 import argparse
 
-from torchtitan.config.extension import add_custom_import
+from torchtitan.config.extension import add_custom_import, add_ema
 from torchtitan.errors import run_command
 from torchtitan.files import any_path, expand_any
 
@@ -39,6 +39,7 @@ def main() -> None:
     exporting.add_argument("out", type=any_path, help="folder to create; must not exist")
     exporting.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     exporting.add_argument("--tokenizer-path", type=expand_any, help="default: the model's own")
+    add_ema(exporting)
     for command in (importing, exporting):
         add_custom_import(command)
     arguments = parser.parse_args()
@@ -61,10 +62,11 @@ def _to_hf(arguments: argparse.Namespace) -> None:
     from torchtitan.interchange.convert import saved_model
     from torchtitan.interchange.export import export, require_no_bias
 
-    saved = saved_model(arguments.checkpoint)
+    saved = saved_model(arguments.checkpoint, arguments.ema)
     model = saved.published(arguments.tokenizer_path)
     require_no_bias(saved.weight(name) for name in model.unpublished)
     export(arguments.out, model.shapes, saved.weight, model, getattr(torch, arguments.dtype))
+    print(f"exported the {model.weights} of {saved.checkpoint} to {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import argparse
 import json
 import time
 
-from torchtitan.config.extension import add_custom_import
+from torchtitan.config.extension import add_custom_import, add_ema
 from torchtitan.config.output import Metrics
 from torchtitan.config.training import Evaluation
 from torchtitan.errors import ConfigError, run_command
@@ -49,6 +49,7 @@ def main() -> None:
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
     )
     parser.add_argument("--tokenizer-path", type=expand_any, help="default: the model's own")
+    add_ema(parser)
     add_custom_import(parser)
     parser.add_argument(
         "--out", type=local_path, help="JSONL file to write: the result of each example", metavar="FILE"
@@ -81,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> None:
     tasks = find_tasks(evaluation, name_of=lambda key: f"--{key.replace('_', '-')}")
     device = find_device(0).torch_device
     dtype = choose_dtype(arguments.dtype, device)
-    opened = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
+    opened = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path, arguments.ema)
     longest = arguments.seq_len or opened.seq_len or USUAL_LENGTH
     scorer = scorer_of_model(opened.model, longest, BATCH_TOKENS, str(opened.folder))
     evaluator = Evaluator(tasks, opened.tokenizer, scorer)
@@ -89,12 +90,14 @@ def _run(arguments: argparse.Namespace) -> None:
     scores = evaluator.scores()
     assert scores is not None
     metrics = evaluator.metrics(scores)
-    print(f"{opened.folder}, {str(dtype)[6:]}, {time.perf_counter() - started:.1f} s\n{table(metrics)}")
+    seconds = time.perf_counter() - started
+    print(f"{opened.folder}, {opened.weights}, {str(dtype)[6:]}, {seconds:.1f} s\n{table(metrics)}")
     if arguments.out:
         lines = (json.dumps(finite(detail)) + "\n" for detail in evaluator.details(scores))
         arguments.out.write_text("".join(lines), encoding="utf-8")
     if arguments.dump_folder:
-        values = {f"{task}/{name}": value for task, found in metrics.items() for name, value in found.items()}
+        where = "ema/" if arguments.ema else ""
+        values = {f"{where}{task}/{name}": value for task, found in metrics.items() for name, value in found.items()}
         for writer in make_writers(Metrics(enable_tensorboard=True), arguments.dump_folder, 0, 1, None, {}, {}):
             writer.write(opened.step, finite(values))
             writer.close()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from torchtitan.config.extension import add_custom_import
+from torchtitan.config.extension import add_custom_import, add_ema
 from torchtitan.errors import CheckpointError, ConfigError, run_command
 from torchtitan.files import any_path, expand_any, local_path, regular_file
 
@@ -51,6 +51,7 @@ def main() -> None:
         "--no-cache", action="store_true", help="recompute all tokens for each new one: same result, but slow"
     )
     parser.add_argument("--tokenizer-path", type=expand_any, help="default: the model's own")
+    add_ema(parser)
     add_custom_import(parser)
     parser.add_argument(
         "--out", type=local_path, help="JSONL file to write: prompt, text and token ids", metavar="FILE"
@@ -81,7 +82,8 @@ def _run(arguments: argparse.Namespace) -> None:
         require_characters(prompt, "--prompt or --prompts-file")
     device = find_device(0).torch_device
     dtype = choose_dtype(arguments.dtype, device)
-    model, tokenizer, *_ = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path)
+    opened = open_model(arguments.checkpoint, device, dtype, arguments.tokenizer_path, arguments.ema)
+    model, tokenizer = opened.model, opened.tokenizer
     begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     started = time.perf_counter()
@@ -106,7 +108,8 @@ def _run(arguments: argparse.Namespace) -> None:
         for prompt, text in zip(prompts, texts, strict=True):
             print(f"{prompt}{text or ''}\n{'-' * 40}")
     count = sum(len(row) for row in new if row is not None)
-    print(f"[{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s, {str(dtype)[6:]}]", file=sys.stderr)
+    speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s"
+    print(f"[{speed}, {opened.weights}, {str(dtype)[6:]}]", file=sys.stderr)
     if arguments.out:
         rows = [
             {"prompt": prompt, "text": text, "tokens": row}

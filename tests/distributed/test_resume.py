@@ -1,6 +1,7 @@
 """A stopped run resumes as if uninterrupted: exactly under the same layout, to rounding under another."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from runs import (
     last_step,
     lines_of,
     losses,
+    reports,
     started,
     tensors_of,
     train,
@@ -73,7 +75,7 @@ def test_killed_twice_and_resumed_it_ends_bit_for_bit_the_same(tmp_path: Path) -
     assert_equal_bit_for_bit(tensors_of(killed, STEPS), tensors_of(uninterrupted, STEPS))
 
 
-def test_epochs_end_in_a_resumed_run_as_in_a_whole_one(tmp_path: Path) -> None:
+def test_epochs_end_in_a_resumed_run_as_in_a_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """So few documents that every row has read its own several times, in a different order each time."""
     (tmp_path / "data").mkdir()
     for number in range(9):
@@ -89,6 +91,15 @@ def test_epochs_end_in_a_resumed_run_as_in_a_whole_one(tmp_path: Path) -> None:
     assert_equal_bit_for_bit(tensors_of(parts, STEPS), tensors_of(whole, STEPS))
     state = json.loads((whole / "checkpoint" / f"step-{STEPS}" / "train_state.json").read_text())
     assert state["dataloader"]["epoch"] >= 2
+    four = tmp_path / "four"
+    line = r"step (\d+) \| .*/data: all documents are read, epoch (\d+) has begun"
+    begun = re.findall(line, capsys.readouterr().out)
+    train(*flags, into(four), processes=4)
+    epochs = {line["step"]: line[f"epoch/{tmp_path}/data"] for line in reports(whole)}
+    for other in (parts, four):
+        assert epochs == {line["step"]: line[f"epoch/{tmp_path}/data"] for line in reports(other)}
+    rises = [(str(step), str(epoch + 1)) for step, epoch in epochs.items() if epoch > epochs.get(step - 1, 0)]
+    assert begun == rises * 2 and len(rises) >= 2  # once by the whole run, once by the starts together
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full)])

@@ -1,5 +1,6 @@
 """Decays that branch off a run, averages of checkpoints, and the moving average of weights."""
 
+import json
 import re
 import shutil
 import sys
@@ -7,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TINY, into, losses, python, reports, tensors_of, train, train_here
+from runs import TINY, assert_equal_bit_for_bit, into, losses, python, reports, tensors_of, train, train_here
+from safetensors.torch import load_file
+
+from torchtitan.errors import CheckpointError
+from torchtitan.generation.open import open_model
 
 STABLE = (*TINY, "--training.local_batch_size=4", "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
 TWO = (*STABLE, "--training.local_batch_size=2")
@@ -162,3 +167,37 @@ def test_the_moving_average_is_that_of_the_weights(stable: Path, tmp_path: Path)
     assert status == 0, output
     found = tensors_of(out, 6)
     assert all(torch.equal(found[name], average) for name, average in averages[6].items())
+
+
+def test_commands_take_the_moving_average(stable: Path, tmp_path: Path) -> None:
+    """Exports, evaluation and generation, which say which weights they use; a sentence where there are none."""
+    average, scores = tmp_path / "average" / "checkpoint", tmp_path / "scores"
+    status, output = script("average_checkpoints.py", stable, "--ema", "--out", average, "--custom-import=tiny")
+    assert status == 0, output
+
+    def say(module: str, *arguments: object) -> str:
+        done = python("-m", f"torchtitan.{module}", *arguments, "--custom-import=tiny")
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    moving, exported = "moving averages of the weights", {}
+    for checkpoint, flags, weights in (
+        (stable, ("--ema",), moving),
+        (average, (), f"mean of {moving}"),
+        (stable, (), "trained weights"),
+    ):
+        out = tmp_path / weights
+        assert f"exported the {weights} of" in say("convert", "to-hf", checkpoint, out, "--dtype=float32", *flags)
+        assert json.loads((out / "config.json").read_text())["torchtitan_weights"] == weights
+        exported[weights] = load_file(out / "model.safetensors")
+        tasks = ("--tasks", f"text:{Path(__file__)}", f"--dump-folder={scores}")
+        assert f", {weights}, " in say("evaluate", checkpoint, *tasks, *flags)
+    assert_equal_bit_for_bit(exported[moving], exported[f"mean of {moving}"])
+    assert not torch.equal(exported[moving]["model.norm.weight"], exported["trained weights"]["model.norm.weight"])
+    lines = [json.loads(line) for line in (scores / "metrics.jsonl").read_text().splitlines()]
+    assert {key.removeprefix("ema/"): value for key, value in lines[0].items()} == lines[1] != lines[2]
+    assert all(key == "step" or key.startswith("ema/") for key in lines[0])
+    assert f", {moving}, " in say("generate", "--checkpoint", stable, "--ema", "--prompt=def ", "--max-new-tokens=4")
+    for folder, message in ((average, "has no moving average"), (tmp_path / moving, "--ema: .* is no checkpoint of")):
+        with pytest.raises(CheckpointError, match=message):
+            open_model(folder, torch.device("cpu"), torch.float32, ema=True)

@@ -58,6 +58,19 @@ def test_keeps_the_latest(tmp_path: Path) -> None:
     assert [path.name for path in sorted((tmp_path / "checkpoint").iterdir())] == ["step-6", "step-8"]
 
 
+@pytest.mark.parametrize(("every", "mode"), [("3", "disabled"), ("0.7K", "async")])  # a step has 256 tokens
+def test_keeps_some_for_good(every: str, mode: str, tmp_path: Path) -> None:
+    """With the seed, beside the latest, between two saves of the interval; also after the key is unset."""
+    train_here(*FLAGS, into(tmp_path), "--checkpoint.create_seed_checkpoint")
+    flags = (*FLAGS, into(tmp_path), "--checkpoint.keep_latest_k=2", f"--checkpoint.async_mode={mode}")
+    train_here(*flags, "--training.steps=5", f"--checkpoint.keep_every={every}")
+    assert checkpoint_steps(tmp_path) == [0, 3, 4, 5]
+    train_here(*flags, "--training.steps=7", f"--checkpoint.keep_every={every}")
+    assert checkpoint_steps(tmp_path) == [0, 3, 5, 6, 7]
+    train_here(*flags, "--training.steps=10")
+    assert checkpoint_steps(tmp_path) == [0, 3, 6, 8, 10]
+
+
 def test_saves_after_the_first_step_when_asked(six_steps: Path, tmp_path: Path) -> None:
     train_here(*FLAGS, into(tmp_path), "--training.steps=3", "--checkpoint.enable_first_step_checkpoint")
     assert checkpoint_steps(tmp_path) == [1, 2, 3]
@@ -347,6 +360,29 @@ def test_validation_disturbs_neither_training_nor_resuming(tmp_path: Path) -> No
     lines = [line for line in lines_of(tmp_path / "whole" / "metrics.jsonl") if "validation_loss" in line]
     assert [line["step"] for line in lines] == [3, 6]
     assert lines[1]["validation_loss"] < lines[0]["validation_loss"]
+
+
+def test_curves_begin_where_the_run_does(six_steps: Path, tmp_path: Path) -> None:
+    """At step 0 and after each resume, once for each step."""
+    validating = (*FLAGS, "--validation.enabled", "--validation.freq=3", "--validation.steps=2")
+    prompts = ("--validation.sample_prompts=def ", "--validation.dataset=python_stdlib")  # held out: other data
+    flags = (*validating, *prompts, into(tmp_path), "--evaluation.at_start", f"--evaluation.tasks=text:{__file__}")
+
+    def steps_with(key: str, file: str = "metrics.jsonl") -> list[int]:
+        return [line["step"] for line in lines_of(tmp_path / file) if key in line]
+
+    train_here(*flags, "--training.steps=4")
+    assert steps_with("validation_loss") == steps_with("prompt", "samples.jsonl") == [0, 3, 4]
+    assert steps_with("evaluation_seconds") == [0, 4]
+    assert losses(tmp_path) == {step: loss for step, loss in losses(six_steps).items() if step <= 4}
+    shutil.rmtree(tmp_path / "checkpoint" / "step-4")
+    for last in (6, 6, 7):
+        train_here(*flags, f"--training.steps={last}")
+    assert steps_with("validation_loss") == steps_with("prompt", "samples.jsonl") == [0, 2, 3, 6, 7]
+    assert steps_with("evaluation_seconds") == [0, 2, 6, 7]
+    assert losses(tmp_path).items() > losses(six_steps).items()
+    train_here(*flags, "--training.steps=1", "--checkpoint.no_enable_checkpoint")
+    assert steps_with("validation_loss") == [0, 1]  # another run, from its start
 
 
 # A file-size limit simulates a full disk: writing fails in the same place, with an OSError, even for root.

@@ -47,9 +47,9 @@ def test_a_run_goes_on_elsewhere(s3: S3Server, tmp_path: Path, undisturbed: dict
     used by the commands."""
     train(*THERE, into(tmp_path / "a"), "--training.steps=4", "--checkpoint.async_mode=async", processes=2)
     assert names() == ["step-2", "step-4", "tokenizer_copy"]
-    export = ("--checkpoint.last_save_in_hf", "--checkpoint.keep_latest_k=2")
+    export = ("--checkpoint.last_save_in_hf", "--checkpoint.keep_latest_k=2", "--checkpoint.keep_every=5")
     train_here(*THERE, into(tmp_path / "b"), "--training.steps=6", *export)
-    assert names() == ["step-4", "step-6", "step-6-hf", "tokenizer_copy"]
+    assert names() == ["step-4", "step-5", "step-6", "step-6-hf", "tokenizer_copy"]
     there = losses(tmp_path / "a") | losses(tmp_path / "b")
     assert list(losses(tmp_path / "b")) == [5, 6]
     assert there == pytest.approx(undisturbed, abs=1e-5)  # two processes add up in another order

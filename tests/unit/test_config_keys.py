@@ -62,6 +62,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "training.gc_debug": (False, True),
     "training.seed": (0, 42),
     "training.deterministic": (False, True),
+    "evaluation.at_start": (False, True),
     "parallelism.data_parallel_replicate_degree": (1, 2),
     "parallelism.data_parallel_shard_degree": (-1, 4),
     "parallelism.fsdp_reshard_after_forward": ("default", "always", "never"),
@@ -88,6 +89,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "checkpoint.create_seed_checkpoint": (False, True),
     "checkpoint.async_mode": ("disabled", "async", "async_with_pinned_mem"),
     "checkpoint.keep_latest_k": (10, 0),
+    "checkpoint.keep_every": (None, 1000, "2.5B"),
     "checkpoint.load_step": (-1, 20),
     "checkpoint.exclude_from_loading": ([], ["optimizer", "dataloader"]),
     "checkpoint.enable_first_step_checkpoint": (False, True),
@@ -209,6 +211,7 @@ def test_a_path_is_expanded_and_a_uri_kept_or_not(key: str, tmp_path: Path, monk
 
 
 DUMP_FOLDER = "a path on this machine (checkpoint.folder takes a URI, to keep checkpoints elsewhere)"
+TOKENS = "a number of tokens with K, M, B or T, such as 10B"
 WRONG = [  # key, value in TOML, the expectation that the message must state
     ("training.steps", 0, "an integer above 0"),
     ("training.steps", "10", "an integer above 0"),
@@ -249,6 +252,10 @@ WRONG = [  # key, value in TOML, the expectation that the message must state
     ("model.converters", [8], "a list of strings"),
     ("metrics.log_freq", 0, "an integer above 0"),
     ("checkpoint.keep_latest_k", -1, "an integer of at least 0"),
+    *(
+        ("checkpoint.keep_every", value, f"an integer above 0 or {TOKENS}, or none")
+        for value in (0, "0B", "1e400B", "B", "ten", 2.5, "1_0B")
+    ),
     ("float8.recipe_name", "columnwise", "one of tensorwise, rowwise, rowwise_with_gw_hp, blockwise, delayed, or none"),
     ("parallelism.tensor_parallel_degree", 0, "an integer above 0"),
     ("parallelism.pipeline_parallel_layers_per_stage", 0, "an integer above 0, or none"),

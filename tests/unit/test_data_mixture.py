@@ -4,8 +4,9 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-from data_helpers import close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
 from runs import all_equal
 
 from torchtitan.config.training import Training
@@ -91,6 +92,58 @@ def test_layouts_and_resumes_do_not_change_the_order(suffix: str, tmp_path: Path
         loader.load_state_dict(state)
     got += global_batches(four, 35)
     assert all_equal(got, expected)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_epochs_of_every_kind_of_source(packing: str, tmp_path: Path) -> None:
+    """Files, a stream, and token shards: how often every row has read its documents of each, of the batch that was
+    given, not of those read ahead; for any number of ranks, also after a resume, and one by a checkpoint of before."""
+    count, rows = 24, 4
+    write_jsonl(tmp_path / "file.jsonl", range(count))
+    write_jsonl(tmp_path / "stream.jsonl.gz", range(100, 100 + count), 30)
+    tokens = [token for number in range(count) for token in (*TOKENIZER.encode(story(200 + number)), TOKENIZER.eos_id)]
+    (tmp_path / "shard.bin").write_bytes(np.array(tokens, "<u2").tobytes())
+    names = ["file.jsonl", "stream.jsonl.gz", "shard.bin"]
+    entries = [f"{tmp_path / name}@{name[:4]}:{weight}" for name, weight in zip(names, (3, 2, 1), strict=True)]
+    training = training_on(None, dataset_mixture=entries, token_dtype="uint16", packing=packing, seq_len=64)
+
+    def all_epochs(loaders: list[Loader]) -> list[int]:
+        return [min(of) for of in zip(*(loader.epochs.values() for loader in loaders), strict=True)]
+
+    alone = loaders_of(training, rows, 1)
+    assert alone[0].epochs == {"file": 0, "stre": 0, "shar": 0}
+    expected, states = [], []
+    seen: dict[tuple[int, str], list[str]] = {}  # the documents of a row and source, in order
+    for _ in range(200):
+        batches = alone[0].next()
+        expected.append(all_epochs(alone))
+        states.append(json.loads(json.dumps(Loader.merge_states([alone[0].state_dict()]))))
+        for row, ids in enumerate(ids for batch in batches for ids in batch.sample_ids or []):
+            documents = seen.setdefault((row, ids[0].split(":")[0]), [])
+            documents += [id for id in ids if id and id not in documents[-1:]]
+        if packing == "concatenate":  # else documents are drawn long before
+            for name, epoch in zip(names, expected[-1], strict=True):
+                drawn = [len(seen.get((row, name), ())) for row in range(rows)]
+                # A document that gives only the last label is drawn, but not named.
+                assert epoch in {
+                    min(max(number - 1, 0) * rows // count for number in drawn),
+                    min(drawn) * rows // count,
+                }
+    assert min(expected[-1]) >= 1 and expected[-1][0] >= 3
+    assert expected == sorted(expected, key=sum)  # they never fall
+    two, four = loaders_of(training, rows, 2), loaders_of(training, rows, 4)
+    for loader in four:
+        loader.load_state_dict(states[89])
+    assert all_epochs(four) == expected[89]
+    for loaders, steps in ((two, expected[:60]), (four, expected[90:])):
+        for step in steps:
+            global_batches(loaders, 1)
+            assert all_epochs(loaders) == step
+    for position in states[120]["positions"].values():
+        del position["epochs"]
+    four[0].load_state_dict(states[120])
+    assert all(epoch in (0, position["epoch"]) for epoch in four[0].epochs.values())
+    close([*alone, *two, *four])
 
 
 def test_registered_names_can_be_mixed_with_paths(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_solved_examples_are_the_first_others(tmp_path: Path) -> None:
         ('{"text": "a b"}', {"num_fewshot": 1}, "evaluation.num_fewshot = 1 needs 2 examples"),
     ],
 )
-def test_files_that_cannot_be_used(content: str, flags: dict[str, int], words: str, tmp_path: Path) -> None:
+def test_files_that_cannot_be_used(content: str, flags: dict[str, Any], words: str, tmp_path: Path) -> None:
     path = tmp_path / "task.jsonl"
     path.write_text(content)
     with pytest.raises(UserError) as caught:

@@ -220,6 +220,30 @@ def test_weights_that_become_infinite_are_not_saved(tmp_path: Path, caplog: pyte
     assert "weight has numbers that are not finite in float16" in caplog.text
 
 
+def test_the_next_checkpoint_is_kept_if_one_to_keep_could_not_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are those removed that a caller wants to keep."""
+
+    def fail_at_4(folder: Path, step: int, *rest: Any) -> None:
+        if step == 4:
+            raise OSError(28, "No space left on device")
+        publish(folder, step, *rest)
+
+    monkeypatch.setattr("torchtitan.checkpoint.manager.publish", fail_at_4)
+    model = torch.nn.Linear(2, 2)
+    config = Checkpoint(enable_checkpoint=True, interval=3, keep_latest_k=2, keep_every=4)
+    saved = []
+    with one_process():
+        manager = CheckpointManager(config, tmp_path, model, torch.optim.SGD(model.parameters()), {})
+        for step in range(1, 14):
+            if manager.due(step, step == 13) or step == 7:
+                saved.append(step)
+                manager.save(step, lambda: {"step": step}, keep=step == 7)  # noqa: B023  called at once
+    assert saved == [3, 4, 6, 7, 8, 9, 12, 13]
+    assert saved_steps(tmp_path / "checkpoint") == [6, 7, 8, 9, 12, 13]
+
+
 def test_what_is_not_whole_counts_for_nothing_among_the_latest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)

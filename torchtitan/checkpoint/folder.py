@@ -12,7 +12,7 @@ from torchtitan.checkpoint.manifest import (
     MANIFEST,
     TRAIN_STATE,
     FileRecord,
-    is_complete,
+    manifest_if_complete,
     require_file,
     write_json,
     write_manifest,
@@ -145,16 +145,23 @@ def remove_left_overs(folder: Path) -> None:
             store.remove(path)
 
 
-def keep_latest(folder: Path, keep: int, newest: int) -> None:
+def keep_latest(folder: Path, keep: int, newest: int, permanent: set[int] | None = None) -> None:
     """Removes all but the `keep` newest complete checkpoints up to step `newest`; 0 keeps all.
 
-    Checkpoints with missing or truncated files are not counted and not removed.
+    Not counted and not removed are checkpoints with missing or truncated files, and those kept for good: of step 0, and
+    those whose manifest says so, whatever the configuration is now.
+
+    Args:
+        permanent: steps known to be kept for good, whose manifests are not read again; others are added.
     """
+    permanent = set() if permanent is None else permanent
     if keep == 0:
         return
     try:
-        complete = [step for step in saved_steps(folder) if step <= newest and is_complete(step_folder(folder, step))]
-        for step in complete[:-keep]:
+        steps = [step for step in saved_steps(folder) if step <= newest and step not in permanent]
+        complete = {step: of for step in steps if (of := manifest_if_complete(step_folder(folder, step)))}
+        permanent |= {step for step, manifest in complete.items() if manifest.keep or step == 0}
+        for step in [step for step in complete if step not in permanent][:-keep]:
             store_of(folder).remove(step_folder(folder, step))
     except OSError as error:
         logger.warning(f"old checkpoints in {folder} could not be removed ({error.strerror})")

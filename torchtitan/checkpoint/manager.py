@@ -52,6 +52,7 @@ from torchtitan.checkpoint.store import fetched, store_of
 from torchtitan.checkpoint.tokenizer import check_tokenizer
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.compat.torchao import allow_float8_weights
+from torchtitan.config.fields import tokens_in
 from torchtitan.config.output import Checkpoint
 from torchtitan.config.system import Comm
 from torchtitan.errors import CheckpointError
@@ -166,6 +167,8 @@ class CheckpointManager:
         self._group: dist.ProcessGroup | None = None
         self._stager: Stager | None = None
         self._pending: Future[None] | None = None
+        self._reached = self._kept = 0  # multiples of `keep_every`, by the last save and by the last one on disk
+        self._permanent: set[int] = set()
         if config.enable_checkpoint:
             # Ranks write at different speeds, for longer than a training step may take.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=save_timeout_seconds))
@@ -276,6 +279,8 @@ class CheckpointManager:
         if "identity" in state and not resumes:  # keys that a resume changes are logged anyway
             log_other_rope(path, state["identity"], self.identity)
         excluded = self.excluded
+        if not weights_only and "train_state" not in excluded:
+            self._reached = self._kept = self._multiples(state["step"], state.get("tokens_seen", 0))
         model = {} if "model" in excluded else model_tensors(self.model)
         without_optimizer = weights_only or state["weights_only"] or "optimizer" in excluded or state["step"] == 0
         optimizer = {} if without_optimizer else optimizer_tensors(self.model, self.optimizer)
@@ -341,19 +346,30 @@ class CheckpointManager:
 
     # Saving
 
-    def due(self, step: int, last: bool) -> bool:
+    def due(self, step: int, last: bool, tokens_seen: int = 0) -> bool:
         """Whether to save a checkpoint after `step`."""
         if not self.config.enable_checkpoint:
             return False
-        return last or step % self.config.interval == 0 or (step == 1 and self.config.enable_first_step_checkpoint)
+        if last or step % self.config.interval == 0 or self._multiples(step, tokens_seen) > self._reached:
+            return True
+        return step == 1 and self.config.enable_first_step_checkpoint
 
-    def save(self, step: int, state: Callable[[], TrainState], last: bool = False) -> None:
+    def _multiples(self, step: int, tokens_seen: int) -> int:
+        """How many multiples of `keep_every` are reached."""
+        every = self.config.keep_every
+        if every is None:
+            return 0
+        return tokens_seen // tokens_in(every) if isinstance(every, str) else step // every
+
+    def save(self, step: int, state: Callable[[], TrainState], last: bool = False, keep: bool = False) -> None:
         """Saves after `step`. A failed save (such as a full disk) is reported and counted; training continues, and
         earlier checkpoints stay.
 
         Args:
             state: returns the JSON part; called on every rank, rank 0's result is written.
             last: whether this is the last save of the run, to which `last_save_model_weights_only` applies.
+            keep: never remove this checkpoint. So it is with step 0, and with the first one saved at or after each
+                multiple of `keep_every`: if the save there fails, the next one is kept.
         """
         self.wait()
         self.last_save_failed = False
@@ -367,7 +383,8 @@ class CheckpointManager:
             return
         # Asking a new optimizer for its state makes it count a step.
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)
-        about = {"versions": _versions(), **self.about}
+        self._reached = self._multiples(step, train_state.get("tokens_seen", 0))
+        about = {"versions": _versions(), **self.about, "keep": keep or step == 0 or self._reached > self._kept}
         writer = Writer(
             temporary_folder(self.folder, step),
             lambda files: publish(self.folder, step, train_state, about, files),
@@ -452,11 +469,11 @@ class CheckpointManager:
         if error is not None:
             self._failed(step, error)
             return
-        self.step_on_disk = step
+        self.step_on_disk, self._kept = step, self._reached
         if dist.get_rank() == 0:
             logger.info(f"saved {step_folder(self.folder, step)}")
             self.on_saved(step)
-            keep_latest(self.folder, self.config.keep_latest_k, newest=step)
+            keep_latest(self.folder, self.config.keep_latest_k, step, self._permanent)
 
     def _failed(self, step: int, error: BaseException) -> None:
         gc.collect()  # reference cycles in the error's traceback hold the copies of all tensors

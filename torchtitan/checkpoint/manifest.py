@@ -48,11 +48,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of `manifest.json`: the checkpoint's step, its files by name, the run's configuration."""
+    """Content of `manifest.json`: the checkpoint's step, its files by name, the run's configuration, whether it is kept
+    for good, and what it is an average of, if it is (`interchange.average`)."""
 
     step: Annotated[int, Strict(), Ge(0)]
     files: dict[str, FileRecord]
     configuration: Any = None
+    keep: Annotated[bool, Strict()] = False
+    average: dict[str, Any] | None = None
 
 
 class Upload(RawIOBase):
@@ -230,13 +233,18 @@ def inside(name: str) -> bool:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether every file exists with the right size, and no other. Reads only the manifest."""
+    """Whether every file exists with the right size, and no other."""
+    return manifest_if_complete(checkpoint) is not None
+
+
+def manifest_if_complete(checkpoint: Path) -> Manifest | None:
+    """The manifest, if every file exists with the right size, and no other. Reads only that."""
     try:
-        files, there = read_manifest(checkpoint).files, sizes(checkpoint)
+        manifest, there = read_manifest(checkpoint), sizes(checkpoint)
         del there[MANIFEST]
-        return there == {name: record.size for name, record in files.items()}
+        return manifest if there == {name: record.size for name, record in manifest.files.items()} else None
     except (CheckpointError, OSError):
-        return False
+        return None
 
 
 def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:

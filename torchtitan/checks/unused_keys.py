@@ -28,8 +28,9 @@ REPORTED = {  # a section, or some of its keys: the condition without which they
     "validation.freq steps sample_prompts": "validation.enabled",
     "validation.dataset dataset_path text_column local_batch_size": "validation.enabled or evaluation.tasks",
     "validation.text_column": "validation.dataset or validation.dataset_path or evaluation.tasks",
-    "evaluation": "evaluation.tasks",
-    "checkpoint.folder interval last_save_model_weights_only last_save_in_hf async_mode keep_latest_k "
+    "evaluation.tasks freq num_fewshot limit": "evaluation.tasks",
+    "evaluation.at_start": "evaluation.tasks or validation.enabled",
+    "checkpoint.folder interval last_save_model_weights_only last_save_in_hf async_mode keep_latest_k keep_every "
     "enable_first_step_checkpoint": "checkpoint.enable_checkpoint",
     "checkpoint.exclude_from_loading": "checkpoint.enable_checkpoint or checkpoint.initial_load_path",
     "checkpoint.export_dtype": "checkpoint.last_save_model_weights_only or checkpoint.last_save_in_hf",

@@ -6,6 +6,7 @@
 - `_C._distributed_c10d._dump_fr_trace`: the flight recorder's last collectives under gloo; missing from the type stubs
 - `fsdp._fully_shard._fsdp_collectives`: `DefaultReduceScatter`, which allocates, and `foreach_reduce`, which with one
   rank allocates an input and an output and copies one to the other (seen in 2.13)
+- `fsdp._fully_shard._fsdp_param_group.FSDPParamGroup`: its two methods that wait for collectives are timed on CUDA
 - `_functional_collectives`: collectives visible to the compiler; 2.13 renamed two, and warns about the old names
 - `_symmetric_memory.enable_symm_mem_for_group`: asynchronous tensor parallelism; CUDA only
 """
@@ -26,9 +27,11 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, foreach_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 __all__ = [
     "DefaultReduceScatter",
+    "FSDPParamGroup",
     "all_gather_tensor",
     "default_store",
     "enable_symmetric_memory",

@@ -48,6 +48,13 @@ def _frozen(section: type[Any], base: type[Any] | None) -> type[Any]:
     return new
 
 
+def add_ema(parser: argparse.ArgumentParser) -> None:
+    """Adds --ema, for commands that use a checkpoint's weights."""
+    parser.add_argument(
+        "--ema", action="store_true", help="take the moving averages of the weights (runs with optimizer.ema_decay)"
+    )
+
+
 def add_custom_import(parser: argparse.ArgumentParser) -> None:
     """The flag that names a module to import. What a checkpoint or a published folder names is never imported."""
     parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")

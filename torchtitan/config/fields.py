@@ -1,5 +1,6 @@
 """Types for the section dataclasses: `Annotated[type, Doc(one line of help)]`, and named ranges."""
 
+import re
 from pathlib import Path
 from typing import Annotated as Annotated
 from typing import Any
@@ -24,12 +25,12 @@ def step_ranges(entries: list[str]) -> list[range]:
     return [range(first, last + 1) for first, last in ends]
 
 
-def counted_tokens(text: str) -> int:
-    """The tokens in a text such as `400B` or `1.5M`; raises ValueError if it is none."""
-    number, unit = text[:-1], text[-1:].upper()
-    if unit not in UNITS or not number.replace(".", "", 1).isdigit():
-        raise ValueError(f"{text!r} is no number of tokens")
-    return round(float(number) * UNITS[unit])
+def tokens_in(text: str) -> int:
+    """A number of tokens, from a text such as `400B` or `1.5T`; raises ValueError for another text, or 0."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([KMBT])", text, re.IGNORECASE)
+    if match is None or not (tokens := round(float(match[1]) * 1000.0 ** ("KMBT".index(match[2].upper()) + 1))):
+        raise ValueError("not a number of tokens")
+    return tokens
 
 
 def batch_schedule(text: str) -> list[tuple[int, int | str]]:
@@ -40,18 +41,20 @@ def batch_schedule(text: str) -> list[tuple[int, int | str]]:
     if schedule[0][1] != 0 or any(size < 1 for size, _ in schedule):
         raise ValueError("it begins with a size above 0 from step 0 on")
     for unit in (int, str):
-        begins = [counted_tokens(at) if isinstance(at, str) else at for _, at in schedule if isinstance(at, unit)]
+        begins = [tokens_in(at) if isinstance(at, str) else at for _, at in schedule if isinstance(at, unit)]
         if begins != sorted({*begins}):
             raise ValueError("sizes must begin one after the other")
     return schedule
 
 
-UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
 PositiveInt = Annotated[int, Gt(0)]
+Tokens = Annotated[
+    str,
+    Predicate(lambda text: tokens_in(text) > 0),
+    Expected("a number of tokens with K, M, B or T, such as 10B"),
+]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveOrAll = Annotated[int, Ge(-1), Predicate(bool), Expected("-1 or an integer above 0")]
-Tokens = Annotated[str, Predicate(lambda text: counted_tokens(text) > 0)]
 BatchSize = Annotated[
     PositiveOrAll | Annotated[str, Predicate(lambda text: bool(batch_schedule(text)))],
     Expected('-1, an integer above 0, or sizes and where they begin, such as "64@0, 128@2B"'),

@@ -15,6 +15,7 @@ from torchtitan.config.fields import (
     NonNegativeInt,
     PositiveInt,
     StepOrNewest,
+    Tokens,
     WorldSize,
 )
 
@@ -137,6 +138,13 @@ class Checkpoint:
         Doc("Write checkpoints in the background while training continues."),
     ] = "disabled"
     keep_latest_k: Annotated[NonNegativeInt, Doc("Number of checkpoints to keep; 0 keeps all, 1 is refused.")] = 10
+    keep_every: Annotated[
+        PositiveInt | Tokens | None,
+        Doc(
+            "Also save at each multiple of so many steps, or at the first step that reaches each multiple of so many "
+            "tokens, such as 10B, and keep these for good, beside keep_latest_k; none: off."
+        ),
+    ] = None
     load_step: Annotated[StepOrNewest, Doc("Step to resume from when a command is first started; -1: the newest.")] = -1
     exclude_from_loading: Annotated[
         list[str],

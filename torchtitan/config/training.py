@@ -169,7 +169,7 @@ class Optimizer:
         BelowOne | None,
         Doc(
             "Keep a moving average of the weights with this decay, in the checkpoints; none: off. "
-            "scripts/average_checkpoints.py --ema extracts it."
+            "--ema of torchtitan.convert, evaluate and generate uses it."
         ),
     ] = None
     group: Annotated[list[OptimizerGroup], Doc("Parameters with their own learning rate, decay or betas.")] = field(
@@ -331,6 +331,13 @@ class Evaluation:
         ),
     ] = field(default_factory=list)
     freq: Annotated[PositiveInt, Doc("Training steps between evaluations.")] = 500
+    at_start: Annotated[
+        bool,
+        Doc(
+            "Also validate and evaluate before the first step, so that curves begin at step 0, and where a run "
+            "resumes, unless that is recorded."
+        ),
+    ] = False
     num_fewshot: Annotated[
         NonNegativeInt | None,
         Doc("Solved examples in front of each example: the first others of its file. none: 0, or what lm_eval says."),

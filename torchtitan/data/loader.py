@@ -165,6 +165,15 @@ class Loader:
         return dict(zip(PACKED, [*map(sum, zip(*counts, strict=True)), tokens], strict=True))
 
     @property
+    def epochs(self) -> dict[str, int]:
+        """By source, how often this rank's rows have read their documents, up to the batches returned; the row that has
+        read them least often counts."""
+        names = [source.name for source in self._corpus.sources]
+        names = [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, 1)]
+        of_sources = zip(*(row["epochs"] for row in self._positions.values()), strict=True)
+        return dict(zip(names, map(min, of_sources), strict=True))
+
+    @property
     def wait_seconds(self) -> float:
         return self._waited_before + self._steps.wait_seconds
 

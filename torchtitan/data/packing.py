@@ -224,11 +224,13 @@ def carried(positions: "dict[str, Any]", old: Corpus, new: Corpus) -> "dict[str,
     same = old.stream is new.stream and (old.seq_len == new.seq_len or not new.packs_pools)
     carried = {}
     for number, position in positions.items():
-        sources = []
-        for source in new.sources:
-            before, tokens, used, *_ = position["sources"][former[source.id]] if source.id in former else (None, 0, 0)
+        sources, epochs = [], []
+        for place in (former.get(source.id) for source in new.sources):
+            before, tokens, used, *_ = (None, 0, 0) if place is None else position["sources"][place]
             sources.append([before, tokens, used if same else 0])
-        carried[number] = {**position, "sources": sources, "uncounted": position["windows"], "turn": 0}
+            epochs.append(0 if place is None else position["epochs"][place])
+        changed = {"sources": sources, "epochs": epochs, "uncounted": position["windows"], "turn": 0}
+        carried[number] = {**position, **changed}
     return carried
 
 
@@ -236,7 +238,8 @@ class Row:
     """The endless, resumable stream of windows of one row.
 
     `windows` is the number drawn: of these, `passed_over` were not given, and `uncounted` are of earlier stages. `turn`
-    is the number of this stage's steps in which it was not always this row's turn.
+    is the number of this stage's steps in which it was not always this row's turn. `epochs` is how often the row has
+    read its documents of each source.
 
     In a mixture each window comes from one source, determined by its index among the windows of all rows: the
     fractional parts of multiples of the golden ratio fill [0, 1) as evenly as possible (Knuth, volume 3, 6.4), and each
@@ -260,6 +263,8 @@ class Row:
         stream = corpus.stream or SourceStream
         self.streams = [stream(corpus, number, place, *source) for place, source in enumerate(sources)]
         self.epoch = state["epoch"] if state is not None else 0
+        known = [*(state or {}).get("epochs", ()), *[self.epoch] * len(sources)]  # states of earlier versions lack it
+        self.epochs = known[: len(sources)]
         self.passed_over = (state or {}).get("passed_over", 0)
         self.turn = (state or {}).get("turn", 0)
         self.uncounted = (state or {}).get("uncounted", 0)
@@ -270,6 +275,7 @@ class Row:
             "sources": [stream.state() for stream in self.streams],
             "windows": self.windows,
             "epoch": self.epoch,
+            "epochs": list(self.epochs),
             **{
                 key: value
                 for key in ("passed_over", "turn", "uncounted")
@@ -288,9 +294,11 @@ class Row:
         return getattr(self.corpus.sources[self.source].source, "is_remote", False)
 
     def next_window(self) -> Window:
-        stream = self.streams[self.source]
+        place = self.source
+        stream = self.streams[place]
         window = stream.next_window()
         self.windows, self.epoch = self.windows + 1, stream.epoch
+        self.epochs[place] = max(self.epochs[place], stream.epoch)  # best fit gives windows in random order
         return window
 
 

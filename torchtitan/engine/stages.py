@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan.config import JobConfig
-from torchtitan.config.fields import batch_schedule, counted_tokens
+from torchtitan.config.fields import batch_schedule, tokens_in
 from torchtitan.config.low_precision import Precision
 from torchtitan.config.training import Stages
 from torchtitan.converters import CONVERTERS
@@ -142,7 +142,7 @@ def _parts(
     def step_at(end: int | float | str, size: int) -> int:
         per_step = (training.local_batch_size * dp if size == -1 else size) * training.seq_len
         if isinstance(end, str):
-            return step + math.ceil((counted_tokens(end) - tokens) / per_step)
+            return step + math.ceil((tokens_in(end) - tokens) / per_step)
         return round(end * total) if isinstance(end, float) else end
 
     begin = step

@@ -112,9 +112,17 @@ def sample_ids(microbatches: Sequence[Batch]) -> list[str]:
 
 def sum_over_ranks(engine: Engine, loss: torch.Tensor) -> torch.Tensor:
     """The total loss over all ranks' tokens, from each rank's own sum. Collective."""
-    loss = loss.clone()
-    dist.all_reduce(loss)
-    return loss / engine.meshes.dims.tp  # tensor-parallel ranks have the same loss; ranks without the last stage have 0
+    return over_ranks(engine, loss, [])[0]
+
+
+def over_ranks(engine: Engine, loss: torch.Tensor, numbers: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sum_over_ranks`; in the same collective, the numbers of each rank: (ranks, numbers), float32."""
+    of_ranks = torch.zeros(dist.get_world_size(), len(numbers))
+    of_ranks[dist.get_rank()] = torch.tensor(numbers)
+    sums = torch.cat([loss.reshape(1), of_ranks.flatten().to(loss.device)])
+    dist.all_reduce(sums)
+    # Tensor-parallel ranks have the same loss; ranks without the last stage have 0.
+    return sums[0] / engine.meshes.dims.tp, sums[1:].view_as(of_ranks)
 
 
 @torch.no_grad()

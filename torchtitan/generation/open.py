@@ -27,6 +27,7 @@ class OpenedModel(NamedTuple):
         seq_len: the longest sequence that it was trained on; None if unknown.
         step: of the run that trained it; 0 if unknown.
         folder: that it was read from.
+        weights: which they are, for people.
     """
 
     model: Decoder
@@ -34,6 +35,7 @@ class OpenedModel(NamedTuple):
     seq_len: int | None
     step: int
     folder: Path
+    weights: str
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -43,26 +45,32 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_path: str | None = None) -> OpenedModel:
+def open_model(
+    path: Path, device: torch.device, dtype: torch.dtype, tokenizer_path: str | None = None, ema: bool = False
+) -> OpenedModel:
     """A model with its weights, written under any layout, and its tokenizer.
 
     Args:
         path: a step-N folder, a folder of such folders, a run's dump folder, or a folder in Hugging Face's or Meta's
             format.
         tokenizer_path: as `model.tokenizer_path`; None takes the model's own.
+        ema: take the moving averages of the weights (`--ema`).
 
     Raises:
-        UserError: the folder is none of these, or is damaged, or its tokenizer is missing or has too many ids.
+        UserError: the folder is none of these, or is damaged, or has no moving averages, or its tokenizer is missing
+            or has too many ids.
     """
     if (checkpoint := find_checkpoint(path)) is not None:
-        saved = open_checkpoint(checkpoint)
+        saved = open_checkpoint(checkpoint, ema)
         model = _empty(saved.spec, saved.args, device, dtype)
         with torch.no_grad():
             for name, tensor in Waiting.over(list(model.state_dict().items()), "loading the model", "weights"):
                 tensor.copy_(saved.weight(name))
         tokenizer = _tokenizer(saved.tokenizer_path(tokenizer_path), **saved.boundaries)
         _require_embeddings(tokenizer, saved.args)
-        return OpenedModel(model, tokenizer, saved.seq_len or None, saved.manifest.step, checkpoint)
+        return OpenedModel(model, tokenizer, saved.seq_len or None, saved.manifest.step, checkpoint, saved.weights)
+    if ema:
+        raise CheckpointError(f"--ema: {path} is no checkpoint of this program, which alone hold moving averages.")
     family, source = find_model(path)
     spec = MODELS.get(family)
     known = published(spec, source.args, None, 0)
@@ -74,7 +82,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer_p
     if tokenizer_path:
         check_published_tokenizer(path, tokenizer, source.args.vocab_size, "--tokenizer-path", ", or leave it out")
     _require_embeddings(tokenizer, source.args)
-    return OpenedModel(model, tokenizer, longest_sequence(path), 0, path)
+    return OpenedModel(model, tokenizer, longest_sequence(path), 0, path, "weights as exported")
 
 
 def _tokenizer(path: str | None, **boundaries: Any) -> Tokenizer:

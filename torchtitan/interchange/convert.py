@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class SavedModel:
         args: its sizes.
         tokenizer: what identifies that of the run; None: an old checkpoint.
         seq_len: of the run.
+        averages: names of the tensors that are read instead of weights, by weight: moving averages.
     """
 
     checkpoint: Path
@@ -87,6 +88,14 @@ class SavedModel:
     args: ModelArgs
     tokenizer: Identity | None
     seq_len: int
+    averages: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> str:
+        """Which weights these are, for people."""
+        average = self.manifest.average or {}
+        moving = self.averages or average.get("ema")
+        return f"{'mean of ' if average else ''}{'moving averages of the weights' if moving else 'trained weights'}"
 
     @property
     def configuration(self) -> Mapping[str, Any]:
@@ -95,11 +104,12 @@ class SavedModel:
         return configuration
 
     def weight(self, name: str) -> torch.Tensor:
-        """A tensor, read.
+        """A weight or buffer, read.
 
         Raises:
             CheckpointError: it cannot be read.
         """
+        name = self.averages.get(name, name)
         saved: TensorStorageMetadata = self.tensors.state_dict_metadata[name]  # type: ignore[assignment]  # a tensor
         read = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
         reader = Reader(self.checkpoint, self.tensors)
@@ -153,7 +163,7 @@ class SavedModel:
         model = published(self.spec, self.args, path, self.seq_len, **self.boundaries)
         if model is None:
             raise CheckpointError(f"{self.checkpoint}: its model family has no published weight names (ModelSpec.hf).")
-        return model
+        return dataclasses.replace(model, weights=self.weights)
 
 
 class _Model(pydantic.BaseModel):
@@ -174,22 +184,24 @@ class _Configuration(pydantic.BaseModel):
     training: _Training
 
 
-def saved_model(path: Path) -> SavedModel:
+def saved_model(path: Path, ema: bool = False) -> SavedModel:
     """Opens the model in a checkpoint.
 
     Args:
         path: as for `find_checkpoint`.
+        ema: take the moving averages of the weights, which a run with `optimizer.ema_decay` saves.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged, or its model is not known here.
+        CheckpointError: there is no checkpoint, or it is damaged, or its model is not known here, or it has no moving
+            averages.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
         raise CheckpointError(f"{path} holds no checkpoint: give a step-N folder, or the dump folder of a run.")
-    return open_checkpoint(checkpoint)
+    return open_checkpoint(checkpoint, ema)
 
 
-def open_checkpoint(checkpoint: Path) -> SavedModel:
+def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
     """As `saved_model`, for a checkpoint that `find_checkpoint` has verified."""
     try:
         manifest = read_manifest(checkpoint)
@@ -213,7 +225,22 @@ def open_checkpoint(checkpoint: Path) -> SavedModel:
     unknown = [f"{name} is not in the model" for name in names if name not in state]
     if faults := differences(tensors, state) + unknown:
         raise CheckpointError(f"{checkpoint} does not hold the model that it records: {abbreviated(faults)}.")
-    return SavedModel(checkpoint, manifest, tensors, spec, args, saved.get("tokenizer"), run.training.seq_len)
+    averages = averages_of(checkpoint, tensors) if ema else {}
+    return SavedModel(checkpoint, manifest, tensors, spec, args, saved.get("tokenizer"), run.training.seq_len, averages)
+
+
+def averages_of(checkpoint: Path, tensors: Metadata) -> dict[str, str]:
+    """The name of the moving average of each weight that is trained; buffers have none.
+
+    Raises:
+        CheckpointError: there are none, or not of all weights.
+    """
+    of, state = tensors.state_dict_metadata, f"{OPTIMIZER}state."
+    trained = {key.removeprefix(state).rpartition(".")[0] for key in of if key.startswith(state)} & of.keys()
+    averages = {name: f"{state}{name}.ema" for name in trained}
+    if not averages or any(getattr(of.get(key), "size", None) != of[name].size for name, key in averages.items()):  # type: ignore[union-attr]
+        raise CheckpointError(f"{checkpoint} has no moving average; it takes a run with optimizer.ema_decay.")
+    return averages
 
 
 def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:

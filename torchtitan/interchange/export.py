@@ -125,7 +125,7 @@ def export(
         store.publish(folder, lambda staging: _write_bytes(text, staging / SUMS), lambda: None)
 
     attempt(lambda: finish() if on_rank_0 else None)
-    logger.info(f"exported the weights for Hugging Face transformers to {folder}")
+    logger.info(f"exported the {model.weights} for Hugging Face transformers to {folder}")
 
 
 def _groups(sizes: dict[str, int]) -> list[tuple[dict[str, int], list[int]]]:

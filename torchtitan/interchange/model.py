@@ -65,6 +65,7 @@ class PublishedModel:
         seq_len: the longest sequence that the model was trained on; 0: not known.
         add_bos, add_eos: as in the [training] section.
         changed: fields of `args` that the run sets itself, whatever they are in a folder that it starts from.
+        weights: which they are, for people.
     """
 
     naming: HuggingFaceNaming
@@ -75,6 +76,7 @@ class PublishedModel:
     add_bos: bool | None = None
     add_eos: bool = True
     changed: Collection[str] = ()
+    weights: str = "trained weights"
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -134,6 +136,7 @@ class PublishedModel:
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": stops if len(stops) > 1 else tokenizer.eos_id}
         # A run on sequences that need no scaling says nothing about the length that scaling is for.
         longest = int(scaling["factor"] * original) if self.seq_len <= original and scaling else self.seq_len
+        config["torchtitan_weights"] = self.weights
         config |= {"torch_dtype": str(dtype)[6:], **ids, **({"max_position_embeddings": longest} if longest else {})}
         return {
             CONFIG: json.dumps(config, indent=2).encode(),

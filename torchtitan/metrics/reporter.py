@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import fmean, median
 from time import monotonic, perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ Reading = float | int | torch.Tensor | Callable[[], float | int | torch.Tensor]
 """A number, a one-element tensor, or a function that returns one of them. Read only when a report is due."""
 
 Record = dict[str, Value]
+
+SLOW_RATIO, SLOW_SECONDS = 1.3, 60.0  # a rank that stays so much slower than the others for so long is named
 
 
 class MetricsReporter(Hook):
@@ -58,6 +61,9 @@ class MetricsReporter(Hook):
         synchronize: waits for the device, so that a pause starts when the preceding steps have ended.
         config: shown by trackers beside the metrics.
         texts: shown by trackers, by name.
+        start_epochs: as for `epochs`, where this start begins.
+        waited: for how many seconds this rank has waited in collectives so far.
+        hosts: of all ranks.
 
     Raises:
         ConfigError: the dump folder is not writable, or a tracker is not installed.
@@ -82,8 +88,16 @@ class MetricsReporter(Hook):
         synchronize: Callable[[], None],
         config: Mapping[str, Any] | None = None,
         texts: Mapping[str, str] | None = None,
+        start_epochs: Mapping[str, int] | None = None,
+        waited: Callable[[], float] = lambda: 0.0,
+        hosts: Sequence[str] = (),
     ) -> None:
+        self._epochs = dict(start_epochs or {})
+        self.waited = waited
+        self.hosts = hosts
+        self._slow: tuple[int, float] | None = None  # a rank, and since when; inf: the user knows
         self.log_freq = metrics.log_freq
+        self.rank = rank
         self.world_size = world_size
         self.total_steps = total_steps
         self.start_step = start_step
@@ -144,12 +158,13 @@ class MetricsReporter(Hook):
     def pause(self) -> Iterator[None]:
         """Wraps what is not training (checkpoints, validation), to exclude its time. Waits for the device."""
         self.synchronize()
-        start = perf_counter()
+        start, waited = perf_counter(), self.waited()
         try:
             yield
         finally:
             self.synchronize()
             self._paused_seconds += perf_counter() - start
+            self._waited_before += self.waited() - waited
 
     def step(self, step: int, *, loss: Reading, grad_norm: Reading, lr: Reading, **extra: Reading) -> Record | None:
         """Call at the end of each step. Returns the report, if one was due. Readings that are functions are called on
@@ -168,6 +183,44 @@ class MetricsReporter(Hook):
         self._write(step, record)
         self._start_window(step)
         return record
+
+    def epochs(self, step: int, epochs: Mapping[str, int]) -> dict[str, float]:
+        """How often each source has been read, as readings `epoch/SOURCE` for `step`. Logs where one begins again."""
+        for name, epoch in epochs.items():
+            if epoch > self._epochs.get(name, 0):
+                logger.info(f"step {step} | {name}: all documents are read, epoch {epoch + 1} has begun")
+        self._epochs = dict(epochs)
+        return {f"epoch/{name}": epoch for name, epoch in epochs.items()}
+
+    def own_seconds(self, step: int) -> float:
+        """How long this rank took for a step, on average since the previous report, without pauses and without waiting
+        in collectives. Waits for the device."""
+        self.synchronize()
+        waited = self.waited() - self._waited_before
+        return max(self._window_seconds() - waited, 0.0) / (step - self._window_step)
+
+    def slowest_rank(self, step: int, own_seconds: Sequence[float]) -> dict[str, float]:
+        """From the `own_seconds` of all ranks: which is slowest, how many times the median of the others it took, and
+        for which share of the time these waited for it. Empty for one rank. Names a rank that stays slow."""
+        if len(own_seconds) < 2:
+            return {}
+        rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
+        others = [*own_seconds[:rank], *own_seconds[rank + 1 :]]
+        ratio = own_seconds[rank] / max(median(others), 1e-9)
+        share = (own_seconds[rank] - fmean(others)) * (step - self._window_step) / self._window_seconds()
+        if ratio < SLOW_RATIO or self._window_step == self.start_step:  # which may have compiled
+            self._slow = None
+        elif self._slow is None or self._slow[0] != rank:
+            self._slow = rank, self._window_start
+        if self._slow is not None and perf_counter() - self._slow[1] > SLOW_SECONDS:
+            self._slow = rank, math.inf
+            if self.rank == 0:
+                logger.warning(
+                    f"step {step} | rank {rank} on {self.hosts[rank]} has been {ratio:.1f} times slower than the "
+                    f"others for a minute, which wait {share:.0%} of the time for it: look for other processes, heat "
+                    "or slow data there (with pipeline stages, for layers that are divided unequally)"
+                )
+        return {"slowest_rank": rank, "slowest_rank_ratio": ratio, "slowest_rank_wait_share": share}
 
     def after_step(self, run: Any = None) -> None:
         """Measures the peak in some of the first steps, and while it is too low."""
@@ -226,10 +279,14 @@ class MetricsReporter(Hook):
         self._window_start = perf_counter()
         self._paused_seconds = 0.0
         self._data_wait_seconds = 0.0
+        self._waited_before = self.waited()
         self.reset_peak_memory()
 
+    def _window_seconds(self) -> float:
+        return perf_counter() - self._window_start - self._paused_seconds
+
     def _measure(self, step: int) -> Record:
-        seconds = perf_counter() - self._window_start - self._paused_seconds
+        seconds = self._window_seconds()
         steps = step - self._window_step
         tokens_per_second = steps * self.tokens_per_step / seconds / self.world_size
         memory = self.peak_memory_bytes()
@@ -272,6 +329,10 @@ class MetricsReporter(Hook):
             parts.append(f"padding {record['padding_share']:.1%}, {record['cut_share']:.1%} of documents cut")
         if "expert_load_max" in record:
             parts.append(f"expert load {record['expert_load_min']:.2f} to {record['expert_load_max']:.2f}")
+        if "slowest_rank" in record:
+            host = self.hosts[int(record["slowest_rank"] or 0)]
+            parts.append(f"slowest rank {record['slowest_rank']} ({host}) {record['slowest_rank_ratio']:.2f}x")
+            parts[-1] += f", others wait {record['slowest_rank_wait_share']:.0%}"
         if left := self._time_left(step):
             parts.append(left)
         return " | ".join(parts)

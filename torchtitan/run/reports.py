@@ -31,10 +31,13 @@ class Report(Hook):
 
     def after_step(self, run: Any) -> None:
         if self.due(run):
-            run.begin()
-            if not run.stop.agreed():
-                with run.reporter.pause():
-                    self.make(self.part, run)
+            self.record(run)
+
+    def record(self, run: Any) -> None:
+        run.begin()
+        if not run.stop.agreed():
+            with run.reporter.pause():
+                self.make(self.part, run)
 
 
 def validate(loader: ValidationLoader, run: Any) -> None:

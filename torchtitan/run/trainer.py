@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import math
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
@@ -24,7 +25,7 @@ from torchtitan.data import Batch, Loader
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.stages import Stage, converters_of, stage_of
-from torchtitan.engine.train_step import sum_over_ranks, train_step
+from torchtitan.engine.train_step import over_ranks, train_step
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
@@ -32,6 +33,8 @@ from torchtitan.metrics import MetricsReporter, Profiler, find_peak
 from torchtitan.models.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.models.init import init_weights
 from torchtitan.optim.skip_step import UpdateGuard
+from torchtitan.parallel.collective_waits import collective_waits
+from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.process_group import set_timeout
 from torchtitan.protocols import IGNORE_INDEX, Hook
 from torchtitan.report.compare import differing, flat, shown
@@ -118,7 +121,7 @@ class Trainer:
         with self._instruments(checked_steps) as collect_garbage:
             self.call("on_start")
             for report in left:
-                report.after_step(self)
+                report.record(self)
             while self.step < min(self.stage.last_step, self.config.training.steps) and not self._should_stop():
                 self.begin()
                 self.stop.progress.begins()
@@ -134,12 +137,14 @@ class Trainer:
                 self._has_compiled()
 
     def _left_over(self) -> list[Report]:
-        """The reports after the last step that are missing because the start that trained it was stopped."""
-        if self.step != self.config.training.steps:
+        """The reports that are missing before the next step: all with `evaluation.at_start`; or else those after the
+        last step, if the start that trained it was stopped."""
+        at_start = self.config.evaluation.at_start
+        if not at_start and self.step != self.config.training.steps:
             return []
-        recorded = self.folder.recorded(self.step)
+        recorded = self.folder.recorded(self.step) if self.step else ()  # what is there of step 0 is of another start
         reports = (part for part in self.parts if isinstance(part, Report))
-        return [report for report in reports if report.due(self) and report.key not in recorded]
+        return [report for report in reports if (at_start or report.due(self)) and report.key not in recorded]
 
     def call(self, method: str, *arguments: Any) -> None:
         """Calls a method of all hooks, and reports the metrics that they return."""
@@ -189,20 +194,33 @@ class Trainer:
         self.tokens_seen += self.tokens_per_step
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
         experts = self._expert_metrics() if reporter.due(self.step) else None
-        tokens, packing = self._packing_metrics(microbatches) if reporter.due(self.step) else (0, {})
+        tokens, of_data = 1, dict[str, float]()
+        if reporter.due(self.step):
+            tokens, packing = self._packing_metrics(microbatches)
+            loss, seconds, epochs = self._over_ranks(loss, reporter.own_seconds(self.step))
+            of_data = {**packing, **reporter.epochs(self.step, epochs), **reporter.slowest_rank(self.step, seconds)}
         reporter.step(
             self.step,
-            loss=lambda: sum_over_ranks(self.engine, loss) / tokens,
+            loss=lambda: loss / tokens,
             grad_norm=grad_norm,
             lr=lr,
             skipped_updates=self.guard.read,
             failed_saves=self.checkpoints.failed_saves,
             **({"stage": self.stage.number} if len(self.stages) > 1 else {}),
-            **packing,
+            **of_data,
             **({} if experts is None else experts.summary),
         )
         if experts is not None:
             reporter.expert_load(self.step, experts.load)
+
+    def _over_ranks(
+        self, loss: torch.Tensor, own_seconds: float = 0.0
+    ) -> tuple[torch.Tensor, list[float], dict[str, int]]:
+        """The loss summed over ranks, the seconds of each, and how often all rows have read each source. Collective."""
+        own = self.loader.epochs
+        loss, of_ranks = over_ranks(self.engine, loss, [own_seconds, *own.values()])
+        seconds, *epochs = of_ranks.T.tolist()
+        return loss, seconds, {name: int(min(of_source)) for name, of_source in zip(own, epochs, strict=True)}
 
     def _record_busy(self, threads_waiting: float) -> None:
         self.folder.record_event(self.step, "busy", threads_waiting=round(threads_waiting, 1))
@@ -272,10 +290,10 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         last = self.step == self.config.training.steps
-        if self.checkpoints.due(self.step, last) or self._ends_stage:
+        if self.checkpoints.due(self.step, last, self.tokens_seen) or self._ends_stage:
             with self.reporter.pause():
                 self.folder.restore_config()
-                self.checkpoints.save(self.step, self._state, last)
+                self.checkpoints.save(self.step, self._state, last, keep=self._ends_stage)
 
     def _save_seed_checkpoint(self) -> None:
         if self.checkpoints.step_on_disk is not None:
@@ -461,14 +479,15 @@ class Trainer:
         )
         with (
             profiler,
-            self._reporter() as self.reporter,
+            collective_waits(device.type) as waited,
+            self._reporter(waited) as self.reporter,
             garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
             limit_spinning(self._record_busy) if device.type == "cpu" else contextlib.nullcontext(),
         ):
             self.parts[:0] = profiler, self.reporter
             yield collect_garbage
 
-    def _reporter(self) -> MetricsReporter:
+    def _reporter(self, waited: Callable[[], float]) -> MetricsReporter:
         config, device = self.config, self.engine.device
         return MetricsReporter(
             config.metrics,
@@ -487,4 +506,7 @@ class Trainer:
             synchronize=device.synchronize,
             config=dataclasses.asdict(self.folder.config),
             texts=self.folder.texts,
+            start_epochs=self._over_ranks(torch.zeros((), device=device.torch_device))[2],
+            waited=waited,
+            hosts=all_gather_object(platform.node()),
         )

@@ -1,0 +1,25 @@
+"""A user's module, `--experimental.custom_import=one_slow_rank`: rank 1 is late with each forward pass, and a minute
+takes half a second. Contains the models of tiny.py."""
+
+import functools
+import os
+import time
+from typing import Any
+
+import tiny  # noqa: F401  registers its models
+
+from torchtitan.engine import train_step
+from torchtitan.metrics import reporter
+
+reporter.SLOW_SECONDS = 0.5
+undisturbed = train_step.forward_backward
+
+
+@functools.wraps(undisturbed)
+def disturbed(*arguments: Any) -> Any:
+    if os.environ.get("RANK") == "1":
+        time.sleep(0.3)
+    return undisturbed(*arguments)
+
+
+train_step.forward_backward = disturbed  # type: ignore[assignment]
