@@ -75,7 +75,7 @@ class Cluster:
         self.folder = folder
         self.checkout = folder / "checkout"
         self.daemons: list[subprocess.Popen[bytes]] = []
-        own = {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHON": sys.executable, "NGPU": "1"}
+        own = {"SLURM_CONF": str(folder / "slurm.conf"), "NGPU": "1"}
         self.environment = {**os.environ, **own, "OMP_NUM_THREADS": "1"}
 
     def start(self) -> None:
@@ -118,11 +118,11 @@ class Cluster:
         for daemon in self.daemons:
             daemon.wait()
 
-    def run(self, *command: str, status: int = 0, **variables: str) -> str:
+    def run(self, *command: str, status: int = 0, python: str = sys.executable) -> str:
         """Runs a command in the checkout. Returns its output."""
         done = subprocess.run(
             (*self.enter, *command),
-            env={**self.environment, **variables},
+            env={**self.environment, "PYTHON": python},
             cwd=self.checkout,
             timeout=60,
             stdin=subprocess.DEVNULL,
@@ -133,11 +133,11 @@ class Cluster:
         assert done.returncode == status, done.stdout
         return done.stdout
 
-    def submit(self, folder: Path, *flags: str, name: str = "", **variables: str) -> "Job":
+    def submit(self, folder: Path, *flags: str, name: str = "", python: str = sys.executable) -> "Job":
         """As docs/multinode.md says."""
         log = self.folder / f"{name or folder.name}.log"
         command = ("sbatch", "--parsable", f"--output={log}", "multinode_trainer.slurm", into(folder), *flags)
-        return Job(self, self.run(*command, **variables).strip(), folder, log)
+        return Job(self, self.run(*command, python=python).strip(), folder, log)
 
     def fail(self, machine: str) -> None:
         """As in a power failure: the first process of a namespace takes all others with it."""
@@ -233,7 +233,7 @@ def test_what_a_cluster_does_to_jobs(cluster: Cluster, tmp_path: Path) -> None:
     moved = cluster.submit(tmp_path / "moved", *paced)
     endless = cluster.submit(tmp_path / "endless", *FLAGS, "--training.steps=1000000")
     typo = cluster.submit(tmp_path / "typo", *FLAGS, "--training.seq_len=0")
-    starting = cluster.submit(tmp_path / "starting", *FLAGS, PYTHON="./slow_python")
+    starting = cluster.submit(tmp_path / "starting", *FLAGS, python="./slow_python")
 
     # The signal before anything runs: once that may be because .venv was made.
     for start in range(2):
@@ -282,4 +282,6 @@ def test_what_a_cluster_does_to_jobs(cluster: Cluster, tmp_path: Path) -> None:
     for job, starts in ((limited, 1), (moved, 2)):
         assert job.end() == ("COMPLETED", "0:0", starts), job
         assert losses(job.folder) == losses(reference), job
-    assert not list(cluster.checkout.glob("slurm-*"))
+    (left,) = cluster.checkout.glob("slurm-*")
+    assert left.name == f"slurm-{endless.number}.stopped"
+    assert int(left.read_text()) == last_step(endless.folder)
