@@ -158,15 +158,22 @@ class Job:
         """What SLURM knows about it."""
         return dict(re.findall(r"\b(\w+)=(\S+)", self.cluster.run("scontrol", "show", "job", self.number)))
 
+    def has_ended(self) -> bool:
+        return self.shown()["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+
+    def until(self, condition: Callable[[], object]) -> None:
+        until(lambda: condition() or self.has_ended(), self)
+        assert condition(), self
+
     def until_step(self, step: int) -> None:
-        until(lambda: last_step(self.folder) >= step, self)
+        self.until(lambda: last_step(self.folder) >= step)
 
     def until_it_says(self, text: str) -> None:
-        until(lambda: self.log.exists() and text in self.log.read_text(), self)
+        self.until(lambda: self.log.exists() and text in self.log.read_text())
 
     def end(self) -> tuple[str, str, int]:
         """(state, exit status, how often it was queued again)."""
-        until(lambda: self.shown()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), self)
+        until(self.has_ended, self)
         shown = self.shown()
         return shown["JobState"], shown["ExitCode"], int(shown["Restarts"])
 
@@ -177,7 +184,7 @@ class Job:
         marks = {f"SLURM_JOB_ID={self.number}", f"RANK={rank}"}
         return min(pid for pid in pids() if marks <= {*variables_of(pid)})  # others are its children
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.shown()}\n{self.log.read_text() if self.log.exists() else 'no log'}"
 
 
@@ -238,7 +245,7 @@ def test_what_a_cluster_does_to_jobs(cluster: Cluster, tmp_path: Path) -> None:
     # The signal before anything runs: once that may be because .venv was made.
     for start in range(2):
         asked = cluster.checkout / "asked"
-        until(lambda: asked.exists() and asked.read_text() == f"start {start}\n", starting)  # noqa: B023
+        starting.until(lambda: asked.exists() and asked.read_text() == f"start {start}\n")  # noqa: B023
         cluster.run("scancel", "--batch", "--signal=USR1", starting.number)
     assert starting.end() == ("FAILED", "1:0", 1), starting
     assert "Error: stopped without a checkpoint of a later step" in starting.log.read_text()
@@ -270,7 +277,7 @@ def test_what_a_cluster_does_to_jobs(cluster: Cluster, tmp_path: Path) -> None:
     assert checkpoint_steps(endless.folder)[-1] == last_step(endless.folder)
 
     # Preemption: SIGTERM to all processes except the script.
-    until(lambda: moved.shown()["Restarts"] == "1", moved)
+    moved.until(lambda: moved.shown()["Restarts"] == "1")
     moved.until_step(step_of_failure + 3)
     urgent = (f"--nodelist={','.join(moved.machines())}", "--cpus-per-task=96", "--output=/dev/null", "--wrap=sleep 1")
     cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--ntasks-per-node=1", *urgent)
