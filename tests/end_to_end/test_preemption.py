@@ -56,7 +56,11 @@ def assert_goes_on(folder: Path, step: int, processes: int | None) -> None:
 @pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.full)], ids=["one process", "two"])
 def test_sigterm_during_training(processes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (sys.executable, *(("-m", "torchtitan.launch") if processes else ()), "train.py")
-    with started(*ENDLESS, into(tmp_path), command=("nohup", *program), processes=processes) as run:
+    stopped = tmp_path / "stopped"
+    command = ("nohup", *program)
+    with started(
+        *ENDLESS, into(tmp_path), command=command, processes=processes, TORCHTITAN_STOPPED=str(stopped)
+    ) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         run.signal_group(signal.SIGHUP)
         step = last_step(tmp_path)
@@ -66,6 +70,7 @@ def test_sigterm_during_training(processes: int | None, tmp_path: Path, monkeypa
             train_here(*ENDLESS, into(tmp_path), "--training.steps=3")
         run.signal_group(signal.SIGTERM)
         step = assert_saved(run, tmp_path, "SIGTERM")
+    assert stopped.read_text() == f"{step}\n"
     assert_goes_on(tmp_path, step, processes)
 
 

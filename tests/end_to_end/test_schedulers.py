@@ -1,105 +1,20 @@
-"""Runs the SLURM script with a fake `srun` and `scontrol` that start two machines on loopback; checks the Kubernetes
-example."""
+"""Tasks of a scheduler that would each be a run; the SLURM script's syntax, and the Kubernetes example."""
 
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, TINY, checkpoint_steps, into, last_step, python, started
+from runs import ROOT, TINY, into, python
 
 from torchtitan.errors import ConfigError
 from torchtitan.launcher.processes import refuse_lone_tasks
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SCRIPT = ROOT / "multinode_trainer.slurm"
-FLAGS = (*TINY, "--training.local_batch_size=1")
-
-# Like the real one: runs a command on every machine, and forwards SIGUSR1 to all processes there.
-SRUN = """#!/usr/bin/env bash
-while [[ "$1" == --* ]]; do shift; done
-tasks=()
-trap 'for task in "${tasks[@]}"; do kill -USR1 $(pstree_of "$task"); done' USR1
-pstree_of() { echo "$1"; for child in $(pgrep -P "$1"); do pstree_of "$child"; done; }
-export SLURM_STEP_ID=0 SLURM_NTASKS="$SLURM_JOB_NUM_NODES"
-for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_PROCID=$node "$@" & tasks+=($!); done
-worst=0
-for task in "${tasks[@]}"; do
-    while true; do wait "$task"; status=$?; kill -0 "$task" 2>/dev/null || break; done
-    ((status > worst)) && worst=$status
-done
-exit "$worst"
-"""
-SCONTROL = """#!/usr/bin/env bash
-case "$1 $2" in
-    "show hostnames") printf '127.0.0.1\\n127.0.0.2\\n' ;;
-    *) echo "$@" >> "$SCONTROL_LOG" ;;
-esac
-"""
-
-
-@pytest.fixture
-def slurm(tmp_path: Path) -> dict[str, Any]:
-    """Options of `started`: a copy of the script, as SLURM makes one, and SLURM's environment variables."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    copy = shutil.copy(SCRIPT, tmp_path / "slurm_script")
-    return {
-        "command": ("bash", str(copy)),
-        "folder": tmp_path,
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "PYTHON": sys.executable,
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "SLURM_JOB_ID": str(1000 + os.getpid() % 9000),
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SCONTROL_LOG": str(tmp_path / "scontrol.log"),
-    }
-
-
-def test_trains_on_two_machines(slurm: dict[str, Any], tmp_path: Path) -> None:
-    with started(*FLAGS, into(tmp_path / "out"), "--training.steps=3", **slurm) as run:
-        status, output = run.finish()
-    assert status == 0, output
-    assert "FSDP 2" in output
-    assert last_step(tmp_path / "out") == 3
-    assert not (tmp_path / "scontrol.log").exists()
-
-
-@pytest.mark.full
-def test_is_queued_again_when_the_machines_are_taken_away(slurm: dict[str, Any], tmp_path: Path) -> None:
-    saving = ("--checkpoint.enable_checkpoint", "--training.steps=100000")
-    with started(*FLAGS, into(tmp_path / "out"), *saving, **slurm) as run:
-        run.wait_until(lambda: last_step(tmp_path / "out") >= 2)
-        os.kill(run.process.pid, signal.SIGUSR1)  # to the script only
-        _, output = run.finish()
-        deadline = time.monotonic() + 30
-        while run.pids() and time.monotonic() < deadline:  # a process may be exiting
-            time.sleep(0.05)
-        assert run.pids() == []
-    assert (tmp_path / "scontrol.log").read_text() == f"requeue {slurm['SLURM_JOB_ID']}\n", output
-    step = last_step(tmp_path / "out")
-    assert f"stopped by SIGUSR1 after step {step}; its checkpoint is saved" in output
-    assert checkpoint_steps(tmp_path / "out") == [step]
-
-
-@pytest.mark.full
-def test_reports_a_failure(slurm: dict[str, Any], tmp_path: Path) -> None:
-    with started(*FLAGS, into(tmp_path / "out"), "--training.seq_len=0", **slurm) as run:
-        status, output = run.finish()
-    assert status == 2, output
-    assert "training.seq_len" in output
-    assert not (tmp_path / "scontrol.log").exists()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +29,7 @@ def test_reports_a_failure(slurm: dict[str, Any], tmp_path: Path) -> None:
 )
 def test_tasks_that_would_each_be_a_run_are_refused(tasks: dict[str, str], tmp_path: Path) -> None:
     launcher = ("-m", "torchtitan.launch") if "NGPU" in tasks else ()
-    done = python(*launcher, "train.py", *FLAGS, into(tmp_path / "out"), **tasks)
+    done = python(*launcher, "train.py", *TINY, into(tmp_path / "out"), **tasks)
     output = done.stdout + done.stderr
     assert done.returncode == 2, output
     assert output.count("Error:") == 1 and "this is one of 2 tasks" in output and "./run_train.sh" in output

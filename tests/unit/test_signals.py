@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from runs import ROOT
@@ -36,6 +37,7 @@ for seconds in (5, 0.3):
 stop.progress.begins(); native_call()
 """
 VALIDATION = "stop.progress.begins(); stop.progress.ends(); native_call()"
+FAILED = "stop.failed = 2; native_call()"  # as a rank that leaves it to rank 0 to report an error
 LAST_WORDS = """
 import atexit
 signals.ignore_stop_signals()
@@ -90,11 +92,16 @@ def ready(script: str, before: Callable[[], object] | None = None) -> Iterator[s
         (FIRST_STEP, signal.SIGTERM, 0, "Stopped by SIGTERM before the first step finished"),
         (THIRD_STEP, signal.SIGINT, 130, "Stopped by SIGINT during a step that does not end"),
         (THIRD_STEP, signal.SIGUSR1, 128 + signal.SIGUSR1, "during a step that does not end"),
+        (FAILED, signal.SIGTERM, 2, "Stopped by SIGTERM"),
         (LAST_WORDS, signal.SIGINT, 0, ""),
         (LAST_WORDS, signal.SIGTERM, 0, ""),  # everything is saved, and the interpreter is exiting
     ],
 )
-def test_a_long_native_call_does_not_keep_a_signal(script: str, number: int, status: int, words: str) -> None:
+def test_a_long_native_call_does_not_keep_a_signal(
+    script: str, number: int, status: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "stopped"
+    monkeypatch.setenv("TORCHTITAN_STOPPED", str(mark))
     with ready(script) as process:
         started = time.monotonic()
         process.send_signal(number)
@@ -102,9 +109,9 @@ def test_a_long_native_call_does_not_keep_a_signal(script: str, number: int, sta
         assert process.returncode == status
         assert words in output
         assert "Traceback" not in output
-        if (
-            status not in (0, 130) or "does not end" in words
-        ):  # the grace period, plus the time of a step except the first
+        given_up = "first step finished" in words or "does not end" in words
+        assert (mark.read_text() if mark.exists() else "") == ("0\n" if given_up else "")
+        if script == THIRD_STEP:  # the grace period, plus the time of a step except the first
             assert time.monotonic() - started > 0.7
 
 

@@ -35,39 +35,40 @@ def rank_process() -> Iterator[Stop]:
         yield stop
         ignore_stop_signals()
     except Exception as error:
-        stop.failed = True
-        exit_now(_report(error, stop))
+        stop.failed = _status_of(error, stop)
+        _report(error, stop)
+        exit_now(stop.failed)
 
 
-def _report(error: Exception, stop: Stop) -> int:
-    """Prints what went wrong. Returns the exit status: on 1 torchrun restarts the processes while restarts are left; on
-    EXIT_STATUS it gives up."""
+def _report(error: Exception, stop: Stop) -> None:
+    """Prints what went wrong."""
     prefix = f"[rank {RANK}] " if WORLD_SIZE > 1 else ""
     if isinstance(error, UserError):
         if RANK > 0:  # usually every rank has the same error: let rank 0 report it and end the others
             if stop.requested:
-                return EXIT_STATUS
+                return
             time.sleep(PATIENCE)
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         print("\n".join(f"{prefix if RANK else ''}Error: {problem}" for problem in problems), file=sys.stderr)
-        return _status_of(error, stop)
+        return
     # The signal that asked this rank to stop may have ended another rank, or a process of the compiler, already.
     if stop.requested and (isinstance(error, LostRankError) or not stop.has_trained):
         stop.give_up()
     if isinstance(error, LostRankError):
         print(f"{prefix}Error: {error}", file=sys.stderr)
-        return 1
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+    elif isinstance(error, OSError) and error.errno in DISK_ERRORS:
         print(f"{prefix}Error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)
-        return _status_of(error, stop)
-    print("".join(f"{prefix}{line}\n" for line in traceback.format_exc().splitlines()), file=sys.stderr, end="")
-    return 1
+    else:
+        print("".join(f"{prefix}{line}\n" for line in traceback.format_exc().splitlines()), file=sys.stderr, end="")
 
 
 def _status_of(error: Exception, stop: Stop) -> int:
-    """A restart cannot fix a user error. But data or files that were readable earlier in this run may be unavailable
-    only temporarily."""
+    """On 1 torchrun restarts the processes while restarts are left; on EXIT_STATUS it gives up: a restart cannot fix a
+    user error. But data or files that were readable earlier in this run may be unavailable only temporarily."""
+    if not isinstance(error, UserError) and not (isinstance(error, OSError) and error.errno in DISK_ERRORS):
+        return 1
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     started_again = STARTED_AGAIN in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     environmental = any(isinstance(cause, DataError | OSError) for cause in (error, error.__cause__, error.__context__))
-    return 1 if restarts and environmental and (stop.has_trained or started_again) else EXIT_STATUS
+    temporary = environmental and not stop.requested and (stop.has_trained or started_again)
+    return 1 if restarts and temporary else EXIT_STATUS

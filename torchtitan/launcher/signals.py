@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +26,8 @@ STOP_SIGNALS = (
 )
 # Environment variables that a launcher sets for its processes: its process id, and that this start is a restart.
 LAUNCHER, STARTED_AGAIN = "TORCHTITAN_LAUNCHER", "TORCHTITAN_STARTED_AGAIN"
+# A file in which a run that was stopped before its end leaves the step that it resumes from: whether to start it again.
+STOPPED = "TORCHTITAN_STOPPED"
 STARTER = "TORCHTITAN_STARTER"  # process id of a program that has started a launcher to train in its name
 GIVEN_UP = signal.SIGUSR2  # to the launcher, from a rank that was asked to stop before it could tell the others
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
@@ -48,7 +51,7 @@ class Stop:
         unready: whether a rank said in the last agreement that it is not ready to go on.
         group: gloo's, to agree in.
         progress: the trainer reports to it when steps begin and end.
-        failed: set it if the process is about to exit anyway; a signal then ends it at once.
+        failed: exit status, if the process is about to exit anyway: a signal ends it at once, with that status; else 0.
         step_on_disk: returns the step of the newest checkpoint, or None; it is None itself until that is known.
     """
 
@@ -58,7 +61,7 @@ class Stop:
         self.agreed_on = 0
         self.unready = False
         self.progress = Progress()
-        self.failed = False
+        self.failed = 0
         self.step_on_disk: Callable[[], int | None] | None = None
         self._first_signal: float | None = None
         self.group: dist.ProcessGroup | None = None
@@ -85,7 +88,7 @@ class Stop:
         if self.failed or (number == signal.SIGINT and (again or not self.has_trained)):
             # Files are written atomically or flushed line by line, so there is nothing to finish.
             self._say(f"\nStopped by {signal.Signals(number).name}. {self.on_disk}")
-            exit_now(INTERRUPTED)
+            exit_now(INTERRUPTED if number == signal.SIGINT else self.failed)
         self._first_signal = self._first_signal or now
         self.request(number)
 
@@ -114,6 +117,7 @@ class Stop:
 
     def give_up(self) -> None:
         """Exits without saving."""
+        with_timeout(OUTPUT, self.mark)
         if not self.has_trained:
             self._say(f"Stopped by {self.name} before the first step finished. Run the same command to start again.")
             if self.group is None and os.environ.get(LAUNCHER) == str(os.getppid()):
@@ -121,6 +125,11 @@ class Stop:
             exit_now(0)
         self._say(f"Stopped by {self.name} during a step that does not end, so nothing is saved. {self.on_disk}")
         exit_now(128 + self.requested)
+
+    def mark(self) -> None:
+        """Leaves word that the run is not finished (`STOPPED`). Raises an OSError if it cannot."""
+        if self.rank == 0:
+            _mark_stopped(self.step_on_disk() if self.step_on_disk else None)
 
     def _say(self, message: str) -> None:
         if self.rank == 0:
@@ -207,9 +216,15 @@ def _when_gone(process: int, act: Callable[[], object]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _mark_stopped(step: int | None) -> None:
+    if STOPPED in os.environ:
+        Path(os.environ[STOPPED]).write_text(f"{step or 0}\n")
+
+
 def exit_before_start(number: int) -> None:
     """Ends a launcher whose processes have not started: there is nothing to save."""
     with contextlib.suppress(OSError):  # runs in a signal handler, which may have interrupted a print
+        _mark_stopped(None)
         os.write(2, f"Stopped by {signal.Signals(number).name} before the run started.\n".encode())
     os._exit(INTERRUPTED if number == signal.SIGINT else 0)
 

@@ -454,6 +454,7 @@ class Trainer:
             )
         else:
             logger.info(f"{stopped} before the first step finished; run the same command to start again")
+        self.stop.mark()
 
     @contextlib.contextmanager
     def _instruments(self, checked_steps: set[int]) -> Iterator[Callable[[int], None]]:
