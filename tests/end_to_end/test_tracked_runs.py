@@ -27,7 +27,9 @@ LAST = 1000  # steps that the first start does not reach
 def records(file: Path) -> Iterator[Any]:
     """The records of a .wandb file: LevelDB's log format (https://github.com/google/leveldb/blob/main/doc/log_format.md)
     after a header of 7 bytes, as far as it was written."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto import wandb_internal_pb2
+
+    Record: Any = vars(wandb_internal_pb2)["Record"]  # made at run time
 
     data, position, whole = file.read_bytes(), 7, b""
     while position + 7 <= len(data):
@@ -77,7 +79,8 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
     }
 
     def start(steps: int) -> Any:
-        return started(*flags, f"--training.steps={steps}", processes=None, folder=working, **variables)
+        flag = f"--training.steps={steps}"
+        return started(*flags, flag, processes=None, folder=working, fresh=True, **variables)
 
     def is_far_enough() -> bool:
         """Whether checkpoints are behind what the trackers have, so that a resume repeats steps."""
