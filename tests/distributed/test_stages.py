@@ -2,11 +2,13 @@
 processes."""
 
 import json
+import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
-from runs import TINY, assert_equal_bit_for_bit, into, lines_of, losses, tensors_of, train, train_here
+from runs import TINY, assert_equal_bit_for_bit, into, lines_of, losses, started, tensors_of, train, train_here
 
 STAGES = """
 [training]
@@ -94,3 +96,27 @@ def test_two_processes_read_the_same_data(whole: Path, file: str, tmp_path: Path
     assert rows_of(tmp_path) == rows_of(whole) and len(rows_of(whole)) == LAST
     alone, together = losses(whole), losses(tmp_path)
     assert [together[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
+def test_kills_at_any_moment_change_nothing(processes: int, file: str, tmp_path: Path) -> None:
+    """Six each: in a start, a step, a save, or where a stage begins."""
+    flags, moments = (*BASE, file), random.Random(processes)
+    train(*flags, into(tmp_path / "whole"), processes=processes)
+    folder, kills = tmp_path / "killed", 0
+    while kills < 6:
+        with started(*flags, into(folder), processes=processes) as run:
+            first = len(losses(folder)) if (folder / "metrics.jsonl").exists() else 0
+            run.wait_until(
+                lambda first=first: (folder / "checkpoint" / f"step-{first + 1}").exists() or first >= LAST - 1
+            )
+            time.sleep(moments.uniform(0, 0.3))
+            kills += run.process.poll() is None
+            run.kill()
+        if first >= LAST - 1:
+            break
+    train(*flags, into(folder), processes=processes)
+    assert kills >= 3
+    assert losses(folder) == losses(tmp_path / "whole")
+    assert_equal_bit_for_bit(tensors_of(folder, LAST), tensors_of(tmp_path / "whole", LAST))

@@ -169,7 +169,7 @@ def test_processes_do_not_outlive_the_launcher(tmp_path: Path) -> None:
     temporary.mkdir()
     with started(*ENDLESS, into(tmp_path), processes=2, TMPDIR=str(temporary)) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
-        run.process.kill()
+        os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait()
         assert_none_left(run)
     assert not list(temporary.glob("torchelastic_*"))

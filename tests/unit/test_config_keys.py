@@ -218,7 +218,7 @@ WRONG = [  # key, value in TOML, the expectation that the message must state
     ("training.steps", 5.5, "an integer above 0"),
     ("training.steps", True, "an integer above 0"),
     ("training.seq_len", -1, "an integer above 0"),
-    ("training.global_batch_size", 0, "-1 or an integer above 0"),
+    ("training.global_batch_size", 0, '-1, an integer above 0, or sizes and where they begin, such as "64@0, 128@2B"'),
     ("parallelism.data_parallel_shard_degree", -2, "-1 or an integer above 0"),
     ("checkpoint.load_step", -2, "-1 or a step"),
     ("optimizer.muon_coefficients", [1.0, 2.0], "a list of 3 finite numbers"),

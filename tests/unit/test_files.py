@@ -91,7 +91,7 @@ def test_a_uri_that_nothing_here_can_read_is_refused() -> None:
 
 def test_the_extra_that_reads_a_uri_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(PathError, match=r"run `pip install 'torchtitan\[gcs\]'`"):
+    with pytest.raises(PathError, match=r"run `pip install 'torchtitan-toml\[gcs\]'`"):
         any_path("GS://bucket/run")
 
 

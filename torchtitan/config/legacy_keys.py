@@ -348,7 +348,6 @@ SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
 }
 
 LEGACY_KEYS: Mapping[str, LegacyKey] = {
-    "precision.converters": renamed("model.converters"),  # beside [[precision.phase]] converters
     **UNTIL_MARCH_2025,
     **SINCE_AUTUMN_2025,
     "job.use_for_integration_test": without_effect("it is for torchtitan's own tests"),

@@ -107,6 +107,7 @@ class ValueChecks:
             title = f"{where.removesuffix(key)}{heading(key)} {number}: "
             checked: Values = {}
             for name, value in leaves(table, known).items():
+                name = "model.converters" if name == "precision.converters" else name  # as in a precision phase
                 if name in known:
                     self._check(checked, name, known[name], value, True, title + name)
                 elif has_sections and name in LEGACY_KEYS and not LEGACY_KEYS[name].late:
