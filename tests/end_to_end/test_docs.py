@@ -32,6 +32,7 @@ CONSOLES = {
 # What each of these stands for is less work. A flag of the command itself comes later, and wins.
 TINY = "--training.seq_len=64"
 SMALLER = {
+    "stages.toml ./run_train.sh": "stages.toml ./run_train.sh --training.steps=6",
     "./run_train.sh": f"./run_train.sh --training.steps=2 {TINY} --evaluation.limit=2 --validation.steps=1",
     "numerics_report.py --output numerics": f"numerics_report.py --output numerics --steps 2 {TINY}",
     "training.steps=100 ": "training.steps=2 --widths 32,64 --rates 1e-3,2e-3 ",

@@ -278,7 +278,9 @@ def test_mistakes_end_a_run_before_it_trains(tmp_path: Path) -> None:
 
 def test_lm_eval_that_is_not_installed(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match=r"evaluation\.tasks: lm_eval:piqa needs lm_eval, .* 'torchtitan-toml\[lm_eval\]'"):
+    with pytest.raises(
+        UserError, match=r"evaluation\.tasks: lm_eval:piqa needs lm_eval, .* 'torchtitan-toml\[lm_eval\]'"
+    ):
         find_tasks(Evaluation(tasks=["lm_eval:piqa"]))
 
 
