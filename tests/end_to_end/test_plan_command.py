@@ -122,7 +122,7 @@ def test_a_plan_of_a_cpu_counts_8_bit_products(converter: str, tmp_path: Path) -
 def test_a_plan_of_stages_names_the_one_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "stages.toml"
     file.write_text(
-        "[[stage]]\nname = 'small'\nuntil = 5\n[[stage]]\nname = 'large'\ntraining.local_batch_size = 100000\n"
+        "[[stage]]\nname = 'small'\nuntil = 5\n[[stage]]\nname = 'large'\ntraining.local_batch_size = 1000000\n"
     )
     flags = ("--training.steps=10", "--job.simulate_device=H100", "--job.simulate_world_size=1", PLAN, into(tmp_path))
     with pytest.raises(ConfigError, match=r"^stage large does not fit into memory\.$"):
