@@ -86,6 +86,9 @@ def add_everything(folder: Path) -> Path:
     (folder / "numerics.json").write_text(json.dumps(numerics))
     samples = [{"step": step, "prompt": "def f(", "text": f"x): # {step}"} for step in (30, 60)]
     write_lines(folder / "samples.jsonl", samples)
+    with (folder / "events.jsonl").open("a") as file:
+        for step, name, size in ((1, "stage <b>", 8), (41, "", 16)):
+            file.write(json.dumps({"step": step, "event": "stage", "name": name, "batch_size": size}) + "\n")
     return folder
 
 

@@ -117,3 +117,15 @@ def test_several_processes_make_no_plan(tmp_path: Path) -> None:
 def test_a_plan_of_a_cpu_counts_8_bit_products(converter: str, tmp_path: Path) -> None:
     train_here(*TINY, f"--model.converters={converter}", PLAN, into(tmp_path))
     assert json.loads((tmp_path / "plan.json").read_text())["ranks"][0]["flops_8bit"] > 0
+
+
+def test_a_plan_of_stages_names_the_one_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "stages.toml"
+    file.write_text(
+        "[[stage]]\nname = 'small'\nuntil = 5\n[[stage]]\nname = 'large'\ntraining.local_batch_size = 1000000\n"
+    )
+    flags = ("--training.steps=10", "--job.simulate_device=H100", "--job.simulate_world_size=1", PLAN, into(tmp_path))
+    with pytest.raises(ConfigError, match=r"^stage large does not fit into memory\.$"):
+        train_here(*TINY, *flags, f"--job.config_file={file}")
+    table = "".join(capsys.readouterr()).partition("stages of the run")[2]
+    assert [line.split()[1] for line in table.splitlines() if line.startswith("stage ")][-2:] == ["small", "large"]

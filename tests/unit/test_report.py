@@ -177,6 +177,7 @@ def test_everything_a_run_has_left_is_there(tmp_path: Path) -> None:
     assert text.index("x): # 60") < text.index("x): # 30")
     assert data["checkpoints"] == [30, 60]
     assert [start["step"] for start in data["starts"]] == [0, 30]
+    assert data["stages"] == [{"step": 1, "name": "stage <b>"}, {"step": 41, "name": "batches of 16"}]
     assert [(phase["name"], phase["from"], phase["to"]) for phase in data["phases"]] == [
         ("float8 rowwise", 0, 40),
         ("bf16", 40, 60),

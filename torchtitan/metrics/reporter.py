@@ -323,8 +323,8 @@ class MetricsReporter(Hook):
             f"memory {(record['peak_memory_bytes'] or 0) / 2**30:.2f} GiB{'' if share is None else f' ({share:.0%})'}",
             f"data wait {record['data_wait_share']:.1%}",
         ]
-        if "precision_phase" in record:
-            parts.append(f"phase {record['precision_phase']}")
+        if "stage" in record:
+            parts.append(f"stage {record['stage']}")
         if "padding_share" in record:
             parts.append(f"padding {record['padding_share']:.1%}, {record['cut_share']:.1%} of documents cut")
         if "expert_load_max" in record:

@@ -124,6 +124,7 @@ function marksOf(line) {
   const kinds = [
     { name: "checkpoints", symbol: "diamond", color: "--accent", steps: (run) => run.checkpoints.map((step) => [step, `checkpoint after step ${step.toLocaleString("en")}`]) },
     { name: "restarts", symbol: "triangle-right", color: "--c1", steps: (run) => run.starts.slice(1).map((start) => [start.step, start.title]) },
+    { name: "stages", symbol: "line-ns-open", color: "--c2", steps: (run) => run.stages.map(({ step, name }) => [step, `${name} from step ${step.toLocaleString("en")} on`]) },
     { name: "busy", symbol: "circle", color: "--c3", steps: (run) => run.busy.map((step) => [step, `machine busy in step ${step.toLocaleString("en")}`]) },
     { name: "skipped", symbol: "x", color: "--c6", steps: (run) => run.skipped.map((step) => [step, `update of step ${step.toLocaleString("en")} skipped`]) },
     { name: "not finite", symbol: "cross", color: "--c6", steps: (run) => run.not_finite.map((step) => [step, `loss of step ${step.toLocaleString("en")} not finite`]) },
@@ -177,7 +178,7 @@ function stripShapes(rows) {
   return { shapes, annotations };
 }
 
-// Restarts and phases of the one line, through a whole chart.
+// Restarts, stages and phases of the one line, through a whole chart.
 function background() {
   if (!SINGLE) return [];
   const line = lines[0];
@@ -185,7 +186,15 @@ function background() {
   const tints = phasesOf(line).filter((phase) => phase.low).map((phase) => (
     { ...upright, type: "rect", x0: phase.from * scaleX(phase.run), x1: phase.to * scaleX(phase.run), fillcolor: css("--tint"), line: { width: 0 } }));
   const restarts = line.members.flatMap((index) => runs[index].starts.slice(1).map((start) => start.step * scaleX(runs[index])));
-  return [...tints, ...restarts.map((x) => ({ ...upright, type: "line", x0: x, x1: x, line: { width: 1, dash: "dot", color: css("--c1") } }))];
+  const stages = line.members.flatMap((index) => runs[index].stages.map(({ step, name }) => ({ x: step * scaleX(runs[index]), name })));
+  return [
+    ...tints,
+    ...restarts.map((x) => ({ ...upright, type: "line", x0: x, x1: x, line: { width: 1, dash: "dot", color: css("--c1") } })),
+    ...stages.map(({ x, name }) => ({
+      ...upright, type: "line", x0: x, x1: x, line: { width: 1, color: css("--c2") },
+      label: { text: plain(name), textangle: 0, textposition: "end", xanchor: "left", yanchor: "top", font: { size: 10, color: css("--quiet") } },
+    })),
+  ];
 }
 
 function layoutOf(chart, rows) {

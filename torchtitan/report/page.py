@@ -91,6 +91,7 @@ def _data(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any
                 "last_step": run.last_step,
                 "series": {key: downsample(run.series[key], points) for key in CURVES if key in run.series},
                 "starts": _thinned([{"step": start["step"], "title": _start(start)} for start in run.starts]),
+                "stages": _thinned([{"step": event["step"], "name": _stage(event)} for event in run.stages]),
                 "checkpoints": _thinned([event["step"] for event in run.checkpoints]),
                 "busy": _thinned([event["step"] for event in run.busy]),
                 "skipped": _thinned(run.skipped),
@@ -126,6 +127,10 @@ def _start(start: Mapping[str, Any]) -> str:
     if isinstance(processes, int):
         where += f", {counted(processes, 'process')}"
     return "; ".join([where, *_changes(start)])
+
+
+def _stage(event: Mapping[str, Any]) -> str:
+    return shown(event.get("name") or f"batches of {shown(event.get('batch_size', UNKNOWN))}")
 
 
 def _changes(start: Mapping[str, Any]) -> list[str]:

@@ -60,7 +60,7 @@ class Run:
     Attributes:
         name: short, and unique within a report.
         series: by key of metrics.jsonl.
-        starts, checkpoints: from events.jsonl, in order; each has `step`.
+        starts, checkpoints, stages: from events.jsonl, in order; each has `step`.
         busy: from events.jsonl: when other processes kept the run's threads waiting for a core.
         skipped: steps whose updates were skipped.
         config: None if unknown.
@@ -74,6 +74,7 @@ class Run:
     starts: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     busy: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     config: Values | None = None
     phases: list[dict[str, Any]] = field(default_factory=list)
@@ -177,6 +178,7 @@ def _read_events(run: Run) -> None:
         events = [event for event in _lines(run, "events.jsonl") if step_of(event) is not None]
         run.starts = [event for event in events if event.get("event") == "start"]
         run.checkpoints = [event for event in events if event.get("event") == "checkpoint"]
+        run.stages = [event for event in events if event.get("event") == "stage"]
         run.busy = [event for event in events if event.get("event") == "busy"]
         if run.busy:
             run.notes.append(

@@ -192,6 +192,8 @@ class Trainer:
         lr *= factor_on_learning_rate(self.hooks, self.stop.group)
         loss, grad_norm = train_step(self.engine, microbatches, lr, self.guard.should_skip, self.step)
         self.tokens_seen += self.tokens_per_step
+        if len(self.stages) > 1 and self.step == self.stage.first_step:  # a resume from the step before replaces it
+            self.folder.record_event(self.step, "stage", name=self.stage.title, batch_size=self.global_batch_size)
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
         experts = self._expert_metrics() if reporter.due(self.step) else None
         tokens, of_data = 1, dict[str, float]()
@@ -269,8 +271,6 @@ class Trainer:
         if converters_of(former) == converters_of(self.config):  # otherwise their state begins again
             load_converter_state(self.engine, of_converters, scale)
         logger.info(f"after step {self.step}: {self.stage.title or 'the next batch size'} begins")
-        if self.has_begun:
-            self.folder.record_event(self.step, "stage", name=self.stage.title)
 
     def _build(self, stage: Stage) -> None:
         """Builds what a stage trains with in place of what is there; weights and optimizer state stay."""

@@ -1,0 +1,126 @@
+"""[[stage]]: what files and flags mean, and one sentence for each mistake, before step 1."""
+
+from pathlib import Path
+
+import pytest
+from runs import TINY, into, train_here
+
+from torchtitan.checks.config_checks import check
+from torchtitan.config import ConfigManager, JobConfig, to_toml
+from torchtitan.engine.stages import parse_stages
+from torchtitan.errors import ConfigError, UserError
+
+STAGES = """
+[training]
+global_batch_size = "4@0, 8@6, 4@7"
+local_batch_size = 2
+seq_len = 64
+steps = 10
+[lr_scheduler]
+warmup_steps = 2
+decay_ratio = 0.0
+[[stage]]
+name = "stable"
+until = 0.3
+[[stage]]
+name = "long"
+until = "3.5K"
+training.seq_len = 128
+[[stage]]
+name = "anneal"
+lr_scheduler.warmup_steps = 0
+lr_scheduler.decay_ratio = 1.0
+"""
+
+
+def parse(folder: Path, text: str, *flags: str) -> JobConfig:
+    (folder / "run.toml").write_text(text)
+    return ConfigManager().parse_args([f"--job.config_file={folder / 'run.toml'}", *flags])
+
+
+def steps_of(config: JobConfig) -> list[tuple[str, int, int | str, int]]:
+    return [
+        (stage.title, stage.last_step, stage.config.training.global_batch_size, stage.config.training.seq_len)
+        for stage in parse_stages(config)
+    ]
+
+
+def test_fractions_tokens_and_sizes_of_batches(tmp_path: Path) -> None:
+    stages = parse_stages(parse(tmp_path, STAGES))
+    # 3 x 256 tokens, 3 x 512, 1024, and 512 for the rest of 3500
+    assert steps_of(parse(tmp_path, STAGES)) == [
+        ("stage stable", 3, 4, 64),
+        ("stage long", 6, 4, 128),
+        ("stage long", 7, 8, 128),
+        ("stage long", 8, 4, 128),
+        ("stage anneal", 10, 4, 64),
+    ]
+    assert [stage.at_end for stage in stages] == [True, False, False, True, True]
+    rates = [stage.learning_rate(step) / stage.config.optimizer.lr for stage, step in ((stages[0], 1), (stages[1], 4))]
+    assert rates == [0.5, 1.0]
+    assert [stages[-1].learning_rate(step) for step in (9, 10)] == pytest.approx([8e-4, 4e-4])
+
+
+def test_flags_by_the_name_of_a_stage(tmp_path: Path) -> None:
+    config = parse(
+        tmp_path, STAGES, "--stage.long.until=6", "--stage.anneal.training.seq_len=32", "--training.seq_len=16"
+    )
+    assert steps_of(config)[:2] == [("stage stable", 3, 4, 16), ("stage long", 6, 4, 128)]
+    assert {stage.config.training.seq_len for stage in parse_stages(config) if stage.number == 3} == {32}
+
+
+def test_the_resolved_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
+    config = parse(tmp_path, STAGES)
+    again = parse(tmp_path, to_toml(config))
+    assert again == config and len(again.stage.entries) == 3
+
+
+TWO = "[training]\nsteps = 10\n[[stage]]\nname = 'a'\nuntil = {}\n{}\n[[stage]]\nname = 'b'\n{}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            TWO.format(5, "", "until = 3") + "[[stage]]\nname = 'c'",
+            "stage b: it ends at step 5 of 10, but the one before it ends at step 5",
+        ),
+        (TWO.format(12, "", ""), "stage a: it ends at step 12, after training.steps = 10"),
+        (TWO.format(5, "", "until = 8"), "stage b: the last one ends at step 8 of 10"),
+        (TWO.format("'none'", "", ""), "stage a: it has no end; set until"),
+        (TWO.format(5, "training.seed = 3", ""), "stage a: training.seed cannot change within a run; remove it"),
+        (TWO.format(5, "training.seq_lem = 3", ""), "[[stage]] 1: unknown key training.seq_lem (did you mean"),
+        (TWO.format(5, "", "").replace("'b'", "'a'"), "stage a: the name a is another stage's"),
+        (TWO.format(5, "", "") + "[[precision.phase]]", "[[stage]] and [[precision.phase]] exclude each other"),
+        (TWO.format("2.0", "", ""), "[[stage]] 1: until must be a step, a fraction of training.steps"),
+        (
+            TWO.format(5, "", "").replace("steps = 10", "steps = 10\nglobal_batch_size = '4@2'"),
+            "global_batch_size must be",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_stages(parse(tmp_path, text))
+    assert message in error.value.problems[0]
+
+
+def test_a_flag_for_no_stage(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown flag --stage\.anneel\.training\.seq_len"):
+        parse(tmp_path, STAGES, "--stage.anneel.training.seq_len=32")
+
+
+def test_a_batch_that_the_ranks_do_not_divide(tmp_path: Path) -> None:
+    text = TWO.format(5, "", "training.global_batch_size = 6").replace("steps = 10", "steps = 10\nlocal_batch_size = 2")
+    with pytest.raises(ConfigError) as error:
+        check(parse(tmp_path, text, into(tmp_path)), 2, "cpu")
+    assert len(error.value.problems) == 1 and error.value.problems[0].startswith("stage b: training.global_batch_size")
+
+
+def test_data_of_a_later_stage_are_opened_before_step_1(tmp_path: Path) -> None:
+    (tmp_path / "few.jsonl").write_text('{"text": "one document"}\n')
+    data = f"training.dataset_mixture = ['{tmp_path / 'few.jsonl'}:1']"
+    (tmp_path / "run.toml").write_text(TWO.format(5, "", data))
+    with pytest.raises(UserError, match=r"few\.jsonl"):
+        train_here(*TINY, into(tmp_path / "dump"), f"--job.config_file={tmp_path / 'run.toml'}")
+    assert not (tmp_path / "dump" / "metrics.jsonl").exists()
