@@ -83,7 +83,7 @@ TWO = "[training]\nsteps = 10\n[[stage]]\nname = 'a'\nuntil = {}\n{}\n[[stage]]\
     [
         (
             TWO.format(5, "", "until = 3") + "[[stage]]\nname = 'c'",
-            "stage b: it ends at step 5 of 10, but the one before it ends at step 5",
+            "stage b: it ends at step 3 of 10, but the one before it ends at step 5",
         ),
         (TWO.format(12, "", ""), "stage a: it ends at step 12, after training.steps = 10"),
         (TWO.format(5, "", "until = 8"), "stage b: the last one ends at step 8 of 10"),

@@ -145,12 +145,12 @@ def _parts(
             return step + math.ceil((tokens_in(end) - tokens) / per_step)
         return round(end * total) if isinstance(end, float) else end
 
-    begin = step
+    begin = asked = step
     for place, (size, _) in enumerate(sizes):
         last = max(total, begin + entry.may_exceed) if entry.until is None else step_at(entry.until, size)
         if place + 1 < len(sizes):
             last = min(last, step_at(sizes[place + 1][1], size))
-        last = max(last, step)  # begun before this entry
+        asked, last = last, max(last, step)  # that size begins before this entry
         tokens += (last - step) * (training.local_batch_size * dp if size == -1 else size) * training.seq_len
         yield last, size, tokens
         step = last
@@ -163,7 +163,7 @@ def _parts(
         problems.append(f"{title}it ends at step {step}, after training.steps = {total}; lower until, or raise that.")
     elif step <= begin and (entry.title or step == 0):
         problems.append(
-            f"{title}it ends at step {step} of {total}, but the one before it ends at step {begin}; raise its until, "
+            f"{title}it ends at step {asked} of {total}, but the one before it ends at step {begin}; raise its until, "
             "since each needs at least one step."
         )
 
