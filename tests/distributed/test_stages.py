@@ -98,6 +98,19 @@ def test_two_processes_read_the_same_data(whole: Path, file: str, tmp_path: Path
     assert [together[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-3)
 
 
+@pytest.mark.parametrize("optimizer", ["Muon", "AdamW8bit"])
+def test_every_state_goes_on(optimizer: str, file: str, tmp_path: Path) -> None:
+    """A start in the middle of a stage hands moments and averages on once more than a run that is not stopped."""
+    flags = (*BASE, file, f"--optimizer.name={optimizer}", "--optimizer.ema_decay=0.9", "--training.steps=9")
+    train_here(*flags, into(tmp_path / "whole"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    for step in range(6, 10):
+        shutil.rmtree(tmp_path / "resumed" / "checkpoint" / f"step-{step}")
+    train_here(*flags, into(tmp_path / "resumed"))
+    assert losses(tmp_path / "whole") == losses(tmp_path / "resumed")
+    assert_equal_bit_for_bit(tensors_of(tmp_path / "whole", 9), tensors_of(tmp_path / "resumed", 9))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_kills_at_any_moment_change_nothing(processes: int, file: str, tmp_path: Path) -> None:

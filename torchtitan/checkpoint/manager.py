@@ -317,6 +317,7 @@ class CheckpointManager:
 
     # From stage to stage
 
+    @torch.no_grad()
     def take_state(self) -> dict[str, torch.Tensor]:
         """A copy in host memory of what this rank trains: its shards, by name. The manager lets go of the model and the
         optimizer, so that others can be built where they were."""
@@ -325,6 +326,7 @@ class CheckpointManager:
         del self.model, self.optimizer
         return copies
 
+    @torch.no_grad()
     def hand_on(
         self, state: Mapping[str, torch.Tensor], model: Decoder, optimizer: torch.optim.Optimizer, seq_len: int
     ) -> None:
