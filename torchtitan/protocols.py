@@ -78,7 +78,7 @@ class Hook:
     lr_factor: float = 1.0
 
     def on_start(self, run: Any) -> None:
-        """Before the first step of each start, after `load_state_dict`. May add hooks to modules."""
+        """Before the first step of each start and stage, after `load_state_dict`. May add hooks to modules."""
 
     def after_step(self, run: Any) -> Mapping[str, float] | None:
         """After each step, performed or skipped, and its report. Gradients are deleted by then. May set `lr_factor`;
