@@ -32,7 +32,7 @@ CONSOLES = {
 # What each of these stands for is less work. A flag of the command itself comes later, and wins.
 TINY = "--training.seq_len=64"
 SMALLER = {
-    "stages.toml ./run_train.sh": "stages.toml ./run_train.sh --training.steps=6",
+    "stages.toml ./run_train.sh": "stages.toml bash run_train.sh --training.steps=6",
     "./run_train.sh": f"./run_train.sh --training.steps=2 {TINY} --evaluation.limit=2 --validation.steps=1",
     "numerics_report.py --output numerics": f"numerics_report.py --output numerics --steps 2 {TINY}",
     "training.steps=100 ": "training.steps=2 --widths 32,64 --rates 1e-3,2e-3 ",
@@ -150,6 +150,7 @@ def installed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 def test_from_training_to_transformers_with_the_wheel_in_another_folder(
     installed: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -163,7 +164,7 @@ def test_from_training_to_transformers_with_the_wheel_in_another_folder(
 
     for command in (
         f"NGPU=2 CONFIG_FILE=debug_moe torchtitan-train --training.steps=2 {TINY} --job.dump_folder=two",
-        "NGPU=8 CONFIG_FILE=llama3_8b torchtitan-train --job.plan",
+        "NGPU=8 CONFIG_FILE=debug_model torchtitan-train --job.plan",
         "python -m torchtitan.explain --job.config_file=debug_model --model.converters=int8",
         f"NGPU=2 python -m torchtitan.check_layout --job.config_file=debug_model {TINY}",
         "python -m torchtitan.report two -o report.html",
