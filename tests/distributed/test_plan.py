@@ -18,6 +18,7 @@ from workers import on_ranks, once
 from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
+from torchtitan.engine.train_step import sum_over_ranks
 from torchtitan.models.moe import mixtures
 from torchtitan.optim.combined import parts_of
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
@@ -70,7 +71,7 @@ def train(rank: int, world_size: int, flags: list[str], port: int, folder: str) 
 
 def reported_step(trainer: Any, batches: Any) -> None:
     trainer.train_step(batches)
-    trainer._over_ranks(torch.zeros(()))
+    sum_over_ranks(trainer.engine, torch.zeros(()))
 
 
 def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torchtitan.device import Device
 from torchtitan.engine.conversion import conversion_target
 from torchtitan.engine.converter_hooks import after_optimizer_step
 from torchtitan.engine.engine import build_engine
-from torchtitan.engine.train_step import over_ranks, train_step
+from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.parallelize import dispatches
 from torchtitan.optim.combined import parts_of
@@ -219,7 +219,7 @@ class Simulation:
         """A step with reporting."""
         batches = _WatchedBatches(self._batch(), accumulation_steps, self._before_pass, self._after_pass)
         loss, _ = train_step(self.engine, batches, 0.0, self._should_skip)
-        over_ranks(self.engine, loss, [0.0, 0.0])  # of a report, with one source
+        sum_over_ranks(self.engine, loss)  # a report adds a few numbers of each rank to it
 
     def _should_skip(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, saturated: torch.Tensor | None, ids: list[str]
