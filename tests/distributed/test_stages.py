@@ -5,10 +5,15 @@ import json
 import random
 import shutil
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import TINY, assert_equal_bit_for_bit, into, lines_of, losses, started, tensors_of, train, train_here
+
+from torchtitan.engine.stages import Stage
+from torchtitan.run.build_stage import StageBuilder, StageParts
 
 STAGES = """
 [training]
@@ -98,6 +103,28 @@ def test_two_processes_read_the_same_data(whole: Path, file: str, tmp_path: Path
     assert [together[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-3)
 
 
+def test_no_model_is_kept_while_the_next_one_is_built(
+    whole: Path, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run, and in a resume, which builds the first stage before that of its step. A device holds one."""
+    models: list[weakref.ref[Any]] = []
+    kept: list[int] = []
+    build = StageBuilder.build
+
+    def watched(builder: StageBuilder, stage: Stage) -> StageParts:
+        kept.append(sum(model() is not None for model in models))
+        parts = build(builder, stage)
+        models.append(weakref.ref(parts.engine.model))
+        return parts
+
+    monkeypatch.setattr(StageBuilder, "build", watched)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for step in range(7, LAST + 1):
+        shutil.rmtree(tmp_path / "checkpoint" / f"step-{step}")
+    train_here(*BASE, file, into(tmp_path))
+    assert kept == [0] * 5  # the first stage, that of step 6, and three more
+
+
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamW8bit"])
 def test_every_state_goes_on(optimizer: str, file: str, tmp_path: Path) -> None:
     """A start in the middle of a stage hands moments and averages on once more than a run that is not stopped."""
@@ -114,7 +141,7 @@ def test_every_state_goes_on(optimizer: str, file: str, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_kills_at_any_moment_change_nothing(processes: int, file: str, tmp_path: Path) -> None:
-    """Six each: in a start, a step, a save, or where a stage begins."""
+    """Up to six each: in a start, a step, a save, or where a stage begins."""
     flags, moments = (*BASE, file), random.Random(processes)
     train(*flags, into(tmp_path / "whole"), processes=processes)
     folder, kills = tmp_path / "killed", 0

@@ -126,6 +126,7 @@ def build_trainer(
         dtype_reason=SLOW_BFLOAT16 if float32_instead else "",
     )
     closing.callback(lambda: trainer.loader.close())
+    del engine, loader, reports  # or a resume in a later stage would hold two models at a time
     trainer.load_checkpoint()
     stop.step_on_disk = lambda: checkpoints.step_on_disk
     return trainer
