@@ -135,7 +135,7 @@ def test_a_tracker_that_is_not_installed(
     keys: dict[str, Any], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=rf"metrics\.{key}: wandb .* `pip install 'torchtitan\[wandb\]'`"):
+    with pytest.raises(ConfigError, match=rf"metrics\.{key}: wandb .* `pip install 'torchtitan-toml\[wandb\]'`"):
         make(tmp_path, **keys)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from torchtitan.errors import ConfigError, counted
+from torchtitan.errors import ConfigError, counted, install
 from torchtitan.logging import Waiting, logger
 from torchtitan.metrics.writers import Value, Writer
 from torchtitan.registry import Registry
@@ -123,8 +123,7 @@ class Tracking:
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, ImportError):
-            install = f"`pip install 'torchtitan[{self.name}]'`, or `pip install -e '.[{self.name}]'` in a checkout"
-            error = ConfigError(f"{self.key}: {self.name} cannot be imported ({error}): run {install}.")
+            error = ConfigError(f"{self.key}: {self.name} cannot be imported ({error}): {install(self.name)}.")
         if isinstance(error, ConfigError) and not self.waited:
             self.refused = error
         elif self.failures == 0:
