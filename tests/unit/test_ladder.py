@@ -127,6 +127,7 @@ def test_width_and_depth_are_keys(tmp_path: Path) -> None:
         ("--sizes 0.3M,1M,3M --predict 10M", "3 constants need 3 sizes and 4 runs"),
         ("--sizes 0.3M,1M --tokens 1M,2M,3M,4M --predict 10M", "5 constants need 3 sizes, 3 numbers of tokens"),
         ("--sizes 1M,2M,3M,5M --predict 10M --model.name=qwen3_moe", "needs a dense model"),
+        ("--sizes 1M,2M,3M --predict 10M --training.global_batch_size=8@0,16@9", "trains each model in one stage"),
         ("--sizes 1M,2M,3M,5M --predict 10M --training.steps=0", "training.steps must be"),
     ],
 )

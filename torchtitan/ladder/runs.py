@@ -112,6 +112,10 @@ def choose_runs(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
     dims = find_dims(config.parallelism, processes, problems)
     if dims is None or problems:
         raise ConfigError(*problems)
+    if config.stage.entries or isinstance(config.training.global_batch_size, str):
+        raise ConfigError(
+            "A ladder trains each model in one stage: remove [[stage]], and set training.global_batch_size to a number."
+        )
     batch, folder = global_batch_size(config, dims), arguments.folder or Path(config.job.dump_folder)
     flag, listed = (
         ("--tokens", arguments.tokens)
