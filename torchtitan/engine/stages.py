@@ -126,6 +126,15 @@ def _algorithms(config: JobConfig) -> list[tuple[list[str], str]]:
     return [(group.parameters, group.algorithm) for group in config.optimizer.group if group.algorithm]
 
 
+def first_config(config: JobConfig) -> JobConfig:
+    """The configuration of the first stage, for a short run that reaches no other."""
+    entries = _phases(config) + _stages(config)
+    own = _config_of(entries[0].sections if entries else {}, config)
+    size = own.training.global_batch_size
+    first_size = batch_schedule(size)[0][0] if isinstance(size, str) else size
+    return replace(own, training=replace(own.training, global_batch_size=first_size))
+
+
 def stage_of(step: int, stages: Sequence[Stage]) -> Stage:
     """The stage of a step, from 1; the last one beyond the end of the run."""
     return next((stage for stage in stages if step <= stage.last_step), stages[-1])

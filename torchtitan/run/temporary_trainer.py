@@ -9,6 +9,7 @@ from torchtitan.checks.config_checks import check
 from torchtitan.config import JobConfig
 from torchtitan.config.output import Checkpoint
 from torchtitan.device import find_device
+from torchtitan.engine.stages import first_config
 from torchtitan.logging import Waiting
 from torchtitan.parallel.process_group import world_from_environment
 from torchtitan.run.build_trainer import build_trainer
@@ -18,11 +19,11 @@ from torchtitan.run.trainer import Trainer
 @contextlib.contextmanager
 def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
     """A trainer, whose dump folder is deleted afterwards. It starts at step 0 and saves no checkpoints:
-    `checkpoint.folder` may be that of a real run. Weights of `checkpoint.initial_load_path` are loaded. Nothing goes to
-    trackers."""
+    `checkpoint.folder` may be that of a real run. Weights of `checkpoint.initial_load_path` are loaded. Of a run with
+    stages it trains the first. Nothing goes to trackers."""
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(
-            config,
+            first_config(config),
             job=dataclasses.replace(config.job, dump_folder=folder),
             metrics=dataclasses.replace(config.metrics, trackers=[], enable_wandb=False),
             checkpoint=Checkpoint(initial_load_path=config.checkpoint.initial_load_path),
