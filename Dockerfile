@@ -13,9 +13,10 @@ SHELL ["/bin/bash", "-eo", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY constraints.txt /
-ARG TORCH_INDEX=https://pypi.org/simple
-# Alone, as it is by far the largest, and changes least. The other packages are not in its index.
-RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple -c /constraints.txt torch
+ARG TORCH_INDEX
+# Alone, as it is by far the largest, and changes least. Of two builds of a version, pip takes the one with a suffix, such
+# as +cpu.
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c /constraints.txt torch
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir -c /constraints.txt "$(echo /wheels/*.whl)[report,s3]"
 
