@@ -17,6 +17,7 @@ ACTIVITIES = {
     "torch/_inductor": "compiling",
     "torch/distributed/distributed_c10d": COLLECTIVE,
     "torch/distributed/_functional_collectives": COLLECTIVE,
+    "torchtitan/parallel/collective_waits": COLLECTIVE,  # ours, between a collective and what waits for it
 }
 
 
@@ -75,7 +76,7 @@ def _is_foreign(frame: FrameType) -> bool:
     """Whether the frame belongs to a library or to compiled code."""
     path = frame.f_code.co_filename
     if path.startswith(PACKAGE):  # also if it is installed in site-packages
-        return False
+        return any(part in path for part in ACTIVITIES)
     return path.startswith(("<", STANDARD_LIBRARY)) or any(name in path for name in LIBRARIES)
 
 
