@@ -1,5 +1,6 @@
-"""How often one function may be compiled.
+"""Whether the compiler is at work, and how often one function may be compiled.
 
+- `_guards.TracingContext`: there while something is compiled
 - `_dynamo.config.recompile_limit`: compiled variants of one function, 8 by default
 - `_dynamo.config.accumulated_recompile_limit`: the same, over all objects that it is a method of
 """
@@ -7,6 +8,13 @@
 import contextlib
 
 import torch
+from torch._guards import TracingContext
+
+
+def is_compiling() -> bool:
+    """Whether the compiler is at work. torch 2.11 says no in functions that it calls without tracing into them
+    (`allow_in_graph`)."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def recompile_limit(count: int) -> contextlib.AbstractContextManager[None]:

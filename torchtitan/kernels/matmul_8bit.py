@@ -9,6 +9,7 @@ Shapes of a GEMM: (M, K) x (K, N).
 import torch
 from torch.torch_version import TorchVersion
 
+from torchtitan.compat.dynamo import is_compiling
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.cpu_gemm import float8_mm, int8_mm
@@ -125,7 +126,7 @@ def column_major(matrix: torch.Tensor) -> torch.Tensor:
 def _row_major(matrix: torch.Tensor) -> torch.Tensor:
     """The same matrix, row-major in memory. Under torch.compile `contiguous` would be dropped and strides chosen
     freely, so it forces the stride order."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         forced: torch.Tensor = torch.ops.prims.inductor_force_stride_order.default(matrix, (matrix.shape[1], 1))
         return forced
     return matrix.contiguous()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels.cpp_extension import isa_flags, load
 
 MULTIPLE = 16  # of sizes: a vector register
@@ -25,7 +26,7 @@ def _library() -> ctypes.CDLL | None:
 
 def has_own_kernel(*tensors: torch.Tensor) -> bool:
     """Whether these tensors use the CPU kernels; compiled code does not, since the compiler fuses as well."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     for x in tensors:
         plain = type(x) in CLASSES and x.device.type == "cpu" and x.dtype == torch.bfloat16

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from torchtitan.cache import keep_compiled_code_private
+from torchtitan.compat.dynamo import is_compiling
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.quantized import Quantized
@@ -30,7 +31,7 @@ def fused(function: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(function)
     def run(*arguments: Any) -> R:
         tensor = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
-        if torch.compiler.is_compiling() or tensor.device.type != "cuda":  # already inside a larger compilation, or CPU
+        if is_compiling() or tensor.device.type != "cuda":  # already inside a larger compilation, or CPU
             return function(*arguments)
         if not all(triton_has(dtype, tensor.device) for dtype in arguments if isinstance(dtype, torch.dtype)):
             return function(*arguments)
@@ -51,7 +52,7 @@ def quantize_once(x: torch.Tensor, key: object, make: Callable[[torch.Tensor], R
     """make(x), cached for the last x and key: wq, wk and wv share their input, and so do w1 and w3. No gradients flow
     through it. Under torch.compile there is no cache: the compiler removes repetitions itself."""
     global _last
-    if torch.compiler.is_compiling():
+    if is_compiling():
         with torch.no_grad():
             return make(x)
     if _last[0]() is not x or _last[1:3] != (x._version, key):
@@ -67,7 +68,7 @@ Kept = dict[Any, Any]
 
 def quantize_weight(weight: torch.Tensor, key: Any, make: Callable[[torch.Tensor], R], kept: Kept | None) -> R:
     """make(weight), or what `kept` has for the same memory and key."""
-    if kept is None or torch.compiler.is_compiling():
+    if kept is None or is_compiling():
         return make(weight)
     key = (weight.untyped_storage()._cdata, weight.storage_offset(), weight.shape, key)
     if key not in kept:

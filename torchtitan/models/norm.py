@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels import pointwise
 
 
@@ -26,7 +27,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.
 
 def has_own_kernel(x: torch.Tensor) -> bool:
     """Whether this input uses the CPU implementation; compiled code does not, since the compiler fuses a better one."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not is_compiling()
 
 
 class _RMSNorm(torch.autograd.Function):

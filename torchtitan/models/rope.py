@@ -13,6 +13,7 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from pydantic import AllowInfNan, Strict
 
+from torchtitan.compat.dynamo import is_compiling
 from torchtitan.config.fields import RopeTheta
 from torchtitan.errors import nearest
 from torchtitan.kernels import pointwise
@@ -226,7 +227,7 @@ def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     if pointwise.has_own_kernel(x):
         return _RotationOnCpu.apply(x, table)
     pairs = x.float().unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # inductor does not generate code for complex numbers
+    if is_compiling():  # inductor does not generate code for complex numbers
         (even, odd), (cos, sin) = pairs.unbind(-1), table[:, None].unbind(-1)
         rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
     else:  # one complex multiplication is three times as fast as six real operations

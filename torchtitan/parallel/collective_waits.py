@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.compat.distributed import FSDPParamGroup, functional_collectives
+from torchtitan.compat.dynamo import is_compiling
 
 WAITS: dict[str, tuple[tuple[Any, str], ...]] = {  # functions that wait, by type of device
     "cpu": ((dist.Work, "wait"), (functional_collectives, "wait_tensor")),
@@ -44,7 +45,7 @@ class _HostClock:
     def timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wait)
         def timed(*arguments: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
+            if is_compiling() or threading.get_ident() != self.thread:
                 return wait(*arguments, **options)
             start = perf_counter()
             try:

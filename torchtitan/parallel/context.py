@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
+from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels import attention_gpu
 from torchtitan.parallel.collectives import all_gather, all_to_all
 from torchtitan.protocols import AttentionFunction
@@ -49,7 +50,7 @@ def _causal_attention(
 
 def _mask(queries: int, keys: int, device: torch.device, document_ids: torch.Tensor | None) -> torch.Tensor:
     """The causal (and document) mask of the last `queries` of the first `keys` positions."""
-    if document_ids is None and not torch.compiler.is_compiling():
+    if document_ids is None and not is_compiling():
         return causal_lower_right(queries, keys)  # keeps flash attention; the compiler does not support it
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     if document_ids is not None:
