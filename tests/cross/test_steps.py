@@ -135,9 +135,12 @@ LONG_CASES = {
     "AdamW8bit": Case(("--optimizer.name=AdamW8bit",), layers=1),
     "AdamW4bit": Case(("--optimizer.name=AdamW4bit",), layers=1),
     "AdamW, bfloat16 states": Case(("--optimizer.state_dtype=bfloat16",), layers=1),
+    "AdamW, bfloat16 weights": Case(("--training.weight_dtype=bfloat16",), layers=1),
 }
-UPDATES = {"AdamW8bit", "AdamW4bit", "AdamW, bfloat16 states"}  # compiled; of 9 matrices and 3 vectors
-COMPILED = {"documents", "float8 all-gather", "float8 rowwise", "int8 rowwise"}  # down to registers of the GPU
+# Compiled; of 9 matrices and 3 vectors.
+UPDATES = {"AdamW8bit", "AdamW4bit", "AdamW, bfloat16 states", "AdamW, bfloat16 weights"}
+# Down to registers of the GPU.
+COMPILED = {"AdamW, bfloat16 weights", "documents", "float8 all-gather", "float8 rowwise", "int8 rowwise"}
 
 
 @pytest.mark.full
