@@ -17,12 +17,16 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchtitan.cache import keep_compiled_code_private
-from torchtitan.compat.dispatch import FakeTensorMode
+from torchtitan.compat.dynamo import is_compiling
 
 BLOCK = 128  # queries and keys of a block
 # For texts of many lengths. cuDNN's kernel, which torch prefers on recent GPUs, builds a plan for each new length
 # (pytorch #155958) and is wrong on B200 with few key heads (pytorch #193893).
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+probes: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+"""Real tensors ask for torch's choice: for fake ones it is "MATH", except on the simulated GPU, which has no others."""
 
 
 def causal_attention_gpu(
@@ -34,7 +38,7 @@ def causal_attention_gpu(
         if backend in BACKENDS:
             return _InTwoParts.apply(q, k, v, backend)
         document_ids = q.new_zeros((q.shape[0], k.shape[2]), dtype=torch.int32)
-    attend: Callable[..., torch.Tensor] = flex_attention if torch.compiler.is_compiling() else _compiled()  # type: ignore[assignment]
+    attend: Callable[..., torch.Tensor] = flex_attention if is_compiling() else _compiled()  # type: ignore[assignment]
     grouped = q.shape[1] != k.shape[1]
     return attend(q, k, v, block_mask=block_mask(document_ids, q.shape[2]), enable_gqa=grouped)
 
@@ -53,7 +57,7 @@ def torchs_choice(device: torch.device, dtype: torch.dtype, heads: int, kv_heads
 @functools.cache
 def _torchs_choice(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> str:
     shapes = [(1, count, BLOCK, head_dim) for count in (heads, kv_heads)]
-    with contextlib.nullcontext() if device.type == "cpu" else FakeTensorMode():  # a fake CPU always chooses "MATH"
+    with probes():
         q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
         choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=heads != kv_heads)
     return str(SDPBackend(choice).name)

@@ -124,6 +124,10 @@ def start(gpu: Gpu) -> None:
         "warpSize": 32,
     }
     simulate(properties, limits_of_triton)
+    from torchtitan.compat.dispatch import FakeTensorMode
+    from torchtitan.kernels import attention_gpu
+
+    attention_gpu.probes = FakeTensorMode
 
 
 def record() -> list[Lowered]:
