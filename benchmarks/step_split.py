@@ -3,7 +3,7 @@
 python -m benchmarks step_split TRACE.json ...      prints the breakdown of each
 
 - `data`, `forward`, `backward`, `optimizer`: the spans with these names (`engine.train_step`), on a GPU from the first
-  to the last of their kernels. The chunked loss computes the gradient of the output layer in the forward pass, so
+  to the last of the kernels that any thread launched meanwhile: autograd has its own. The chunked loss computes the gradient of the output layer in the forward pass, so
   `forward` includes it; `optimizer` includes clipping. A pipeline has one span, `forward and backward`.
 - `rest`: the step minus these: converter hooks, reports, transfers, and the Python code in between.
 - `communication_wait`: only collectives run. On a GPU: NCCL kernels without any other concurrent kernel; on a CPU:
@@ -21,6 +21,7 @@ from typing import Any
 PHASES = ("data", "forward", "backward", "forward and backward", "optimizer")
 FRAMES = ("autograd", "c10d", "_c10d_functional", "c10d_functional", "profiler")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
 Intervals = list[tuple[float, float]]
 Event = dict[str, Any]
 
@@ -66,10 +67,12 @@ def step_split(path: Path) -> dict[str, float]:
         sys.exit(f"{path} contains no step")
     on_gpu = any(event["cat"] in GPU_WORK for event in events)
     split = {"step": length(spans(steps))}
+    annotations = of_kind(events, "user_annotation")
+    launched = launches(events)
     for phase in PHASES:
+        found = spans(event for event in annotations if event["name"] == phase)
         # Waiting for data runs no kernel.
-        kind = "gpu_user_annotation" if on_gpu and phase != "data" else "user_annotation"
-        split[phase] = length(spans(event for event in of_kind(events, kind) if event["name"] == phase))
+        split[phase] = length(on_device(found, launched) if on_gpu and phase != "data" else found)
     split["rest"] = max(0.0, split["step"] - sum(split[phase] for phase in PHASES))
     working, communicating = gpu_work(events) if on_gpu else cpu_work(events, steps[0]["tid"])
     split["communication_wait"] = length(without(communicating, working))
@@ -82,6 +85,24 @@ def of_kind(events: Iterable[Event], kind: str) -> list[Event]:
 
 def spans(events: Iterable[Event]) -> Intervals:
     return union((event["ts"], event["ts"] + event["dur"]) for event in events)
+
+
+def launches(events: Sequence[Event]) -> list[tuple[float, Event]]:
+    """When the host launched each kernel, and the kernel."""
+    calls = (event for event in events if event.get("cat") in LAUNCHES)
+    times = {event["args"]["correlation"]: event["ts"] for event in calls if "correlation" in event.get("args", {})}
+    kernels = (event for event in events if event.get("cat") in GPU_WORK)
+    return [(times[n], kernel) for kernel in kernels if (n := kernel["args"].get("correlation")) in times]
+
+
+def on_device(phases: Intervals, launched: Sequence[tuple[float, Event]]) -> Intervals:
+    """From the first to the last kernel launched in each interval."""
+    found = []
+    for start, end in phases:
+        kernels = [kernel for time, kernel in launched if start <= time < end]
+        if kernels:
+            found.append((min(k["ts"] for k in kernels), max(k["ts"] + k["dur"] for k in kernels)))
+    return union(found)
 
 
 def gpu_work(events: Sequence[Event]) -> tuple[Intervals, Intervals]:

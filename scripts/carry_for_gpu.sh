@@ -20,8 +20,8 @@ download() {  # into folder $1, the packages $2...
 }
 
 rm -rf "$FOLDER"
-download "$FOLDER" -c "$ROOT/constraints.txt" torchao pydantic tomli_w numpy sentencepiece safetensors tqdm \
-    pytest pytest-timeout pytest-xdist
+download "$FOLDER" -c "$ROOT/constraints.txt" torchao pydantic tomli_w numpy sentencepiece safetensors tqdm fsspec \
+    universal_pathlib pytest pytest-timeout pytest-xdist
 download "$FOLDER/peer" --no-deps torchtitan==0.1.0  # benchmarks/gpu_peer.py does without what it imports
 size="$(du -sm "$FOLDER" | cut -f1)"
 echo "carried/$WANTED: $(find "$FOLDER" -name '*.whl' | wc -l) packages, $size MiB"

@@ -3,11 +3,13 @@
 import argparse
 import itertools
 import json
+import os
 import re
 import resource
 import subprocess
 import sys
 import time
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import TINY
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import figures, gpu, gpu_rows, throughput
@@ -25,6 +28,7 @@ from benchmarks.scaling import earlier
 from benchmarks.step_split import length, step_split, time_by_class, union, without
 from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
+from torchtitan.config.manager import tomllib
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p))), max_size=6)
 
@@ -36,6 +40,34 @@ def test_every_benchmark_can_be_started() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[^\w-]", requirement)[0].replace("_", "-").lower()
+
+
+def test_what_is_carried_to_a_gpu_is_all_that_training_imports(tmp_path: Path) -> None:
+    """A machine without a network has torch and what `scripts/carry_for_gpu.sh` names."""
+    script = (ROOT / "scripts" / "carry_for_gpu.sh").read_text().replace("\\\n", " ")
+    carried = {
+        "torch",
+        "torchtitan-toml",
+        *map(name_of, requires("torch") or []),
+        *re.findall(r"^download .*constraints.txt\" (.*)$", script, re.M)[0].split(),
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    left = set(map(name_of, lines)) - set(map(name_of, carried))
+    absent = [module for module, owners in packages_distributions().items() if left.intersection(map(name_of, owners))]
+    assert {"datasets", "tiktoken", "matplotlib"} <= set(absent)
+    flags = [*TINY, "--training.steps=1", f"--job.dump_folder={tmp_path}", "--metrics.enable_tensorboard=false"]
+    code = f"import sys, runpy; sys.modules.update(dict.fromkeys({absent})); import benchmarks.gpu_row; "
+    code += f"sys.argv[1:] = {flags}; runpy.run_path('train.py', run_name='__main__')"
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "finished after step 1" in done.stdout, done.stderr
 
 
 @given(INTERVALS, INTERVALS)
@@ -66,10 +98,13 @@ def test_a_trace_is_split_into_its_phases(tmp_path: Path) -> None:
     assert 0 < classes["GEMMs"] < split["forward"]
 
 
-def trace(folder: Path, *events: tuple[str, str, float, float, int]) -> Path:
-    """(kind, name, start, end, thread) of each event; microseconds."""
+def trace(folder: Path, *events: tuple[Any, ...]) -> Path:
+    """(kind, name, start, end, thread) of each event, and the number of a launch; microseconds."""
     path = folder / "trace.json"
-    keys = [{"ph": "X", "cat": c, "name": n, "ts": a, "dur": b - a, "tid": t} for c, n, a, b, t in events]
+    keys = [
+        {"ph": "X", "cat": c, "name": n, "ts": a, "dur": b - a, "tid": t, "args": {"correlation": rest and rest[0]}}
+        for c, n, a, b, t, *rest in events
+    ]
     path.write_text(json.dumps({"traceEvents": keys}))
     return path
 
@@ -94,13 +129,18 @@ def test_communication_counts_where_nothing_else_runs(tmp_path: Path) -> None:
         tmp_path,
         ("user_annotation", "ProfilerStep#8", 0, 100, 1),
         ("user_annotation", "forward", 0, 5, 1),
-        ("gpu_user_annotation", "forward", 10, 60, 7),
-        ("kernel", "ncclDevKernel_AllGather", 10, 40, 7),
-        ("kernel", "nvjet_tst_128x256", 20, 60, 8),
+        ("cuda_runtime", "cudaLaunchKernelExC", 1, 2, 1, 11),
+        ("cuda_runtime", "cudaLaunchKernelExC", 3, 4, 1, 12),
+        ("kernel", "ncclDevKernel_AllGather", 10, 40, 7, 11),
+        ("kernel", "nvjet_tst_128x256", 20, 60, 8, 12),
+        ("user_annotation", "backward", 5, 9, 1),
+        ("cuda_driver", "cuLaunchKernelEx", 6, 7, 2, 13),
+        ("kernel", "triton_poi_fused_0", 60, 90, 8, 13),
     )
     split = step_split(on_gpu)
     assert split["communication_wait"] == pytest.approx(10e-6)
     assert split["forward"] == pytest.approx(50e-6)  # of its kernels, not of their launch
+    assert split["backward"] == pytest.approx(30e-6)  # launched by autograd's thread
 
 
 def test_a_recompilation_counts_after_the_warm_up_alone() -> None:
