@@ -8,16 +8,19 @@ float8 tensorwise. At ten times this learning rate they are 8e-2: training itsel
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from place import BFLOAT16, FLOAT32, MIDDLE, STEPS, WIDE, Place
-from runs import ROOT, lines_of, losses
+from runs import ROOT, into, lines_of, losses
 
 from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.config.extension import import_user_module
+from torchtitan.kernels.attention_gpu import BACKENDS, causal_attention_gpu, torchs_choice
 from torchtitan.plan import planner
 from torchtitan.plan.devices import named_device
 
@@ -48,7 +51,24 @@ FEATURES = {
     ],
     "asynchronous checkpoints": ["--checkpoint.async_mode=async"],
     "accumulation": ["--training.local_batch_size=2", "--training.global_batch_size=8"],
+    "Muon, with averages": ["--optimizer.name=Muon", "--optimizer.ema_decay=0.9"],
+    "a profile": ["--profiling.enable_profiling", "--profiling.profile_freq=10"],
+    "validation": ["--validation.enabled", "--validation.freq=10", "--validation.steps=2"],
 }
+ON_A_GPU = {  # and not in a rehearsal
+    "pinned checkpoints": ["--checkpoint.async_mode=async_with_pinned_mem"],
+    "offload": ["--training.enable_cpu_offload"],
+    "a memory snapshot": ["--profiling.enable_memory_snapshot", "--profiling.profile_freq=10"],
+}
+STAGES = """
+[[stage]]
+name = "float8"
+until = 2
+model.converters = ["float8"]
+
+[[stage]]
+name = "bfloat16"
+"""
 
 
 SPARSE = {"cpu": "--model.name=sparse", "cuda": "--model.name=qwen3_moe"}
@@ -118,10 +138,43 @@ def test_experts_follow_those_in_bfloat16(place: Place) -> None:
     assert found["None"][-1] < found["None"][0]
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", [*FEATURES, *ON_A_GPU])
 def test_a_feature_trains(place: Place, feature: str) -> None:
-    found, _ = place.losses(feature, BFLOAT16, *FEATURES[feature], *place.compile)
+    if feature in ON_A_GPU and place.device == "cpu":
+        pytest.skip("needs a GPU")
+    found, _ = place.losses(feature, BFLOAT16, *{**FEATURES, **ON_A_GPU}[feature], *place.compile)
     assert len(found) == STEPS and found[-1] < found[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_last_queries_attend_with_torchs_fastest_kernel(compiled: bool) -> None:
+    """As under context parallelism."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 1024, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    attend = torch.compile(causal_attention_gpu, fullgraph=True) if compiled else causal_attention_gpu
+    found = attend(q[:, :, 700:], k, v)
+    expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found.float(), expected[:, :, 700:], rtol=0, atol=2e-2)
+    assert torchs_choice(q.device, q.dtype, 8, 2, 128) in BACKENDS
+
+
+def test_documents_are_those_of_the_cpu(place: Place) -> None:
+    """Another kernel keeps them apart."""
+    documents = replace(place, folder=place.folder / "documents", model=("--training.document_mask",))
+    assert_follows(documents.losses("masked", FLOAT32, *place.compile)[0], documents, SAME)
+
+
+def test_a_stage_takes_the_place_of_the_one_before(place: Place) -> None:
+    """On the device, too: its weights and states, of gibibytes, are not there twice."""
+    file, run = place.folder / "stages.toml", place.folder / "stages"
+    file.write_text(STAGES)
+    place.train(WIDE[place.device], BFLOAT16, "--training.steps=4", into(run), f"--job.config_file={file}")
+    lines = [line for line in lines_of(run / "metrics.jsonl") if "loss" in line]
+    assert [line["stage"] for line in lines] == [1, 1, 2, 2]
+    if place.device == "cuda":
+        first, later = lines[1]["peak_memory_bytes"], lines[3]["peak_memory_bytes"]
+        assert later < 1.1 * first
 
 
 def test_checkpoints_go_from_the_cpu_to_the_gpu_and_back(place: Place) -> None:

@@ -83,7 +83,7 @@ def test_memory_snapshots_need_cuda(tmp_path: Path) -> None:
         run(tmp_path, 1, 1, enable_memory_snapshot=True)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_memory_snapshots(tmp_path: Path) -> None:
     profiling = Profiling(enable_memory_snapshot=True, profile_freq=2)
     with Profiler(profiling, tmp_path, rank=0, device_type="cuda", start_step=0) as profiler:
