@@ -35,7 +35,8 @@ def all_gather_no_grad(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     if x.shape[:dim].numel() == 1:  # as along the first dimension, which asynchronous tensor parallelism can fuse
         gathered = wait_tensor(all_gather_tensor(x.flatten(0, dim).contiguous(), 0, group))
         return gathered.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
-    return wait_tensor(all_gather_tensor(x.contiguous(), dim, group))
+    gathered = wait_tensor(all_gather_tensor(x.contiguous(), 0, group))
+    return torch.cat(gathered.split(x.shape[0]), dim)  # not by all_gather_tensor, which torch 2.11 then cannot compile
 
 
 def reduce_scatter_no_grad(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
