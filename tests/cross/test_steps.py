@@ -8,6 +8,7 @@ what would go wrong or slowly there is looked for in what it generates, and in t
 import dataclasses
 import fcntl
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ LONG_CASES = {
         EXPERTS, "--model.converters=float8", "--float8.recipe_name=rowwise", world_size=4
     ),
     "SwiGLU in int8": int8("rowwise", "--activation_checkpoint.swiglu_dtype=int8"),
+    "documents, 2 sequences": Case((DOCUMENTS,), batches=((2, 4096),) * 2),
     "AdamW8bit": Case(("--optimizer.name=AdamW8bit",), layers=1),
     "AdamW4bit": Case(("--optimizer.name=AdamW4bit",), layers=1),
     "AdamW, bfloat16 states": Case(("--optimizer.state_dtype=bfloat16",), layers=1),
@@ -155,6 +157,7 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     assert [kernel for kernel in report.spilling if "flex_attention_backward" not in kernel] == []
     check_layouts([call for graph in report.lowered for call in graph.calls])
     assert not report.masks and not any(graph.masks for graph in report.lowered)
+    assert not any(same_blocks_for_all_sequences(graph.code) for graph in report.lowered)
     assert not report.waits
     products = [call for graph in report.lowered for call in graph.calls if ".mm" in call.operator]
     assert not any(call.operands[0].dtype == "float32" for call in products)  # those run without tensor cores
@@ -180,6 +183,12 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("gpu, backend", [("sm_90", "cudnn"), pytest.param("sm_80", "flash", marks=pytest.mark.full)])
 def test_the_log_names_the_kernel_of_attention(gpu: str, backend: str) -> None:
     assert on_gpu(gpu, "steps.attention_names") == [backend, "flex", backend, "flex"]
+
+
+def same_blocks_for_all_sequences(code: str) -> bool:
+    """Whether flex attention takes the blocks that documents see from the first sequence for the others too."""
+    several = re.search(r"SPARSE_Z = (?!1\b)", code)
+    return bool(several and re.search(r"stride_\w*(?:blks|idx)_h = 0\b", code))
 
 
 def check_layouts(calls: Sequence[Call]) -> None:

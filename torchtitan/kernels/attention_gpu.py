@@ -162,15 +162,18 @@ def block_mask(document_ids: torch.Tensor, queries: int) -> BlockMask:
     last_query = (first_query + (BLOCK - 1)).clamp(max=keys - 1)
     first_key = torch.arange(0, keys, BLOCK, device=device)
     last_key = (first_key + (BLOCK - 1)).clamp(max=keys - 1)
-    starts, ends = document_ids[:, first_key], document_ids[:, last_key]
-    # (B, rows): the first block with keys of a row's documents, and the first that lies in its last document alone.
-    begin = (ends[:, None, :] < document_ids[:, first_query, None]).sum(-1)
-    full_begin = (starts[:, None, :] < document_ids[:, last_query, None]).sum(-1)
+    # (B, 1, S), from here on: with heads added last, the compiler takes 0 for the stride from one sequence to the next,
+    # and all get the blocks of the first.
+    ids = document_ids.unsqueeze(1)
+    of_first, of_last = ids[..., first_query], ids[..., last_query]
+    starts, ends = ids[..., first_key], ids[..., last_key]
+    # (B, 1, rows): the first block with keys of a row's documents, and the first that lies in its last document alone.
+    begin = (ends[..., None, :] < of_first[..., None]).sum(-1)
+    full_begin = (starts[..., None, :] < of_last[..., None]).sum(-1)
     # A row that lies in several documents sees no block in full.
-    one_document = document_ids[:, first_query] == document_ids[:, last_query]
     diagonal = (last_query // BLOCK).expand_as(begin)
     full_end = ((first_query + 1) // BLOCK).expand_as(begin)
-    full_begin = full_begin.where(one_document, full_end)
+    full_begin = full_begin.where(of_first == of_last, full_end)
     full_count = (full_end - full_begin).clamp(min=0)
     full_begin = full_begin.where(full_count > 0, diagonal + 1)
     places = torch.arange(len(first_key), device=device)
@@ -183,15 +186,12 @@ def block_mask(document_ids: torch.Tensor, queries: int) -> BlockMask:
         position = query + offset
         return (key <= position) & (document_ids[batch, key] == document_ids[batch, position])
 
-    def with_head(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(torch.int32).unsqueeze(1)
-
     last = len(first_key) - 1
     return BlockMask.from_kv_blocks(
-        with_head(partial_count),
-        with_head(partial.clamp(max=last)),
-        with_head(full_count),
-        with_head(full.clamp(max=last)),
+        partial_count.int(),
+        partial.clamp(max=last).int(),
+        full_count.int(),
+        full.clamp(max=last).int(),
         BLOCK_SIZE=BLOCK,
         mask_mod=allowed,
         seq_lengths=(queries, keys),
