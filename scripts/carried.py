@@ -6,6 +6,7 @@ The folder is for PYTHONPATH, so pip is not needed. With `peer` it is that of th
 """
 
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -19,11 +20,15 @@ def unpacked(folder: Path) -> Path | None:
         return None
     site = folder / "site"
     if not site.is_dir():
-        unfinished = folder / "unfinished"
-        for wheel in wheels:
-            with zipfile.ZipFile(wheel) as file:
-                file.extractall(unfinished)
-        unfinished.rename(site)
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            for wheel in wheels:
+                with zipfile.ZipFile(wheel) as file:
+                    file.extractall(unfinished)
+            try:
+                Path(unfinished).rename(site)
+            except OSError:
+                if not site.is_dir():  # another process was faster
+                    raise
     return site
 
 
