@@ -30,7 +30,7 @@ def test_every_key_is_listed_with_help_type_and_default(capsys: pytest.CaptureFi
     assert listed["metrics.enable_tensorboard"].endswith("(true or false; default false)")
     assert listed["mx.filter_fqns"].endswith("(a list of strings; default output)")
     assert listed["model.tokenizer_path"].endswith("(a path, or a URI such as s3://bucket/name, or none; default none)")
-    assert listed["lr_scheduler.decay_type"].endswith("(one of linear, sqrt, cosine; default linear)")
+    assert listed["lr_scheduler.decay_type"].endswith("(one of linear, sqrt, cosine, power; default linear)")
     assert set(re.findall(r"^\[(\w+)\]  \S", text, re.MULTILINE)) == {key.split(".")[0] for key in listed}
 
 

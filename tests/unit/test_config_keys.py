@@ -44,7 +44,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "optimizer.early_step_in_backward": (False, True),
     "lr_scheduler.warmup_steps": (200, 0),
     "lr_scheduler.decay_ratio": (None, 0.1, 1.0),
-    "lr_scheduler.decay_type": ("linear", "sqrt", "cosine"),
+    "lr_scheduler.decay_type": ("linear", "sqrt", "cosine", "power"),
     "lr_scheduler.lr_min": (0.0, 0.1),
     "training.dataset": ("python_stdlib", "c4"),
     "training.dataset_path": (None, "data/text.jsonl"),
@@ -247,7 +247,7 @@ WRONG = [  # key, value in TOML, the expectation that the message must state
     ("job.simulate_world_size", 10**6, "an integer above 0 and at most 65536, or none"),
     ("lr_scheduler.warmup_steps", -1, "an integer of at least 0"),
     ("lr_scheduler.decay_ratio", 1.1, "a number of at least 0 and at most 1, or none"),
-    ("lr_scheduler.decay_type", "cos", "one of linear, sqrt, cosine"),
+    ("lr_scheduler.decay_type", "cos", "one of linear, sqrt, cosine, power"),
     ("model.name", 3, "a string"),
     ("model.converters", [8], "a list of strings"),
     ("metrics.log_freq", 0, "an integer above 0"),
@@ -285,7 +285,7 @@ def test_wrong_value_in_file(key: str, value: Any, expected: str, tmp_path: Path
         ("--training.dataset_path=", "a string that is not empty, or none"),
         ("--checkpoint.folder=", "a path in job.dump_folder, an absolute one, or a URI such as s3://bucket/run"),
         ("--job.dump_folder=~nobody-of-this-name/run", DUMP_FOLDER),
-        ("--lr_scheduler.decay_type=", "one of linear, sqrt, cosine"),
+        ("--lr_scheduler.decay_type=", "one of linear, sqrt, cosine, power"),
     ],
 )
 def test_wrong_value_on_command_line(flag: str, expected: str) -> None:

@@ -214,7 +214,7 @@ VALUES = st.fixed_dictionaries(
         "optimizer.lr": st.floats(0, 100, exclude_min=True),
         "optimizer.beta1": st.floats(0, 1, exclude_max=True),
         "lr_scheduler.decay_ratio": st.none() | st.floats(0, 1),
-        "lr_scheduler.decay_type": st.sampled_from(["linear", "sqrt", "cosine"]),
+        "lr_scheduler.decay_type": st.sampled_from(["linear", "sqrt", "cosine", "power"]),
         "training.max_norm": st.floats(min_value=0, exclude_min=True),
         "training.steps": st.integers(1, 2**62),
         "training.compile": st.booleans(),

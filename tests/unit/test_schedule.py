@@ -27,6 +27,7 @@ def test_linear_warmup_stable_decay() -> None:
         ("linear", lambda progress: 1 - progress),
         ("sqrt", lambda progress: 1 - math.sqrt(progress)),
         ("cosine", lambda progress: (1 + math.cos(math.pi * progress)) / 2),
+        ("power", lambda progress: math.sqrt(6 / (6 + 5 * progress))),  # of the steps
     ],
 )
 @pytest.mark.parametrize("lr_min", [0.0, 0.1])

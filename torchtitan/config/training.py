@@ -186,7 +186,10 @@ class LRScheduler:
         Fraction | None,
         Doc("Fraction of the steps, at the end, in which the learning rate decays; none: all steps after warm-up."),
     ] = None
-    decay_type: Annotated[Literal["linear", "sqrt", "cosine"], Doc("Shape of the decay.")] = "linear"
+    decay_type: Annotated[
+        Literal["linear", "sqrt", "cosine", "power"],
+        Doc("Shape of the decay; power: by the inverse square root of the step, which does not reach lr_min."),
+    ] = "linear"
     lr_min: Annotated[Fraction, Doc("Final learning rate, as a fraction of optimizer.lr.")] = 0.0
 
 
