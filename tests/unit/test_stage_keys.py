@@ -1,5 +1,6 @@
 """[[stage]]: what files and flags mean, and one sentence for each mistake, before step 1."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, UserError
+from torchtitan.plan.devices import named_device
+from torchtitan.plan.planner import check_memory_of_stages
 
 STAGES = """
 [training]
@@ -124,3 +127,14 @@ def test_data_of_a_later_stage_are_opened_before_step_1(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"few\.jsonl"):
         train_here(*TINY, into(tmp_path / "dump"), f"--job.config_file={tmp_path / 'run.toml'}")
     assert not (tmp_path / "dump" / "metrics.jsonl").exists()
+
+
+def test_a_start_compares_the_memory_of_each_stage_with_the_device(tmp_path: Path) -> None:
+    """Before step 1, in the process that trains then."""
+    large = ("--stage.long.training.local_batch_size=524288", "--stage.long.training.global_batch_size=524288")
+    config = parse(tmp_path, STAGES, "--stage.long.until=8", *large)
+    with pytest.raises(ConfigError) as error:
+        check_memory_of_stages(config, check(config, 1, "cuda"), named_device("H100"))
+    assert len(error.value.problems) == 1
+    assert re.match(r"stage long needs about [\d,]+ GiB, and .*H100.* has 80; lower its", error.value.problems[0])
+    train_here(*TINY, into(tmp_path), "--training.steps=2")

@@ -47,7 +47,7 @@ def named_device(name: str) -> PlannedDevice:
     )
 
 
-def this_device(device: Device, dtype: torch.dtype) -> PlannedDevice:
+def this_device(device: Device, dtype: torch.dtype = torch.bfloat16) -> PlannedDevice:
     """The device of this process. Link bandwidths are known for GPUs of the table."""
     if device.type == "cpu":
         memory = device.memory_capacity_bytes()

@@ -36,7 +36,7 @@ from torchtitan.plan.devices import (
 from torchtitan.plan.extrapolation import Job, dense_layers, measure
 from torchtitan.plan.lowered_step import LoweringError, lowered_work
 from torchtitan.plan.lowering import SIMULATED
-from torchtitan.plan.render import draw, stages_to_text, to_text
+from torchtitan.plan.render import GIB, draw, stages_to_text, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
 from torchtitan.plan.step_model import RANGES, RATES, Expected, seconds_by_part
@@ -45,6 +45,7 @@ from torchtitan.protocols import Decoder
 from torchtitan.run.compute_dtype import decide_compute_dtype
 
 BLOCKING = ("tp", "cp", "ep")  # dimensions whose collectives computation waits for
+LARGEST_ERROR = 1.1  # of a plan's peak memory, relative to a GPU's (tests/gpu)
 OVERLAPPING = ("fsdp", "expert_fsdp", "dp_replicate")
 
 
@@ -77,6 +78,28 @@ def plan(config: JobConfig, device: Device) -> None:
             return max(rank["peak",] for rank in measured)
 
         logger.info(suggestions(plans[0], find_model_args(first.model), first, rows, peak))
+
+
+def check_memory_of_stages(config: JobConfig, dims: ParallelDims, device: PlannedDevice) -> None:
+    """Raises a ConfigError that names the stages of a run that do not fit into memory, by more than a plan may err."""
+    config = decide_compute_dtype(config, device.type)
+    stages = {stage.number: stage for stage in parse_stages(config, dims.dp)}  # of several batch sizes, the last
+    large = []
+    with Waiting("memory of the stages", len(stages), "stages") as waiting:
+        for stage in stages.values():
+            with stage.named_in_errors():
+                rows = global_batch_size(stage.config, dims)
+                job = make_job(stage.config, dims, rows, device, build_on_meta(stage.config))
+            peak = max(rank["peak",] for rank in measure(job))
+            if peak > LARGEST_ERROR * device.memory_bytes:
+                large.append(
+                    f"{stage.title} needs about {peak / GIB:,.0f} GiB, and {device.name} has "
+                    f"{device.memory_bytes / GIB:,.0f}; lower its training.local_batch_size or training.seq_len, or set "
+                    'its activation_checkpoint.mode = "full" (--job.plan shows the memory of each stage).'
+                )
+            waiting.done += 1
+    if large:
+        raise ConfigError(*large)
 
 
 def run_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str, name: str) -> Plan:
