@@ -10,8 +10,9 @@ def lr_factor(step: int, steps: int, config: LRScheduler) -> float:
 
     Warm-up: step / W, up to 1 at step W. Decay: over the last D updates, from 1 at the first of them towards lr_min,
     which would be reached one update after the last (so that the last update still changes the weights). "power" falls
-    with the inverse square root of the step instead (arXiv 2408.13359), at whatever step the run ends. D is decay_ratio * steps, or all updates after the warm-up. If the run is shorter than W + D, the decay is shortened; if
-    it is shorter than W, so is the warm-up.
+    with the inverse square root of the step instead (arXiv 2408.13359), wherever the run ends. D is decay_ratio *
+    steps, or all updates after the warm-up. If the run is shorter than W + D, the decay is shortened; if it is shorter
+    than W, so is the warm-up.
     """
     warmup = min(config.warmup_steps, steps)
     decay = steps - warmup

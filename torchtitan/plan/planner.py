@@ -94,8 +94,8 @@ def check_memory_of_stages(config: JobConfig, dims: ParallelDims, device: Planne
             if peak > LARGEST_ERROR * device.memory_bytes:
                 large.append(
                     f"{stage.title} needs about {peak / GIB:,.0f} GiB, and {device.name} has "
-                    f"{device.memory_bytes / GIB:,.0f}; lower its training.local_batch_size or training.seq_len, or set "
-                    'its activation_checkpoint.mode = "full" (--job.plan shows the memory of each stage).'
+                    f"{device.memory_bytes / GIB:,.0f}; lower its training.local_batch_size or training.seq_len, or "
+                    'set its activation_checkpoint.mode = "full" (--job.plan shows the memory of each stage).'
                 )
             waiting.done += 1
     if large:
