@@ -3,8 +3,9 @@
 python -m benchmarks step_split TRACE.json ...      prints the breakdown of each
 
 - `data`, `forward`, `backward`, `optimizer`: the spans with these names (`engine.train_step`), on a GPU from the first
-  to the last of the kernels that any thread launched meanwhile: autograd has its own. The chunked loss computes the gradient of the output layer in the forward pass, so
-  `forward` includes it; `optimizer` includes clipping. A pipeline has one span, `forward and backward`.
+  to the last of the kernels that any thread launched meanwhile: autograd has its own. The chunked loss computes the
+  gradient of the output layer in the forward pass, so `forward` includes it; `optimizer` includes clipping. A pipeline
+  has one span, `forward and backward`.
 - `rest`: the step minus these: converter hooks, reports, transfers, and the Python code in between.
 - `communication_wait`: only collectives run. On a GPU: NCCL kernels without any other concurrent kernel; on a CPU:
   gloo's work while the training thread runs no operation of its own. It is part of the spans above.
