@@ -370,7 +370,9 @@ def test_a_rank_that_is_killed_while_the_others_wait_for_it_comes_back(tmp_path:
     hasty = ("--experimental.custom_import=hasty", "--training.steps=2")
     with started(*SAVING, *hasty, into(tmp_path / "run"), processes=2, folder=tmp_path, PET_MAX_RESTARTS="1") as run:
         run.wait_until(lambda: listens(run.pid_of_rank(0)) and run.pid_of_rank(1))
-        os.kill(run.pid_of_rank(1) or 0, signal.SIGKILL)
+        pid = run.pid_of_rank(1)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
         status, output = run.finish()
     assert status == 0, output
     assert "restarts left after this one: 0" in output

@@ -186,6 +186,7 @@ def test_failed_saves_do_not_end_the_run(
     s3.fault = lambda method, path: 403 if method == "GET" and path.endswith("step-5/__0_0.distcp") else 0
     with pytest.raises(CheckpointError, match=r"step-5/__0_0.distcp cannot be read \(access is refused"):
         train_here(*THERE, into(tmp_path), "--training.steps=6")
+    assert not (any_path(URI) / ".lock").exists()  # a run that fails releases it
     s3.fault = lambda method, path: 0
     train_here(*THERE, into(tmp_path), "--training.steps=6")
     assert losses(tmp_path) == undisturbed

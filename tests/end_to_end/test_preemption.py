@@ -191,7 +191,9 @@ def test_during_compilation(to_all: bool, tmp_path: Path) -> None:
         if to_all:
             run.signal_group(signal.SIGTERM)
         else:
-            os.kill(run.pid_of_rank(1) or 0, signal.SIGTERM)
+            pid = run.pid_of_rank(1)
+            assert pid is not None
+            os.kill(pid, signal.SIGTERM)
         status, output = run.finish(60)
         assert status == 0, output
         assert "Traceback" not in output

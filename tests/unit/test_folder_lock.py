@@ -63,6 +63,14 @@ def left_by_another_machine(folder: Path, launcher: list[str] | None = None) -> 
     (folder / ".lock").write_text(json.dumps(content))
 
 
+def test_a_lock_is_released_though_its_thread_has_ended_first(tmp_path: Path) -> None:
+    with FolderLock(tmp_path) as mine:
+        mine.take()
+        mine._stop.set()
+        mine._thread.join()
+    assert (tmp_path / ".lock").read_text() == ""
+
+
 def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(tmp_path: Path) -> None:
     with another_process(tmp_path) as first:
         with pytest.raises(ConfigError, match=rf"job\.dump_folder: another run \(process {first.pid} on .*stop it"):

@@ -22,7 +22,7 @@ from typing import Any
 
 from torchtitan.errors import EXIT_STATUS, ConfigError
 from torchtitan.files import store_errors
-from torchtitan.launcher.signals import exit_now
+from torchtitan.launcher.signals import exit_now, with_timeout
 from torchtitan.logging import logger
 
 INTERVAL = 5.0  # seconds between two touches
@@ -62,6 +62,7 @@ class FolderLock:
         self._file = -1
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, daemon=True, name="folder lock")
+        self.others = contextlib.ExitStack()  # locks of the same run, released before this one
 
     def take(self) -> None:
         """Takes the lock; waits for a holder that may be dead or about to exit. Raises a ConfigError if another run
@@ -102,8 +103,9 @@ class FolderLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.others.__exit__(kind, error, trace)
         self._stop.set()
-        if self._thread.is_alive():
+        if self._thread.ident is not None:  # taken; the thread may have ended already
             self._thread.join()
             with contextlib.suppress(OSError):
                 if self._holder().get("id") == self._me["id"]:
@@ -226,9 +228,17 @@ class ObjectLock(FolderLock):
             raise ConfigError(f"{self.key}: {self.path.parent} cannot be written ({reason}).") from None
         self._thread.start()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stop.set()
-        if self._thread.is_alive():
+        if error is None:
+            self._release()
+        else:  # the store may be why
+            with_timeout(PATIENCE, self._release)
+
+    def _release(self) -> None:
+        if self._thread.ident is not None:
             self._thread.join()
             with contextlib.suppress(OSError):
                 if self._holder().get("id") == self._me["id"]:

@@ -85,7 +85,7 @@ def build_trainer(
     closing.callback(dist.destroy_process_group)
     stop.connect()
     if lock is not None:
-        _lock_folders(config, lock, closing)
+        _lock_folders(config, lock)
     config = decide_compute_dtype(config, device.type)
     _refuse_other_machines(config, tokenizer)
     meshes = build_meshes(dims, device.type, args)
@@ -141,8 +141,8 @@ def _load_tokenizer(config: JobConfig) -> Tokenizer:
         raise DataError(f"{error}{hint}") from None
 
 
-def _lock_folders(config: JobConfig, lock: FolderLock, closing: contextlib.ExitStack) -> None:
-    take = functools.partial(take_locks, lock, Path(config.job.dump_folder), config.checkpoint, closing)
+def _lock_folders(config: JobConfig, lock: FolderLock) -> None:
+    take = functools.partial(take_locks, lock, Path(config.job.dump_folder), config.checkpoint)
     tokens = raise_on_all_ranks(take if dist.get_rank() == 0 else dict[str, str])
     if not on_one_machine():
         raise_on_all_ranks(functools.partial(check_folders, config, broadcast_from_rank_0(lambda: tokens)))
@@ -225,9 +225,7 @@ def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, 
     )
 
 
-def take_locks(
-    lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint, closing: contextlib.ExitStack
-) -> dict[str, str]:
+def take_locks(lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     """Takes the dump folder's lock, and that of a checkpoint folder elsewhere, which another run may also use. Returns
     the token of each, by the key that names the folder."""
     lock.take()
@@ -240,7 +238,7 @@ def take_locks(
     if checkpoint.enable_checkpoint and (
         is_remote(folder) or not folder.resolve().is_relative_to(dump_folder.resolve())
     ):
-        other = closing.enter_context(
+        other = lock.others.enter_context(
             ObjectLock(folder, key, dump_folder) if is_remote(folder) else FolderLock(folder, key)
         )
         other.take()
