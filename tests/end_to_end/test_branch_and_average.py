@@ -107,9 +107,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize(
-    ("step", "trained", "mixture"), [(2, "stable to step 2", True), (4, "long to step 4", False)]
-)
+@pytest.mark.parametrize(("step", "trained", "mixture"), [(2, "stable to step 2", True), (4, "long to step 4", False)])
 def test_a_branch_is_a_last_stage(
     step: int, trained: str, mixture: bool, stages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,7 +134,7 @@ def test_a_stage_that_decays_has_no_branch(stages: Path, tmp_path: Path) -> None
 
 
 def test_another_last_stage(stages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a copy of the run, whose file then has another one, and changes what is over: this is said, and not repeated."""
+    """In a copy of the run, with another file, which also changes what is over: this is said, and not repeated."""
     shutil.copytree(stages, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("step-7", "step-8"))
     text = STAGES.replace("FOLDER", str(stages.parent)).replace('"anneal"', '"other"').replace("0.25", "3", 1)
     (tmp_path / "other.toml").write_text(text)
@@ -145,7 +143,7 @@ def test_another_last_stage(stages: Path, tmp_path: Path, capsys: pytest.Capture
     assert "is of a run with stage stable to step 2, then stage long to step 6, then stage anneal to step 7" in said
     assert "goes on with stage stable to step 3, then stage long to step 6, then stage other to step 7" in said
     assert [line["step"] for line in reports(tmp_path)] == [*range(1, 9)]
-    assert {step: losses(tmp_path)[step] for step in range(1, 7)} == {step: losses(stages)[step] for step in range(1, 7)}
+    assert list(losses(tmp_path).values())[:6] == list(losses(stages).values())[:6]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
         tables = TypeAdapter(dict[str, dict[str, Any]]).validate_python(manifest.configuration)
         steps = TypeAdapter(PositiveInt).validate_python(tables["training"]["steps"])
         entries = TypeAdapter(Stages).validate_python(tables.get("stage", {})).entries or [Stage("stable")]
-        last_steps = {t: last for last, t in TypeAdapter(list[tuple[int, str]]).validate_python(state.get("stages", []))}
+        saved = TypeAdapter(list[tuple[int, str]]).validate_python(state.get("stages", []))
+        last_steps = {title: last for last, title in saved}
         ends = sorted(last_steps.get(f"stage {entry.name}", steps) for entry in entries)
         place = bisect_left(ends, manifest.step)
         sections = entries[place].sections  # of the stage that the checkpoint is of
@@ -96,9 +97,8 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
     branch["training"]["steps"] = total
     branch["lr_scheduler"]["decay_ratio"] = decay_steps / total if phases else 0.0
     if not phases:
-        trained = [
-            replace(entry, until=min(end, step)) for entry, end in zip(entries, ends[: place + 1 if step else 0])
-        ]
+        until = [*ends[:place], step] if step else []
+        trained = [replace(entry, until=end) for entry, end in zip(entries, until, strict=False)]
         name = f"decay_{step}" if any(entry.name == "decay" for entry in trained) else "decay"
         decay = Stage(name, None, sections | {"lr_scheduler": own | {"warmup_steps": 0, "decay_ratio": 1.0}})
         branch["stage"] = asdict(Stages([*trained, decay]))
