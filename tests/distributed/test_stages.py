@@ -130,7 +130,11 @@ def test_no_model_is_kept_while_the_next_one_is_built(
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamW8bit"])
 def test_every_state_goes_on(optimizer: str, file: str, tmp_path: Path) -> None:
     """A start in the middle of a stage hands moments and averages on once more than a run that is not stopped."""
-    flags = (*BASE, file, f"--optimizer.name={optimizer}", "--optimizer.ema_decay=0.9", "--training.steps=9")
+    held_out = ("--validation.enabled", "--validation.freq=4", "--validation.local_batch_size=1")
+    flags = (
+        *(*BASE, file, *held_out, f"--optimizer.name={optimizer}"),
+        *("--optimizer.ema_decay=0.9", "--training.steps=9"),
+    )
     train_here(*flags, into(tmp_path / "whole"))
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     for step in range(6, 10):
