@@ -4,8 +4,8 @@ python scripts/branch.py CHECKPOINT --decay-steps N [--folder FOLDER] [--prepare
     [--section.key=value ...]
 
 CHECKPOINT is a step-N folder, or a run's dump folder (its newest checkpoint is used). The data go on exactly where it
-was saved. Further flags are the run's; NGPU is the number of processes, as for run_train.sh. An interrupted branch
-resumes with the command that is printed.
+was saved. The decay is a stage, which --stage.decay.section.key=value changes. Further flags are the run's; NGPU is the
+number of processes, as for run_train.sh. An interrupted branch resumes with the command that is printed.
 """
 
 import argparse

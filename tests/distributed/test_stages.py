@@ -95,8 +95,10 @@ def rows_of(folder: Path) -> list[list[str]]:
     return [sorted(by_step[step]) for step in sorted(by_step)]
 
 
-def test_two_processes_read_the_same_data(whole: Path, file: str, tmp_path: Path) -> None:
-    said = train(*BASE, file, into(tmp_path), "--training.record_sample_ids", processes=2)
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_more_processes_read_the_same_data(processes: int, whole: Path, file: str, tmp_path: Path) -> None:
+    batch = f"--training.local_batch_size={4 // processes}"
+    said = train(*BASE, file, into(tmp_path), batch, "--training.record_sample_ids", processes=processes)
     assert "after step 3: stage long begins" in said
     assert rows_of(tmp_path) == rows_of(whole) and len(rows_of(whole)) == LAST
     alone, together = losses(whole), losses(tmp_path)
@@ -128,7 +130,11 @@ def test_no_model_is_kept_while_the_next_one_is_built(
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamW8bit"])
 def test_every_state_goes_on(optimizer: str, file: str, tmp_path: Path) -> None:
     """A start in the middle of a stage hands moments and averages on once more than a run that is not stopped."""
-    flags = (*BASE, file, f"--optimizer.name={optimizer}", "--optimizer.ema_decay=0.9", "--training.steps=9")
+    held_out = ("--validation.enabled", "--validation.freq=4", "--validation.local_batch_size=1")
+    flags = (
+        *(*BASE, file, *held_out, f"--optimizer.name={optimizer}"),
+        *("--optimizer.ema_decay=0.9", "--training.steps=9"),
+    )
     train_here(*flags, into(tmp_path / "whole"))
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     for step in range(6, 10):
@@ -139,10 +145,10 @@ def test_every_state_goes_on(optimizer: str, file: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, 2, 4])
 def test_kills_at_any_moment_change_nothing(processes: int, file: str, tmp_path: Path) -> None:
     """Up to six each: in a start, a step, a save, or where a stage begins."""
-    flags, moments = (*BASE, file), random.Random(processes)
+    flags, moments = (*BASE, file, f"--training.local_batch_size={min(2, 4 // processes)}"), random.Random(processes)
     train(*flags, into(tmp_path / "whole"), processes=processes)
     folder, kills = tmp_path / "killed", 0
     while kills < 6:

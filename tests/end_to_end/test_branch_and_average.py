@@ -11,6 +11,7 @@ import torch
 from runs import TINY, assert_equal_bit_for_bit, into, losses, python, reports, tensors_of, train, train_here
 from safetensors.torch import load_file
 
+from torchtitan.checkpoint.branch import make_branch
 from torchtitan.errors import CheckpointError
 from torchtitan.generation.open import open_model
 
@@ -69,6 +70,80 @@ def test_a_branch_has_checkpoints_of_its_own(tmp_path: Path) -> None:
     status, output = script("branch.py", tmp_path / "moved", "--decay-steps", 1, "--custom-import=tiny")
     assert status == 2 and "say where the branch goes with --folder" in output
     assert sorted(saved.rglob("*")) == before and (tmp_path / "branch" / "checkpoint" / "step-3").exists()
+
+
+STAGES = """
+[training]
+global_batch_size = "4@0, 8@7"
+seq_len = 64
+steps = 8
+[[stage]]
+name = "stable"
+until = 0.25
+[[stage]]
+name = "long"
+until = 0.75
+training.seq_len = 128
+lr_scheduler.warmup_steps = 1
+lr_scheduler.decay_ratio = 0.25
+[[stage]]
+name = "anneal"
+training.dataset_mixture = ["python_stdlib:0.5", "FOLDER/*.jsonl:0.5"]
+lr_scheduler.warmup_steps = 0
+lr_scheduler.decay_ratio = 1.0
+"""
+OF_STAGES = [flag for flag in STABLE if not flag.startswith(("--training.seq_len", "--training.global"))]
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 2, 4 and 2 steps, whose second stage warms up and decays."""
+    folder = tmp_path_factory.mktemp("stages")
+    documents = [json.dumps({"text": f"Document {number} says {'this ' * (number % 90)}."}) for number in range(400)]
+    (folder / "documents.jsonl").write_text("\n".join(documents))
+    (folder / "stages.toml").write_text(STAGES.replace("FOLDER", str(folder)))
+    every = ("--checkpoint.interval=1", "--checkpoint.keep_latest_k=0")
+    train_here(*OF_STAGES, *every, f"--job.config_file={folder / 'stages.toml'}", into(folder / "run"))
+    return folder / "run"
+
+
+@pytest.mark.parametrize(("step", "trained", "mixture"), [(2, "stable to step 2", True), (4, "long to step 4", False)])
+def test_a_branch_is_a_last_stage(
+    step: int, trained: str, mixture: bool, stages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the end of a stage, or within one; flags change only the last. The run's batch grew later."""
+    flags = ["--experimental.custom_import=tiny"]
+    if mixture:
+        flags.append(f'--stage.decay.training.dataset_mixture=["python_stdlib:0.5","{stages.parent}/*.jsonl:0.5"]')
+    config = make_branch(stages / "checkpoint" / f"step-{step}", 3, tmp_path / "branch", flags)
+    train_here(f"--job.config_file={config}", *flags)
+    output = capsys.readouterr().out
+    assert f"stage {trained}, then stage decay to step {step + 3} (" in output
+    assert ("jsonl 50%" in output) == mixture
+    lines = reports(tmp_path / "branch")
+    rates = {step + 1: 8e-4, step + 2: 8e-4 * 2 / 3, step + 3: 8e-4 / 3}
+    assert {line["step"]: line["lr"] for line in lines} == pytest.approx(rates)
+    if not mixture:
+        assert losses(tmp_path / "branch")[5] == losses(stages)[5]  # the same data
+        assert [line["tokens_seen"] for line in lines] == [512 * count for count in (4, 5, 6)]
+
+
+def test_a_stage_that_decays_has_no_branch(stages: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"was 50% of the peak\. Branch from a checkpoint of step 7 or earlier"):
+        make_branch(stages, 2, tmp_path / "branch", ["--experimental.custom_import=tiny"])
+
+
+def test_another_last_stage(stages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a copy of the run, with another file, which also changes what is over: this is said, and not repeated."""
+    shutil.copytree(stages, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("step-7", "step-8"))
+    text = STAGES.replace("FOLDER", str(stages.parent)).replace('"anneal"', '"other"').replace("0.25", "3", 1)
+    (tmp_path / "other.toml").write_text(text)
+    train_here(*OF_STAGES, f"--job.config_file={tmp_path / 'other.toml'}", into(tmp_path))
+    said = capsys.readouterr().out
+    assert "is of a run with stage stable to step 2, then stage long to step 6, then stage anneal to step 7" in said
+    assert "goes on with stage stable to step 3, then stage long to step 6, then stage other to step 7" in said
+    assert [line["step"] for line in reports(tmp_path)] == [*range(1, 9)]
+    assert list(losses(tmp_path).values())[:6] == list(losses(stages).values())[:6]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,22 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from runs import ROOT, SMALL, Run, lines_of
+from runs import ROOT, SMALL, Run, lines_of, reports
 
 FILE = ROOT / "train_configs" / "ladder_cpu.toml"
+STAGES = """
+[[stage]]
+name = "stable"
+until = 0.5
+lr_scheduler.decay_ratio = 0.0
+[[stage]]
+name = "long"
+training.seq_len = 128
+training.global_batch_size = 2
+lr_scheduler.warmup_steps = 0
+"""
 COMMAND = [
-    *(sys.executable, "-m", "torchtitan.ladder", str(FILE), "--sizes", "13K,30K,53K,107K", "--tokens", "10K"),
+    *(sys.executable, "-m", "torchtitan.ladder", "file.toml", "--sizes", "13K,30K,53K,107K", "--tokens", "10K"),
     *("--predict", "166K", "--verify", "--folder", "ladder", "--evaluation.limit=2"),
     *(flag for flag in SMALL if "lr_scheduler" not in flag),
 ]
@@ -25,8 +36,11 @@ def climb(folder: Path, *flags: str) -> Run:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
-def test_a_ladder_goes_on_after_an_interruption_and_predicts(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "stages"), [(signal.SIGUSR1, STAGES), (signal.SIGKILL, "")])
+def test_a_ladder_goes_on_after_an_interruption_and_predicts(
+    number: signal.Signals, stages: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file.toml").write_text(FILE.read_text() + stages)
     folder = tmp_path / "ladder"
     for name, loss in FINISHED.items():
         (folder / name).mkdir(parents=True)
@@ -58,6 +72,8 @@ def test_a_ladder_goes_on_after_an_interruption_and_predicts(number: signal.Sign
     assert [line["step"] for line in lines_of(metrics) if "loss" in line] == [*range(1, STEPS + 1)]
     starts = [line["step"] for line in lines_of(metrics.with_name("events.jsonl")) if line["event"] == "start"]
     assert len(starts) == 2 and starts[1] > 0  # resumed, not repeated
+    for name in ("107K-10K", "166K-10K") if stages else ():
+        assert [line["stage"] for line in reports(folder / name)] == [1] * 20 + [2] * 19
 
     result = json.loads((folder / "ladder.json").read_text())
     assert result["law"] == "E + A / N^alpha"

@@ -1,5 +1,6 @@
 """Ladders: shapes of wanted sizes, the fitted law, and what cannot be fitted."""
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ import pytest
 import torch
 
 from torchtitan.checks.config_checks import check
-from torchtitan.config import ConfigManager
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.training import Model
 from torchtitan.engine.model_args import find_model_args, sizes_of
+from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, run_command
 from torchtitan.ladder.__main__ import main
 from torchtitan.ladder.fit import Row, fit
-from torchtitan.ladder.runs import make_rung
+from torchtitan.ladder.runs import choose_runs, make_rung
 from torchtitan.ladder.shapes import find_shape, parse_number, shape_of, short
 from torchtitan.models.llama.args import LLAMA3
 from torchtitan.models.llama.model import Llama
@@ -127,7 +129,7 @@ def test_width_and_depth_are_keys(tmp_path: Path) -> None:
         ("--sizes 0.3M,1M,3M --predict 10M", "3 constants need 3 sizes and 4 runs"),
         ("--sizes 0.3M,1M --tokens 1M,2M,3M,4M --predict 10M", "5 constants need 3 sizes, 3 numbers of tokens"),
         ("--sizes 1M,2M,3M,5M --predict 10M --model.name=qwen3_moe", "needs a dense model"),
-        ("--sizes 1M,2M,3M --predict 10M --training.global_batch_size=8@0,16@9", "trains each model in one stage"),
+        ("--sizes 1M,2M,3M --predict 10M --training.global_batch_size=8@0,16@9", "write a [[stage]] for each size"),
         ("--sizes 1M,2M,3M,5M --predict 10M --training.steps=0", "training.steps must be"),
     ],
 )
@@ -158,11 +160,81 @@ def test_a_plan_trains_nothing(
     assert not (tmp_path / "new").exists()
 
 
+STAGES = """
+[model]
+name = "llama3"
+flavor = "debugmodel"
+[training]
+seq_len = 64
+local_batch_size = 4
+steps = 40
+[optimizer]
+lr = 3e-3
+[lr_scheduler]
+warmup_steps = 10
+decay_ratio = 0.0
+[[stage]]
+name = "stable"
+until = 0.5
+[[stage]]
+name = "long"
+until = 0.75
+training.seq_len = 256
+training.local_batch_size = 1
+[[stage]]
+name = "anneal"
+optimizer.lr = 1e-3
+lr_scheduler.warmup_steps = 4
+lr_scheduler.decay_ratio = 1.0
+evaluation.tasks = ["stdlib_brackets"]
+validation.freq = 5
+"""
+
+
+def rungs_of(folder: Path, text: str, *flags: str) -> list[JobConfig]:
+    (folder / "stages.toml").write_text(text)
+    parser = argparse.Namespace(
+        sizes="13K,30K,53K,107K", tokens="40960", tokens_per_parameter="20", predict="166K", folder=folder / "ladder"
+    )
+    file = f"--job.config_file={folder / 'stages.toml'}"
+    ladder = choose_runs(parser, ConfigManager().parse_args([file, *flags]))
+    assert {rung.tokens for rung in ladder.by_cost} == {40960}
+    return [rung.config for rung in ladder.by_cost]
+
+
+def test_each_run_has_the_stages_of_the_file(tmp_path: Path) -> None:
+    """In the same proportions, with what a ladder adapts, and as many tokens as asked for."""
+    config, *_ = rungs_of(tmp_path, STAGES)
+    total = 40960 // (64 * 4 * 3 // 4 + 256 // 4)  # 3 quarters of the steps have 4 x 64 tokens, the others 1 x 256
+    assert config.training.steps == total == 160
+    anneal = parse_stages(config)[-1].config
+    assert [(stage.first_step, stage.last_step) for stage in parse_stages(config)] == [(1, 80), (81, 120), (121, 160)]
+    narrower = config.optimizer.lr / 3e-3
+    assert anneal.optimizer.lr == pytest.approx(1e-3 * narrower) and narrower > 1
+    assert (config.lr_scheduler.warmup_steps, anneal.lr_scheduler.warmup_steps) == (40, 16)
+    assert (anneal.evaluation.tasks, anneal.evaluation.freq, anneal.validation.freq) == (["held_out"], 160, 160)
+    assert [stage.config.training.global_batch_size for stage in parse_stages(config, dp=2)] == [4, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("20", "stage stable: until = 20 is the same in all runs of a ladder; make it a fraction .* such as 0.5"),
+        ('"5.12K"', "stage stable: until = 5.12K .* such as 0.5"),
+        ("0.001", "stage stable: it ends at step 0 of"),
+    ],
+)
+def test_ends_of_stages_that_are_no_fractions(end: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rungs_of(tmp_path, STAGES.replace("0.5", end))
+
+
 def test_sizes_share_no_folder(tmp_path: Path) -> None:
     flags = [f"--job.config_file={FILE}", f"--checkpoint.folder={tmp_path / 'checkpoints'}", "--checkpoint.load_step=3"]
+    flags.append("--training.global_batch_size=8")
     config = ConfigManager().parse_args(flags)
     shape = shape_of(config.model, find_model_args(config.model), 128)
-    saving = make_rung(config, "3M", shape, 1e6, 8, tmp_path / "ladder").config.checkpoint
+    saving = make_rung(config, "3M", shape, 1e6, tmp_path / "ladder").config.checkpoint
     assert not Path(saving.folder).is_absolute() and saving.load_step == -1
 
 

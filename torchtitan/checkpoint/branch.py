@@ -4,7 +4,7 @@ import json
 import shutil
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchtitan.config.legacy_keys import LEGACY_KEYS
 from torchtitan.config.manager import tables_to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.config.system import Experimental
-from torchtitan.config.training import LRScheduler
+from torchtitan.config.training import LRScheduler, Stage, Stages
 from torchtitan.errors import CheckpointError
 from torchtitan.files import is_uri
 from torchtitan.optim.schedule import lr_factor
@@ -32,7 +32,8 @@ PATHS = (("job", "dump_folder"), ("checkpoint", "folder"))
 
 def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, flags: Sequence[str] = ()) -> Path:
     """Prepares a run that continues from a checkpoint and decays the learning rate over the next `decay_steps` updates:
-    the checkpoint, and a configuration that differs from the run's only in its length, decay and dump folder.
+    the checkpoint, and a configuration that differs from the run's only in its length, dump folder and stages: those
+    that were trained, and one named decay, with the keys of the last of them.
 
     Args:
         checkpoint: as for `find_checkpoint`.
@@ -57,10 +58,18 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
             raise CheckpointError(f"{checkpoint} holds only weights, so training cannot continue from it.")
         tables = TypeAdapter(dict[str, dict[str, Any]]).validate_python(manifest.configuration)
         steps = TypeAdapter(PositiveInt).validate_python(tables["training"]["steps"])
-        schedule = TypeAdapter(LRScheduler).validate_python(tables["lr_scheduler"])
+        entries = TypeAdapter(Stages).validate_python(tables.get("stage", {})).entries or [Stage("stable")]
+        saved = TypeAdapter(list[tuple[int, str]]).validate_python(state.get("stages", []))
+        last_steps = {title: last for last, title in saved}
+        ends = sorted(last_steps.get(f"stage {entry.name}", steps) for entry in entries)
+        place = bisect_left(ends, manifest.step)
+        sections = entries[place].sections  # of the stage that the checkpoint is of
+        own = sections.get("lr_scheduler", {})
+        schedule = TypeAdapter(LRScheduler).validate_python(tables["lr_scheduler"] | own)
+        phases = tables.get("precision", {}).get("phase")
         run, saved_in = TypeAdapter(tuple[Path, str]).validate_python(tuple(tables[s][k] for s, k in PATHS))
         modules = TypeAdapter(Experimental).validate_python(tables.get("experimental", {}))
-    except (KeyError, OSError, TypeError, ValueError) as error:
+    except (LookupError, OSError, TypeError, ValueError) as error:
         reason = first_fault(error) if isinstance(error, ValidationError) else f"{error!r:.200}"
         raise CheckpointError(f"{checkpoint} does not record its run's configuration ({reason}).") from None
     for key, module in asdict(modules).items():
@@ -70,7 +79,8 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
                 f"checkpoint says so; if you trust it, add --experimental.{key}={module}."
             )
     step = manifest.step
-    _check_stable(checkpoint, step, steps, schedule)
+    begin = ends[place - 1] if own and place else 0
+    _check_stable(checkpoint, step, schedule, begin, ends[place] if own else steps)
     if folder is None and checkpoint.parent not in (place.resolve() for place in checkpoint_folders(run)):
         raise CheckpointError(
             f"{checkpoint} is not where its run, {run}, saves checkpoints: say where the branch goes with --folder."
@@ -85,7 +95,13 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
         for section, keys in tables.items()
     }
     branch["training"]["steps"] = total
-    branch["lr_scheduler"]["decay_ratio"] = decay_steps / total
+    branch["lr_scheduler"]["decay_ratio"] = decay_steps / total if phases else 0.0
+    if not phases:
+        until = [*ends[:place], step] if step else []
+        trained = [replace(entry, until=end) for entry, end in zip(entries, until, strict=False)]
+        name = f"decay_{step}" if any(entry.name == "decay" for entry in trained) else "decay"
+        decay = Stage(name, None, sections | {"lr_scheduler": own | {"warmup_steps": 0, "decay_ratio": 1.0}})
+        branch["stage"] = asdict(Stages([*trained, decay]))
     branch["job"]["dump_folder"] = str(folder)
     # These were for the start of the run; the branch takes its checkpoint as it is.
     branch["checkpoint"] |= {"load_step": -1, "exclude_from_loading": []}
@@ -109,15 +125,17 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
     return folder / BRANCH
 
 
-def _check_stable(checkpoint: Path, step: int, steps: int, schedule: LRScheduler) -> None:
-    """Whether the peak learning rate was reached by `step`, and not left."""
+def _check_stable(checkpoint: Path, step: int, schedule: LRScheduler, begin: int, end: int) -> None:
+    """Whether the peak learning rate was reached by `step`, and not left. The schedule is of the steps from `begin` to
+    `end`."""
+    steps = end - begin
     warmup = min(schedule.warmup_steps, steps)
-    if step < warmup:
-        raise CheckpointError(f"{checkpoint} is of the warm-up, which ends with step {schedule.warmup_steps}.")
-    factor = lr_factor(step, steps, schedule)
+    if step - begin < warmup:
+        raise CheckpointError(f"{checkpoint} is of the warm-up, which ends with step {begin + schedule.warmup_steps}.")
+    factor = lr_factor(step - begin, steps, schedule)
     if factor < 1:
         decays_at = bisect_left(range(steps + 1), 1, warmup, key=lambda at: lr_factor(at, steps, schedule) < 1)
         raise CheckpointError(
             f"{checkpoint} is of the decay: its learning rate was {factor:.0%} of the peak. Branch from a checkpoint "
-            f"of step {decays_at - 1} or earlier."
+            f"of step {begin + decays_at - 1} or earlier."
         )

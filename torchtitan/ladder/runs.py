@@ -8,15 +8,19 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import ConfigManager, JobConfig, to_toml
+from torchtitan.config.low_precision import Precision
 from torchtitan.config.output import Checkpoint
+from torchtitan.config.training import Stages
 from torchtitan.engine.model_args import sizes_of
+from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.evaluation.find_tasks import HELD_OUT
 from torchtitan.ladder.fit import Row, varies_tokens
@@ -24,7 +28,9 @@ from torchtitan.ladder.shapes import Shape, find_shape, parse_number, short
 from torchtitan.launcher.processes import find_processes
 from torchtitan.launcher.signals import STARTER, STOP_SIGNALS
 from torchtitan.logging import Waiting
-from torchtitan.parallel.dims import find_dims
+from torchtitan.parallel.dims import ParallelDims, find_dims
+
+BATCH = "global_batch_size"
 
 
 @dataclass(frozen=True)
@@ -112,11 +118,9 @@ def choose_runs(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
     dims = find_dims(config.parallelism, processes, problems)
     if dims is None or problems:
         raise ConfigError(*problems)
-    if config.stage.entries or isinstance(config.training.global_batch_size, str):
-        raise ConfigError(
-            "A ladder trains each model in one stage: remove [[stage]], and set training.global_batch_size to a number."
-        )
-    batch, folder = global_batch_size(config, dims), arguments.folder or Path(config.job.dump_folder)
+    config, folder = with_batches(config, dims), arguments.folder or Path(config.job.dump_folder)
+    parts = tokens_and_lengths(config)
+    mean_length = round(sum(tokens * length for tokens, length in parts) / sum(tokens for tokens, _ in parts))
     flag, listed = (
         ("--tokens", arguments.tokens)
         if arguments.tokens
@@ -129,9 +133,9 @@ def choose_runs(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
         raise ConfigError(f"--predict {arguments.predict} is not above the largest of --sizes, {arguments.sizes}.")
 
     def rung(size: str, parameters: float, amount: float) -> Rung:
-        shape = find_shape(config.model, parameters, config.training.seq_len)
+        shape = find_shape(config.model, parameters, mean_length)
         tokens = amount if arguments.tokens else amount * shape.parameters
-        return make_rung(config, size, shape, tokens, batch, folder)
+        return make_rung(config, size, shape, tokens, folder)
 
     unit = "tokens" if arguments.tokens else "tokens per parameter"
     by_size = sorted(sizes.items(), key=lambda size: size[1])
@@ -151,22 +155,75 @@ def choose_runs(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
     return ladder
 
 
-def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, batch: int, folder: Path) -> Rung:
+def with_batches(config: JobConfig, dims: ParallelDims) -> JobConfig:
+    """The configuration with the batch of each stage stated as a number of sequences, so that it does not depend on the
+    number of processes. Raises a ConfigError if stages or batches change at a step or after tokens."""
+    entries = config.stage.entries
+    given = [config.training.global_batch_size, *(entry.sections.get("training", {}).get(BATCH) for entry in entries)]
+    if any(isinstance(size, str) for size in given):
+        raise ConfigError(
+            f"training.{BATCH} changes at the same steps or tokens in all runs of a ladder; write a [[stage]] for each "
+            "size, and end it at a fraction of training.steps."
+        )
+    stages = parse_stages(config, dims.dp)
+    if problems := [
+        f"{stage.title}: until = {entry.until} is the same in all runs of a ladder; make it a fraction of "
+        f"training.steps, such as {stage.last_step / config.training.steps:.3g}."
+        for entry, stage in zip(entries, stages, strict=False)
+        if isinstance(entry.until, int | str)
+    ]:
+        raise ConfigError(*problems)
+    sections = [
+        entry.sections | {"training": entry.sections.get("training", {}) | {BATCH: global_batch_size(own.config, dims)}}
+        for entry, own in zip(entries, stages, strict=False)
+    ]
+    return replace(
+        config,
+        training=replace(config.training, global_batch_size=global_batch_size(config, dims)),
+        stage=Stages([replace(entry, sections=own) for entry, own in zip(entries, sections, strict=True)]),
+    )
+
+
+def tokens_and_lengths(config: JobConfig) -> list[tuple[int, int]]:
+    """Tokens and sequence length of each stage, whose batches are numbers."""
+    stages = parse_stages(replace(config, precision=Precision()))  # whose phases change neither, and may exceed the run
+    parts = [(stage.last_step - stage.first_step + 1, stage.config.training) for stage in stages]
+    return [(steps * int(own.global_batch_size) * own.seq_len, own.seq_len) for steps, own in parts]
+
+
+def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, folder: Path) -> Rung:
     """The run of this shape over about `tokens` tokens. From `config` it differs in:
 
     - the learning rate (and those of optimizer.group), inversely proportional to the width: muP's rule for Adam and
       matrices (arXiv 2203.03466, table 3); with model.parametrization = mup it stays, and the model does the rest;
     - the warm-up, which takes the same share of the steps; the decay is a share anyway;
-    - the batch, stated as a number of sequences, so that it does not depend on the number of processes;
     - checkpoints, and an evaluation of held-out text after the last step.
 
+    This holds for the keys of its stages, too.
+
     Args:
-        batch: sequences of an optimizer step.
+        config: as `with_batches` returns it.
     """
-    training, scheduler, optimizer = config.training, config.lr_scheduler, config.optimizer
-    steps = max(1, round(tokens / (batch * training.seq_len)))
+    before = config.training.steps
+    steps = max(1, round(tokens / (sum(tokens for tokens, _ in tokens_and_lengths(config)) / before)))
     narrower = 1.0 if config.model.parametrization == "mup" else sizes_of(config.model).dim / shape.dim
-    groups = [group if group.lr is None else replace(group, lr=group.lr * narrower) for group in optimizer.group]
+    rules: dict[str, dict[str, Callable[[Any], Any]]] = {
+        "training": {"steps": lambda _: steps},
+        "optimizer": {
+            "lr": lambda lr: lr * narrower,
+            "group": lambda groups: [
+                group if group.lr is None else replace(group, lr=group.lr * narrower) for group in groups
+            ],
+        },
+        "lr_scheduler": {"warmup_steps": lambda own: min(steps, round(own * steps / before))},
+        "validation": {"enabled": lambda _: True, "freq": lambda _: steps},
+        "evaluation": {"tasks": lambda _: [HELD_OUT], "freq": lambda _: steps},
+    }
+
+    def changed_in(section: str, keys: dict[str, Any]) -> dict[str, Any]:
+        own = rules.get(section, {})
+        return {key: own[key](value) if key in own else value for key, value in keys.items()}
+
     name = f"{size}-{short(tokens)}"
     changed = replace(
         config,
@@ -177,13 +234,12 @@ def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, batch: 
             description=f"{size} parameters, {short(tokens)} tokens",
         ),
         model=replace(config.model, dim=shape.dim, n_layers=shape.n_layers),
-        optimizer=replace(optimizer, lr=optimizer.lr * narrower, group=groups),
-        lr_scheduler=replace(
-            scheduler, warmup_steps=min(steps, round(scheduler.warmup_steps * steps / training.steps))
+        stage=Stages(
+            [
+                replace(entry, sections={name: changed_in(name, keys) for name, keys in entry.sections.items()})
+                for entry in config.stage.entries
+            ]
         ),
-        training=replace(training, steps=steps, global_batch_size=batch),
-        validation=replace(config.validation, enabled=True, freq=steps),
-        evaluation=replace(config.evaluation, tasks=[HELD_OUT], freq=steps),
         # A folder given as an absolute path would be the same for all sizes.
         checkpoint=replace(
             config.checkpoint,
@@ -192,8 +248,9 @@ def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, batch: 
             load_step=Checkpoint.load_step,
             create_seed_checkpoint=False,
         ),
+        **{name: replace(own, **changed_in(name, vars(own))) for name in rules if (own := getattr(config, name))},
     )
-    return Rung(size, shape, steps * batch * training.seq_len, changed)
+    return Rung(size, shape, sum(tokens for tokens, _ in tokens_and_lengths(changed)), changed)
 
 
 def write_files(rungs: Iterable[Rung]) -> None:

@@ -339,7 +339,11 @@ class Trainer:
             if key in former and key in current:  # otherwise of another version
                 old, new = self.changed[key] = [shown(former[key]), shown(current[key])]
                 logger.info(f"{key} = {new}; it was {old} when the checkpoint was saved")
-        if (stage := stage_of(self.step, self.stages)) is not self.stage:
+        with refuse_wrong_values():
+            data, saved = self.builder.data, len(state.get("dataloader", {}).get("positions", ()))
+        if more_rows := saved > data.rows and saved % data.rows == 0:  # for batch sizes that this run does not reach
+            self.builder = dataclasses.replace(self.builder, data=data._replace(rows=saved))
+        if (stage := stage_of(self.step, self.stages)) is not self.stage or more_rows:
             self._build(stage)
         with refuse_wrong_values():
             if "learning_rate" in state:
