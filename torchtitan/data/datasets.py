@@ -190,10 +190,15 @@ class DataOfRun(NamedTuple):
     places: Mapping[str, int] | None = None
 
 
-def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None = None) -> dict[str, int]:
+def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None, hold_out: bool) -> dict[str, int]:
     """The place of each source among those of all stages. Opens them all."""
-    ids = [ids_of([source.fingerprint for _, source, _ in open_for_training(stage, tokenizer)]) for stage in stages]
+    opened = (trained_part(open_for_training(stage, tokenizer), hold_out) for stage in stages)
+    ids = [ids_of([source.fingerprint for _, source, _ in sources]) for sources in opened]
     return {id: place for place, id in enumerate(dict.fromkeys(itertools.chain(*ids)))}
+
+
+def trained_part(opened: Sequence[Opened], hold_out: bool) -> list[Opened]:
+    return [(name, split(source, False, name) if hold_out else source, weight) for name, source, weight in opened]
 
 
 def open_for_training(training: Training, tokenizer: Tokenizer | None) -> list[Opened]:
@@ -209,9 +214,10 @@ def training_sources(
     data = digest([[source.fingerprint, weight] for _, source, weight in opened])
     # Text without documents is cut into some whose length depends on the first stage's sequences.
     cut = run.seq_len if any(isinstance(source, TextFiles) for _, source, _ in opened) else None
-    if run.hold_out:
-        opened = [(name, split(source, False, name), weight) for name, source, weight in opened]
-    return as_rows(opened, run.rows, run.seq_len, run.places), {"data": data, "cut_for": cut}
+    return as_rows(trained_part(opened, run.hold_out), run.rows, run.seq_len, run.places), {
+        "data": data,
+        "cut_for": cut,
+    }
 
 
 def validation_sources(
