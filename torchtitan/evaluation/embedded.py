@@ -72,8 +72,8 @@ def docstrings(text: str, draw: random.Random) -> Iterator[Choice]:
 
 
 def needle(text: str, draw: random.Random, longest: int) -> Iterator[Choice]:
-    """The value that a line in the first third of the code gives a name, and three others. The code, of at most
-    `longest` characters, has neither the name nor a value anywhere else, so only that line tells."""
+    """The word that follows a name in a comment in the first third of the code, and three others. The code, of at most
+    `longest` characters, has none of these words anywhere else, so only that line tells."""
     tokens, starts = _tokens(text)
     names = sorted({token.string for token in tokens if _is_name(token)})
     for begin in draw.sample(starts, len(starts)):
@@ -83,7 +83,7 @@ def needle(text: str, draw: random.Random, longest: int) -> Iterator[Choice]:
             continue
         at = code.rfind("\n", 0, draw.randrange(len(code) // 3)) + 1
         name, right, *wrong = draw.sample(unseen, 1 + ANSWERS)
-        yield _choice(f"{code[:at]}{name} = {right}\n{code[at:]}{name} =", right, wrong, draw)
+        yield _choice(f"{code[:at]}# {name} {right}\n{code[at:]}# {name}", right, wrong, draw)
 
 
 def make(kind: str) -> list[Choice]:
