@@ -20,7 +20,7 @@ from runs import all_equal
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import Document, Loader, build_loader, build_validation_loader, packing
-from torchtitan.data.datasets import documents_of
+from torchtitan.data.datasets import DataOfRun, documents_of, places_of_sources, training_sources
 from torchtitan.data.strided import StridedSource
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.protocols import IGNORE_INDEX
@@ -324,6 +324,13 @@ def test_validation_holds_other_documents_than_training(tmp_path: Path) -> None:
     validated = {id for batch in held_out for ids in batch.sample_ids or [] for id in ids}
     assert len(trained) == 396 and not trained & validated
     assert validated == {f"corpus.jsonl:{line}" for line in (100, 200, 300, 400)}
+
+
+@pytest.mark.parametrize("hold_out", [False, True])
+def test_each_stage_knows_the_places_of_its_sources(hold_out: bool, tmp_path: Path) -> None:
+    stages = [training_on(None), training_on(write_jsonl(tmp_path / "corpus.jsonl", range(400))), training_on(None)]
+    run = DataOfRun(4, 32, hold_out, places_of_sources(stages, TOKENIZER, hold_out))
+    assert [source.place for stage in stages for source in training_sources(stage, run, TOKENIZER)[0]] == [0, 1, 0]
 
 
 def test_validation_gives_the_same_batches_each_time_and_each_rank_its_own() -> None:

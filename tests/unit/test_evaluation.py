@@ -178,9 +178,20 @@ def test_embedded_tasks_are_the_same_each_time_and_cannot_be_guessed(kind: str) 
     assert len(examples) == EXAMPLES
     assert len({(example.context, example.gold) for example in examples}) > 0.9 * EXAMPLES
     assert all(len(set(example.choices)) == len(example.choices) for example in examples)
-    assert max(map(len, (example.context for example in examples))) <= CONTEXT + 10
+    if "needle" not in kind:
+        assert max(map(len, (example.context for example in examples))) <= CONTEXT + 10
     # Neither a place nor, for brackets, an answer is right much more often than others.
     assert max(Counter(example.gold for example in examples).values()) < 1.5 * EXAMPLES / len(examples[0].choices)
+
+
+@pytest.mark.parametrize(("kind", "least", "most"), [("stdlib_needle_short", 0, 128), ("stdlib_needle_long", 128, 512)])
+def test_needles_are_as_far_away_as_they_are_said_to_be(kind: str, least: int, most: int) -> None:
+    for example in make(kind):
+        question = example.context.rsplit("\n", 1)[1]
+        before, after = example.context.split(f"{question} {example.choices[example.gold]}\n")
+        code = before + after.removesuffix(question)
+        assert not any(word in code for word in (question.removeprefix("# "), *example.choices))
+        assert len(TOKENIZER.encode(after)) > least and len(TOKENIZER.encode(example.solved)) <= most
 
 
 def test_formats(tmp_path: Path) -> None:

@@ -329,8 +329,9 @@ class Evaluation:
     tasks: Annotated[
         list[str],
         Doc(
-            "stdlib_identifiers, stdlib_brackets, stdlib_docstrings; JSONL files in the format of HellaSwag, ARC, "
-            "PIQA or LAMBADA; held_out or text:PATH for bits per byte; lm_eval:TASK or lm_eval:FOLDER/TASK."
+            "stdlib_identifiers, stdlib_brackets, stdlib_docstrings, stdlib_needle_short, stdlib_needle_long; JSONL "
+            "files in the format of HellaSwag, ARC, PIQA or LAMBADA; held_out or text:PATH for bits per byte; "
+            "lm_eval:TASK or lm_eval:FOLDER/TASK."
         ),
     ] = field(default_factory=list)
     freq: Annotated[PositiveInt, Doc("Training steps between evaluations.")] = 500

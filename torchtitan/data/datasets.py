@@ -156,19 +156,21 @@ def for_rows(source: Source | StreamedSource, rows: int, seq_len: int) -> Source
     return source.for_rows(rows, seq_len) if isinstance(source, TextFiles) else source
 
 
-def as_rows(opened: Sequence[Opened], rows: int, seq_len: int) -> list[Weighted]:
-    """Sources that can be dealt to the rows of a batch."""
+def as_rows(
+    opened: Sequence[Opened], rows: int, seq_len: int, places: Mapping[str, int] | None = None
+) -> list[Weighted]:
+    """Sources that can be dealt to the rows of a batch. `places`: of sources by their ids; default: their order."""
     weighted = []
-    for place, (name, source, weight) in enumerate(opened):
+    ids = ids_of([source.fingerprint for _, source, _ in opened])
+    for index, (id, (name, source, weight)) in enumerate(zip(ids, opened, strict=True)):
         source = for_rows(source, rows, seq_len)
         streamed = StridedSource(source, name) if hasattr(source, "__getitem__") else source  # type: ignore[arg-type]
-        weighted.append(Weighted(streamed, name, weight, place=place))
+        weighted.append(Weighted(streamed, name, weight, id, places[id] if places else index))
     return weighted
 
 
-def ids_of(opened: Sequence[Opened]) -> list[str]:
+def ids_of(fingerprints: Sequence[str]) -> list[str]:
     """An id for each source: that of a second one with the same documents differs."""
-    fingerprints = [source.fingerprint for _, source, _ in opened]
     return [f"{print} {fingerprints[:place].count(print)}" for place, print in enumerate(fingerprints)]
 
 
@@ -188,10 +190,15 @@ class DataOfRun(NamedTuple):
     places: Mapping[str, int] | None = None
 
 
-def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None = None) -> dict[str, int]:
+def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None, hold_out: bool) -> dict[str, int]:
     """The place of each source among those of all stages. Opens them all."""
-    ids = [ids_of(open_for_training(stage, tokenizer)) for stage in stages]
+    opened = (trained_part(open_for_training(stage, tokenizer), hold_out) for stage in stages)
+    ids = [ids_of([source.fingerprint for _, source, _ in sources]) for sources in opened]
     return {id: place for place, id in enumerate(dict.fromkeys(itertools.chain(*ids)))}
+
+
+def trained_part(opened: Sequence[Opened], hold_out: bool) -> list[Opened]:
+    return [(name, split(source, False, name) if hold_out else source, weight) for name, source, weight in opened]
 
 
 def open_for_training(training: Training, tokenizer: Tokenizer | None) -> list[Opened]:
@@ -207,13 +214,10 @@ def training_sources(
     data = digest([[source.fingerprint, weight] for _, source, weight in opened])
     # Text without documents is cut into some whose length depends on the first stage's sequences.
     cut = run.seq_len if any(isinstance(source, TextFiles) for _, source, _ in opened) else None
-    ids = ids_of(opened)  # of a part of a source, too
-    if run.hold_out:
-        opened = [(name, split(source, False, name), weight) for name, source, weight in opened]
-    sources = as_rows(opened, run.rows, run.seq_len)
-    places = run.places or {id: source.place for id, source in zip(ids, sources, strict=True)}
-    named = [source._replace(id=id, place=places[id]) for id, source in zip(ids, sources, strict=True)]
-    return named, {"data": data, "cut_for": cut}
+    return as_rows(trained_part(opened, run.hold_out), run.rows, run.seq_len, run.places), {
+        "data": data,
+        "cut_for": cut,
+    }
 
 
 def validation_sources(

@@ -14,6 +14,7 @@ import re
 import tokenize
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from torchtitan.data.sources import digest, python_stdlib
 from torchtitan.evaluation.tasks import Choice
@@ -68,6 +69,21 @@ def docstrings(text: str, draw: random.Random) -> Iterator[Choice]:
         others = [name for name in names if name != node.name]
         if lines and 20 <= len(lines[0]) <= CONTEXT and node.name in names and len(others) >= ANSWERS - 1:
             yield _choice(f"# {lines[0]}\ndef", node.name, draw.sample(others, ANSWERS - 1), draw)
+
+
+def needle(text: str, draw: random.Random, longest: int) -> Iterator[Choice]:
+    """The word that follows a name in a comment in the first third of the code, and three others. The code, of at most
+    `longest` characters, has none of these words anywhere else, so only that line tells."""
+    tokens, starts = _tokens(text)
+    names = sorted({token.string for token in tokens if _is_name(token)})
+    for begin in draw.sample(starts, len(starts)):
+        code = text[begin : text.rfind("\n", begin, begin + longest) + 1]
+        unseen = [name for name in names if name not in code]
+        if len(code) < 0.8 * longest or len(unseen) <= ANSWERS:
+            continue
+        at = code.rfind("\n", 0, draw.randrange(len(code) // 3)) + 1
+        name, right, *wrong = draw.sample(unseen, 1 + ANSWERS)
+        yield _choice(f"{code[:at]}# {name} {right}\n{code[at:]}# {name}", right, wrong, draw)
 
 
 def make(kind: str) -> list[Choice]:
@@ -137,4 +153,6 @@ EMBEDDED: dict[str, Callable[[str, random.Random], Iterator[Choice]]] = {
     "stdlib_identifiers": identifiers,
     "stdlib_brackets": brackets,
     "stdlib_docstrings": docstrings,
+    "stdlib_needle_short": partial(needle, longest=200),
+    "stdlib_needle_long": partial(needle, longest=1000),
 }

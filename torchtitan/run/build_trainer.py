@@ -164,11 +164,12 @@ def _refuse_other_machines(config: JobConfig, tokenizer: Tokenizer) -> None:
 def _data_of_run(stages: Sequence[Stage], tokenizer: Tokenizer, dims: ParallelDims) -> DataOfRun:
     """Opens the training data of all stages."""
     trainings, validations = zip(*((stage.config.training, stage.config.validation) for stage in stages), strict=True)
+    hold_out = any(one.enabled and one.dataset is None and one.dataset_path is None for one in validations)
     return DataOfRun(
         rows=math.lcm(*(global_batch_size(stage.config, dims) for stage in stages)),
         seq_len=trainings[0].seq_len,
-        hold_out=any(one.enabled and one.dataset is None and one.dataset_path is None for one in validations),
-        places=places_of_sources(trainings, tokenizer) if len(stages) > 1 else None,
+        hold_out=hold_out,
+        places=places_of_sources(trainings, tokenizer, hold_out) if len(stages) > 1 else None,
     )
 
 
