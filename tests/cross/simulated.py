@@ -49,7 +49,9 @@ class Report:
 def on_gpu(name: str, function: str, *arguments: Any, **options: Any) -> Any:
     """What a function, such as "steps.train", returns in a process with this simulated GPU. Those of "interpreted" have
     Triton's interpreter, too."""
-    found = _process(name, function.startswith("interpreted.")).submit(_call, function, arguments, options).result(PATIENCE)
+    found = (
+        _process(name, function.startswith("interpreted.")).submit(_call, function, arguments, options).result(PATIENCE)
+    )
     assert "steps" not in sys.modules  # it would change the compiler of the other tests
     return found
 
