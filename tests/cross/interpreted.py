@@ -172,7 +172,7 @@ ARGS = LlamaArgs(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64, vocab_
 def documents() -> torch.Tensor:
     """Ids of two sequences, which see different blocks of 128 keys."""
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
-    ids[0, 100:], ids[0, 256:], ids[1, 300:] = 1, 2, 1
+    ids[0, 150:], ids[0, 256:], ids[1, 300:] = 1, 2, 1
     return ids
 
 
