@@ -4,6 +4,7 @@ import atexit
 import dataclasses
 import functools
 import importlib
+import os
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -46,8 +47,11 @@ class Report:
 
 
 def on_gpu(name: str, function: str, *arguments: Any, **options: Any) -> Any:
-    """What a function, such as "steps.train", returns in a process with this simulated GPU."""
-    found = _process(name).submit(_call, function, arguments, options).result(PATIENCE)
+    """What a function, such as "steps.train", returns in a process with this simulated GPU. Those of "interpreted" have
+    Triton's interpreter, too."""
+    found = (
+        _process(name, function.startswith("interpreted.")).submit(_call, function, arguments, options).result(PATIENCE)
+    )
     assert "steps" not in sys.modules  # it would change the compiler of the other tests
     return found
 
@@ -58,11 +62,14 @@ def _call(function: str, arguments: Any, options: Any) -> Any:
 
 
 @functools.cache
-def _process(name: str) -> ProcessPoolExecutor:
-    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin, initargs=(name,))
+def _process(name: str, interpreter: bool) -> ProcessPoolExecutor:
+    initargs = (name, interpreter)
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin, initargs=initargs)
     atexit.register(pool.shutdown, wait=False, cancel_futures=True)
     return pool
 
 
-def _begin(name: str) -> None:
+def _begin(name: str, interpreter: bool) -> None:
+    if interpreter:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     start(SIMULATED[name])
