@@ -11,7 +11,7 @@ from simulated import needs_triton, on_gpu
 pytestmark = [needs_triton, pytest.mark.full]
 
 # Several roundings; another number of the 8-bit format where those before it differ.
-FLOAT32, BFLOAT16, INT8, FLOAT8 = 1e-6, 2**-6, 2**-5, 2**-4
+FLOAT32, BFLOAT16, INT8, FLOAT8 = 1e-6, 2**-6, 2**-5, 0.08
 
 ROWWISE = "--float8.recipe_name=rowwise"
 
@@ -23,6 +23,7 @@ ROWWISE = "--float8.recipe_name=rowwise"
         pytest.param("block", (True,), BFLOAT16, id="documents"),
         pytest.param("block", (True, "--model.converters=int8"), INT8, id="int8 rowwise, documents"),
         pytest.param("block", (False, "--model.converters=float8", ROWWISE), FLOAT8, id="float8 rowwise"),
+        pytest.param("block", (False, "--model.converters=float8"), FLOAT8, id="float8 tensorwise"),
         pytest.param("last_queries", (False,), FLOAT32, id="last queries"),
         pytest.param("last_queries", (True,), FLOAT32, id="last queries, documents"),
         pytest.param("noise", (), 0, id="stochastic rounding"),
