@@ -121,9 +121,10 @@ def random_bits(key: torch.Tensor, step: torch.Tensor, count: int) -> torch.Tens
     """`count` times 64 random bits, int64, on the device of `step`, a scalar: SplitMix64
     (doi.org/10.1145/2660193.2660195) of a counter. Unlike a generator's, they depend on a number that the host does not
     know. key: int64, a scalar on any device."""
-    # The start comes first: of a range alone times this constant, the compiler makes an index, and Triton refuses it.
-    counter = torch.arange(count, device=step.device) + (step.long() * 0x2545F4914F6CDD1D + key)
-    bits = counter * -0x61C8864680B583EB
+    # range * a + start, as (range + start / a) * a (mod 2^64): of a range times a constant the compiler makes an index
+    # of 32 bits, and Triton refuses it.
+    start = (step.long() * 0x2545F4914F6CDD1D + key) * -0xE217C1E66C88CC3
+    bits = (torch.arange(count, device=step.device) + start) * -0x61C8864680B583EB
     bits = (bits ^ (bits >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     bits = (bits ^ (bits >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
     return bits ^ (bits >> 31 & (1 << 33) - 1)
