@@ -159,13 +159,3 @@ def test_every_layout_gets_the_same(layout: str, evaluated: tuple[Path, list[str
           f"--evaluation.tasks={','.join(tasks)}", *flags, processes=processes)  # fmt: skip
     (ours,) = evaluations(tmp_path)
     assert ours == pytest.approx(evaluations(folder)[-1], rel=1e-6)
-
-
-def test_experts_over_two_ranks_get_the_same(evaluated: tuple[Path, list[str]], tmp_path: Path) -> None:
-    _, tasks = evaluated
-    one, two = tmp_path / "one", tmp_path / "two"
-    sparse = (*RUN, "--model.name=sparse", f"--evaluation.tasks={','.join(tasks)}", "--checkpoint.enable_checkpoint")
-    train(*sparse, into(one), "--training.steps=2")
-    start = f"--checkpoint.initial_load_path={one / 'checkpoint' / 'step-2'}"
-    train(*sparse, into(two), "--training.steps=1", "--optimizer.lr=1e-12", start, *degrees(ep=2), processes=2)
-    assert evaluations(two) == [pytest.approx(evaluations(one)[-1], rel=1e-6)]
