@@ -1,5 +1,5 @@
 # docker build -t torchtitan .                                                 for GPUs: PyPI's torch brings CUDA along
-# docker build -t torchtitan --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .    for CPUs, 4 GB smaller
+# docker build -t torchtitan --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .    for CPUs, 4 GB smaller
 # See docs/containers.md.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS wheel
@@ -13,10 +13,10 @@ SHELL ["/bin/bash", "-eo", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY constraints.txt /
-ARG TORCH_INDEX
+ARG PIP_EXTRA_INDEX_URL
 # Alone, as it is by far the largest, and changes least. Of two builds of a version, pip takes the one with a suffix, such
 # as +cpu.
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c /constraints.txt torch
+RUN pip install --no-cache-dir -c /constraints.txt torch
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir -c /constraints.txt "$(echo /wheels/*.whl)[report,s3]"
 
