@@ -3,5 +3,5 @@
 export EXTRA=dev
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 unset PYTHONDONTWRITEBYTECODE  # images set it; hundreds of processes would each compile this project, and all tests
-export PYTEST_XDIST_AUTO_NUM_WORKERS="${PYTEST_XDIST_AUTO_NUM_WORKERS:-$(($(nproc) * 3 / 2))}"  # many tests wait
+export PYTEST_XDIST_AUTO_NUM_WORKERS="${PYTEST_XDIST_AUTO_NUM_WORKERS:-$(($(getconf _NPROCESSORS_ONLN) * 3 / 2))}"  # many tests wait
 cd "$ROOT" && exec "$PYTHON" -m pytest -n auto --dist worksteal "$@"

@@ -20,7 +20,9 @@ from runs import ROOT, into, lines_of, losses
 from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.config.extension import import_user_module
+from torchtitan.config.output import Profiling
 from torchtitan.kernels.attention_gpu import BACKENDS, causal_attention_gpu, torchs_choice
+from torchtitan.metrics import Profiler
 from torchtitan.plan import planner
 from torchtitan.plan.devices import named_device
 
@@ -235,3 +237,14 @@ def test_a_trained_model_continues_a_prompt_as_on_the_cpu(place: Place) -> None:
         for visible in (True, False)
     ]
     assert texts[0].stdout == texts[1].stdout and texts[0].stdout.startswith("import os")
+
+
+@pytest.mark.gpu
+def test_memory_snapshots(tmp_path: Path) -> None:
+    profiling = Profiling(enable_memory_snapshot=True, profile_freq=2)
+    with Profiler(profiling, tmp_path, rank=0, device_type="cuda", start_step=0) as profiler:
+        for _ in range(4):
+            torch.ones(1000, device="cuda")
+            profiler.after_step()
+    files = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.pickle"))]
+    assert files == [f"memory_snapshot/iteration_{step}/rank0_memory_snapshot.pickle" for step in (2, 4)]

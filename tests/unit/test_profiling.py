@@ -81,14 +81,3 @@ def test_nothing_is_written_where_it_is_off(tmp_path: Path) -> None:
 def test_memory_snapshots_need_cuda(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"profiling\.enable_memory_snapshot needs a CUDA device"):
         run(tmp_path, 1, 1, enable_memory_snapshot=True)
-
-
-@pytest.mark.gpu
-def test_memory_snapshots(tmp_path: Path) -> None:
-    profiling = Profiling(enable_memory_snapshot=True, profile_freq=2)
-    with Profiler(profiling, tmp_path, rank=0, device_type="cuda", start_step=0) as profiler:
-        for _ in range(4):
-            torch.ones(1000, device="cuda")
-            profiler.after_step()
-    files = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.pickle"))]
-    assert files == [f"memory_snapshot/iteration_{step}/rank0_memory_snapshot.pickle" for step in (2, 4)]

@@ -188,7 +188,9 @@ class LRScheduler:
     ] = None
     decay_type: Annotated[
         Literal["linear", "sqrt", "cosine", "power"],
-        Doc("Shape of the decay; power: by the inverse square root of the step, which does not reach lr_min."),
+        Doc(
+            "Shape of the decay; power: by the inverse square root of the schedule's step, which does not reach lr_min."
+        ),
     ] = "linear"
     lr_min: Annotated[Fraction, Doc("Final learning rate, as a fraction of optimizer.lr.")] = 0.0
 
