@@ -83,12 +83,13 @@ def keep_compiled_code_private() -> None:
     os.environ[INDUCTOR] = folder = _inductor_folder(None if given == inductor.default_cache_dir() else given)
     inductor.keep_precompiled_headers_in(folder)
     inductor.avoid_nan_instructions()
+    inductor.wait_for_stores()
 
 
 def _inductor_folder(given: str | None) -> str:
     try:
         if given is None:
-            return str(private_folder("inductor"))
+            return str(private_folder("inductor-2"))  # 2: with what `compat.inductor` changes in generated code
         Path(given).mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owned(Path(given))
         return given

@@ -272,6 +272,26 @@ def nan_instructions(flags: Sequence[str], avoided: bool = True) -> list[str]:
         ]
 
 
+def loops_over_gathered_rows(waits: bool) -> list[str]:
+    """Sources of the kernels that gather rows, add and normalize them, with what `compat.inductor` changes or without.
+    One loop writes the sums and the next reads them."""
+
+    def normalized(x: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = x[places].sum(1)
+        return sums, torch.nn.functional.rms_norm(sums, (4096,))
+
+    torch.compiler.reset()
+    LOWERED.clear()
+    inductor.wait_for_stores()
+    load: Any = triton_code.TritonKernel.load
+    if not waits:
+        load = getattr(load, "__wrapped__", load)
+    with patch.object(triton_code.TritonKernel, "load", load), FakeTensorMode():
+        x = torch.empty(512, 4096, dtype=torch.bfloat16, device="cuda")
+        torch.compile(normalized)(x, torch.zeros(256, 2, dtype=torch.int64, device="cuda"))
+    return [source for graph in LOWERED for _, _, source in kernels(graph)]
+
+
 def with_fault(fault: str) -> tuple[list[Call], list[Any], list[str]]:
     """Calls, masks and waits of something wrong."""
     torch.compiler.reset()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from simulated import needs_triton, on_gpu
 
-from torchtitan.plan.lowering import Call
+from torchtitan.plan.lowering import Call, kernels
 
 pytestmark = needs_triton
 
@@ -158,6 +158,7 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     check_layouts([call for graph in report.lowered for call in graph.calls])
     assert not report.masks and not any(graph.masks for graph in report.lowered)
     assert not any(same_blocks_for_all_sequences(graph.code) for graph in report.lowered)
+    assert not any(reads_too_early(source) for graph in report.lowered for _, _, source in kernels(graph))
     assert not report.waits
     products = [call for graph in report.lowered for call in graph.calls if ".mm" in call.operator]
     assert not any(call.operands[0].dtype == "float32" for call in products)  # those run without tensor cores
@@ -189,6 +190,28 @@ def same_blocks_for_all_sequences(code: str) -> bool:
     """Whether flex attention takes the blocks that documents see from the first sequence for the others too."""
     several = re.search(r"SPARSE_Z = (?!1\b)", code)
     return bool(several and re.search(r"stride_\w*(?:blks|idx)_h = 0\b", code))
+
+
+def reads_too_early(source: str) -> bool:
+    """Whether a kernel reads what it has written without a barrier after that: other threads may do either."""
+    written: set[str] = set()
+    for line in source.splitlines():
+        if "tl.debug_barrier()" in line:
+            written.clear()
+        elif load := re.search(r"tl\.load\((\w+) ", line):
+            if load[1] in written:
+                return True
+        elif store := re.search(r"tl\.store\((\w+) ", line):
+            written.add(store[1])
+    return False
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="the compiler adds barriers itself")
+def test_a_loop_waits_for_what_another_has_written() -> None:
+    """Triton does not (triton-lang/triton#10924): on an H100 gradients before experts were those of earlier steps."""
+    without, with_barriers = (on_gpu("sm_90", "steps.loops_over_gathered_rows", waits) for waits in (False, True))
+    assert any(map(reads_too_early, without))
+    assert with_barriers and not any(map(reads_too_early, with_barriers))
 
 
 def check_layouts(calls: Sequence[Call]) -> None:

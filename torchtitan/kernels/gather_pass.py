@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchtitan.compat import inductor
 from torchtitan.compat.inductor import CustomGraphPass, get_hash_for_files
 from torchtitan.kernels import grouped_8bit  # registers the operator
 
@@ -31,7 +32,7 @@ class FuseGathers(CustomGraphPass):
                         graph.erase_node(unused)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__, grouped_8bit.__file__))
+        return get_hash_for_files((__file__, grouped_8bit.__file__, inductor.__file__))
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
