@@ -1,5 +1,8 @@
 """The work of a step, counted in the code for a GPU, against what a plan counts in the operations of the same step."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +86,14 @@ def test_a_plan_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowered_step, "TIME_LIMIT", 0.1)
     with pytest.raises(lowered_step.LoweringError, match=r"took longer than 0\.1 s and was ended"):
         lowered_step.lowered_work(ConfigManager().parse_args(FLAGS), 1, "sm_90")
+
+
+@needs_triton
+def test_the_simulated_gpu_keeps_its_cpp_library_to_itself(tmp_path: Path) -> None:
+    """Where that is linked statically, torch's libraries would find half of theirs there, and crash when imported."""
+    program = "from torchtitan.plan.lowering import SIMULATED, start\nstart(SIMULATED['sm_90'])"
+    environment = {**os.environ, "CXX": "g++ -static-libstdc++", "XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    (library,) = tmp_path.rglob("simulated_gpu*.so")
+    visible = subprocess.run(["nm", "-DC", "--defined-only", str(library)], stdout=subprocess.PIPE, text=True, check=True)
+    assert "std::locale" not in visible.stdout

@@ -85,6 +85,8 @@ def start(gpu: Gpu) -> None:
     found = importlib.util.find_spec("torch")
     root = Path(found.origin or "").parent if found else Path()
     flags = [f"-I{root}/include", f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib", "-O1"]
+    # Where the C++ library is linked statically, torch's libraries must not find parts of it here before their own.
+    flags.append("-Wl,--exclude-libs,ALL")
     if (root / "lib" / "libtorch_cuda.so").exists():
         flags += ["-Wl,--no-as-needed", "-ltorch_cuda"]  # a build for CUDA, which must be replaced by the simulated GPU
     if load(SOURCE, "the simulated GPU", *flags) is None:
