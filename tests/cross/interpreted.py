@@ -32,8 +32,13 @@ from torchtitan.converters.converter import Target
 from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.kernels import quantize
 from torchtitan.kernels.attention_gpu import causal_attention_gpu
+from torchtitan.kernels.exact_gemm import exact_linear
+from torchtitan.models.args import MoEArgs, TransformerArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.moe import reset_buffers
+from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
+from torchtitan.models.qwen3_moe.model import Qwen3MoE
 from torchtitan.models.rope import rope_table
 from torchtitan.optim.low_bit import random_bits
 from torchtitan.optim.low_bit_adamw import LowBitAdamW, update
@@ -149,16 +154,36 @@ def scaled_mm(
     out.copy_(a.float() @ b.float() * a_scale * b_scale)
 
 
+def scaled_grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, offs: torch.Tensor, *options: Any
+) -> torch.Tensor:
+    """By a loop over the experts, which the GPU's has one kernel for; a row, an expert's column or both have a scale."""
+    ends = offs.tolist()
+    rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    experts = len(rows)
+    if b.dim() == 3:
+        out = torch.zeros(a.shape[0], b.shape[2])
+        for expert, part in enumerate(rows):
+            out[part] = (a[part].float() @ b[expert].float()) * a_scale[part, None] * b_scale[expert]
+        return out.bfloat16()
+    left, right = a_scale.view(experts, -1, 1), b_scale.view(experts, 1, -1)
+    return torch.stack(
+        [(a[:, part].float() @ b[part].float()) * left[expert] * right[expert] for expert, part in enumerate(rows)]
+    ).bfloat16()
+
+
 aten = torch.ops.aten
 extern_kernels._scaled_mm = scaled_mm  # type: ignore[attr-defined]
 library = torch.library.Library("aten", "IMPL", "CPU")
 library.impl("_scaled_dot_product_cudnn_attention", cudnn)
 library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward)
+library.impl("_scaled_grouped_mm", scaled_grouped_mm)
+library.impl("mm.dtype_out", lambda a, b, dtype, *, out: out.copy_(a.to(dtype) @ b.to(dtype)))
 GraphLowering.compile_to_module = compile_to_module  # type: ignore[method-assign, assignment]
 torch._C._cuda_getCurrentRawStream = lambda device: 0
 InterpreterBuilder.cast_impl = InterpreterBuilder.create_fp_to_fp = cast
 InterpreterBuilder.create_dot = dot
-for name in ("exp", "floor", "pow", "rsqrt", "trunc"):
+for name in ("exp", "floor", "isnan", "log", "pow", "rsqrt", "trunc"):
     setattr(libdevice, name, computed_by(getattr(torch, name)))
 libdevice.nearbyint, triton_helpers.max2 = computed_by(torch.round), computed_by(torch.amax)
 LinearConverter.check_swap = lambda self: None  # type: ignore[method-assign]
@@ -167,6 +192,7 @@ quantize._round_rows.register_kernel("cpu")(quantize._round_rows._init_fn)
 
 ROWS, LENGTH = 2, 320
 ARGS = LlamaArgs(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64, vocab_size=16)
+EXPERTS = Qwen3MoEArgs(32, 1, 2, 1, 64, 16, head_dim=16, moe=MoEArgs(n_experts=4, top_k=2, ffn_dim=48))
 
 
 def documents() -> torch.Tensor:
@@ -176,13 +202,22 @@ def documents() -> torch.Tensor:
     return ids
 
 
-def block(masked: bool, *flags: str) -> dict[str, float]:
+def experts(*flags: str) -> dict[str, float]:
+    """Of a block with a mixture of experts, as `block`."""
+    return block(False, *flags, args=EXPERTS)
+
+
+def block(masked: bool, *flags: str, args: TransformerArgs = ARGS) -> dict[str, float]:
     """Of a transformer block in bfloat16: its output and gradients."""
     torch.manual_seed(0)
     config = ConfigManager().parse_args(list(flags))
-    model = Llama(ARGS).bfloat16()
+    model = (Qwen3MoE if isinstance(args, Qwen3MoEArgs) else Llama)(args).bfloat16()
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            nn.init.normal_(parameter, std=0.1)
+    reset_buffers(model)
     simulated = copy.deepcopy(model)
-    x, grad = torch.randn(2, ROWS, LENGTH, ARGS.dim, dtype=torch.bfloat16)
+    x, grad = torch.randn(2, ROWS, LENGTH, args.dim, dtype=torch.bfloat16)
     rope, ids = rope_table(ARGS.head_dim, torch.arange(LENGTH), ARGS.rope_theta, None), documents()
 
     def run(model: Llama, target: Target, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -199,6 +234,8 @@ def block(masked: bool, *flags: str) -> dict[str, float]:
         for module in simulated.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(on_gpu(parameter)))
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, on_gpu(buffer))
         gpu = dataclasses.replace(cpu, device_type="cuda", compute_capability=(9, 0), compile=True)
         found = run(simulated, gpu, *map(on_gpu, (x, grad, rope, ids)))
     expected = run(model, cpu, x, grad, rope, ids)
@@ -221,6 +258,17 @@ def last_queries(masked: bool) -> dict[str, float]:
     reals = [tensor.requires_grad_() for tensor in (q, k, v)]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, :, -queries:], enable_gqa=True)
     return errors(["output", "q", "k", "v"], found, (out, *torch.autograd.grad(out, reals, grad)))
+
+
+def router() -> dict[str, float]:
+    """Of the gradient of a router's weight, which is the sum of many."""
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(4096, 64).bfloat16(), torch.randn(8, 64).bfloat16(), torch.randn(4096, 8)
+    with FakeTensorMode():
+        fake = on_gpu(weight).requires_grad_()
+        out = torch.compile(exact_linear, fullgraph=True)(on_gpu(x), fake)
+        (found,) = torch.autograd.grad(out, fake, on_gpu(grad))
+    return errors(["weight"], [found], [grad.double().t() @ x.double()])
 
 
 def noise() -> dict[str, float]:

@@ -12,6 +12,8 @@ pytestmark = [needs_triton, pytest.mark.full]
 
 # Several roundings; another number of the 8-bit format where those before it differ.
 FLOAT32, BFLOAT16, INT8, FLOAT8 = 1e-6, 2**-6, 2**-5, 0.08
+ROUNDED_ONCE = 1.8e-3  # to bfloat16: 1.6e-3; twice: 2.3e-3
+OTHERS_CHOSEN = 0.1  # after other roundings a token in a hundred has another expert
 
 ROWWISE = "--float8.recipe_name=rowwise"
 
@@ -24,8 +26,12 @@ ROWWISE = "--float8.recipe_name=rowwise"
         pytest.param("block", (True, "--model.converters=int8"), INT8, id="int8 rowwise, documents"),
         pytest.param("block", (False, "--model.converters=float8", ROWWISE), FLOAT8, id="float8 rowwise"),
         pytest.param("block", (False, "--model.converters=float8"), FLOAT8, id="float8 tensorwise"),
+        pytest.param("experts", (), OTHERS_CHOSEN, id="experts"),
+        pytest.param("experts", ("--model.converters=int8",), OTHERS_CHOSEN, id="experts, int8 rowwise"),
+        pytest.param("experts", ("--model.converters=float8", ROWWISE), OTHERS_CHOSEN, id="experts, float8 rowwise"),
         pytest.param("last_queries", (False,), FLOAT32, id="last queries"),
         pytest.param("last_queries", (True,), FLOAT32, id="last queries, documents"),
+        pytest.param("router", (), ROUNDED_ONCE, id="router"),
         pytest.param("noise", (), 0, id="stochastic rounding"),
         pytest.param("adamw", ("8bit", "float32"), FLOAT32, id="AdamW8bit"),
         pytest.param("adamw", ("4bit", "bfloat16"), FLOAT32, id="AdamW4bit, bfloat16 weights"),
