@@ -157,7 +157,7 @@ def scaled_mm(
 def scaled_grouped_mm(
     a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, offs: torch.Tensor, *options: Any
 ) -> torch.Tensor:
-    """By a loop over the experts, which the GPU's has one kernel for; a row, an expert's column or both have a scale."""
+    """By a loop over the experts, for all of which a GPU has one kernel."""
     ends = offs.tolist()
     rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     experts = len(rows)
@@ -220,7 +220,7 @@ def block(masked: bool, *flags: str, args: TransformerArgs = ARGS) -> dict[str, 
     x, grad = torch.randn(2, ROWS, LENGTH, args.dim, dtype=torch.bfloat16)
     rope, ids = rope_table(ARGS.head_dim, torch.arange(LENGTH), ARGS.rope_theta, None), documents()
 
-    def run(model: Llama, target: Target, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(model: Any, target: Target, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         apply_converters(model, config.model.converters, functools.partial(getattr, config), target)
         layer = model.layers["0"]
         if target.compile:

@@ -95,5 +95,7 @@ def test_the_simulated_gpu_keeps_its_cpp_library_to_itself(tmp_path: Path) -> No
     environment = {**os.environ, "CXX": "g++ -static-libstdc++", "XDG_CACHE_HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
     (library,) = tmp_path.rglob("simulated_gpu*.so")
-    visible = subprocess.run(["nm", "-DC", "--defined-only", str(library)], stdout=subprocess.PIPE, text=True, check=True)
+    visible = subprocess.run(
+        ["nm", "-DC", "--defined-only", str(library)], stdout=subprocess.PIPE, text=True, check=True
+    )
     assert "std::locale" not in visible.stdout

@@ -106,7 +106,7 @@ def wait_for_stores() -> None:
     def load(self: Any, name: str, index: Any) -> Any:
         if name in self.cse.invalidated_stores:
             self.body.writeline("tl.debug_barrier()")
-        return original(self, name, index)  # type: ignore[no-untyped-call]
+        return original(self, name, index)
 
     TritonKernel.load = load  # type: ignore[method-assign]
 
