@@ -95,14 +95,14 @@ for counts, n, k in [((32, 64, 32), 64, 96), ((5, 0, 70, 33, 0), 33, 48), ((0, 1
 
 GROUPED_ROUNDING = """
 import torch
-from torchtitan.kernels.grouped_8bit import _padded_ends, _padded_rows, pad_groups, round_columns_of_rows, round_rows
+from torchtitan.kernels.grouped_8bit import _padded_rows, pad_groups, round_columns_of_rows, round_rows
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.grouped_rounding_triton import round_both
 
 torch.manual_seed(0)
 for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:
     ends, used, rows = torch.tensor(counts).cumsum(0).int(), torch.tensor(counts) > 0, sum(counts)
-    padding = _padded_ends(ends, ALIGNMENT), _padded_rows(rows, len(counts), ALIGNMENT)
+    size = _padded_rows(rows, len(counts), ALIGNMENT)
     source, factor = torch.randint(rows // 2, (rows,)), 2.0 ** torch.randint(-3, 3, (rows,))
     for dtype in (torch.int8, torch.float8_e4m3fn):
         x = torch.randn(rows, columns) * torch.rand(columns)
@@ -116,14 +116,15 @@ for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:
             by_row = round_rows(operand, dtype)
             padded, padded_ends = pad_groups(operand, ends, ALIGNMENT)
             by_column = round_columns_of_rows(padded, padded_ends, dtype)
-            data, inverse, columns_data, columns_inverse = round_both(x, ends, *padding, dtype, *how)
+            data, inverse, columns_data, columns_inverse, found_ends = round_both(x, ends, size, dtype, *how)
+            assert found_ends.dtype == torch.int32 and torch.equal(found_ends, padded_ends)
             assert torch.equal(inverse, by_row.scale_inverse)
             assert torch.equal(columns_inverse[used], by_column.scale_inverse[used])
             assert torch.equal(data.float(), by_row.data.float())
             end = padded_ends[-1]
             assert torch.equal(columns_data[:end].float(), by_column.data[:end].float())
     x[2, 1] = torch.nan
-    _, row_inverse, _, column_inverse = round_both(x, ends, *padding, torch.int8)
+    _, row_inverse, _, column_inverse, _ = round_both(x, ends, size, torch.int8)
     assert row_inverse.isnan().nonzero().tolist() == [[2, 0]]
     assert column_inverse.isnan().nonzero().tolist() == [[0, 1]]
 """

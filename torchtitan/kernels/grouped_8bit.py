@@ -220,9 +220,8 @@ def _round_both_triton(
     """Of x; of x[source], and of that times factor.unsqueeze(1) (`gather_pass.py`)."""
     from torchtitan.kernels.grouped_rounding_triton import round_both
 
-    padded_ends = _padded_ends(ends, ALIGNMENT)
     rows = _padded_rows((x if source is None else source).shape[0], ends.shape[0], ALIGNMENT)
-    return (*round_both(x.contiguous(), ends, padded_ends, rows, dtype, source, factor), padded_ends)
+    return round_both(x.contiguous(), ends, rows, dtype, source, factor)
 
 
 @_round_both_triton.register_fake

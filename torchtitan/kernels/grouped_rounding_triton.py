@@ -13,18 +13,26 @@ import torch
 import triton
 import triton.language as tl
 
+from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.quantize_triton import constants_of, scale_of, to_8_bits
 
 TILE = {"ROWS": 64, "COLUMNS": 64}
+MULTIPLE = tl.constexpr(ALIGNMENT)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def bounds(ends, E, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers of the experts, where their rows start, and where they end. EXPERTS: E or the next power of two."""
+    experts = tl.arange(0, EXPERTS)
+    start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
+    return experts, start, tl.load(ends + experts, mask=experts < E, other=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rows_of_tile(ends, E, tile, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The expert of a tile of up to ROWS rows, its first row and the end of the expert's rows. Tiles are counted
-    through all experts; one after the last has the expert EXPERTS. EXPERTS: E or the next power of two."""
-    experts = tl.arange(0, EXPERTS)
-    end = tl.load(ends + experts, mask=experts < E, other=0)
-    start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
+    through all experts; one after the last has the expert EXPERTS, as in `bounds`."""
+    experts, start, end = bounds(ends, E, EXPERTS)
     tiles = (end - start + ROWS - 1) // ROWS
     end_tile = tl.cumsum(tiles, 0)
     expert = tl.sum((end_tile <= tile).to(tl.int32), 0)
@@ -72,8 +80,14 @@ def round_kernel(  # type: ignore[no-untyped-def]
     FACTOR: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of the operand with scales of its rows, to `by_row` (M, C), and with those of its columns, to `by_column`
-    (C, padded_rows), where each expert's rows are followed by zeros up to its padded end; and inverses of scales."""
+    (C, padded_rows), where each expert's rows are followed by zeros up to its padded end; inverses of scales; and the
+    padded ends."""
     expert, first, end = rows_of_tile(ends, E, tl.program_id(1), EXPERTS, ROWS)
+    experts, all_starts, all_ends = bounds(ends, E, EXPERTS)
+    counts = (all_ends - all_starts + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    padded = tl.cumsum(counts, 0)
+    first_program = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+    tl.store(padded_ends + experts, padded, mask=(experts < E) & first_program)
     if expert < E:
         rows = first + tl.arange(0, ROWS)
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -91,28 +105,27 @@ def round_kernel(  # type: ignore[no-untyped-def]
         scale, inverse = scale_of(amax, LARGEST, SMALLEST, FLOAT8)
         tl.store(column_inverse + expert * C + columns, inverse, mask=(columns < C) & (first == start))
         rounded = tl.trans(to_8_bits(numbers * scale[None, :], LARGEST, FLOAT8))
-        padded_start = tl.load(padded_ends + expert - 1, mask=expert > 0, other=0)
-        padded = padded_start + rows - start
-        written = (columns[:, None] < C) & (padded[None, :] < tl.load(padded_ends + expert))
-        tl.store(by_column + columns.to(tl.int64)[:, None] * padded_rows + padded[None, :], rounded, mask=written)
+        padded_end = tl.sum(tl.where(experts == expert, padded, 0), 0)
+        places = padded_end - tl.sum(tl.where(experts == expert, counts, 0), 0) + rows - start
+        written = (columns[:, None] < C) & (places[None, :] < padded_end)
+        tl.store(by_column + columns.to(tl.int64)[:, None] * padded_rows + places[None, :], rounded, mask=written)
 
 
 def round_both(
     x: torch.Tensor,
     ends: torch.Tensor,
-    padded_ends: torch.Tensor,
     padded_rows: int,
     dtype: torch.dtype,
     source: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """In int8 or float8_e4m3fn, (M, C), row-major, and (M, 1) float32 inverses of its scales; (padded_rows, C),
-    column-major, and (E, C) inverses, 0 for experts without rows.
+    column-major, and (E, C) inverses, 0 for experts without rows; (E,) int32, the ends of the experts' rows there,
+    multiples of `ALIGNMENT`. What is after the last of them is not written.
 
     Args:
         x: (M, C), row-major.
-        ends, padded_ends: (E,) int32, the ends of each expert's rows, the last one M, and in the second result. There,
-            what is after the last end is not written.
+        ends: (E,) int32, the ends of each expert's rows, the last one M.
         source: (M,) int64: the operand's rows are these of x, which may have any number of rows.
         factor: (M,): and are multiplied by these first, in the dtype of x.
     """
@@ -122,7 +135,7 @@ def round_both(
     by_row, by_column = empty(rows, columns, dtype=dtype), empty(columns, padded_rows, dtype=dtype)
     row_amax = torch.zeros(rows, dtype=torch.float32, device=x.device)
     column_amax, column_inverse = torch.zeros(2, experts, columns, dtype=torch.float32, device=x.device).unbind()
-    row_inverse = empty(rows, 1, dtype=torch.float32)
+    row_inverse, padded_ends = empty(rows, 1, dtype=torch.float32), torch.empty_like(ends)
     operand = (x, x if source is None else source, x if factor is None else factor)
     constants: dict[str, Any] = {"GATHER": source is not None, "FACTOR": factor is not None}
     constants |= {"EXPERTS": triton.next_power_of_2(experts), **TILE}
@@ -133,4 +146,4 @@ def round_both(
     outputs = (by_row, by_column, row_amax, column_amax, row_inverse, column_inverse)
     sizes = (experts, columns, padded_rows)
     round_kernel[grid](*operand, *outputs, ends, padded_ends, *sizes, **constants_of(dtype), **constants)
-    return by_row, row_inverse, by_column.t(), column_inverse
+    return by_row, row_inverse, by_column.t(), column_inverse, padded_ends
