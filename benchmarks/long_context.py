@@ -1,9 +1,11 @@
 """A stage of longer sequences: the debug model on 128 tokens, then on 512, with YaRN, a larger theta, or neither.
 
-python -m benchmarks long_context [--short 1000] [--long 100] [--output docs/figures/long_context.png]
+python -m benchmarks long_context [--short 1000] [--long 100] [--batch 8] [--output docs/figures/long_context.png]
+    [--section.key=value ...]
 
 Loss by position in held-out text, and accuracy of the needle tasks, before and after the second stage. All runs share
-the first stage: the others resume where it ends in the first. Runs in --folder are not repeated.
+the first stage: the others resume where it ends in the first. Runs in --folder are not repeated. Further flags are the
+runs'.
 
 Most documents of both stages are made to teach a model to look back: code in which a comment of some words is repeated,
 after a few lines or, in the second stage, after many. In 1,000 steps it has not learned it (docs/stages.md).
@@ -57,12 +59,12 @@ training.dataset_mixture = {first}
 name = "long"
 training.dataset_mixture = {second}
 training.seq_len = {seq_len}
-training.local_batch_size = 2
+training.local_batch_size = {rows}
 lr_scheduler.warmup_steps = 0
 lr_scheduler.decay_ratio = 1.0
 {rope}
 """
-FLAGS = ["--lr_scheduler.decay_ratio=0.0", "--training.local_batch_size=8", "--validation.enabled"]
+FLAGS = ["--lr_scheduler.decay_ratio=0.0", "--validation.enabled"]
 FLAGS += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=100000"]
 CODE = {SHORT: 2, LONG: 10}  # lines between repetitions, by the length of sequences
 DOCUMENTS = 8000
@@ -99,17 +101,18 @@ def mixture(length: int, folder: Path) -> str:
     return json.dumps(["python_stdlib:0.3", f"{file}:0.7"])
 
 
-def train(short: int, long: int, folder: Path) -> dict[str, Path]:
+def train(short: int, long: int, batch: int, folder: Path, flags: Sequence[str]) -> dict[str, Path]:
     """The checkpoint at the end of the first stage, and at the end of each run, by name."""
     found: dict[str, Path] = {}
     folder.mkdir(parents=True, exist_ok=True)
     values = {"until": short, "seq_len": LONG, "first": mixture(SHORT, folder), "second": mixture(LONG, folder)}
+    flags = [*FLAGS, f"--training.local_batch_size={batch}", *flags]
     for name, rope in ROPE.items():
         file = folder / f"{name.replace(' ', '_').replace(',', '')}.toml"
-        file.write_text(DEBUG_MODEL.read_text() + STAGES.format(**values, rope=rope))
+        file.write_text(DEBUG_MODEL.read_text() + STAGES.format(**values, rows=batch * SHORT // LONG, rope=rope))
         if found and not file.with_suffix("").exists():
             shutil.copytree(found["before"], file.with_suffix("") / "checkpoint" / found["before"].name)
-        checkpoints = run(file.stem, [f"--job.config_file={file}", *FLAGS], short + long, folder) / "checkpoint"
+        checkpoints = run(file.stem, [f"--job.config_file={file}", *flags], short + long, folder) / "checkpoint"
         found.setdefault("before", checkpoints / f"step-{short}")
         found[name] = checkpoints / f"step-{short + long}"
     return found
@@ -160,13 +163,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", type=int, default=1000, help="steps of the first stage")
     parser.add_argument("--long", type=int, default=100, help="steps of the second")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of the first stage; of the second, a quarter")
     parser.add_argument("--folder", type=Path, default=Path("outputs/long_context"))
     parser.add_argument("--output", type=Path, help="where to write the figure, a PNG")
-    parsed = parser.parse_args(arguments)
+    parsed, flags = parser.parse_known_args(arguments)
     print(ask())
     losses, rows = {}, []
     with one_process():
-        for name, checkpoint in train(parsed.short, parsed.long, parsed.folder).items():
+        for name, checkpoint in train(parsed.short, parsed.long, parsed.batch, parsed.folder, flags).items():
             title = f"before, {SHORT} tokens" if name == "before" else f"{LONG} tokens, {name}"
             losses[title], accuracies = measure(checkpoint)
             parts = losses[title].split([SHORT, LONG - SHORT])

@@ -83,7 +83,7 @@ def keep_compiled_code_private() -> None:
     os.environ[INDUCTOR] = folder = _inductor_folder(None if given == inductor.default_cache_dir() else given)
     inductor.keep_precompiled_headers_in(folder)
     inductor.avoid_nan_instructions()
-    inductor.wait_for_stores()
+    inductor.separate_loops()
 
 
 def _inductor_folder(given: str | None) -> str:

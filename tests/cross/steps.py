@@ -272,7 +272,7 @@ def nan_instructions(flags: Sequence[str], avoided: bool = True) -> list[str]:
         ]
 
 
-def loops_over_gathered_rows(waits: bool) -> list[str]:
+def loops_over_gathered_rows(separate: bool) -> list[str]:
     """Sources of the kernels that gather rows, add and normalize them, with what `compat.inductor` changes or without.
     One loop writes the sums and the next reads them."""
 
@@ -282,11 +282,12 @@ def loops_over_gathered_rows(waits: bool) -> list[str]:
 
     torch.compiler.reset()
     LOWERED.clear()
-    inductor.wait_for_stores()
-    load: Any = triton_code.TritonKernel.load
-    if not waits:
-        load = getattr(load, "__wrapped__", load)
-    with patch.object(triton_code.TritonKernel, "load", load), FakeTensorMode():
+    inductor.separate_loops()
+    body: Any = triton_code.TritonKernel.codegen_body
+    with (
+        patch.object(triton_code.TritonKernel, "codegen_body", body if separate else body.__wrapped__),
+        FakeTensorMode(),
+    ):
         x = torch.empty(512, 4096, dtype=torch.bfloat16, device="cuda")
         torch.compile(normalized)(x, torch.zeros(256, 2, dtype=torch.int64, device="cuda"))
     return [source for graph in LOWERED for _, _, source in kernels(graph)]

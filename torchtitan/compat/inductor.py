@@ -7,8 +7,7 @@
   was fused
 - `_inductor.codegen.triton.get_triton_reduction_function`, `TritonOverrides`: what a kernel calls for the largest or
   smallest of many numbers, and its code for that of two
-- `_inductor.codegen.triton.TritonKernel`, its `load`, `body` and `cse.invalidated_stores`: code of a kernel so far, and
-  buffers that a loop before has written
+- `_inductor.codegen.triton.TritonKernel`: its `codegen_body` adds a loop to its `body`
 - `_inductor.virtualized.V`: the kernel that is being generated, which takes helper functions
 - `_inductor.config.combo_kernels`, `combo_kernel_...`: several kernels in one launch, and how many
 - `_inductor.codecache._HEADER_DIR`, `_HEADER_LOCK_DIR`: where precompiled C++ headers are
@@ -32,7 +31,7 @@ __all__ = [
     "fuse_collectives_with_gemms",
     "get_hash_for_files",
     "keep_precompiled_headers_in",
-    "wait_for_stores",
+    "separate_loops",
 ]
 
 
@@ -92,23 +91,24 @@ def avoid_nan_instructions() -> None:
     triton.TritonOverrides.maximum = staticmethod(functools.partial(CHOICE.format, sign=">"))  # type: ignore[method-assign]
 
 
-def wait_for_stores() -> None:
-    """On GPUs: a generated kernel waits for all its warps before a loop that reads what a loop before has written.
-    Triton may let other warps read it, and without a barrier they read what was in memory (triton-lang/triton#10924).
-    torch 2.14 and later do the same (pytorch/pytorch#190519)."""
+def separate_loops() -> None:
+    """On GPUs: all threads of a generated kernel end a loop over a row before one of them begins the next, which may
+    read what others have written (triton-lang/triton#10924), or overwrite in place what they have yet to read. Triton
+    adds a barrier only if the sum in between takes several warps. torch 2.14 and later add one before such reads
+    (pytorch/pytorch#190519)."""
     from torch._inductor.codegen.triton import TritonKernel
 
-    original = TritonKernel.load
-    if hasattr(original, "__wrapped__") or torch.__version__ >= "2.14":
+    original = TritonKernel.codegen_body
+    if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
-    def load(self: Any, name: str, index: Any) -> Any:
-        if name in self.cse.invalidated_stores:
+    def codegen_body(self: Any) -> None:
+        if any(tree.is_loop for tree in self.range_trees) and " in tl.range(" in self.body.getvalue():
             self.body.writeline("tl.debug_barrier()")
-        return original(self, name, index)
+        original(self)  # type: ignore[no-untyped-call]
 
-    TritonKernel.load = load  # type: ignore[method-assign]
+    TritonKernel.codegen_body = codegen_body  # type: ignore[method-assign]
 
 
 def keep_precompiled_headers_in(folder: str) -> None:
