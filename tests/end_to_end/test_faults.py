@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -312,6 +313,9 @@ def test_a_dump_folder_that_loses_its_permissions_costs_the_saves_until_it_has_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, user = tmp_path / "run", os.geteuid()
+    public = Path(tempfile.mkdtemp())  # the text stays readable, which Python's library may not be
+    public.chmod(0o755)
+    (public / "text.jsonl").write_text(4 * (json.dumps({"text": Path(os.__file__).read_text()}) + "\n"))
 
     def deny() -> None:
         folder.chmod(0)
@@ -323,10 +327,12 @@ def test_a_dump_folder_that_loses_its_permissions_costs_the_saves_until_it_has_t
 
     at_step(3, deny, monkeypatch)
     at_step(5, allow, monkeypatch)
+    data = f"--training.dataset_path={public / 'text.jsonl'}"
     try:
-        train_here(*SAVING, "--checkpoint.interval=2", into(folder), "--training.steps=6")
+        train_here(*SAVING, "--checkpoint.interval=2", into(folder), "--training.steps=6", data)
     finally:
         allow()
+        shutil.rmtree(public)
     output = capsys.readouterr().out
     assert "checkpoint of step 4 could not be saved (rank 0: [Errno 13] Permission denied" in output
     assert "was removed" not in output
