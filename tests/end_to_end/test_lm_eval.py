@@ -159,3 +159,15 @@ def test_every_layout_gets_the_same(layout: str, evaluated: tuple[Path, list[str
           f"--evaluation.tasks={','.join(tasks)}", *flags, processes=processes)  # fmt: skip
     (ours,) = evaluations(tmp_path)
     assert ours == pytest.approx(evaluations(folder)[-1], rel=1e-6)
+
+
+def test_experts_over_two_ranks_get_the_same(evaluated: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, tasks = evaluated
+    one, two = tmp_path / "one", tmp_path / "two"
+    sparse = (*RUN, "--model.name=sparse", f"--evaluation.tasks={','.join(tasks)}", "--checkpoint.enable_checkpoint",
+              f"--training.dataset_path={folder}/data.jsonl")  # fmt: skip
+    train(*sparse, into(one), "--training.steps=22", "--optimizer.lr=3e-3")
+    start = f"--checkpoint.initial_load_path={one / 'checkpoint' / 'step-22'}"
+    train(*sparse, into(two), "--training.steps=1", "--evaluation.at_start", start, *degrees(ep=2), processes=2)
+    before_a_step, _ = evaluations(two)  # which also moves the router's biases, whatever the learning rate
+    assert before_a_step == pytest.approx(evaluations(one)[-1], rel=1e-6)
