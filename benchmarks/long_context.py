@@ -8,7 +8,7 @@ the first stage: the others resume where it ends in the first. Runs in --folder 
 runs'.
 
 Most documents of both stages are made to teach a model to look back: code in which a comment of some words is repeated,
-after a few lines or, in the second stage, after many. In 1,000 steps it has not learned it (docs/stages.md).
+after a few lines or, in the second stage, after many. It takes about 4 million tokens to learn that (docs/stages.md).
 """
 
 import argparse
