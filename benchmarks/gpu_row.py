@@ -115,7 +115,7 @@ class Bench:
             config, build_meshes(ParallelDims(), device.type, args), device, args, global_batch_size=1
         )
         init_weights(engine.model, engine.model.init_std, config.training.seed)
-        torch.manual_seed(0)  # now, for a converter's check has drawn numbers
+        torch.manual_seed(0)  # here, because building the engine draws numbers
         batches = [self.batch(args.vocab_size) for _ in range(WARMUP)]
         note = ""
         device.synchronize()

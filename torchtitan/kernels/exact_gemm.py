@@ -32,7 +32,7 @@ class ExactLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
-        # The bits of a bfloat16 number; of a cast there and back the compiler for GPUs makes none.
+        # By its bits: the compiler for GPUs drops a cast to bfloat16 and back.
         high = (grad.view(torch.int32) & -(2**16)).view(torch.float32)
         parts = torch.cat([high, grad - high], 1).bfloat16()  # (T, 2 E)
         x_grad = parts @ torch.cat([weight, weight])
