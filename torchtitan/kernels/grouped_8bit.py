@@ -98,17 +98,13 @@ def expert_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
 def pad_groups(x: torch.Tensor, ends: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of each expert, filled up with zeros to a multiple of `multiple`, and their ends. The size does not
     depend on `ends`, so that the host need not wait for the device: there are zeros at the end, too."""
-    rows, padded_ends = x.shape[0], _padded_ends(ends, multiple)
+    rows, counts = x.shape[0], ends.diff(prepend=ends.new_zeros(1))
+    padded_ends = ((counts + multiple - 1) // multiple * multiple).cumsum(0).to(torch.int32)
     shift = torch.cat([ends.new_zeros(1), padded_ends[:-1] - ends[:-1]])
     position = torch.arange(rows, device=x.device)
     place = position + shift[expert_of_rows(ends, rows)]
     size = _padded_rows(rows, ends.shape[0], multiple)
     return x.new_zeros(size, x.shape[1]).index_copy(0, place, x), padded_ends
-
-
-def _padded_ends(ends: torch.Tensor, multiple: int) -> torch.Tensor:
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    return ((counts + multiple - 1) // multiple * multiple).cumsum(0).to(torch.int32)
 
 
 def _padded_rows(rows: int, experts: int, multiple: int) -> int:
