@@ -96,6 +96,8 @@ def separate_loops() -> None:
     read what others have written (triton-lang/triton#10924), or overwrite in place what they have yet to read. Triton
     adds a barrier only if the sum in between takes several warps. torch 2.14 and later add one before such reads
     (pytorch/pytorch#190519)."""
+    if not torch.cuda.is_available():
+        return
     from torch._inductor.codegen.triton import TritonKernel
 
     original = TritonKernel.codegen_body

@@ -6,13 +6,12 @@ import torch
 from torch import fx
 
 from torchtitan.compat import inductor
-from torchtitan.compat.inductor import CustomGraphPass, get_hash_for_files
 from torchtitan.kernels import grouped_8bit  # registers the operator
 
 aten = torch.ops.aten
 
 
-class FuseGathers(CustomGraphPass):
+class FuseGathers(inductor.CustomGraphPass):
     """Lets the rounding of experts' rows read them where they come from: the tokens before they are sorted by expert,
     or the gradient of the result, times the router's weights. Otherwise they are written and read once more."""
 
@@ -32,7 +31,7 @@ class FuseGathers(CustomGraphPass):
                         graph.erase_node(unused)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__, grouped_8bit.__file__, inductor.__file__))
+        return inductor.get_hash_for_files((__file__, grouped_8bit.__file__, inductor.__file__))
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
