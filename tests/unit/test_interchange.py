@@ -175,6 +175,15 @@ def test_transformers_computes_the_same_from_an_export(variant: str, tmp_path: P
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("variant", ["yarn", "qwen3 yarn"])
+def test_yarn_is_that_of_transformers(variant: str, tmp_path: Path) -> None:
+    """In float64, where the two kernels of attention do not differ."""
+    ours = nontrivial_model(VARIANTS[variant])
+    theirs = judge(exported(ours, tmp_path / "out"), dtype=torch.float32).double()
+    torch.testing.assert_close(ours.double()(tokens()), theirs(tokens()).logits, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_of_transformers_compute_the_same_here(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
