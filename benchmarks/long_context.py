@@ -163,7 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", type=int, default=1000, help="steps of the first stage")
     parser.add_argument("--long", type=int, default=100, help="steps of the second")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of the first stage; of the second, a quarter")
+    parser.add_argument(
+        "--batch", type=int, default=8, help="sequences of the first stage, at least 4; of the second, a quarter"
+    )
     parser.add_argument("--folder", type=Path, default=Path("outputs/long_context"))
     parser.add_argument("--output", type=Path, help="where to write the figure, a PNG")
     parsed, flags = parser.parse_known_args(arguments)
