@@ -44,6 +44,7 @@ float8.emulate = true
 OF_FILE = [flag for flag in TINY if not flag.startswith("--training.") or "precision" in flag]
 BASE = (*OF_FILE, "--checkpoint.enable_checkpoint", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0")
 LAST = 10
+IN_TENSORBOARD = {"1_stage_stable": [1, 2, 3], "2_stage_long": [4, 5, 6, 7, 8], "3_stage_anneal": [9, 10]}
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +60,18 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def whole(file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    train_here(*BASE, file, into(folder), "--training.record_sample_ids")
+    train_here(*BASE, file, into(folder), "--training.record_sample_ids", "--metrics.enable_tensorboard")
     return folder
+
+
+def shown_by_tensorboard(folder: Path) -> dict[str, list[int]]:
+    """The steps of the loss's curve in each of its runs."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    runs = {file.parent for file in (folder / "tb").rglob("events.out.*")}
+    boards = {str(run.relative_to(folder / "tb")): EventAccumulator(str(run)).Reload() for run in runs}
+    curves = {run: board.Scalars("loss") for run, board in boards.items() if "loss" in board.Tags()["scalars"]}
+    return {run: [event.step for event in curve] for run, curve in curves.items()}
 
 
 def test_each_stage_trains_as_it_says(whole: Path) -> None:
@@ -73,6 +84,7 @@ def test_each_stage_trains_as_it_says(whole: Path) -> None:
     )  # the anneal stage decays over 2 steps
     state = json.loads((whole / "checkpoint" / "step-4" / "train_state.json").read_text())
     assert state["stages"] == [[3, "stage stable"], *([step, "stage long"] for step in (6, 7, 8)), [10, "stage anneal"]]
+    assert shown_by_tensorboard(whole) == IN_TENSORBOARD
 
 
 @pytest.mark.parametrize("step", [1, 3, 6, 7, 8, 9])
@@ -81,8 +93,9 @@ def test_it_goes_on_bit_for_bit(whole: Path, file: str, step: int, tmp_path: Pat
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     for later in range(step + 1, LAST + 1):
         shutil.rmtree(tmp_path / "checkpoint" / f"step-{later}")
-    train_here(*BASE, file, into(tmp_path))
+    train_here(*BASE, file, into(tmp_path), "--metrics.enable_tensorboard")
     assert losses(whole) == losses(tmp_path)
+    assert shown_by_tensorboard(tmp_path) == IN_TENSORBOARD  # no step twice
     assert_equal_bit_for_bit(tensors_of(whole, LAST), tensors_of(tmp_path, LAST))
 
 

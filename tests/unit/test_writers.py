@@ -128,6 +128,19 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
     assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
 
 
+def test_tensorboard_has_a_run_for_each_stage(tmp_path: Path) -> None:
+    """It hides what a resume trains again also in the stages that come later."""
+    stages = [(2, "stage one"), (3, "stage two"), (4, "stage two")]
+    for start_step, steps in [(0, (1, 2, 3, 4)), (1, (2, 3))]:
+        writer = TensorBoardWriter(tmp_path, start_step, stages)
+        for step in steps:
+            writer.write(step, {"loss": float(start_step)})
+        writer.close()
+    assert scalars(tmp_path / "1_stage_one")["loss"] == [(1, 0.0), (2, 1.0)]
+    assert scalars(tmp_path / "2_stage_two")["loss"] == [(3, 1.0)]
+    assert sorted(os.listdir(tmp_path)) == ["1_stage_one", "2_stage_two"]
+
+
 def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, log: list[str]) -> None:
     writer = JSONLWriter(tmp_path / "metrics.jsonl", 0)
     writer.write(1, {"loss": 1.0})

@@ -61,6 +61,7 @@ class MetricsReporter(Hook):
         synchronize: waits for the device, so that a pause starts when the preceding steps have ended.
         config: shown by trackers beside the metrics.
         texts: shown by trackers, by name.
+        stages: last step and title of each, for TensorBoard.
         start_epochs: as for `epochs`, where this start begins.
         waited: for how many seconds this rank has waited in collectives so far.
         hosts: of all ranks.
@@ -88,6 +89,7 @@ class MetricsReporter(Hook):
         synchronize: Callable[[], None],
         config: Mapping[str, Any] | None = None,
         texts: Mapping[str, str] | None = None,
+        stages: Sequence[tuple[int, str]] = (),
         start_epochs: Mapping[str, int] | None = None,
         waited: Callable[[], float] = lambda: 0.0,
         hosts: Sequence[str] = (),
@@ -111,7 +113,9 @@ class MetricsReporter(Hook):
         self.synchronize = synchronize
         self.color = not metrics.disable_color_printing and sys.stdout.isatty()
 
-        self.writers = make_writers(metrics, Path(dump_folder), rank, world_size, start_step, config or {}, texts or {})
+        self.writers = make_writers(
+            metrics, Path(dump_folder), rank, world_size, start_step, config or {}, texts or {}, stages
+        )
         logger.info(describe_mfu(peak))
         self._described = peak.flops if peak else 0.0
         self._stack = ExitStack()
@@ -387,6 +391,7 @@ def make_writers(
     start_step: int | None,
     config: Mapping[str, Any],
     texts: Mapping[str, str],
+    stages: Sequence[tuple[int, str]] = (),
 ) -> list[Writer]:
     """The writers of this rank. No file of an earlier run changes before all are made: a package may be missing."""
     writers: list[Writer] = []
@@ -405,7 +410,7 @@ def make_writers(
             writers += trackers
         if metrics.enable_tensorboard and selected:
             folder = dump_folder / metrics.save_tb_folder / (f"rank_{rank}" if metrics.save_for_all_ranks else "")
-            writers.append(TensorBoardWriter(folder, start_step))
+            writers.append(TensorBoardWriter(folder, start_step, stages))
         if rank == 0:
             writers.append(JSONLWriter(dump_folder / "metrics.jsonl", start_step))
     except OSError as error:

@@ -172,17 +172,26 @@ class TensorBoardWriter:
     """Event files, one tag per key. TensorBoard hides what an earlier run wrote after `start_step`,
     unless that is None. The first value creates the folder: until then, that of another run may be there.
 
+    Each of the `stages` (last step and title) has a folder in it, which TensorBoard shows as a run: its charts know no
+    other marks. Without titles there is only the folder itself.
+
     TensorBoard's writer does not recover from a full disk; it then gets no more values, and the run continues.
     """
 
-    def __init__(self, folder: Path, start_step: int | None) -> None:
+    def __init__(self, folder: Path, start_step: int | None, stages: Sequence[tuple[int, str]] = ()) -> None:
         require_report_extra("metrics.enable_tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self._begin: Callable[[int | None], SummaryWriter] = lambda step: SummaryWriter(str(folder), purge_step=step)
+        self._begin: Callable[[Path, int | None], SummaryWriter]
+        self._begin = lambda run, step: SummaryWriter(str(run), purge_step=step)
         self.folder = folder
         self.first_step = None if start_step is None else start_step + 1
-        self.summary: SummaryWriter | None = None
+        numbers = {title: number for number, title in enumerate(dict.fromkeys(title for _, title in stages), 1)}
+        self.runs = [
+            (last_step, folder / re.sub("[^0-9A-Za-z-]+", "_", f"{numbers[title]} {title}") if title else folder)
+            for last_step, title in stages
+        ] or [(0, folder)]
+        self.open: dict[Path, SummaryWriter] | None = None
         self.broken = False
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
@@ -202,20 +211,29 @@ class TensorBoardWriter:
         if self.broken:
             return
         try:
-            if self.summary is None:
-                self.summary = self._begin(self.first_step)
-            elif is_removed(self.folder):
-                logger.warning(f"{self.folder} was removed; its content is lost, and it continues from step {step}")
-                self.summary = self._begin(step)
-            write(self.summary)
-            self.summary.flush()
+            summary = self._summary(step)
+            write(summary)
+            summary.flush()
         except OSError as error:
             self.broken = True
             logger.error(
                 f"TensorBoard files cannot be written ({error.strerror}); logging to them stops. Training continues."
             )
 
+    def _summary(self, step: int) -> "SummaryWriter":
+        """The writer of the stage of this step."""
+        run = next((run for last_step, run in self.runs if step <= last_step), self.runs[-1][1])
+        if self.open is None:
+            earlier = self.folder.rglob("events.out.tfevents.*") if self.first_step is not None else ()
+            self.open = {run: self._begin(run, self.first_step) for run in {file.parent for file in earlier}}
+        elif run in self.open and is_removed(run):
+            logger.warning(f"{run} was removed; its content is lost, and it continues from step {step}")
+            del self.open[run]
+        if run not in self.open:
+            self.open[run] = self._begin(run, None)
+        return self.open[run]
+
     def close(self) -> None:
         with suppress(OSError):  # already reported
-            if self.summary is not None:
-                self.summary.close()
+            for summary in (self.open or {}).values():
+                summary.close()

@@ -511,6 +511,7 @@ class Trainer:
             synchronize=device.synchronize,
             config=dataclasses.asdict(self.folder.config),
             texts=self.folder.texts,
+            stages=self._schedule,
             start_epochs=self._over_ranks(torch.zeros((), device=device.torch_device))[2],
             waited=waited,
             hosts=all_gather_object(platform.node()),
