@@ -154,30 +154,11 @@ def scaled_mm(
     out.copy_(a.float() @ b.float() * a_scale * b_scale)
 
 
-def scaled_grouped_mm(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, offs: torch.Tensor, *options: Any
-) -> torch.Tensor:
-    """By a loop over the experts, for all of which a GPU has one kernel."""
-    ends = offs.tolist()
-    rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    experts = len(rows)
-    if b.dim() == 3:
-        out = torch.zeros(a.shape[0], b.shape[2])
-        for expert, part in enumerate(rows):
-            out[part] = (a[part].float() @ b[expert].float()) * a_scale[part, None] * b_scale[expert]
-        return out.bfloat16()
-    left, right = a_scale.view(experts, -1, 1), b_scale.view(experts, 1, -1)
-    return torch.stack(
-        [(a[:, part].float() @ b[part].float()) * left[expert] * right[expert] for expert, part in enumerate(rows)]
-    ).bfloat16()
-
-
 aten = torch.ops.aten
 extern_kernels._scaled_mm = scaled_mm  # type: ignore[attr-defined]
 library = torch.library.Library("aten", "IMPL", "CPU")
 library.impl("_scaled_dot_product_cudnn_attention", cudnn)
 library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward)
-library.impl("_scaled_grouped_mm", scaled_grouped_mm)
 library.impl("mm.dtype_out", lambda a, b, dtype, *, out: out.copy_(a.to(dtype) @ b.to(dtype)))
 GraphLowering.compile_to_module = compile_to_module  # type: ignore[method-assign, assignment]
 torch._C._cuda_getCurrentRawStream = lambda device: 0

@@ -44,7 +44,7 @@ from torchtitan.device import find_device
 from torchtitan.engine.engine import Engine, build_engine
 from torchtitan.engine.train_step import train_step
 from torchtitan.kernels import (
-    grouped_int8_triton,
+    grouped_gemm_triton,
     grouped_rounding_triton,
     int8_triton,
     mx_triton,
@@ -322,21 +322,25 @@ def spilling_kernel() -> bool:
     return spilled(resource_usage(binary.asm["cubin"]))
 
 
-def int8_spills(capability: int) -> list[str]:
-    """Configurations of our int8 kernels that spill registers on this GPU, and what they use."""
-    gemm = {"a": "*i8", "b": "*i8", "out": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32"}
+def spills_of_8_bits(capability: int) -> list[str]:
+    """Configurations of our kernels for 8 bits that spill registers on this GPU, and what they use."""
     found = []
-    for config in int8_triton.CONFIGS:
-        constants = {**config.kwargs, "GROUP": int8_triton.GROUP}
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        found += _spills_of_kernel(int8_triton.int8_gemm_kernel, gemm, constants, options, capability)
-        grouped = {**gemm, "ends": "*i32"}
-        for kernel, more in (
-            (grouped_int8_triton.grouped_kernel, {"EXPERTS": 128}),
-            (grouped_int8_triton.over_rows_kernel, {"ALIGNMENT": ALIGNMENT}),
-        ):
-            found += _spills_of_kernel(kernel, grouped, {**config.kwargs, **more}, options, capability)
     formats = {"*i8": torch.int8, "*fp8e4nv": torch.float8_e4m3fn} if capability >= 89 else {"*i8": torch.int8}
+    scales = {"out": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32", "ends": "*i32"}
+    for config in int8_triton.CONFIGS:
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        kernels: list[tuple[Any, str, dict[str, Any]]]
+        kernels = [(int8_triton.int8_gemm_kernel, "*i8", {"GROUP": int8_triton.GROUP})]
+        for low, data_type in formats.items():
+            grouped = [(grouped_gemm_triton.grouped_kernel, {"EXPERTS": 128, "FAST": fast}) for fast in (False, True)]
+            for kernel, more in (*grouped, (grouped_gemm_triton.over_rows_kernel, {"ALIGNMENT": ALIGNMENT})):
+                if grouped_gemm_triton.fitting(
+                    [config], {"a": torch.empty(0, dtype=data_type)}, bool(more.get("FAST"))
+                ):
+                    kernels.append((kernel, low, more))
+        for kernel, low, more in kernels:
+            gemm = {"a": low, "b": low, **scales}
+            found += _spills_of_kernel(kernel, gemm, {**config.kwargs, **more}, options, capability)
     for dtype, columns, low in itertools.product(("*bf16", "*fp32"), (64, 4096, WIDEST), formats):
         rounding = {"x": dtype, "data": low, "scale_inverse": "*fp32", "column_amax": "*i32"}
         constants = {**quantize_triton.constants_of(formats[low]), "ROWS": 32, "BLOCK": columns}

@@ -302,9 +302,9 @@ def test_kernels_of_blocks_compile_without_spilling_registers(recipe: str) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.full), 90])
-def test_int8_kernels_compile_without_spilling_registers(capability: int) -> None:
+def test_kernels_of_8_bits_compile_without_spilling_registers(capability: int) -> None:
     """Our own, for Ampere and Hopper, in all their configurations."""
-    assert on_gpu("sm_90", "steps.int8_spills", capability) == []
+    assert on_gpu("sm_90", "steps.spills_of_8_bits", capability) == []
 
 
 # The most bytes that a block may move, as a multiple of what it moves in bf16.

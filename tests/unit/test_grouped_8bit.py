@@ -16,14 +16,9 @@ from torchtitan.converters.linear import torchao_grouped_mx
 from torchtitan.converters.linear_converter import SAMPLE_EXPERTS, relative_errors
 from torchtitan.kernels.grouped_8bit import (
     expert_of_rows,
-    grouped_matmul,
-    grouped_matmul_over_rows,
     pad_groups,
-    round_columns,
     round_columns_of_rows,
-    round_rows,
 )
-from torchtitan.kernels.quantized import Quantized
 from torchtitan.models.moe import GroupedLinear
 
 K, N = 64, 96
@@ -182,24 +177,6 @@ def test_the_columns_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype, monkeypatch
     kept = [there.data[start : start + count].float() for start, count in zip(starts, COUNTS, strict=True)]
     assert torch.equal(here.data.float(), torch.cat(kept))
     assert expert_of_rows(ends, sum(COUNTS)).tolist() == [0] * 3 + [2] + [3] * 33
-
-
-def test_operands_have_the_layouts_that_a_gpu_requires() -> None:
-    """torch checks the strides, scales and dtypes of its grouped float8 kernel without a GPU as well."""
-    experts, rows, low = len(COUNTS), 37, torch.float8_e4m3fn
-    with torch.device("meta"):
-        weight = torch.empty(experts, N, K, dtype=torch.bfloat16)
-        x, out_grad = (torch.empty(rows, size, dtype=torch.bfloat16) for size in (K, N))
-        ends = torch.empty(experts, dtype=torch.int32)
-        data, scale_inverse = round_rows(weight, low)
-        right = Quantized(data.transpose(1, 2), scale_inverse.transpose(1, 2))
-        out = grouped_matmul(round_rows(x, low), right, ends, torch.bfloat16, fast=True)
-        x_grad = grouped_matmul(round_rows(out_grad, low), round_columns(weight, low), ends, torch.bfloat16)
-        padded, padded_ends = zip(*(pad_groups(one, ends, 16) for one in (out_grad, x)), strict=True)
-        left, right = (round_columns_of_rows(one, padded_ends[0], low) for one in padded)
-        weight_grad = grouped_matmul_over_rows(left, right, padded_ends[0], torch.float32)
-    assert (out.shape, x_grad.shape, weight_grad.shape) == ((rows, N), (rows, K), weight.shape)
-    assert weight_grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

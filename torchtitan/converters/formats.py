@@ -353,7 +353,7 @@ EMULATED_BLOCKS = ProfilerOp("torchtitan::round_to_blocks", per_gemm=2)
 # How the profiler shows the GEMMs of a layer, and of a layer of experts.
 OPS: dict[tuple[str, Where], tuple[ProfilerOp, ProfilerOp]] = {
     ("float8", "cpu"): (ProfilerOp("torchtitan::float8_mm"), _GROUPED_FLOAT8),
-    ("float8", "gpu"): (ProfilerOp("aten::_scaled_mm"), ProfilerOp("aten::_scaled_grouped_mm")),
+    ("float8", "gpu"): (ProfilerOp("aten::_scaled_mm"), _GROUPED_FLOAT8),
     ("float8", "emulated"): (ProfilerOp("torchtitan::emulated_float8_mm"), _GROUPED_FLOAT8),
     ("int8", "cpu"): (ProfilerOp("torchtitan::int8_mm"), _GROUPED_INT8),
     ("int8", "gpu"): (ProfilerOp("torchtitan::int8_mm" if HAS_TRITON else "aten::_int_mm"), _GROUPED_INT8),

@@ -48,6 +48,14 @@ def only_emulated(recipe: str, section: str) -> Need:
     )
 
 
+def experts_need_triton(section: str) -> Need:
+    return Need(
+        lambda target, config: not (target.on_cpu or HAS_TRITON),
+        f"{section} computes experts on a GPU with Triton, which is not installed; install it, or add moe.experts to "
+        f"{section}.filter_fqns.",
+    )
+
+
 def blocks_of(name: str, hadamard: bool = False) -> Blocks:
     form = FORMATS[name].format
     return Blocks(form, form._replace(hadamard=hadamard))
@@ -77,15 +85,6 @@ def too_small_for_rowwise(m: int, k: int, n: int) -> str | None:
 
 def _major(target: Target) -> int | None:
     return None if target.compute_capability is None else target.compute_capability[0]
-
-
-def _experts_of_other_gpus(recipe: str) -> Need:
-    """torch._scaled_grouped_mm."""
-    return Need(
-        lambda target, config: not target.on_cpu and _major(target) not in (None, 9, 10),
-        f"float8 {recipe} computes experts only on GPUs of compute capability 9.0 and 10.0, but this one has {{has}}; "
-        "add moe.experts to float8.filter_fqns, or set float8.emulate (same numerics, no speedup).",
-    )
 
 
 def _lacks_cuda_for_blocks(target: Target, config: Float8) -> bool:
@@ -185,8 +184,7 @@ _USE_ROWWISE = "set float8.emulate (same numerics, no speedup), or use rowwise."
 # torch._scaled_mm on CUDA; the CPU kernel takes any shape, but the model must not differ.
 MULTIPLE_OF = 16
 _ADA = no_gpu_before("float8", (8, 9))
-# One scale for the tokens of all experts would be that of the expert with the largest numbers, and torch's grouped
-# float8 GEMM takes one scale per row only.
+# One scale for the tokens of all experts would be that of the expert with the largest numbers.
 _ROWS_ONLY = "{} has no grouped GEMMs; float8.recipe_name = rowwise converts experts"
 _TENSOR, _ROW = EightBit(E4M3, "tensorwise"), EightBit(E4M3, "rowwise")
 _ROWS, _SQUARES = blocks_of("float8 1x128"), blocks_of("float8 128x128")
@@ -208,14 +206,14 @@ FLOAT8_SECTION = RecipeSection(
             MULTIPLE_OF,
             small_kn=too_small_for_rowwise,
             needs=[_ADA],
-            experts_need=[_experts_of_other_gpus("rowwise")],
+            experts_need=[experts_need_triton("float8")],
         ),
         "rowwise_with_gw_hp": Recipe(
             Gemms(_ROW, EightBit(E4M3, "rowwise", "tensorwise power of two"), _ROW, grad_weight=False),
             MULTIPLE_OF,
             small_kn=too_small_for_rowwise,
             needs=[_ADA],
-            experts_need=[_experts_of_other_gpus("rowwise_with_gw_hp")],
+            experts_need=[experts_need_triton("float8")],
         ),
         "blockwise": Recipe(
             Gemms(_ROWS, _SQUARES, _ROWS),
@@ -290,13 +288,7 @@ INT8_SECTION = RecipeSection(
             all_in(EightBit(torch.int8, "rowwise")),
             MULTIPLE_OF,
             needs=[_TURING],
-            experts_need=[
-                Need(
-                    lambda target, config: not (target.on_cpu or HAS_TRITON),
-                    "int8 computes experts on a GPU with Triton, which is not installed; install it, or add "
-                    "moe.experts to int8.filter_fqns.",
-                )
-            ],
+            experts_need=[experts_need_triton("int8")],
         ),
         "tensorwise": Recipe(
             all_in(EightBit(torch.int8, "tensorwise")),

@@ -2,8 +2,7 @@
 
 Every operand has one scale per row or column of each expert, so an expert with small numbers keeps its precision.
 
-On CPU, and to emulate, one operator loops over the experts. On a GPU, float8 uses torch's grouped kernel, int8 those of
-`kernels.grouped_int8_triton`.
+On CPU, and to emulate, one operator loops over the experts. On a GPU it runs a kernel of `kernels.grouped_gemm_triton`.
 
 Shapes: E experts, M rows of all experts together, K inputs and N outputs of each expert's layer, C columns.
 `ends`: (E,) int32, the end of each expert's rows.
@@ -78,16 +77,21 @@ WIDENS = 2  # a layer with more outputs than so many times its inputs takes part
 def round_gradient(x: torch.Tensor, inputs: int, dtype: torch.dtype) -> tuple[Quantized, Quantized]:
     """Rounds the gradient of a linear layer's output, (M, C), with one scale per row, and with one per column.
 
-    On a GPU by the kernels for experts, of which there is one: the compiler computes a gradient again for each of the
-    scales, or keeps it in float32. Not so the two gradients of SwiGLU, which it computes in one pass.
+    On a GPU by `round_matrix`: the compiler computes a gradient again for each of the scales, or keeps it in float32.
+    Not so the two gradients of SwiGLU, which it computes in one pass.
     """
     if quantize.has_triton_kernels(x, dtype) and x.shape[1] <= WIDENS * inputs:
-        ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-        by_row, by_column, _ = round_rows_and_columns(x, ends, dtype)
-        return by_row, Quantized(by_column.data[: x.shape[0]], by_column.scale_inverse)
+        return round_matrix(x, dtype)
     rows, columns = (scale_inverse_of(amax, dtype) for amax in rounding.amax_both(x))
     data = rounding.round_to_both(x, rows.reciprocal(), columns.reciprocal(), dtype)
     return Quantized(data[0], rows), Quantized(data[1], columns)
+
+
+def round_matrix(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, Quantized]:
+    """Rounds (M, C) with one scale per row, and with one per column: that of the only expert."""
+    ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+    by_row, by_column, _ = round_rows_and_columns(x, ends, dtype)
+    return by_row, Quantized(by_column.data[: x.shape[0]], by_column.scale_inverse)
 
 
 def expert_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
@@ -117,14 +121,11 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """(M, K) x (E, K, N) to (M, N): the rows of expert e times b[e]. Scale inverses are (M, 1) and (E, 1, N). `emulate`
     and `fast`: see `matmul_8bit.float8_matmul`."""
-    if _has_own_grouped_kernel(a, emulate):
-        out: torch.Tensor = grouped_8bit_mm(*a, *b, ends, dtype, emulate)
-        return out
-    right = b.data.transpose(1, 2).contiguous().transpose(1, 2)  # column-major, as the kernel requires
-    scales = (a.scale_inverse.flatten(), b.scale_inverse.squeeze(1))
-    return torch._scaled_grouped_mm(
-        a.data.contiguous(), right, *scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
-    ).to(dtype)
+    right = b.data
+    if not (emulate or rounding.has_own_kernel(right)):
+        right = right.transpose(1, 2).contiguous().transpose(1, 2)  # here the compiler fuses it with the rounding
+    out: torch.Tensor = grouped_8bit_mm(*a, right, b.scale_inverse, ends, dtype, emulate, fast)
+    return out
 
 
 def grouped_matmul_over_rows(
@@ -132,16 +133,8 @@ def grouped_matmul_over_rows(
 ) -> torch.Tensor:
     """(M, N) and (M, K), with scale inverses (E, N) and (E, K), to (E, N, K): a.T @ b over the rows of each expert. On
     a GPU, the ends are multiples of ALIGNMENT."""
-    if _has_own_grouped_kernel(a, emulate):
-        out: torch.Tensor = grouped_8bit_mm(*a, *b, ends, dtype, emulate)
-        return out
-    left, right = a.data.t().contiguous(), b.data.t().contiguous().t()
-    scales = (a.scale_inverse.flatten(), b.scale_inverse.flatten())
-    return torch._scaled_grouped_mm(left, right, *scales, offs=ends, out_dtype=torch.bfloat16).to(dtype)
-
-
-def _has_own_grouped_kernel(a: Quantized, emulate: bool) -> bool:
-    return emulate or a.data.dtype == torch.int8 or rounding.has_own_kernel(a.data)
+    out: torch.Tensor = grouped_8bit_mm(*a, *b, ends, dtype, emulate, False)
+    return out
 
 
 # Custom operators: the profiler counts them, and the compiler need not know how many rows an expert has.
@@ -154,15 +147,17 @@ def grouped_8bit_mm(
     ends: torch.Tensor,
     dtype: torch.dtype,
     emulate: bool,
+    fast: bool,
 ) -> torch.Tensor:
-    """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K). In int8 on a GPU one kernel,
-    otherwise a loop over the experts."""
-    if not (emulate or rounding.has_own_kernel(a)):
-        from torchtitan.kernels.grouped_int8_triton import grouped_int8_gemm, grouped_int8_gemm_over_rows
+    """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K). On a GPU one kernel, otherwise a
+    loop over the experts."""
+    if HAS_TRITON and not (emulate or rounding.has_own_kernel(a)):
+        from torchtitan.kernels.grouped_gemm_triton import grouped_gemm, grouped_gemm_over_rows
 
-        gemm = grouped_int8_gemm if b.dim() == 3 else grouped_int8_gemm_over_rows
-        return gemm(a, a_scale_inverse, b, b_scale_inverse, ends, dtype)
-    out: torch.Tensor = _result(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, emulate)
+        if b.dim() == 3:
+            return grouped_gemm(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, fast)
+        return grouped_gemm_over_rows(a, a_scale_inverse, b, b_scale_inverse, ends, dtype)
+    out: torch.Tensor = _result(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, emulate, fast)
     for expert, rows in enumerate(rows_of(ends)):
         if b.dim() == 2 and rows.start == rows.stop:
             out[expert] = 0
@@ -184,6 +179,7 @@ def _result(
     ends: torch.Tensor,
     dtype: torch.dtype,
     emulate: bool,
+    fast: bool,
 ) -> torch.Tensor:
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[1], b.shape[1])
     return a.new_empty(shape, dtype=dtype)

@@ -1,10 +1,13 @@
-"""Grouped int8 GEMMs on NVIDIA GPUs with the scaling in the GEMM's own epilogue, in Triton.
+"""Grouped GEMMs of 8-bit matrices on NVIDIA GPUs with the scaling in the GEMM's own epilogue, in Triton.
 
 The number of an expert's rows stays on the device: a program finds its expert from the ends of the experts' rows.
+torch has such GEMMs for float8 alone, and for compute capability 9.0 and 10.0 alone (`_scaled_grouped_mm`).
 
 Shapes: E experts, M rows of all experts together, K inputs and N outputs of each expert's layer.
 """
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +17,22 @@ import triton.language as tl
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.grouped_rounding_triton import rows_of_tile
 from torchtitan.kernels.int8_triton import CONFIGS
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def no_sums(a, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of products of numbers like those of a: int32 of int8, float32 of float8."""
+    return tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if a.dtype.element_ty == tl.int8 else tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_products(sums, left, right, FAST: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sums + left @ right. Hopper sums float8 products with 14 bits; unless FAST, only those of one call."""
+    if FAST or left.dtype == tl.int8:  # Triton compiles one branch
+        sums = tl.dot(left, right, acc=sums, out_dtype=sums.dtype)
+    else:
+        sums = tl.dot(left, right, acc=sums, out_dtype=sums.dtype, max_num_imprecise_acc=BLOCK_K)
+    return sums
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -27,6 +46,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     E,
     N,
     K,
+    FAST: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -49,11 +69,11 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     a_rows = tl.minimum(rows, end_row - 1)
     a_tile = a + a_rows.to(tl.int64)[:, None] * K + inner[None, :]
     b_tile = b + expert.to(tl.int64) * N * K + (columns % N)[None, :] * K + inner[:, None]
-    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    sums = no_sums(a, BLOCK_M, BLOCK_N)
     for k in range(0, K, BLOCK_K):
-        left = tl.load(a_tile, mask=inner[None, :] < K - k, other=0)
-        right = tl.load(b_tile, mask=inner[:, None] < K - k, other=0)
-        sums = tl.dot(left, right, acc=sums, out_dtype=tl.int32)
+        left = tl.load(a_tile, mask=inner[None, :] < K - k, other=0.0)
+        right = tl.load(b_tile, mask=inner[:, None] < K - k, other=0.0)
+        sums = add_products(sums, left, right, FAST, BLOCK_K)
         a_tile += BLOCK_K
         b_tile += BLOCK_K
     by_row = tl.load(row_scale + a_rows)
@@ -94,11 +114,11 @@ def over_rows_kernel(  # type: ignore[no-untyped-def]
     inner = tl.arange(0, BLOCK_K)
     a_tile = a + (rows % N).to(tl.int64)[:, None] * M + start + inner[None, :]
     b_tile = b + (columns % K).to(tl.int64)[None, :] * M + start + inner[:, None]
-    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    sums = no_sums(a, BLOCK_M, BLOCK_N)
     for place in range(start, end, BLOCK_K):
-        left = tl.load(a_tile, mask=inner[None, :] < end - place, other=0)
-        right = tl.load(b_tile, mask=inner[:, None] < end - place, other=0)
-        sums = tl.dot(left, right, acc=sums, out_dtype=tl.int32)
+        left = tl.load(a_tile, mask=inner[None, :] < end - place, other=0.0)
+        right = tl.load(b_tile, mask=inner[:, None] < end - place, other=0.0)
+        sums = add_products(sums, left, right, False, BLOCK_K)
         a_tile += BLOCK_K
         b_tile += BLOCK_K
     by_row = tl.load(row_scale + expert * N + rows % N)
@@ -108,29 +128,40 @@ def over_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(places, result.to(out.dtype.element_ty), mask=(rows[:, None] < N) & (columns[None, :] < K))
 
 
+def fitting(
+    configs: list[triton.Config], arguments: Mapping[str, Any], FAST: bool = False, **constants: Any
+) -> list[triton.Config]:
+    """The configurations whose sums fit the registers: those of a tile twice, unless they are FAST or int8."""
+    once = FAST or arguments["a"].dtype == torch.int8
+    return [config for config in configs if once or config.kwargs["BLOCK_N"] <= 128]
+
+
 # Not for each M: under expert parallelism it differs in every step.
-_tuned = triton.autotune(CONFIGS, key=["N", "K"])(grouped_kernel)
-_tuned_over_rows = triton.autotune(CONFIGS, key=["N", "K"])(over_rows_kernel)
+_tune = functools.partial(triton.autotune, CONFIGS, prune_configs_by={"early_config_prune": fitting})
+_tuned = _tune(key=["N", "K", "FAST"])(grouped_kernel)
+_tuned_over_rows = _tune(key=["N", "K"])(over_rows_kernel)
 
 
-def grouped_int8_gemm(
+def grouped_gemm(
     a: torch.Tensor,
     row_scale: torch.Tensor,
     b: torch.Tensor,
     column_scale: torch.Tensor,
     ends: torch.Tensor,
     dtype: torch.dtype,
+    fast: bool,
     kernel: Any = _tuned,
     **config: Any,
 ) -> torch.Tensor:
-    """(M, K) x (E, K, N) to (M, N): the rows of expert e times b[e], with int32 sums, scaled in float32.
+    """(M, K) x (E, K, N) to (M, N): the rows of expert e times b[e], with int32 or float32 sums, scaled in float32.
 
     Args:
-        a: (M, K) int8; copied unless row-major.
-        b: (E, K, N) int8; copied unless each matrix is column-major.
+        a: (M, K) int8 or float8_e4m3fn; copied unless row-major.
+        b: (E, K, N) of the same dtype; copied unless each matrix is column-major.
         row_scale: (M, 1) float32.
         column_scale: (E, 1, N) float32.
         ends: (E,) int32, the end of each expert's rows; the last one is M.
+        fast: sum float8 products in reduced precision.
         kernel: with its `config`, one that is not tuned on this GPU.
     """
     (m, k), (experts, _, n) = a.shape, b.shape
@@ -150,13 +181,14 @@ def grouped_int8_gemm(
         experts,
         n,
         k,
+        FAST=fast,
         EXPERTS=triton.next_power_of_2(experts),
         **config,
     )
     return out
 
 
-def grouped_int8_gemm_over_rows(
+def grouped_gemm_over_rows(
     a: torch.Tensor,
     row_scale: torch.Tensor,
     b: torch.Tensor,
@@ -166,10 +198,11 @@ def grouped_int8_gemm_over_rows(
     kernel: Any = _tuned_over_rows,
     **config: Any,
 ) -> torch.Tensor:
-    """(M, N) and (M, K) to (E, N, K): a.T @ b over each expert's rows, with int32 sums, scaled in float32.
+    """(M, N) and (M, K) to (E, N, K): a.T @ b over each expert's rows, with int32 or float32 sums, scaled in
+    float32.
 
     Args:
-        a, b: int8; copied unless column-major.
+        a, b: int8 or float8_e4m3fn; copied unless column-major.
         row_scale, column_scale: (E, N) and (E, K) float32.
         ends: (E,) int32 multiples of ALIGNMENT, the end of each expert's rows. Rows after the last are not read.
         kernel: with its `config`, one that is not tuned on this GPU.
