@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.compat.dispatch import pytree
 from torchtitan.device import keep_for_current_stream
+from torchtitan.kernels.grouped_8bit import round_matrix
 from torchtitan.kernels.matmul_8bit import as_right
 from torchtitan.kernels.quantize import (
     LARGEST,
@@ -26,7 +27,6 @@ from torchtitan.kernels.quantize import (
     dequantize,
     fused,
     quantize,
-    quantize_rows,
     quantize_with,
 )
 from torchtitan.kernels.quantized import Quantized
@@ -149,13 +149,18 @@ class ShardedWeight(torch.Tensor):
         return None
 
 
-@fused
 def quantize_layouts(weight: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantized, Quantized]:
     """The weight as the output GEMM needs it, and as the right operand of the input-gradient GEMM."""
-    rows, scale_inverse = quantize_rows(weight, recipe)
-    assert scale_inverse is not None  # of int8 always known
-    columns = rows if recipe == "tensorwise" else Quantized(quantize_with(weight, scale_inverse), scale_inverse)
+    if recipe == "tensorwise":
+        return _quantize_once(weight)
+    rows, columns = round_matrix(weight, torch.int8)
     return rows, as_right(columns)
+
+
+@fused
+def _quantize_once(weight: torch.Tensor) -> tuple[Quantized, Quantized]:
+    rows = quantize(weight, "tensorwise")
+    return rows, as_right(rows)
 
 
 class GatheredWeight(torch.Tensor):
