@@ -137,7 +137,7 @@ def is_compiled(operation: Event) -> bool:
 CLASSES = (
     ("communication", r"nccl|c10d"),
     ("attention", r"flash|fmha|sdpa|attention"),
-    ("GEMMs", r"gemm|nvjet|cutlass|cublas|mm\b|matmul|linear"),
+    ("GEMMs", r"gemm|nvjet|cutlass|cublas|mm\b|matmul|linear|^(grouped|over_rows)_kernel"),
     ("optimizer", r"adam|multi_tensor|foreach"),
     ("compiled loops", r"^triton_|CompiledFunction"),
     ("copies", r"memcpy|memset|copy|split_with_sizes|aten::(to|contiguous|clone|cat|zero_)$"),
