@@ -38,14 +38,8 @@ def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = 
         from torchtitan.plan.planner import plan
 
         return plan(config, device)
-    if "RANK" not in os.environ:
-        refuse_lone_tasks()
+    refuse_lone_tasks()
     dims = check(config, WORLD_SIZE, device.type)
-    if RANK == 0 and device.type == "cuda" and (config.stage.entries or config.precision.phase):
-        from torchtitan.plan.devices import this_device
-        from torchtitan.plan.planner import check_memory_of_stages
-
-        check_memory_of_stages(config, dims, this_device(device))
     stop = stop or Stop(RANK)
     with (
         watch_progress(stop.progress, RANK),

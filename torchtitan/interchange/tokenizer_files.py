@@ -145,7 +145,8 @@ def _sentencepiece_as_json(file: Path, content: bytes, tokenizer: Tokenizer) -> 
         from sentencepiece import sentencepiece_model_pb2
     except Exception as error:  # protobuf is missing, or too old for this file
         raise DataError(
-            f"exporting a sentencepiece model takes a newer protobuf ({error}); run `pip install --upgrade protobuf`."
+            f"exporting a sentencepiece model takes protobuf, or a newer one ({error}); run `pip install --upgrade "
+            "protobuf`."
         ) from error
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as FastTokenizer

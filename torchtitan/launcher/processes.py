@@ -46,8 +46,10 @@ def find_processes() -> int:
 
 
 def refuse_lone_tasks() -> None:
-    """Call in a process that would train alone, or start all processes of a run. Raises a ConfigError if it is one of
-    several tasks of srun or mpirun, and each of them would do the same."""
+    """Raises a ConfigError if this process would train alone, or start all processes of a run, and is one of several
+    tasks of srun or mpirun, each of which would do the same."""
+    if "RANK" in os.environ:
+        return
     # The batch script and the interactive shell of a SLURM job see the number of its tasks, and have started none yet.
     is_batch = os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ
     is_script = is_batch or os.environ.get("SLURM_STEP_NUM_TASKS") == "1"

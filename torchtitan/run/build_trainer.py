@@ -81,6 +81,7 @@ def build_trainer(
     args = find_model_args(parse_stages(config, dims.dp)[0].config.model, tokenizer.vocab_size)
 
     # Process group and mesh.
+    _check_memory_of_stages(config, dims, device)
     init_process_group(device, config.comm, dump_folder, stop)
     closing.callback(dist.destroy_process_group)
     stop.connect()
@@ -139,6 +140,16 @@ def _load_tokenizer(config: JobConfig) -> Tokenizer:
     except DataError as error:
         hint = f" That of the run in {copy.parent} is in {copy}." if copy.is_dir() else ""
         raise DataError(f"{error}{hint}") from None
+
+
+def _check_memory_of_stages(config: JobConfig, dims: ParallelDims, device: Device) -> None:
+    """On a GPU, by rank 0, and before there is a process group: a plan simulates one."""
+    if world_from_environment()[0] > 0 or device.type != "cuda" or not (config.stage.entries or config.precision.phase):
+        return
+    from torchtitan.plan.devices import this_device
+    from torchtitan.plan.planner import check_memory_of_stages  # slow to import
+
+    check_memory_of_stages(config, dims, this_device(device))
 
 
 def _lock_folders(config: JobConfig, lock: FolderLock) -> None:
