@@ -301,9 +301,9 @@ def test_kernels_of_blocks_compile_without_spilling_registers(recipe: str) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.full), 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_of_8_bits_compile_without_spilling_registers(capability: int) -> None:
-    """Our own, for Ampere and Hopper, in all their configurations."""
+    """Our own, for Ampere, Hopper and Blackwell, in all their configurations."""
     assert on_gpu("sm_90", "steps.spills_of_8_bits", capability) == []
 
 

@@ -18,7 +18,7 @@ from torchtitan.checkpoint.tokenizer import COPY, identity_of
 from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
-from torchtitan.converters import ModelConverter
+from torchtitan.converters import Decision, ModelConverter
 from torchtitan.data import Tokenizer, load_tokenizer
 from torchtitan.data.datasets import DataOfRun, places_of_sources
 from torchtitan.data.fingerprints import fingerprints
@@ -92,18 +92,12 @@ def build_trainer(
     meshes = build_meshes(dims, device.type, args)
     set_timeout(config.comm.init_timeout_seconds)
 
-    # Every stage is opened now, so that no mistake in a later one stops the run when it begins.
     stages = parse_stages(config, dims.dp)
     builder = StageBuilder(tokenizer, meshes, device, _data_of_run(stages, tokenizer, dims))
-    models = [_converted(stage, builder) for stage in stages] if len(stages) > 1 else []
-    _refuse_other_parameters(stages, models)
-    for stage in stages[1:]:
-        with stage.named_in_errors():
-            builder.read_first_batches(stage.config)
+    conversions = _open_stages(stages, builder)
     with stages[0].named_in_errors():
         engine, loader, reports = builder.build(stages[0])
-    conversions = [decisions_of(converters) for _, converters in models] or [decisions_of(engine.converters)]
-    folder = RunFolder(dump_folder, config, *log_conversion(stages, conversions))
+    folder = RunFolder(dump_folder, config, *log_conversion(stages, conversions or [decisions_of(engine.converters)]))
     if engine.converted_model:
         logger.info(f"after conversion:\n{engine.converted_model}")
     log_cost_of_low_precision(engine)
@@ -184,6 +178,29 @@ def _data_of_run(stages: Sequence[Stage], tokenizer: Tokenizer, dims: ParallelDi
     )
 
 
+def _open_stages(stages: Sequence[Stage], builder: StageBuilder) -> list[list[Decision]]:
+    """Opens the stages of a run that has several, so that no mistake in a later one stops the run when it begins.
+    Returns what each decided of its layers. Collective.
+
+    Raises:
+        UserError: a stage's data cannot be read, or its model has not the parameters and buffers of the first one's.
+    """
+    if len(stages) == 1:
+        return []
+    models = [_converted(stage, builder) for stage in stages]
+    first, *shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model, _ in models]
+    for stage, own in zip(stages[1:], shapes, strict=True):
+        if different := sorted(dict(own.items() ^ first.items())):
+            raise ConfigError(
+                f"{stage.title}: {different[0]} is not the same in all stages, whose weights go from one to the next; "
+                "list the converter that changes it in model.converters, for the whole run."
+            )
+    for stage in stages[1:]:
+        with stage.named_in_errors():
+            builder.read_first_batches(stage.config)
+    return [decisions_of(converters) for _, converters in models]
+
+
 def _converted(stage: Stage, builder: StageBuilder) -> tuple[nn.Module, list[ModelConverter]]:
     """The converted model of a stage, on the meta device."""
     config, dims, device = stage.config, builder.meshes.dims, builder.device
@@ -194,17 +211,6 @@ def _converted(stage: Stage, builder: StageBuilder) -> tuple[nn.Module, list[Mod
         check_groups(model, config.optimizer)
         raise_on_all_ranks(lambda: find_tasks(config.evaluation, config.validation, config.training))
     return model, converters
-
-
-def _refuse_other_parameters(stages: Sequence[Stage], models: Sequence[tuple[nn.Module, object]]) -> None:
-    """Raises a ConfigError if a stage's model has not the parameters and buffers of the first one's."""
-    shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model, _ in models]
-    for stage, own in zip(stages, shapes, strict=False):
-        if different := sorted(dict(own.items() ^ shapes[0].items())):
-            raise ConfigError(
-                f"{stage.title}: {different[0]} is not the same in all stages, whose weights go from one to the next; "
-                "list the converter that changes it in model.converters, for the whole run."
-            )
 
 
 def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, config: JobConfig) -> CheckpointManager:
